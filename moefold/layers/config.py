@@ -1,0 +1,105 @@
+"""Records of the dense parts of a decoder: rotary positions, attention kinds, the dense FFN."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+
+ATTENTION = Slot("attention")
+FFN = Slot("feed-forward")
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class Yarn(Record):
+    """YaRN extension of rotary frequencies (arXiv 2309.00071)."""
+
+    factor: Annotated[float, Field(ge=1.0)]
+    """How many times longer than ``original_length`` the context becomes."""
+    original_length: Size
+    beta_fast: Annotated[float, Field(gt=0)] = 32.0
+    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    mscale: Annotated[float, Field(ge=0)] = 1.0
+    mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
+    """Above zero, also scales the softmax (DeepSeek's variant)."""
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    """Factor on sine and cosine; derived from ``factor`` and the mscales where absent."""
+    truncate: bool = True
+    """Whether the correction range is rounded to whole dimensions."""
+
+    def rules(self) -> Iterator[Violation]:
+        """The fast boundary lies above the slow one."""
+        if self.beta_fast <= self.beta_slow:
+            yield Violation(
+                ("beta_fast",), self.beta_fast, f"above beta_slow ({self.beta_slow})", self.beta_slow * 32
+            )
+
+
+class Rope(Record):
+    """Rotary position embedding (arXiv 2104.09864)."""
+
+    theta: Annotated[float, Field(gt=0)] = 10000.0
+    yarn: Yarn | None = None
+    layout: Literal["half", "interleaved"] = "half"
+    """Which dims form a pair: i and i + d/2, or 2i and 2i + 1."""
+
+
+@ATTENTION.register
+class Gqa(Record):
+    """Grouped-query attention; ``kv_heads`` equal to ``heads`` is plain multi-head attention."""
+
+    kind: Literal["gqa"] = "gqa"
+    heads: Size
+    kv_heads: Size
+    head_dim: Annotated[int, Field(ge=2)]
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """RMSNorm on queries and keys: per head, or over the whole projection."""
+    rope: Rope = Rope()
+
+    owner = "moefold.layers.attention:GroupedQueryAttention"
+
+    def rules(self) -> Iterator[Violation]:
+        """Key-value heads divide the heads; rotary pairs need an even head."""
+        if self.heads % self.kv_heads:
+            nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
+            yield Violation(("kv_heads",), self.kv_heads, f"divides heads ({self.heads})", nearest)
+        if self.head_dim % 2:
+            yield Violation(("head_dim",), self.head_dim, "is even, for rotary pairs", self.head_dim + 1)
+
+
+@ATTENTION.register
+class Mla(Record):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    kind: Literal["mla"] = "mla"
+    heads: Size
+    q_rank: Size | None = None
+    """Rank of the query's latent; None projects queries directly."""
+    kv_rank: Size = 512
+    nope_dim: Size = 128
+    """Dims per head without position."""
+    rope_dim: Annotated[int, Field(ge=2)] = 64
+    """Dims per head with rotary position; the key's are shared by all heads."""
+    v_dim: Size = 128
+    rope: Rope = Rope(layout="interleaved")
+
+    owner = "moefold.layers.attention:LatentAttention"
+
+    def rules(self) -> Iterator[Violation]:
+        """Rotary pairs need an even dim."""
+        if self.rope_dim % 2:
+            yield Violation(("rope_dim",), self.rope_dim, "is even, for rotary pairs", self.rope_dim + 1)
+
+
+@FFN.register
+class Dense(Record):
+    """A dense SwiGLU feed-forward of ``width``."""
+
+    kind: Literal["dense"] = "dense"
+    width: Size
+
+    owner = "moefold.layers.ffn:DenseFfn"

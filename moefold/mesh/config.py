@@ -1,0 +1,51 @@
+"""Layout sizes: how many ways each axis is split. Text form: ``tp2 cp2 pp4 vpp2 ep8 etp1``."""
+
+import math
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+from moefold.config.base import Record
+
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+PATTERN = r"^\s*((tp|cp|pp|vpp|ep|etp)[1-9][0-9]*\s*)*$"
+
+SizesText = Annotated[str, Field(pattern=PATTERN)]
+
+
+class Sizes(Record):
+    """Sizes of the axes of a layout; data-parallel sizes follow from the number of ranks."""
+
+    tp: Annotated[int, Field(ge=1)] = 1
+    cp: Annotated[int, Field(ge=1)] = 1
+    pp: Annotated[int, Field(ge=1)] = 1
+    vpp: Annotated[int, Field(ge=1)] = 1
+    ep: Annotated[int, Field(ge=1)] = 1
+    etp: Annotated[int, Field(ge=1)] = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Sizes":
+        """Read the text form, sizes in any order, 1 where left out.
+
+        Raises:
+            ValueError: where an axis is unknown, named twice, or has no positive size.
+        """
+        sizes: dict[str, int] = {}
+        for word in text.split():
+            match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
+            if match is None or match[1] not in AXES:
+                raise ValueError(f"layout {text!r}: {word!r} is not one of {', '.join(AXES)} with a size, such as tp2")
+            if match[1] in sizes:
+                raise ValueError(f"layout {text!r}: {match[1]} stands twice")
+            sizes[match[1]] = int(match[2])
+        return cls(**sizes)
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that both grids fit on: ``pp * lcm(tp * cp, ep * etp)``."""
+        return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
+
+    def __str__(self) -> str:
+        """Return the text form, axes of size 1 left out."""
+        return " ".join(f"{a}{getattr(self, a)}" for a in AXES if getattr(self, a) > 1) or "one rank"

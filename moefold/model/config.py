@@ -1,0 +1,55 @@
+"""The declarative description of a decoder: what is computed, nothing of where it runs.
+
+A family (``model/families``) turns a few sizes into this description; the model, the planner
+and the checkpoint converters all read the description and never the family.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+from moefold.layers.config import ATTENTION, FFN, Size
+
+MODEL = Slot("model family", tag="family")
+
+
+class Block(Record):
+    """One layer: attention, then a dense or mixture-of-experts feed-forward."""
+
+    attention: Annotated[Record, ATTENTION]
+    ffn: Annotated[Record, FFN]
+
+
+class Stack(Record):
+    """A pattern of blocks, repeated."""
+
+    repeat: Size = 1
+    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
+
+
+class Decoder(Record):
+    """A decoder-only transformer with RMSNorm before each half of a block."""
+
+    vocab: Annotated[int, Field(ge=2)]
+    hidden: Size
+    stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
+    """Patterns of blocks, in order."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    tied: bool = False
+    """Whether the head is the embedding."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init_out_scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block in order, patterns written out."""
+        return tuple(b for s in self.stacks for _ in range(s.repeat) for b in s.blocks)
+
+    def rules(self) -> Iterator[Violation]:
+        """A decoder has no rule beyond its parts' so far."""
+        yield from ()

@@ -1,0 +1,169 @@
+"""Records of the mixture-of-experts layer: router, balance, capacity, shared expert, dispatch."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+from moefold.layers.config import FFN, Size
+
+BALANCE = Slot("balance term")
+DISPATCH = Slot("dispatcher")
+
+
+class Groups(Record):
+    """Group-limited routing: only the experts of the best ``keep`` groups can be chosen.
+
+    How a group is scored is explicit because models differ: DeepSeek-V2 takes the maximum,
+    DeepSeek-V3 the sum of the best two.
+    """
+
+    count: Size
+    keep: Size
+    score: Literal["max", "sum_best"] = "sum_best"
+    best: Size = 2
+    """How many scores ``sum_best`` adds."""
+
+    def rules(self) -> Iterator[Violation]:
+        """No more groups are kept than there are."""
+        if self.keep > self.count:
+            yield Violation(("keep",), self.keep, f"at most count ({self.count})", self.count)
+
+
+class Router(Record):
+    """How a token chooses its experts and with which weights."""
+
+    experts: Size
+    top_k: Size
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    order: Literal["score_first", "topk_first"] = "score_first"
+    """Whether scores are taken over all experts or only over the chosen ones."""
+    renormalise: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    epsilon: Annotated[float, Field(ge=0)] = 0.0
+    """Added to that sum."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the weights, applied last."""
+    groups: Groups | None = None
+    selection_bias: bool = False
+    """A buffer added to the scores for the choice alone, never for the weights."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of the scores where the model's own is not wider."""
+
+    def rules(self) -> Iterator[Violation]:
+        """Top-k fits the experts, and the groups that are kept."""
+        if self.top_k > self.experts:
+            yield Violation(("top_k",), self.top_k, f"at most experts ({self.experts})", self.experts)
+        if self.order == "topk_first" and self.score != "softmax":
+            yield Violation(("order",), self.order, "topk_first needs softmax scores", "score_first")
+        elif self.order == "score_first" and self.top_k == 1 and self.renormalise and self.score == "softmax":
+            rule = "with top_k 1 the renormalised weight is always 1 and the router learns nothing"
+            yield Violation(("renormalise",), True, rule, False)
+        elif self.order == "topk_first" and self.top_k == 1:
+            rule = "with top_k 1 a softmax over the chosen one is always 1 and the router learns nothing"
+            yield Violation(("order",), self.order, rule, "score_first")
+        if self.groups is not None:
+            yield from self._group_rules(self.groups)
+
+    def _group_rules(self, groups: Groups) -> Iterator[Violation]:
+        if self.experts % groups.count:
+            nearest = max(d for d in range(1, groups.count + 1) if self.experts % d == 0)
+            yield Violation(("groups", "count"), groups.count, f"divides experts ({self.experts})", nearest)
+            return
+        size = self.experts // groups.count
+        if self.top_k > size * groups.keep:
+            rule = f"keep * experts per group ({size}) is at least top_k ({self.top_k})"
+            yield Violation(("groups", "keep"), groups.keep, rule, -(-self.top_k // size))
+        if groups.score == "sum_best" and groups.best > size:
+            yield Violation(("groups", "best"), groups.best, f"at most experts per group ({size})", size)
+
+
+class Capacity(Record):
+    """A bound on tokens per expert: ``ceil(tokens * top_k / experts * factor)`` per micro-batch."""
+
+    factor: Annotated[float, Field(gt=0)]
+    drop: Literal["probs", "position"] = "probs"
+    """Which choices an overfull expert drops: the least probable, or the latest."""
+
+
+class Shared(Record):
+    """A dense SwiGLU expert that sees every token."""
+
+    width: Size
+    gate: bool = False
+    """Whether its output is scaled by a sigmoid of the token."""
+
+
+@BALANCE.register
+class Aux(Record):
+    """Auxiliary load-balancing loss: ``E / K * sum_i f_i P_i`` over a population of tokens.
+
+    f_i is the share of tokens whose plain top-k (no bias, no groups, before drops) holds expert i,
+    P_i the mean probability of i. Uniform routing gives 1. Each layer has its own term; the
+    populations of a step weigh in by their share of its valid tokens.
+    """
+
+    kind: Literal["aux"] = "aux"
+    over: Literal["micro_batch", "sequence", "global_batch"] = "micro_batch"
+    coefficient: Annotated[float, Field(ge=0)] = 1e-2
+
+    owner = "moefold.moe.balance:AuxLoss"
+
+
+@BALANCE.register
+class Z(Record):
+    """Router z-loss: mean over valid tokens of the squared log-sum-exp of the logits."""
+
+    kind: Literal["z"] = "z"
+    coefficient: Annotated[float, Field(ge=0)] = 1e-3
+
+    owner = "moefold.moe.balance:ZLoss"
+
+
+@BALANCE.register
+class Bias(Record):
+    """Loss-free balancing (arXiv 2408.15664): moves the selection bias once per global batch."""
+
+    kind: Literal["bias"] = "bias"
+    rate: Annotated[float, Field(ge=0)] = 1e-3
+
+    owner = "moefold.moe.balance:BiasUpdate"
+
+
+@FFN.register
+class Moe(Record):
+    """A mixture-of-experts feed-forward: routed SwiGLU experts of ``width``, and a shared one."""
+
+    kind: Literal["moe"] = "moe"
+    width: Size
+    router: Router
+    shared: Shared | None = None
+    capacity: Capacity | None = None
+    """None is dropless."""
+    balance: tuple[Annotated[Record, BALANCE], ...] = ()
+
+    owner = "moefold.moe.layer:MoeFfn"
+
+    def rules(self) -> Iterator[Violation]:
+        """A bias update needs a bias; each term stands once."""
+        seen: list[Record] = []
+        for i, term in enumerate(self.balance):
+            if isinstance(term, Bias) and not self.router.selection_bias:
+                rule = "kind bias moves the router's selection_bias, which is off"
+                yield Violation(("router", "selection_bias"), False, rule, True)
+            same = [t for t in seen if type(t) is type(term) and getattr(t, "over", None) == getattr(term, "over", None)]
+            if same:
+                yield Violation(("balance", i), term, "the same term stands in the list already; drop one", None)
+            seen.append(term)
+
+
+@DISPATCH.register
+class Local(Record):
+    """All experts live on this rank: rows are permuted, nothing is sent."""
+
+    kind: Literal["local"] = "local"
+
+    owner = "moefold.moe.dispatch.local:LocalDispatch"

@@ -1,0 +1,84 @@
+"""Records of the training step and of where it runs."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+from moefold.layers.config import Size
+from moefold.mesh.config import Sizes, SizesText
+from moefold.moe.config import DISPATCH, Local
+from moefold.policies.config import RECOMPUTE
+from moefold.precision.config import Precision
+
+NONFINITE = Slot("policy on a non-finite step")
+
+
+@NONFINITE.register
+class Stop(Record):
+    """Stops the run before the update, with a report."""
+
+    kind: Literal["stop"] = "stop"
+
+
+@NONFINITE.register
+class Skip(Record):
+    """Leaves the update out and goes on; more than ``limit`` in a row stop the run."""
+
+    kind: Literal["skip"] = "skip"
+    limit: Size = 5
+
+
+@NONFINITE.register
+class Rewind(Record):
+    """Goes back to the newest checkpoint and leaves the offending step's data out."""
+
+    kind: Literal["rewind"] = "rewind"
+    limit: Size = 3
+
+
+class Train(Record):
+    """How long, how much per step, in which number format."""
+
+    steps: Size
+    batch: Size
+    """Sequences per optimizer step, over all data-parallel ranks."""
+    micro_batch: Size = 1
+    """Sequences per forward and backward."""
+    precision: Precision = "bf16"
+    loss_chunk: Annotated[int, Field(ge=16)] = 1024
+    """Tokens whose logits exist at once."""
+    on_nonfinite: Annotated[Record, NONFINITE] = Stop()
+
+    def rules(self) -> Iterator[Violation]:
+        """Micro-batches make up the batch."""
+        if self.batch % self.micro_batch:
+            nearest = max(d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0)
+            yield Violation(("micro_batch",), self.micro_batch, f"divides batch ({self.batch})", nearest)
+
+
+class Layout(Record):
+    """Where the run's parts live and what is kept; never changes the maths."""
+
+    sizes: SizesText = ""
+    """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
+    dispatch: Annotated[Record, DISPATCH] = Local()
+    recompute: Annotated[Record, RECOMPUTE] | None = None
+    experts: Literal["auto", "grouped", "loop"] = "auto"
+    """Kernel of the experts' products."""
+
+    def rules(self) -> Iterator[Violation]:
+        """Each axis is named once."""
+        words = self.sizes.split()
+        axes = [w.rstrip("0123456789") for w in words]
+        if len(set(axes)) < len(axes):
+            kept = {a: w for a, w in zip(axes, words, strict=True)}
+            yield Violation(("sizes",), self.sizes, "each axis is named once", " ".join(kept.values()))
+
+    @property
+    def split(self) -> Sizes:
+        """The sizes as numbers."""
+        return Sizes.parse(self.sizes)
