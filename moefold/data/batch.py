@@ -1,0 +1,176 @@
+"""Micro-batches: tokens are rows, documents are segments of rows.
+
+Shape suffixes: T rows of the micro-batch, B sequences, S tokens of a sequence, N segments.
+
+A segment is a document, or the piece of one that fell into a sequence. Attention stays inside a
+segment, positions restart with it, and no label crosses its end. Padding rows come last, belong to
+no segment, and count nowhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a row that predicts nothing."""
+
+
+class Origin(NamedTuple):
+    """Where a segment comes from: data set, number of the document, first token of the piece."""
+
+    name: str
+    document: int
+    start: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one forward pass. Host counts spare the device a synchronisation."""
+
+    ids_T: Tensor
+    """int64 token ids; 0 on padding rows."""
+    labels_T: Tensor
+    """int64 next token of the same document, ``IGNORED`` where there is none."""
+    positions_T: Tensor
+    """int64 position inside the segment, from 0."""
+    valid_T: Tensor
+    """bool, False on padding rows."""
+    token_T: Tensor
+    """int64 number of the row in the step's global batch; the same in every layout."""
+    lengths: tuple[int, ...]
+    """Rows of each segment, in row order; their sum is ``n_valid``."""
+    n_valid: int
+    """Rows that are not padding."""
+    n_labels: int
+    """Rows with a label."""
+    n_bytes: float = 0.0
+    """UTF-8 bytes of the text of the labels, the divisor of bits per byte; 0 where unknown."""
+    sources: tuple[Origin, ...] = ()
+    """Origin of each segment, for reports; empty where unknown."""
+
+    def __post_init__(self) -> None:
+        rows = self.ids_T.shape
+        assert len(rows) == 1 and self.n_valid == sum(self.lengths) <= rows[0]
+        others = (self.labels_T, self.positions_T, self.valid_T, self.token_T)
+        assert all(t.shape == rows for t in others), [tuple(t.shape) for t in others]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows T, padding included."""
+        return self.ids_T.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Rows of the longest segment, 0 where there is none."""
+        return max(self.lengths, default=0)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [N + 1], first row of each segment and the end of the last, on the rows' device."""
+        ends = np.cumsum((0, *self.lengths), dtype=np.int32)
+        return torch.from_numpy(ends).to(self.ids_T.device, non_blocking=True)
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """Return the same micro-batch with its tensors on ``device``."""
+        names = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, **moved)
+
+
+def assemble(
+    ids_T: np.ndarray,
+    labels_T: np.ndarray,
+    lengths: Sequence[int],
+    *,
+    rows: int | None = None,
+    token_T: np.ndarray | None = None,
+    n_bytes: float = 0.0,
+    sources: Sequence[Origin] = (),
+) -> MicroBatch:
+    """Build a micro-batch from the valid rows, and pad it to ``rows`` rows.
+
+    Args:
+        ids_T: token ids of the valid rows.
+        labels_T: their labels, ``IGNORED`` where there is none.
+        lengths: rows of each segment; they add up to the number of valid rows.
+        rows: rows of the result, padding included (default: no padding).
+        token_T: numbers of all rows in the step's global batch (default: from 0 on).
+        n_bytes: UTF-8 bytes of the labels' text.
+        sources: origin of each segment.
+    """
+    valid = len(ids_T)
+    rows = valid if rows is None else rows
+    assert valid == len(labels_T) == sum(lengths) <= rows, (valid, len(labels_T), rows)
+    lengths_N = np.asarray(lengths, dtype=np.int64)
+    starts_N = np.cumsum(lengths_N) - lengths_N
+    ids, labels = np.zeros(rows, np.int64), np.full(rows, IGNORED, np.int64)
+    positions, inside = np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
+    ids[:valid], labels[:valid], inside[:valid] = ids_T, labels_T, True
+    positions[:valid] = np.arange(valid) - np.repeat(starts_N, lengths_N)
+    numbers = np.arange(rows, dtype=np.int64) if token_T is None else token_T
+    return MicroBatch(
+        ids_T=torch.from_numpy(ids),
+        labels_T=torch.from_numpy(labels),
+        positions_T=torch.from_numpy(positions),
+        valid_T=torch.from_numpy(inside),
+        token_T=torch.from_numpy(numbers),
+        lengths=tuple(int(n) for n in lengths),
+        n_valid=valid,
+        n_labels=int(np.count_nonzero(labels != IGNORED)),
+        n_bytes=n_bytes,
+        sources=tuple(sources),
+    )
+
+
+def padded(rows: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that holds ``rows`` rows."""
+    return -(-rows // multiple) * multiple
+
+
+def pack(documents: Sequence[Sequence[int]], pad_to: int = 1, first_token: int = 0) -> MicroBatch:
+    """Pack whole documents one after another; labels are the next token of the same document.
+
+    Args:
+        documents: token ids of each document; each becomes one segment, empty ones none.
+        pad_to: the rows are padded to a multiple of this.
+        first_token: global number of the first row.
+    """
+    kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
+    ids_T = np.concatenate(kept) if kept else np.zeros(0, np.int64)
+    pieces = [np.append(d[1:], IGNORED) for d in kept]
+    labels_T = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+    rows = padded(len(ids_T), pad_to)
+    token_T = np.arange(first_token, first_token + rows, dtype=np.int64)
+    return assemble(ids_T, labels_T, [len(d) for d in kept], rows=rows, token_T=token_T)
+
+
+def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
+    """Turn B sequences of S tokens into rows, one segment each, on the device of ``ids_BS``.
+
+    Without ``labels_BS`` each row's label is the next token of its sequence; the last row of each
+    sequence has none. With them, ``labels_BS`` [B, S] are taken as they are (already shifted).
+    """
+    if ids_BS.dim() != 2:
+        raise ValueError(f"ids need the shape [sequences, tokens], not {list(ids_BS.shape)}")
+    b, s = ids_BS.shape
+    if labels_BS is None:
+        labels_BS = torch.full_like(ids_BS, IGNORED)
+        labels_BS[:, : s - 1] = ids_BS[:, 1:]
+    elif labels_BS.shape != ids_BS.shape:
+        raise ValueError(f"labels {list(labels_BS.shape)} and ids {[b, s]} differ in shape")
+    device, labels_T = ids_BS.device, labels_BS.reshape(-1).to(torch.int64)
+    return MicroBatch(
+        ids_T=ids_BS.reshape(-1).to(torch.int64),
+        labels_T=labels_T,
+        positions_T=torch.arange(s, device=device).repeat(b),
+        valid_T=torch.ones(b * s, dtype=torch.bool, device=device),
+        token_T=torch.arange(b * s, device=device),
+        lengths=(s,) * b if s else (),
+        n_valid=b * s,
+        n_labels=int((labels_T != IGNORED).sum()),
+    )
