@@ -1,0 +1,58 @@
+"""What a hook is: everything that is not the step, told of the run's events by the loop."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+Metrics = dict[str, float | int]
+"""Figures of one step or of one evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
+
+
+class JobView(Protocol):
+    """What a hook may read of the running job and ask of it."""
+
+    run: Any
+    """The run's record."""
+    folder: Path
+    step_number: int
+    """Optimizer steps done, counted from the start of the run and not of this process."""
+    tokens: int
+    """Valid tokens trained on so far."""
+    model: Any
+    loader: Any
+    tokenizer: Any
+
+    def health(self) -> list[dict[str, Any]]:
+        """Figures of each MoE layer's routing since they were last asked for."""
+        ...
+
+    def evaluate(self) -> Metrics:
+        """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
+        ...
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step and return its folder."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to save and end after this step."""
+        ...
+
+
+class Hook:
+    """The base of every hook: does nothing at each event.
+
+    Hooks are told in the order of their list, so one may read what an earlier one added to
+    ``metrics``. A hook that raises stops the run; it is then told so by ``on_stop`` like the rest.
+    """
+
+    def on_start(self, job: JobView) -> None:
+        """Before the first step of this process, after a checkpoint is loaded."""
+
+    def on_step(self, job: JobView, metrics: Metrics) -> None:
+        """After each optimizer step; ``metrics`` may be added to."""
+
+    def on_evaluate(self, job: JobView, metrics: Metrics) -> None:
+        """After each evaluation."""
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Once, when the run ends or fails with ``error``."""
