@@ -3,14 +3,39 @@
 A record is frozen, refuses unknown keys, refuses values of another type (``"1e-4"`` is not a
 number) and refuses NaN and infinities. Each room keeps its own records in a ``config.py`` that
 imports no torch; this file knows no field of any feature.
+
+A field says what is legal for it alone by its type (``Annotated[int, Field(ge=1)]``); what must
+hold *between* fields is said by ``rules()``, which is asked only when every field is legal.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from moefold.config.problems import Violation
+
+# A run file has lists and plain strings only, so these accept them; their items stay strict.
+_LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-strict"})
+_OPAQUE = frozenset({"metadata", "serialization", "default", "config", "cls"})
+
+
+def _soften(schema: Any, top: bool = False) -> None:
+    """Let containers accept lists, down to (not into) the schemas of other records."""
+    if isinstance(schema, list | tuple):
+        for item in schema:
+            _soften(item)
+    if not isinstance(schema, dict):
+        return
+    kind = schema.get("type")
+    if kind == "model" and not top:
+        return
+    if isinstance(kind, str) and kind in _LENIENT:
+        schema["strict"] = False
+    for key, item in schema.items():
+        if key not in _OPAQUE:
+            _soften(item)
 
 
 class Record(BaseModel):
@@ -27,6 +52,9 @@ class Record(BaseModel):
         allow_inf_nan=False,
         validate_default=True,
         use_attribute_docstrings=True,
+        validate_by_alias=True,
+        validate_by_name=True,
+        serialize_by_alias=True,
     )
 
     owner: ClassVar[str | type | None] = None
@@ -34,3 +62,11 @@ class Record(BaseModel):
     def rules(self) -> Iterator[Violation]:
         """Yield each broken relation between this record's fields, paths relative to it."""
         yield from ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Build the strict schema, in which a tuple may be given as a list and a path as text."""
+        schema = handler(source)
+        _soften(schema, top=True)
+        return schema
+

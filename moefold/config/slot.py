@@ -1,7 +1,12 @@
 """Slots: places in a run file where one of several kinds of part is chosen by its ``kind``."""
 
+import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
+
+from pydantic import GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moefold.config.base import Record
 
@@ -9,8 +14,10 @@ from moefold.config.base import Record
 class Slot:
     """A named choice between record classes, told apart by the literal in their tag field.
 
-    A field that offers the choice is written ``Annotated[Record, SLOT]``. Parts from outside the
-    package register a record of their own and are chosen exactly like ours.
+    A field that offers the choice is written ``Annotated[Record, SLOT]``. In a run file it holds a
+    mapping with the tag (``{kind: muon, lr: 0.01}``) or the bare tag (``muon``). The class is
+    looked up when a value is validated, so parts from outside the package that register a record
+    later are chosen exactly like ours.
     """
 
     def __init__(self, name: str, tag: str = "kind") -> None:
@@ -20,14 +27,55 @@ class Slot:
 
     def register(self, record: type[Record]) -> type[Record]:
         """Add a record class under the value of its tag field; usable as a decorator."""
-        kind = record.model_fields[self.tag].default
+        field = record.model_fields.get(self.tag)
+        kind = None if field is None else field.default
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
         present = self.kinds.get(kind)
-        if present is not None and present.__qualname__ != record.__qualname__:
-            raise ValueError(f"{self.name} {kind!r} is already taken by {present.__name__}")
+        if present is not None and not _same_part(present, record):
+            raise ValueError(
+                f"{self.name} {kind!r} is already taken by {present.__module__}.{present.__name__}"
+            )
         self.kinds[kind] = record
         return record
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Validate by the class that is registered under the tag at that moment."""
+        return core_schema.with_info_plain_validator_function(self._pick, metadata={"slot": self})
+
+    def _pick(self, value: Any, info: ValidationInfo) -> Record:
+        """Return the record that a bare tag, a mapping with the tag, or an instance stands for."""
+        if isinstance(value, Record):
+            if isinstance(value, tuple(self.kinds.values())):
+                return value
+            raise PydanticCustomError("slot_type", "not a registered kind")
+        if isinstance(value, str):
+            value = {self.tag: value}
+        if not isinstance(value, Mapping):
+            raise PydanticCustomError("slot_type", "not a mapping with a tag")
+        if self.tag not in value:
+            raise PydanticCustomError("slot_missing", "the tag is missing")
+        record = self.lookup(value[self.tag])
+        if record is None:
+            raise PydanticCustomError("slot_unknown", "no such kind")
+        return record.model_validate(value, context=info.context)
+
+    def lookup(self, kind: Any) -> type[Record] | None:
+        """Return the record class registered under ``kind``, if any."""
+        return self.kinds.get(kind) if isinstance(kind, str) else None
+
+
+def _same_part(one: type[Record], other: type[Record]) -> bool:
+    """Whether two classes are the same source read twice (a notebook cell, an edited file)."""
+    return one.__qualname__ == other.__qualname__ and (
+        one.__module__ == other.__module__ or _file(one) == _file(other) is not None
+    )
+
+
+def _file(record: type[Record]) -> str | None:
+    return getattr(sys.modules.get(record.__module__), "__file__", None)
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:
