@@ -85,6 +85,8 @@ class Mla(Record):
     rope_dim: Annotated[int, Field(ge=2)] = 64
     """Dims per head with rotary position; the key's are shared by all heads."""
     v_dim: Size = 128
+    latent_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
     rope: Rope = Rope(layout="interleaved")
 
     owner = "moefold.layers.attention:LatentAttention"

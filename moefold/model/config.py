@@ -44,6 +44,8 @@ class Decoder(Record):
     init_std: Annotated[float, Field(gt=0)] = 0.02
     init_out_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
+    context: Size | None = None
+    """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
