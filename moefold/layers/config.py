@@ -1,5 +1,6 @@
 """Records of the dense parts of a decoder: rotary positions, attention kinds, the dense FFN."""
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -30,6 +31,21 @@ class Yarn(Record):
     """Factor on sine and cosine; derived from ``factor`` and the mscales where absent."""
     truncate: bool = True
     """Whether the correction range is rounded to whole dimensions."""
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on sine and cosine: as given, or the mscales' ratio at this ``factor``."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self._gain(self.mscale) / self._gain(self.mscale_all_dim)
+
+    @property
+    def softmax_factor(self) -> float:
+        """The further factor on the softmax's scale; 1 without ``mscale_all_dim``."""
+        return self._gain(self.mscale_all_dim) ** 2
+
+    def _gain(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def rules(self) -> Iterator[Violation]:
         """The fast boundary lies above the slow one."""
