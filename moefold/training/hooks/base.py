@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-Metrics = dict[str, float | int]
-"""Figures of one step or of one evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
+Figures = dict[str, float | int]
+"""Of one step or one evaluation, under flat keys such as ``val/stdlib/bits_per_byte``."""
 
 
 class JobView(Protocol):
@@ -15,6 +15,8 @@ class JobView(Protocol):
     folder: Path
     step_number: int
     """Optimizer steps done, counted from the start of the run and not of this process."""
+    last_step: int
+    """The step at which this process ends."""
     tokens: int
     """Valid tokens trained on so far."""
     model: Any
@@ -25,7 +27,7 @@ class JobView(Protocol):
         """Figures of each MoE layer's routing since they were last asked for."""
         ...
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self) -> Figures:
         """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
         ...
 
@@ -48,10 +50,10 @@ class Hook:
     def on_start(self, job: JobView) -> None:
         """Before the first step of this process, after a checkpoint is loaded."""
 
-    def on_step(self, job: JobView, metrics: Metrics) -> None:
+    def on_step(self, job: JobView, metrics: Figures) -> None:
         """After each optimizer step; ``metrics`` may be added to."""
 
-    def on_evaluate(self, job: JobView, metrics: Metrics) -> None:
+    def on_evaluate(self, job: JobView, metrics: Figures) -> None:
         """After each evaluation."""
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:

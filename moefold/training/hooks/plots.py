@@ -1,0 +1,188 @@
+"""Pictures of the run: ``loss.png`` and ``expert_load.png``."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from moefold.training.history import Curve, History
+from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.config import Plots
+from moefold.training.words import count
+
+INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
+BASELINE_NAMES = {"bigram": "bigram table", "xz": "xz -9e"}
+MOST_PANELS = 8
+"""Layers whose loads are drawn over time."""
+LAST = 20
+"""Newest checks whose mean is the picture of now."""
+
+
+class PlotsHook(Hook):
+    """Draws from the files in the run's folder, so a resumed run shows its whole past."""
+
+    def __init__(self, record: Plots) -> None:
+        self._every = record.every
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Draw where the step is due."""
+        if job.step_number % self._every == 0 and job.step_number < job.last_step:
+            draw(job.folder, job.run.name)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Draw the end, whatever it was."""
+        draw(job.folder, job.run.name)
+
+
+def draw(folder: Path, title: str) -> list[Path]:
+    """Draw every picture that the folder's files have something for; return their paths."""
+    history = History.read(folder)
+    drawn = []
+    for name, figure in (
+        ("loss", loss_figure(history, title)),
+        ("expert_load", load_figure(history, title)),
+    ):
+        if figure is not None:
+            path = folder / f"{name}.png"
+            part = folder / f".{name}.part.png"
+            figure.savefig(part, dpi=144)
+            part.replace(path)
+            drawn.append(path)
+    return drawn
+
+
+def loss_figure(history: History, title: str) -> Figure | None:
+    """Draw training and held-out loss, in bits per byte where bytes were measured."""
+    train = history.curve("lm_loss")
+    if len(train) < 2:
+        return None
+    factor = history.bits_per_byte_per_nat()
+    train = Curve(train.steps, train.values * (factor or 1.0))
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    smooth = train.smooth(max(len(train) / 60, 1.0))
+    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.22, linewidth=0.8)
+    axes.plot(train.steps, smooth, color=TRAIN, linewidth=1.8, label="training")
+    ends = [("training", float(smooth[-1]), TRAIN)]
+    for name, curve in _held_out(history, factor):
+        axes.plot(curve.steps, curve.values, "o-", color=HELD_OUT, markersize=3.5, linewidth=1.8)
+        ends.append((name, curve.last, HELD_OUT))
+    lines = history.baselines if factor else {}
+    for name, value in lines.items():
+        axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
+        ends.append((BASELINE_NAMES.get(name, name), value, SOFT))
+    top = max(
+        [float(smooth[min(len(smooth) // 25, len(smooth) - 1)]), *(1.12 * v for _, v, _ in ends)]
+    )
+    low = min([float(np.nanmin(smooth)), *(v for _, v, _ in ends)])
+    axes.set_ylim(low - 0.06 * (top - low), top)
+    axes.set_xlim(0, train.steps[-1])
+    _label_ends(axes, ends)
+    tokens = history.lines[-1].get("tokens")
+    after = f" ({count(tokens)} tokens)" if tokens else ""
+    axes.set_xlabel(f"step{after}", color=INK)
+    axes.set_ylabel("bits per byte" if factor else "loss per token (nats)", color=INK)
+    _finish(axes, f"{title}: loss")
+    return figure
+
+
+def load_figure(history: History, title: str) -> Figure | None:
+    """Draw each expert's load: now, layer by layer, and over time for some layers."""
+    found = history.load()
+    if found is None:
+        return None
+    steps, layers, load = found
+    shown = _spread(len(layers), MOST_PANELS)
+    columns = min(len(shown), 4)
+    rows = -(-len(shown) // columns)
+    height = 1.2 + max(1.2, 0.28 * len(layers)) + 1.7 * rows
+    figure = Figure(figsize=(10, height), layout="constrained")
+    now, over_time = figure.subfigures(
+        2, 1, height_ratios=[0.6 + max(1.2, 0.28 * len(layers)), 1.7 * rows]
+    )
+    peak = float(np.nanpercentile(load, 99.5))
+    norm = TwoSlopeNorm(1.0, 0.0, max(peak, 1.5))
+    axes = now.add_subplot()
+    image = _draw_now(axes, np.nanmean(load[-LAST:], axis=0), layers, norm)
+    _finish(axes, f"{title}: load of each expert, step {steps[-1]}", grid=False)
+    bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
+    bar.set_label("1 = fair share", color=INK)
+    bar.outline.set_visible(False)
+    panels = over_time.subplots(rows, columns, squeeze=False, sharey=True)
+    for place, panel in enumerate(panels.flat):
+        if place >= len(shown):
+            panel.set_visible(False)
+            continue
+        index = shown[place]
+        # Nearest, so that a check is never blended with its neighbours.
+        panel.imshow(
+            load[:, index].T, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest",
+            extent=(steps[0], max(steps[-1], steps[0] + 1), load.shape[2] - 0.5, -0.5),
+        )  # fmt: skip
+        _finish(panel, f"layer {layers[index]} over steps", grid=False, size=9)
+        if place % columns == 0:
+            panel.set_ylabel("expert", color=INK)
+    return figure
+
+
+def _draw_now(axes: Axes, load: np.ndarray, layers: list[str], norm: TwoSlopeNorm):
+    image = axes.imshow(load, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest")
+    axes.set_xlabel("expert", color=INK)
+    axes.set_ylabel("layer", color=INK)
+    ticks = range(0, len(layers), -(-len(layers) // 16))
+    axes.set_yticks(ticks, [layers[i] for i in ticks])
+    if load.shape[1] <= 16:
+        axes.set_xticks(range(load.shape[1]))
+        for (row, column), value in np.ndenumerate(load):
+            if np.isfinite(value):
+                dark = norm(value) < 0.2 or norm(value) > 0.8
+                colour = "white" if dark else INK
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8
+                )
+    return image
+
+
+def _held_out(history: History, factor: float | None) -> list[tuple[str, Curve]]:
+    if factor is None:
+        curve = history.curve("val_loss")
+        return [("held out", curve)] if len(curve) else []
+    sets = list(history.sets())
+    plain = len(sets) == 1
+    return [("held out" if plain else name, history.curve(key)) for name, key in sets]
+
+
+def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
+    """Write each line's name and end value to the right of the axes, pushed apart."""
+    low, high = axes.get_ylim()
+    gap = 0.055 * (high - low)
+    places = sorted(ends, key=lambda end: end[1])
+    at = [value for _, value, _ in places]
+    for i in range(1, len(at)):
+        at[i] = max(at[i], at[i - 1] + gap)
+    for (name, value, colour), y in zip(places, at, strict=True):
+        axes.annotate(
+            f"{name} {value:.2f}", (1.01, y), xycoords=("axes fraction", "data"), va="center",
+            color=colour, fontsize=9.5, fontweight="bold" if colour == HELD_OUT else None,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _finish(axes: Axes, title: str, grid: bool = True, size: float = 12) -> None:
+    axes.set_title(title, loc="left", color=INK, fontsize=size, fontweight="bold")
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(grid and side in ("left", "bottom"))
+        axes.spines[side].set_color(SOFT)
+    axes.tick_params(colors=SOFT, labelcolor=INK, labelsize=9, length=3 if grid else 0)
+    if grid:
+        axes.grid(axis="y", color="#e6e8ee", linewidth=0.8)
+        axes.set_axisbelow(True)
+
+
+def _spread(total: int, most: int) -> list[int]:
+    """At most ``most`` of 0..total-1, evenly spread, both ends included."""
+    if total <= most:
+        return list(range(total))
+    return [round(i * (total - 1) / (most - 1)) for i in range(most)]

@@ -1,0 +1,119 @@
+"""Progress on the console: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.config import Progress
+from moefold.training.words import clock, count
+
+SMOOTHING = 0.95
+"""Share of the past in the running mean of wall time per step."""
+
+
+class Pace:
+    """Wall time per step, evaluation and saving included, as a running mean."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def start(self, now: float) -> None:
+        """Begin to measure at ``now``, in seconds of a monotonic clock."""
+        self._last = now
+
+    def step(self, now: float) -> None:
+        """One more step is done at ``now``."""
+        self._sum = SMOOTHING * self._sum + (now - self._last)
+        self._weight = SMOOTHING * self._weight + 1
+        self._last = now
+
+    def left(self, steps: int) -> str:
+        """How long ``steps`` more take, such as ``4:05``; a dash before anything is measured."""
+        return clock(steps * self._sum / self._weight) if self._weight else "–"
+
+
+class ProgressHook(Hook):
+    """Shows step, loss, tokens/s, MFU and time left."""
+
+    def __init__(self, record: Progress, console: Console) -> None:
+        style = record.style
+        if style == "auto":
+            style = "bar" if console.is_terminal else "lines"
+        self._style = style
+        self._seconds = record.seconds
+        self._console = console
+        self._bar: Bar | None = None
+        self._pace = Pace()
+        self._shown = float("-inf")
+
+    def on_start(self, job: JobView) -> None:
+        """Show the bar at the step the run continues from."""
+        self._pace.start(time.monotonic())
+        if self._style == "bar":
+            self._bar = Bar(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TextColumn("[dim]{task.fields[left]} left"),
+                console=self._console,
+                expand=True,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task(
+                job.run.name, total=job.last_step, completed=job.step_number, facts="", left="–"
+            )
+            self._bar.start()
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Move the bar, or print a line where the last one is old enough."""
+        now = time.monotonic()
+        self._pace.step(now)
+        left = self._pace.left(job.last_step - job.step_number)
+        facts = describe(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=job.step_number, facts=facts, left=left)
+        elif self._style == "lines":
+            due = now - self._shown >= self._seconds or job.step_number >= job.last_step
+            if due:
+                self._shown = now
+                text = f"step {job.step_number}/{job.last_step}  {facts}  {left} left"
+                self._console.print(text, soft_wrap=True, highlight=False)
+
+    def on_evaluate(self, job: JobView, metrics: Figures) -> None:
+        """Print the held-out result as a line of its own."""
+        if self._style != "off":
+            text = f"[cyan]validation[/] step {job.step_number}  {describe_validation(metrics)}"
+            self._console.print(text, soft_wrap=True, highlight=False)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(metrics: Figures) -> str:
+    """Say the step's figures in a few words: ``loss 3.214  12.3k tokens/s  MFU 34 %``."""
+    parts = []
+    if "lm_loss" in metrics:
+        parts.append(f"loss {metrics['lm_loss']:.3f}")
+    if "tokens_per_s" in metrics:
+        parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
+    if "mfu" in metrics:
+        parts.append(f"MFU {100 * metrics['mfu']:.0f} %")
+    return "  ".join(parts)
+
+
+def describe_validation(metrics: Figures) -> str:
+    """Say an evaluation in a few words: ``loss 2.91  stdlib 2.044 bits per byte``."""
+    parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
+    for key, value in metrics.items():
+        if key.startswith("val/") and key.endswith("/bits_per_byte"):
+            name = key.removeprefix("val/").removesuffix("/bits_per_byte")
+            parts.append(f"{name} {value:.3f} bits per byte")
+    return "  ".join(parts)

@@ -1,0 +1,36 @@
+"""Numbers as people read them."""
+
+
+def clock(seconds: float) -> str:
+    """Write a duration: ``42 s``, ``4:05`` (minutes), ``3:07:00`` (hours), ``2 d 04:10``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    if hours == 0:
+        return f"{minute}:{second:02d}"
+    if hours < 24:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    days, hour = divmod(hours, 24)
+    return f"{days} d {hour:02d}:{minute:02d}"
+
+
+def count(number: float) -> str:
+    """Write a count in three digits and a suffix: ``950``, ``12.3k``, ``4.56M``, ``1.23B``."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:
+            scaled = number / size
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}{suffix}"
+    return f"{number:.0f}"
+
+
+def size(number: float) -> str:
+    """Write a number of bytes: ``512 B``, ``1.50 KiB``, ``12.3 MiB``, ``4.00 GiB``."""
+    for scale, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(number) >= scale:
+            scaled = number / scale
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f} {suffix}"
+    return f"{number:.0f} B"
