@@ -1,0 +1,53 @@
+# moefold. Every target makes .venv by itself and keeps it up to date; `make help` lists them.
+#   PYTHON=...  the interpreter to build .venv on        VENV=...  where to build it
+#   ARGS=...    passed on, e.g. make test ARGS="-k router", make demo ARGS="seed=2"
+
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+INPUTS := pyproject.toml constraints.txt tools/install
+RUN    := $(VENV)/.installed
+TEST   := $(VENV)/.installed-test
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types pytest format clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUN)  ## train a small mixture-of-experts model on real text: about five minutes
+	@$(PY) -m moefold demo $(ARGS)
+
+# All four run even when one fails; pytest comes last, so that its closing line ends the output.
+test: $(TEST)  ## lint, types and all tests that this machine can run
+	@failed=; for check in lint types pytest; do \
+	    $(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+lint: $(TEST)  ## style: ruff's rules and its formatting
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+types: $(TEST)  ## types: pyright
+	@tools/types $(PY)
+
+pytest: $(TEST)  ## the tests alone
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+
+format: $(TEST)  ## write the formatting and the safe fixes that lint asks for
+	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
+
+clean:  ## remove .venv, caches and built packages; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN): $(INPUTS)
+	@tools/install $(VENV)
+	@touch $@
+
+$(TEST): $(INPUTS)
+	@tools/install $(VENV) test
+	@touch $(RUN) $@
+
+# Stamps mean nothing when the interpreter behind them is gone or an install was broken off.
+ifneq ($(shell test ! -e $(VENV)/.unfinished && $(PY) -c "" 2>/dev/null && echo sound),sound)
+.PHONY: $(RUN) $(TEST)
+endif

@@ -1,0 +1,17 @@
+"""Tests that compute with torch on one CPU thread."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Start each test from torch's own settings, and see to it that none leak into the next."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
