@@ -30,7 +30,7 @@ types: $(TEST)  ## types: pyright
 	@tools/types $(PY)
 
 pytest: $(TEST)  ## the tests alone
-	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadgroup $(ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 format: $(TEST)  ## write the formatting and the safe fixes that lint asks for
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
