@@ -120,4 +120,4 @@ class Dense(Record):
     kind: Literal["dense"] = "dense"
     width: Size
 
-    owner = "moefold.layers.ffn:DenseFfn"
+    owner = "moefold.layers.ffn:dense_ffn"

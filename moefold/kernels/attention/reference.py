@@ -1,0 +1,25 @@
+"""Causal attention inside segments, written out: what the fast paths are compared with.
+
+T rows, H query heads, G key-value heads, d and v dims per head.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+    """Return ``out_THv``; each row sees the rows of its own segment up to itself.
+
+    ``lengths`` are the segments' row counts in order; rows beyond their sum give zeros.
+    """
+    rows, heads = q_THd.shape[:2]
+    repeat = heads // k_TGd.shape[1]
+    k, v = k_TGd.repeat_interleave(repeat, 1), v_TGv.repeat_interleave(repeat, 1)
+    covered = sum(lengths)
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(covered)
+    sees = (segment[:, None] == segment[None]) & (place[:, None] >= place[None])
+    scores = torch.einsum("qhd,khd->hqk", q_THd[:covered], k[:covered]) * scale
+    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+    out = torch.einsum("hqk,khv->qhv", weights, v[:covered])
+    return torch.cat([out, out.new_zeros(rows - covered, heads, v.shape[-1])])

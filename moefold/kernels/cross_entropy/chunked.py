@@ -1,0 +1,136 @@
+"""Head and cross-entropy over chunks of rows: never the whole logits, never a second gradient of the head.
+
+T rows, C rows of a chunk, D hidden, V vocabulary. Two forms with the same arithmetic:
+
+``loss_and_gradients`` is what training calls. The loss is the last thing a step computes and its
+scale is known beforehand, so one pass over the chunks yields the loss, the gradient of ``x`` and
+the head's gradient, which is added to ``.grad`` in place: three products.
+
+``cross_entropy_sum`` is differentiable like any other function; its backward computes the logits
+again: four products, but free of assumptions.
+
+Rows without a label are taken out before any product: they cost nothing, and what stands in
+them (padding may hold anything) reaches nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.gradients import accumulate
+from moefold.kernels.linear.product import weight_gradient
+from moefold.kernels.operand import Operand
+
+TILE = 1 << 22
+"""Elements of one tile of the head's gradient: the only temporary of that shape."""
+
+
+def loss_and_gradients(
+    x_TD: Tensor,
+    head: Operand,
+    labels_T: Tensor,
+    *,
+    scale: float,
+    chunk: int,
+    ignored: int = -100,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss (fp32 or wider, unscaled) and ``scale * d loss / d x_TD``.
+
+    The head's gradient, times ``scale``, is added to the master's ``.grad``.
+    """
+    with torch.no_grad():
+        total = _zero(x_TD)
+        dx_TD = torch.zeros_like(x_TD)
+        for rows in _chunks(x_TD.shape[0], chunk):
+            x_CD, value, labels_C = x_TD[rows], head.value, labels_T[rows]
+            counted_C = labels_C != ignored
+            x_CD = torch.where(counted_C[:, None], x_CD, 0)
+            loss, dlogits_CV = _chunk(x_CD, value, labels_C, counted_C, scale)
+            total += loss
+            dx_TD[rows] = dlogits_CV @ value
+            if head.master.requires_grad:
+                accumulate(head.master, partial(_head_gradient, dlogits_CV, x_CD))
+    return total, dx_TD
+
+
+def cross_entropy_sum(
+    x_TD: Tensor, head: Operand, labels_T: Tensor, *, chunk: int, ignored: int = -100
+) -> Tensor:
+    """Return the summed cross-entropy, differentiable in ``x_TD`` and the head."""
+    return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk, ignored)  # type: ignore[no-any-return]
+
+
+def _chunks(rows: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+def _log_softmax(x_CD: Tensor, value_VD: Tensor) -> Tensor:
+    logits_CV = x_CD @ value_VD.t()
+    return F.log_softmax(logits_CV, -1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
+
+
+def _chunk(
+    x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the chunk's summed loss and ``scale * d loss / d logits`` in the operands' dtype."""
+    logp_CV = _log_softmax(x_CD, value_VD)
+    safe_C1 = torch.where(counted_C, labels_C, 0)[:, None]
+    loss = -torch.where(counted_C, logp_CV.gather(1, safe_C1)[:, 0], 0).sum()
+    weight_C1 = counted_C.to(logp_CV.dtype).mul_(scale)[:, None]
+    dlogits_CV = logp_CV.exp_().mul_(weight_C1)
+    dlogits_CV.scatter_(1, safe_C1, dlogits_CV.gather(1, safe_C1) - weight_C1)
+    return loss, dlogits_CV.to(value_VD.dtype)
+
+
+def _head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:
+    """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
+    vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
+    if into_VD is None:
+        into_VD = torch.zeros(vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device)
+    tile = max(1, TILE // hidden)
+    for start in range(0, vocab, tile):
+        rows = slice(start, start + tile)
+        weight_gradient(dlogits_CV[:, rows], x_CD, into_VD[rows])
+    return into_VD
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, master: Tensor, value_VD: Tensor, labels_T: Tensor, chunk: int, ignored: int
+    ) -> Tensor:
+        ctx.save_for_backward(x_TD, value_VD, labels_T)
+        ctx.chunk, ctx.ignored, ctx.master = chunk, ignored, master
+        total = _zero(x_TD)
+        for rows in _chunks(x_TD.shape[0], chunk):
+            counted_C = labels_T[rows] != ignored
+            logp_CV = _log_softmax(x_TD[rows], value_VD)
+            picked_C = logp_CV.gather(1, torch.where(counted_C, labels_T[rows], 0)[:, None])[:, 0]
+            total -= torch.where(counted_C, picked_C, 0).sum()
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TD, value_VD, labels_T = ctx.saved_tensors
+        dx_TD, dw_VD = torch.zeros_like(x_TD), None
+        for rows in _chunks(x_TD.shape[0], ctx.chunk):
+            labels_C = labels_T[rows]
+            counted_C = labels_C != ctx.ignored
+            x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
+            _, dlogits_CV = _chunk(x_CD, value_VD, labels_C, counted_C, 1.0)
+            dlogits_CV = dlogits_CV * dloss.to(dlogits_CV.dtype)
+            dx_TD[rows] = dlogits_CV @ value_VD
+            if ctx.needs_input_grad[1]:
+                if dw_VD is None:
+                    dw_VD = torch.zeros_like(ctx.master)
+                _head_gradient(dlogits_CV, x_CD, dw_VD)
+        return dx_TD, dw_VD, None, None, None, None

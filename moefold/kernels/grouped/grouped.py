@@ -1,0 +1,33 @@
+"""Grouped products by ``torch.nn.functional.grouped_mm``: offsets stay on the device.
+
+Shapes as in :mod:`moefold.kernels.grouped.loop`. Limits of the library call (torch 2.11 to 2.13):
+bf16 and fp32 only, int32 offsets, strides that are multiples of 16 bytes, and an incoming gradient
+that is not expanded.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def fits(dtype: torch.dtype, *dims: int) -> bool:
+    """Whether the library call takes this dtype and these row lengths."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return all(dim * dtype.itemsize % 16 == 0 for dim in dims)
+
+
+def product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+    """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``."""
+    return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=offs_E)
+
+
+def input_gradient(dy_RO: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+    """Return ``dx_RI`` with ``dx[r] = w[group of r]^T dy[r]``."""
+    return F.grouped_mm(dy_RO, w_EOI, offs=offs_E)
+
+
+def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tensor | None) -> Tensor:
+    """Return ``dw_EOI``, zero for empty groups, added to ``into_EOI`` in place where given."""
+    dw_EOI = F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E)
+    return dw_EOI if into_EOI is None else into_EOI.add_(dw_EOI)

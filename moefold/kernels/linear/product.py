@@ -1,0 +1,71 @@
+"""The one linear product ``y_TO = x_TI w_OI^T`` and its two gradients.
+
+T rows, I in, O out. Rows that are not valid are taken out of the weight's gradient by selection,
+never by multiplication, so that a NaN in a padding row stays in its row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.operand import Operand
+
+
+def linear(
+    x_TI: Tensor,
+    weight: Operand,
+    *,
+    valid_T: Tensor | None = None,
+    sink: GradientSink = RETURNED,
+) -> Tensor:
+    """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype.
+
+    Args:
+        x_TI: rows, in the operand's dtype or narrower (then widened inside and kept narrow).
+        weight: operand [O, I].
+        valid_T: rows that count in the weight's gradient; None where all do.
+        sink: where the weight's gradient goes.
+    """
+    return _Linear.apply(x_TI, weight.master, weight.value, valid_T, sink)  # type: ignore[no-any-return]
+
+
+def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
+    """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given."""
+    if into_OI is None:
+        return dy_TO.t() @ x_TI
+    if into_OI.dtype == x_TI.dtype:
+        return into_OI.addmm_(dy_TO.t(), x_TI)
+    return into_OI.add_(dy_TO.t() @ x_TI)
+
+
+def only_valid(rows_TN: Tensor, valid_T: Tensor | None) -> Tensor:
+    """Return the rows with those that are not valid set to zero."""
+    return rows_TN if valid_T is None else torch.where(valid_T[:, None], rows_TN, 0)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, master: Tensor, value_OI: Tensor, valid_T: Tensor | None, sink: GradientSink
+    ) -> Tensor:
+        ctx.save_for_backward(x_TI, value_OI, valid_T)
+        ctx.master, ctx.sink = master, sink
+        return x_TI.to(value_OI.dtype) @ value_OI.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_TI, value_OI, valid_T = ctx.saved_tensors
+        dx = (dy_TO @ value_OI).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+
+            def product(into: Tensor | None) -> Tensor:
+                x, dy = only_valid(x_TI, valid_T).to(dy_TO.dtype), only_valid(dy_TO, valid_T)
+                return weight_gradient(dy, x, into)
+
+            dw = ctx.sink.deliver(ctx.master, product)
+        return dx, dw, None, None, None

@@ -1,0 +1,95 @@
+"""Rows to their copies and back: gather, and gather-and-sum. No atomics, the same bits each time.
+
+T token rows, K copies per token, R = T * K copy rows, D width. ``token_R`` says which token a copy
+row holds; ``row_TK`` which copy row holds a token's k-th copy. A value of T or R (one past the end)
+marks "none". Each of the two functions is the other's gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
+    """Return ``x_RD`` with ``x_RD[r] = x_TD[token_R[r]]``; rows of no token are unspecified.
+
+    ``complete`` promises, from the host, that no entry of either index says "none".
+    """
+    return _Spread.apply(x_TD, token_R, row_TK, complete)  # type: ignore[no-any-return]
+
+
+def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
+    """Return ``out_TD`` with ``out[t] = sum_k y_RD[row_TK[t, k]]``, summed in fp32 at least.
+
+    A missing copy counts as zero; ``complete`` as in :func:`spread`.
+    """
+    return _Collect.apply(y_RD, token_R, row_TK, complete)  # type: ignore[no-any-return]
+
+
+def _take(x_TD: Tensor, token_R: Tensor, complete: bool) -> Tensor:
+    return x_TD.index_select(0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0)))
+
+
+def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+    rows, copies = row_TK.shape
+    if complete:
+        picked = y_RD.index_select(0, row_TK.reshape(-1))
+    else:
+        last = y_RD.shape[0]
+        picked = y_RD.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0)))
+        # Selection, not multiplication: what stands in a missing row may be anything.
+        picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)
+    return picked.view(rows, copies, -1).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+        ctx.complete = complete
+        ctx.save_for_backward(row_TK)
+        return _take(x_TD, token_R, complete)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (row_TK,) = ctx.saved_tensors
+        return _sum(dx_RD, row_TK, ctx.complete), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+        ctx.complete = complete
+        ctx.save_for_backward(token_R)
+        return _sum(y_RD, row_TK, complete)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (token_R,) = ctx.saved_tensors
+        return _take(dout_TD, token_R, ctx.complete), None, None, None
+
+
+def pick(weights_TK: Tensor, copy_R: Tensor, row_TK: Tensor) -> Tensor:
+    """Return ``p_R`` with ``p[r] = weights.flat[copy_R[r]]``; ``copy_R`` is a permutation.
+
+    A copy whose ``row_TK`` says "none" gets a zero gradient, whatever stands in its row.
+    """
+    return _Pick.apply(weights_TK, copy_R, row_TK)  # type: ignore[no-any-return]
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_TK: Tensor, copy_R: Tensor, row_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_TK)
+        return weights_TK.reshape(-1).index_select(0, copy_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (row_TK,) = ctx.saved_tensors
+        last = dp_R.shape[0]
+        picked = dp_R.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0))).view(row_TK.shape)
+        return torch.where(row_TK < last, picked, 0), None, None

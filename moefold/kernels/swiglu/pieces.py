@@ -1,0 +1,55 @@
+"""SwiGLU with an optional weight per row, ``a = p * silu(gate) * up``, and its gradient.
+
+N rows, F width; ``h_N2F`` holds gate then up. The maths is fp32 (or fp64), whatever the storage.
+Rows are taken in pieces that stay in cache: on a CPU memory traffic is what limits this kernel.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PIECE = 1 << 17
+"""Elements of one piece, half a megabyte of fp32."""
+
+
+def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
+    """Return ``a_NF`` in the dtype of ``h_N2F``."""
+    rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
+    a_NF = h_N2F.new_empty(rows, width)
+    step = max(1, PIECE // width)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
+        a = F.silu(gate).mul_(up)
+        a_NF[piece] = a if p_N is None else a.mul_(p_N[piece, None])
+    return a_NF
+
+
+def backward(h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return ``dh_N2F``, ``dp_N`` (fp32 or fp64; None without ``p_N``) and ``a_NF`` again.
+
+    ``a_NF`` is what the second product's weight gradient needs; it comes out of this pass for
+    free, so that forward need not keep it.
+    """
+    rows, width = da_NF.shape
+    dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
+    dp_N = None if p_N is None else torch.empty_like(p_N)
+    step = max(1, PIECE // width)
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
+        da = _wide(da_NF[piece])
+        silu = F.silu(gate)
+        a = silu * up
+        if p_N is not None and dp_N is not None:
+            p = p_N[piece, None]
+            dp_N[piece] = torch.linalg.vecdot(a, da)
+            a, da = a.mul_(p), da * p
+        a_NF[piece] = a
+        dh_N2F[piece, width:] = silu.mul_(da)
+        dh_N2F[piece, :width] = torch.ops.aten.silu_backward(da * up, gate)
+    return dh_N2F, dp_N, a_NF
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

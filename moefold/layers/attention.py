@@ -1,0 +1,113 @@
+"""Causal self-attention inside segments: grouped-query and multi-head latent.
+
+T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moefold.kernels.attention.sdpa import attention
+from moefold.kernels.rope.rotate import rotate
+from moefold.layers.config import Gqa, Mla, Rope
+from moefold.layers.flow import Flow
+from moefold.layers.linear import Linear
+from moefold.layers.norm import RmsNorm
+
+
+class GroupedQueryAttention(nn.Module):
+    """Each group of query heads shares one key and value head."""
+
+    def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
+        super().__init__()
+        self.record = record
+        self.q = Linear(hidden, record.heads * record.head_dim)
+        self.k = Linear(hidden, record.kv_heads * record.head_dim)
+        self.v = Linear(hidden, record.kv_heads * record.head_dim)
+        self.o = Linear(record.heads * record.head_dim, hidden)
+        self.q_norm = self.k_norm = None
+        if record.qk_norm != "none":
+            whole = record.qk_norm == "projection"
+            self.q_norm = RmsNorm(record.head_dim * (record.heads if whole else 1), epsilon)
+            self.k_norm = RmsNorm(record.head_dim * (record.kv_heads if whole else 1), epsilon)
+
+    def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return the attention output [T, D]."""
+        q_THd = self._heads(self.q(x_TD, flow), self.q_norm, flow)
+        k_TGd = self._heads(self.k(x_TD, flow), self.k_norm, flow)
+        v_TGd = self.v(x_TD, flow).unflatten(1, (-1, self.record.head_dim))
+        q_THd, k_TGd = (_turned(x, self.record.rope, flow) for x in (q_THd, k_TGd))
+        out_THd = _attend(q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
+        return self.o(out_THd.flatten(1), flow)
+
+    def _heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
+        """Cut rows into heads and norm them, per head or before the cut."""
+        if norm is not None and self.record.qk_norm == "projection":
+            rows = norm(rows, flow)
+        heads = rows.unflatten(1, (-1, self.record.head_dim))
+        return norm(heads, flow) if norm is not None and self.record.qk_norm == "head" else heads
+
+
+class LatentAttention(nn.Module):
+    """Queries, keys and values come from low-rank latents; a key's position part is shared by all heads.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    def __init__(self, record: Mla, hidden: int, epsilon: float) -> None:
+        super().__init__()
+        self.record = record
+        qk_dim = record.nope_dim + record.rope_dim
+        self.q_down = self.q_norm = self.q_up = self.q = None
+        if record.q_rank is None:
+            self.q = Linear(hidden, record.heads * qk_dim)
+        else:
+            self.q_down = Linear(hidden, record.q_rank)
+            self.q_norm = RmsNorm(record.q_rank, record.latent_epsilon)
+            self.q_up = Linear(record.q_rank, record.heads * qk_dim)
+        self.kv_down = Linear(hidden, record.kv_rank + record.rope_dim)
+        self.kv_norm = RmsNorm(record.kv_rank, record.latent_epsilon)
+        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim))
+        self.o = Linear(record.heads * record.v_dim, hidden)
+
+    def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return the attention output [T, D]."""
+        record = self.record
+        kv, k_rope = self.kv_down(x_TD, flow).split((record.kv_rank, record.rope_dim), 1)
+        kv = self.kv_norm(kv, flow)
+        q = x_TD
+        if self.q_down is not None and self.q_norm is not None:
+            q = self.q_norm(self.q_down(x_TD, flow), flow)
+
+        def expand(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._expand(q, kv, k_rope, flow)
+
+        q_THd, k_THd, v_THv = flow.recompute.run("mla_up", expand, q, kv, k_rope)
+        factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
+        scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
+        out_THv = _attend(q_THd, k_THd, v_THv, scale, flow)
+        return self.o(out_THv.flatten(1), flow)
+
+    def _expand(self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of all heads from the latents."""
+        record = self.record
+        up = self.q if self.q_up is None else self.q_up
+        assert up is not None
+        q_THd = up(q, flow).unflatten(1, (record.heads, -1))
+        kv_THd = self.kv_up(kv, flow).unflatten(1, (record.heads, -1))
+        q_nope, q_rope = q_THd.split((record.nope_dim, record.rope_dim), 2)
+        k_nope, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
+        k_turned = _turned(k_rope[:, None], record.rope, flow).expand(-1, record.heads, -1)
+        q_THd = torch.cat([q_nope, _turned(q_rope, record.rope, flow)], 2)
+        return q_THd, torch.cat([k_nope, k_turned], 2), v_THv.contiguous()
+
+
+def _turned(x_THd: Tensor, rope: Rope, flow: Flow) -> Tensor:
+    angles = flow.angles(rope, x_THd.shape[-1])
+    return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, flow: Flow) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, flow.rows.lengths, scale)
+
+    return flow.recompute.run("attention", core, q, k, v)

@@ -1,0 +1,37 @@
+"""The dense SwiGLU feed-forward, as a block's half and as a mixture's shared expert."""
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.base import Record
+from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
+from moefold.layers.config import Dense
+from moefold.layers.flow import Flow, Segment
+
+
+class SwiGlu(nn.Module):
+    """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width."""
+
+    def __init__(self, hidden: int, width: int, kind: str = "ffn") -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(2, width, hidden))
+        self.w_out = nn.Parameter(torch.empty(hidden, width))
+        self._kind = kind
+
+    def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return [T, D]."""
+
+        def ffn(x_TD: Tensor) -> Tensor:
+            w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
+            return gated_ffn(x_TD, w_in, w_out, dense_products(flow.valid_T), flow.sink)
+
+        return flow.recompute.run(self._kind, ffn, x_TD)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """One segment: from residual and normed rows to the block's output."""
+        return (lambda flow, x_TD, y_TD: (x_TD + self(y_TD, flow),),)
+
+
+def dense_ffn(record: Dense, hidden: int, layer: int, layout: Record) -> SwiGlu:
+    """Build the dense half of block number ``layer``; where it runs makes no difference to it."""
+    return SwiGlu(hidden, record.width)

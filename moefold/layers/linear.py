@@ -1,0 +1,60 @@
+"""A linear layer without bias, and the token embedding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.gradients import GradientSink
+from moefold.kernels.linear.product import linear, only_valid
+from moefold.layers.flow import Flow
+
+
+class Linear(nn.Module):
+    """``y_TO = x_TI w_OI^T``; the weight is the master parameter."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
+        """Return [T, outputs] in the compute dtype."""
+        return linear(x_TI, flow.operand(self.weight), valid_T=flow.valid_T, sink=flow.sink)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, flow: Flow) -> Tensor:
+        """Return the micro-batch's rows [T, hidden] in the compute dtype."""
+        rows = _Lookup.apply(self.weight, flow.rows.ids_T, flow.valid_T, flow.sink)
+        return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table_VD: Tensor, ids_T: Tensor, valid_T: Tensor | None, sink: GradientSink) -> Tensor:
+        ctx.save_for_backward(ids_T, valid_T)
+        ctx.table, ctx.sink = table_VD, sink
+        return table_VD.index_select(0, ids_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ids_T, valid_T = ctx.saved_tensors
+        table: Tensor = ctx.table
+
+        def product(into_VD: Tensor | None) -> Tensor:
+            rows = only_valid(dx_TD, valid_T).to(table.dtype)
+            if into_VD is None:
+                into_VD = torch.zeros_like(table)
+            if rows.is_cuda:  # index_add_ adds in any order there; this one sorts
+                return into_VD.add_(torch.ops.aten.embedding_dense_backward(rows, ids_T, table.shape[0], -1, False))
+            return into_VD.index_add_(0, ids_T, rows)
+
+        return ctx.sink.deliver(table, product), None, None, None

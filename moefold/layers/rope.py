@@ -1,0 +1,50 @@
+"""Rotary angles: plain frequencies, or stretched by YaRN (arXiv 2309.00071)."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.layers.config import Rope, Yarn
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosine and sine of each row's angles, [T, dim / 2], in the compute dtype."""
+
+    cos_Tp: Tensor
+    sin_Tp: Tensor
+
+    @classmethod
+    def of(cls, positions_T: Tensor, rope: Rope, dim: int, dtype: torch.dtype) -> "Angles":
+        """Compute the angles of rows at ``positions_T`` for ``dim`` rotary dims.
+
+        Angles are fp32 whatever the compute dtype, as in every published model.
+        """
+        frequencies = inverse_frequencies(rope, dim).to(positions_T.device)
+        angles_Tp = positions_T.float()[:, None] * frequencies
+        magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
+        return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))
+
+
+def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
+    """Return the ``dim / 2`` angular frequencies, in radians per position."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    plain = 1.0 / rope.theta**exponents
+    return plain if rope.yarn is None else _stretched(plain, rope.yarn, rope.theta, dim)
+
+
+def _stretched(plain: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:
+    """Interpolate slow dims by ``factor``, leave fast dims, blend between the two boundaries."""
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high > low else 0.001
+    slow = ((torch.arange(dim // 2).float() - low) / width).clamp(0, 1)
+    return plain / yarn.factor * slow + plain * (1 - slow)

@@ -1,0 +1,141 @@
+"""The decoder: embedding, blocks, norm, head. Written for one device; everything else is applied from outside.
+
+T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a layer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.base import Record
+from moefold.data.batch import MicroBatch, from_ids
+from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
+from moefold.kernels.linear.product import linear
+from moefold.kernels.operand import Operand
+from moefold.layers.flow import Flow
+from moefold.layers.linear import Embedding, Linear
+from moefold.layers.norm import RmsNorm
+from moefold.model.block import DecoderBlock
+from moefold.model.config import Decoder
+from moefold.moe.layer import MoeFfn
+from moefold.precision.config import Precision
+from moefold.precision.recipe import Recipe
+from moefold.training.config import Layout
+
+LOSS_CHUNK = 1024
+"""Rows whose logits exist at once in :meth:`DecoderModel.loss`."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of some sequences, differentiable."""
+
+    lm_loss: Tensor
+    """Mean cross-entropy over labels, without any router term."""
+    router_terms: dict[str, Tensor]
+    """Each balancing term's value, averaged over layers, without its coefficient."""
+    loss: Tensor
+    """``lm_loss`` plus each term times its coefficient, summed over layers."""
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only transformer after its declarative description.
+
+    Args:
+        record: the description.
+        precision: number format of products; parameters are its master dtype.
+        layout: where parts run and which kernels they use.
+        device: where parameters are made (``meta`` allocates nothing); values are uninitialised.
+    """
+
+    def __init__(
+        self,
+        record: Decoder,
+        precision: Precision = "fp32",
+        layout: Record = Layout(),
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.record = record
+        self.recipe = Recipe(precision)
+        with torch.device(device or torch.get_default_device()):
+            self.embed = Embedding(record.vocab, record.hidden)
+            self.layers = nn.ModuleList(
+                DecoderBlock(block, record.hidden, record.norm_epsilon, i, layout)
+                for i, block in enumerate(record.blocks)
+            )
+            self.norm = RmsNorm(record.hidden, record.norm_epsilon)
+            self.head = None if record.tied else Linear(record.hidden, record.vocab)
+        self.to(self.recipe.master_dtype)
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The head's matrix [V, D]: the embedding's where they are tied."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
+        """Yield the number and the mixture of each layer that has one."""
+        for i, layer in enumerate(self.layers):
+            mixture = layer.get_submodule("moe") if "moe" in layer._modules else None
+            if isinstance(mixture, MoeFfn):
+                yield i, mixture
+
+    def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the normed rows ``x_TD`` and, by layer number, the router terms [N] of each mixture."""
+        x_TD, terms = self.embed(flow), dict[int, Tensor]()
+        with flow.recompute.keeping():
+            for i, layer in enumerate(self.layers):
+
+                def block(x_TD: Tensor, layer: nn.Module = layer) -> tuple[Tensor, ...]:
+                    return layer(x_TD, flow)
+
+                x_TD, *router = flow.recompute.run("block", block, x_TD)
+                if router:
+                    terms[i] = router[0]
+            return self.norm(x_TD, flow), terms
+
+    def head_operand(self) -> Operand:
+        """Return the head as products take it."""
+        return self.recipe.operand(self.head_weight)
+
+    def router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return each term's mean over layers, and the weighted sum that enters the loss."""
+        values: dict[str, list[Tensor]] = {}
+        total: Tensor | None = None
+        for i, mixture in self.mixtures():
+            for term, value in zip(mixture.terms, terms[i].unbind() if i in terms else (), strict=True):
+                values.setdefault(term.name, []).append(value)
+                weighted = value * term.coefficient
+                total = weighted if total is None else total + weighted
+        return {name: torch.stack(found).mean() for name, found in values.items()}, total
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        """Return next-token logits [B, S, V] of sequences of token ids [B, S]."""
+        x_TD, _ = self(Flow(from_ids(ids_BS), self.recipe, training=False))
+        return linear(x_TD, self.head_operand()).unflatten(0, ids_BS.shape)
+
+    def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
+        """Return the differentiable loss of sequences [B, S].
+
+        Args:
+            ids_BS: int64 token ids.
+            labels: int64 [B, S] like ``ids_BS`` and not shifted: position s is predicted from
+                positions before s; -100 is ignored. Default: ``ids_BS``.
+        """
+        return self.loss_of(from_ids(ids_BS, None if labels is None else _shifted(labels)))
+
+    def loss_of(self, rows: MicroBatch, flow: Flow | None = None) -> LossOutput:
+        """Return the differentiable loss of one micro-batch taken as a whole batch."""
+        flow = flow or Flow(rows, self.recipe, training=False)
+        x_TD, terms = self(flow)
+        summed = cross_entropy_sum(x_TD, self.head_operand(), rows.labels_T, chunk=LOSS_CHUNK)
+        lm_loss = summed / max(rows.n_labels, 1)
+        values, weighted = self.router_terms(terms)
+        return LossOutput(lm_loss, values, lm_loss if weighted is None else lm_loss + weighted)
+
+
+def _shifted(labels_BS: Tensor) -> Tensor:
+    """Move labels one place to the left: row s holds what follows it."""
+    return torch.cat([labels_BS[:, 1:], torch.full_like(labels_BS[:, :1], -100)], 1)

@@ -1,0 +1,51 @@
+"""Initial values as pure functions of (seed, name, index): the same in every layout.
+
+A parameter's element number i is drawn from a counter-based generator keyed by (seed, name) in
+blocks of fixed size, so that any slice can be made without the rest.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moefold.model.config import Decoder
+
+BLOCK = 1 << 16
+"""Elements drawn from one key."""
+
+WRITES_RESIDUAL = ("o.weight", "w_out")
+
+
+def initialise(model: nn.Module, decoder: Decoder, seed: int) -> None:
+    """Fill every parameter in place: norms with ones, matrices with normals of the description.s std."""
+    out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+                continue
+            std = decoder.init_std * (out_scale if name.endswith(WRITES_RESIDUAL) else 1.0)
+            parameter.copy_(normal(seed, name, tuple(parameter.shape), std))
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float, first: int = 0) -> Tensor:
+    """Return normal values (fp32) for elements ``first`` onwards of the tensor called ``name``."""
+    count = math.prod(shape)
+    key = np.frombuffer(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], np.uint64)[0]
+    out = np.empty(count, np.float32)
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        start, end = max(first, block * BLOCK), min(first + count, (block + 1) * BLOCK)
+        drawn = _block(key, block)
+        out[start - first : end - first] = drawn[start - block * BLOCK : end - block * BLOCK]
+    return torch.from_numpy(out).mul_(std).view(shape)
+
+
+def _block(key: np.uint64, block: int) -> np.ndarray:
+    """Draw one block by the Box-Muller transform of 2 uniforms in (0, 1]."""
+    raw = np.random.Philox(key=np.array([key, block], np.uint64)).random_raw(BLOCK)
+    uniform = ((raw >> np.uint64(11)).astype(np.float64) + 1) * 2.0**-53
+    radius, angle = np.sqrt(-2 * np.log(uniform[: BLOCK // 2])), 2 * np.pi * uniform[BLOCK // 2 :]
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)]).astype(np.float32)

@@ -1,0 +1,46 @@
+"""What a dispatcher does: brings token rows to the ranks of their experts, and results back.
+
+T rows, D hidden, K experts per token, E local experts, R rows after dispatch.
+
+A dispatcher keeps nothing between the two calls: what ``combine`` needs travels in the handle, a
+flat tuple of tensors, so that the two calls can be run, recomputed and scheduled apart.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+Handle = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Rows sorted by local expert."""
+
+    x_RD: Tensor
+    """Copies of token rows; rows past ``offs_E[-1]`` are unspecified and never read."""
+    offs_E: Tensor
+    """int32 end row of each expert."""
+    probs_R: Tensor
+    """Routing weight of each row, differentiable; unspecified past the last offset."""
+    handle: Handle
+
+
+class Dispatcher(Protocol):
+    """The two calls behind which every way of sending rows stands."""
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool) -> Dispatched:
+        """Send each row to its experts.
+
+        Args:
+            x_TD: token rows.
+            weights_TK: routing weights, differentiable.
+            experts_TK: int64 expert ids; the number of experts stands for "none" (a dropped copy, padding).
+            complete: the host knows that no entry says "none".
+        """
+        ...
+
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool) -> Tensor:
+        """Return ``out_TD``, the sum of each token's copies; weights are applied already."""
+        ...

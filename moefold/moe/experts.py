@@ -1,0 +1,38 @@
+"""The routed experts: grouped SwiGLU feed-forwards over rows sorted by expert.
+
+R rows, D hidden, F expert width, E experts.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from moefold.kernels.grouped.choose import GroupedKernel, choose
+from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
+from moefold.layers.flow import Flow
+
+
+class Experts(nn.Module):
+    """E experts of width F, run at once by a grouped product or one after another."""
+
+    def __init__(self, experts: int, hidden: int, width: int, kernel: str) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(experts, 2, width, hidden))
+        self.w_out = nn.Parameter(torch.empty(experts, hidden, width))
+        self._kernel = kernel
+
+    def kernel(self, dtype: torch.dtype) -> GroupedKernel:
+        """Return the kernel that runs for rows of ``dtype``, and why."""
+        return choose(self._kernel, dtype, self.w_in.shape[-1], self.w_out.shape[-1])
+
+    def forward(self, x_RD: Tensor, offs_E: Tensor, probs_R: Tensor, flow: Flow) -> Tensor:
+        """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
+
+        Keeps ``x_RD``, the pre-activation and the routing for backward, nothing else.
+        """
+
+        def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
+            w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
+            products = grouped_products(self.kernel(x_RD.dtype), offs_E)
+            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R)
+
+        return flow.recompute.run("experts", experts, x_RD, probs_R)

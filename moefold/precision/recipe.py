@@ -1,0 +1,38 @@
+"""What number format products run in, and the compute copies of the weights."""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moefold.kernels.operand import Operand
+from moefold.precision.config import Precision
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class Recipe:
+    """Turns parameters into operands of products.
+
+    Parameters stay in the master dtype (fp32, or fp64 for proofs). Under ``bf16`` each weight is
+    cast once per change, whatever the number of micro-batches, forward passes and recomputes.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.dtype = DTYPES[precision]
+        self.master_dtype = torch.promote_types(self.dtype, torch.float32)
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def operand(self, weight: Tensor) -> Operand:
+        """Return the weight as products take it.
+
+        The copy is renewed when the parameter's version counter has moved: every in-place
+        update moves it, an optimizer's or a checkpoint's alike.
+        """
+        if weight.dtype == self.dtype:
+            return Operand(weight, weight.detach())
+        held = self._copies.get(weight)
+        if held is None or held[0] != weight._version or held[1].device != weight.device:
+            held = (weight._version, weight.detach().to(self.dtype))
+            self._copies[weight] = held
+        return Operand(weight, held[1])
