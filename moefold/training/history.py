@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from moefold.training.hooks.lines import read_lines
 METRICS_FILE = "metrics.jsonl"
 LOAD_FILE = "expert_load.jsonl"
 BASELINES_FILE = "baselines.json"
+EVENTS_FILE = "events.jsonl"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Curve:
         return float(self.values[-1])
 
     def smooth(self, span: float) -> np.ndarray:
-        """Exponential mean over about ``span`` values, fewer at the start, where losses fall fast."""
+        """Exponential mean over about ``span`` values, over fewer where the curve starts."""
         out, mean = np.empty_like(self.values), np.nan
         for i, value in enumerate(self.values):
             if np.isfinite(value):
@@ -51,6 +53,8 @@ class History:
     """``expert_load.jsonl``: step, and by layer each expert's share of the load."""
     baselines: dict[str, float] = field(default_factory=dict)
     """Bits per byte on the held-out text, such as ``{"bigram": 2.6, "xz": 1.8}``."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """``events.jsonl``: starts and orderly ends, with their times."""
 
     @classmethod
     def read(cls, folder: Path) -> "History":
@@ -60,6 +64,7 @@ class History:
             read_lines(folder / METRICS_FILE),
             read_lines(folder / LOAD_FILE),
             json.loads(path.read_text()) if path.exists() else {},
+            _read_events(folder / EVENTS_FILE),
         )
 
     def curve(self, key: str) -> Curve:
@@ -111,3 +116,12 @@ class History:
 
 def _layer_order(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdigit() else (1 << 30, name)
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events; a line that a kill left unfinished is passed over."""
+    events = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            events.append(json.loads(line))
+    return events

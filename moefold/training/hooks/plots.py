@@ -56,6 +56,7 @@ def draw(folder: Path, title: str) -> list[Path]:
 def loss_figure(history: History, title: str) -> Figure | None:
     """Draw training and held-out loss, in bits per byte where bytes were measured."""
     train = history.curve("lm_loss")
+    train = Curve(train.steps[np.isfinite(train.values)], train.values[np.isfinite(train.values)])
     if len(train) < 2:
         return None
     factor = history.bits_per_byte_per_nat()
@@ -73,9 +74,8 @@ def loss_figure(history: History, title: str) -> Figure | None:
     for name, value in lines.items():
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
         ends.append((BASELINE_NAMES.get(name, name), value, SOFT))
-    top = max(
-        [float(smooth[min(len(smooth) // 25, len(smooth) - 1)]), *(1.12 * v for _, v, _ in ends)]
-    )
+    # The first steps would squeeze everything that matters into the bottom.
+    top = max([float(smooth[len(smooth) // 25]), *(1.12 * v for _, v, _ in ends)])
     low = min([float(np.nanmin(smooth)), *(v for _, v, _ in ends)])
     axes.set_ylim(low - 0.06 * (top - low), top)
     axes.set_xlim(0, train.steps[-1])
@@ -97,15 +97,13 @@ def load_figure(history: History, title: str) -> Figure | None:
     shown = _spread(len(layers), MOST_PANELS)
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
-    height = 1.2 + max(1.2, 0.28 * len(layers)) + 1.7 * rows
-    figure = Figure(figsize=(10, height), layout="constrained")
-    now, over_time = figure.subfigures(
-        2, 1, height_ratios=[0.6 + max(1.2, 0.28 * len(layers)), 1.7 * rows]
-    )
+    heights = [0.9 + max(1.2, 0.28 * len(layers)), 1.8 * rows]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    now, over_time = figure.subfigures(2, 1, height_ratios=heights)
     peak = float(np.nanpercentile(load, 99.5))
     norm = TwoSlopeNorm(1.0, 0.0, max(peak, 1.5))
     axes = now.add_subplot()
-    image = _draw_now(axes, np.nanmean(load[-LAST:], axis=0), layers, norm)
+    image = _draw_now(axes, np.ma.masked_invalid(load[-LAST:]).mean(axis=0), layers, norm)
     _finish(axes, f"{title}: load of each expert, step {steps[-1]}", grid=False)
     bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
     bar.set_label("1 = fair share", color=INK)
@@ -127,7 +125,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     return figure
 
 
-def _draw_now(axes: Axes, load: np.ndarray, layers: list[str], norm: TwoSlopeNorm):
+def _draw_now(axes: Axes, load: np.ma.MaskedArray, layers: list[str], norm: TwoSlopeNorm):
     image = axes.imshow(load, aspect="auto", norm=norm, cmap="PuOr_r", interpolation="nearest")
     axes.set_xlabel("expert", color=INK)
     axes.set_ylabel("layer", color=INK)
@@ -135,8 +133,8 @@ def _draw_now(axes: Axes, load: np.ndarray, layers: list[str], norm: TwoSlopeNor
     axes.set_yticks(ticks, [layers[i] for i in ticks])
     if load.shape[1] <= 16:
         axes.set_xticks(range(load.shape[1]))
-        for (row, column), value in np.ndenumerate(load):
-            if np.isfinite(value):
+        for (row, column), value in np.ma.ndenumerate(load):
+            if value is not np.ma.masked:
                 dark = norm(value) < 0.2 or norm(value) > 0.8
                 colour = "white" if dark else INK
                 axes.text(

@@ -1,0 +1,34 @@
+"""When the run started, went on and ended: ``events.jsonl``, appended to and never cut."""
+
+import json
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from moefold.training.history import EVENTS_FILE
+from moefold.training.hooks.base import Hook, JobView
+
+
+class EventsHook(Hook):
+    """Writes one line at each start and each orderly end of a process."""
+
+    def on_start(self, job: JobView) -> None:
+        """Note the start and the step it goes on from."""
+        _append(job.folder / EVENTS_FILE, event="start", step=job.step_number)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Note the end, and what it was."""
+        reason = "end" if error is None else f"{type(error).__name__}: {error}"
+        _append(job.folder / EVENTS_FILE, event="stop", step=job.step_number, reason=reason)
+
+
+def _append(path: Path, **values: Any) -> None:
+    now = time.time()
+    stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
+    line = json.dumps({**values, **stamp, "process": os.getpid()}) + "\n"
+    with open(path, "a+b", buffering=0) as file:
+        # A kill can leave the line before unfinished.
+        torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+        file.write(b"\n" * torn + line.encode())

@@ -1,0 +1,173 @@
+"""A run's past as one self-contained page: curves, expert health, time well spent."""
+
+import base64
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefold.training.history import Curve, History
+from moefold.training.words import clock, count
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+MOST_POINTS = 1200
+"""Points of one curve; longer ones are averaged in groups."""
+MOST_CHECKS = 300
+"""Columns of a heat map."""
+BASELINES = {"bigram": "bigram table", "xz": "xz -9e"}
+LAYER_CURVES = {
+    "load_max_over_mean": "Busiest expert, load over the mean",
+    "dead_experts": "Experts without a token",
+    "router_entropy": "Router entropy (nats)",
+    "drop_rate": "Share of choices dropped",
+    "bias_max": "Selection bias, largest",
+    "bias_min": "Selection bias, smallest",
+}
+
+
+def summary(history: History) -> dict[str, Any]:
+    """Return the run in figures: how far, how good, how fast, how healthy.
+
+    ``goodput`` is the time inside the steps that count over the time from the first start to the
+    newest sign of life, standstills between processes included.
+    """
+    if not history.lines:
+        raise ValueError("the folder has no metrics yet: metrics.jsonl is missing or empty")
+    newest = history.lines[-1]
+    out: dict[str, Any] = {"step": newest["step"], "tokens": newest.get("tokens")}
+    for name, key in history.sets():
+        curve = history.curve(key)
+        out[f"{key}"] = curve.last
+        out[f"best {name} step"] = int(curve.steps[np.nanargmin(curve.values)])
+    for key in ("lm_loss", "val_loss"):
+        curve = history.curve(key)
+        if len(curve):
+            out[key] = curve.last
+    out["baselines"] = history.baselines
+    for key in ("tokens_per_s", "mfu", "step_time_s"):
+        values = history.curve(key).values
+        if np.isfinite(values).any():
+            out[f"median_{key}"] = float(np.nanmedian(values))
+    times = history.curve("step_time_s").values
+    starts = [e for e in history.events if e.get("event") == "start"]
+    if starts and len(times):
+        inside = float(np.nansum(times))
+        last = max(e["time"] for e in history.events)
+        out["restarts"] = len(starts) - 1
+        out["wall_s"] = max(last - starts[0]["time"], inside)
+        out["goodput"] = inside / out["wall_s"] if out["wall_s"] else None
+    out["alarms"] = int(np.nansum(history.curve("moe/alarms").values))
+    return out
+
+
+def page(history: History, title: str, subtitle: str) -> str:
+    """Write the page; raises ValueError where the run has no metrics yet."""
+    facts = summary(history)
+    data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat(history)}
+    # Inside a script element nothing may look like the end of it, nor open a comment.
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = TEMPLATE.read_text(encoding="utf-8")
+    text = text.replace("__TITLE__", html.escape(title))
+    text = text.replace("__SUBTITLE__", html.escape(subtitle))
+    return text.replace("__DATA__", packed)
+
+
+def _cards(facts: dict[str, Any]) -> list[list[str]]:
+    """Return (figure, what it is) of each card."""
+    cards = []
+    for key, value in facts.items():
+        if key.startswith("val/"):
+            cards.append([f"{value:.3f}", f"bits per byte, {key.split('/')[1]}"])
+    cards += [[f"{v:.2f}", f"{BASELINES.get(k, k)}"] for k, v in facts["baselines"].items()]
+    cards.append([f"{facts['step']:,}", "steps"])
+    if facts["tokens"]:
+        cards.append([count(facts["tokens"]), "tokens"])
+    if "median_tokens_per_s" in facts:
+        cards.append([count(facts["median_tokens_per_s"]), "tokens per second (median)"])
+    if "median_mfu" in facts:
+        cards.append([f"{100 * facts['median_mfu']:.0f} %", "model FLOPs utilisation"])
+    if "goodput" in facts:
+        cards.append([clock(facts["wall_s"]), "wall clock"])
+        cards.append([f"{100 * facts['goodput']:.0f} %", "of it inside steps"])
+        cards.append([str(facts["restarts"]), "restarts"])
+    cards.append([str(facts["alarms"]), "routing alarms"])
+    return cards
+
+
+def _charts(history: History) -> list[dict[str, Any]]:
+    factor = history.bits_per_byte_per_nat()
+    unit = "bits per byte" if factor else "nats per token"
+    train = history.curve("lm_loss")
+    train = Curve(train.steps, train.values * (factor or 1.0))
+    lines = [_line("training", train, smooth=True)]
+    if factor:
+        lines += [_line(name, history.curve(key), dots=True) for name, key in history.sets()]
+    else:
+        lines.append(_line("held out", history.curve("val_loss"), dots=True))
+    marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
+    charts = [{"title": f"Loss, {unit}", "lines": lines, "marks": marks, "wide": True}]
+    single = {
+        "grad_norm": "Gradient norm",
+        "lr": "Learning rate",
+        "tokens_per_s": "Tokens per second",
+        "mfu": "Model FLOPs utilisation",
+    }
+    for key, title in single.items():
+        line = _line(key, history.curve(key), smooth=key != "lr")
+        charts.append({"title": title, "lines": [line]})
+    keys = history.keys()
+    for key in keys:
+        if key.startswith("router/"):
+            title = f"Router term: {key.removeprefix('router/')}"
+            charts.append({"title": title, "lines": [_line(key, history.curve(key), smooth=True)]})
+    for quantity, title in LAYER_CURVES.items():
+        found = [k for k in keys if k.startswith("moe/") and k.endswith(f"/{quantity}")]
+        lines = [_line(f"layer {k.split('/')[1]}", history.curve(k)) for k in found]
+        # That no expert is dead is news; that nothing is dropped where nothing can be is none.
+        if quantity == "dead_experts" or any(any(line["y"]) for line in lines):
+            charts.append({"title": title, "lines": lines, "layers": True})
+    charts = [{**c, "lines": [line for line in c["lines"] if line["x"]]} for c in charts]
+    return [c for c in charts if c["lines"]]
+
+
+def _line(name: str, curve: Curve, smooth: bool = False, dots: bool = False) -> dict[str, Any]:
+    keep = np.isfinite(curve.values)
+    curve = Curve(curve.steps[keep], curve.values[keep])
+    thin = _thin(curve.steps, curve.values)
+    line: dict[str, Any] = {"name": name, "x": thin[0], "y": thin[1], "dots": dots}
+    if smooth and len(curve) > 20:
+        line["smooth"] = _thin(curve.steps, curve.smooth(len(curve) / 60))[1]
+    return line
+
+
+def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
+    """Average groups of neighbours until at most ``MOST_POINTS`` are left."""
+    size = -(-len(steps) // MOST_POINTS) or 1
+    starts = np.arange(0, len(steps), size)
+    if not len(starts):
+        return [], []
+    counts = np.diff(np.append(starts, len(steps)))
+    mean = np.add.reduceat(values, starts) / counts
+    ends = steps[np.minimum(starts + size - 1, len(steps) - 1)]
+    return ends.tolist(), [float(f"{value:.6g}") for value in mean]
+
+
+def _heat(history: History) -> dict[str, Any] | None:
+    """Return the loads as bytes: 0 is no token, 64 a fair share, 255 four of them or more."""
+    found = history.load()
+    if found is None:
+        return None
+    steps, layers, load = found
+    size = -(-len(steps) // MOST_CHECKS)
+    kept = load[: len(load) // size * size].reshape(-1, size, *load.shape[1:]).mean(axis=1)
+    codes = np.clip(np.rint(np.nan_to_num(kept) * 64), 0, 255).astype("u1")
+    widths = [int(np.isfinite(load[-1, j]).sum()) for j in range(len(layers))]
+    return {
+        "steps": [int(steps[0]), int(steps[-1])],
+        "layers": layers,
+        "shape": list(codes.shape),
+        "experts": widths,
+        "codes": base64.b64encode(codes.tobytes()).decode("ascii"),
+    }
