@@ -1,0 +1,292 @@
+"""What all model families share: their common knobs, and how sizes become a description.
+
+A family is a record: the few sizes users write under ``shape``, and beside it what is not a size.
+``describe`` turns it into a ``Decoder``; ``of`` finds the record whose description a decoder is.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import PathPart, Violation
+from moefold.layers.config import Rope, Size
+from moefold.model.config import Block, Decoder, Stack
+from moefold.model.families.hub import ConfigReader, rope_fields
+from moefold.model.families.names import Entry
+from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Moe, Router, Z
+
+Balance = tuple[Annotated[Record, BALANCE], ...]
+
+
+class Sizes(Record):
+    """Sizes that every family with routed experts has."""
+
+    hidden: Size
+    layers: Size
+    heads: Size
+    experts: Size
+    top_k: Size
+    expert_width: Size
+    vocab: Annotated[int, Field(ge=2)] | None = None
+    """Rows of the embedding; None is the tokenizer's number of tokens."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a Hugging Face ``config.json`` says, and what the reader should know about it."""
+
+    model: "Family"
+    decoder: Decoder
+    special_tokens: Mapping[str, Any]
+    """``bos_token_id`` and its like, kept for a later export."""
+    notes: tuple[str, ...]
+
+
+class Family(Record):
+    """A model family; final classes add ``family``, ``shape`` and what is theirs alone."""
+
+    balance: Balance = (Aux(),)
+    capacity: Capacity | None = None
+    """None is dropless."""
+    rope: Rope = Rope()
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    tied: bool = False
+    """Whether the head is the embedding."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    context: Size | None = None
+    """Longest sequence the model is meant for; written at export, changes no maths."""
+
+    model_type: ClassVar[str]
+    """The family's name in a Hugging Face ``config.json``."""
+    architecture: ClassVar[str]
+    hf_sizes: ClassVar[Mapping[str, str]]
+    """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
+    tensors: ClassVar[tuple[Entry, ...]]
+    """Our parameters' names beside the names on disk."""
+    fixed_rope: ClassVar[str | None] = "half"
+    """The rotary layout the family is tied to; None allows either."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """The record under ``shape``."""
+
+    @abstractmethod
+    def router(self) -> Router:
+        """The router of the layers with experts."""
+
+    @abstractmethod
+    def blocks(self) -> Sequence[Block]:
+        """Every block in order."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: ConfigReader) -> dict[str, Any]:
+        """Take the family's own fields out of a ``config.json``; return those of the record."""
+
+    @abstractmethod
+    def write(self) -> dict[str, Any]:
+        """Return the fields of ``config.json`` that are the family's own."""
+
+    @classmethod
+    @abstractmethod
+    def guess(cls, decoder: Decoder) -> Self:
+        """The record that ``decoder`` may come from, read off its blocks and not yet checked."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Reading:
+        """Read a Hugging Face ``config.json``.
+
+        Raises:
+            ValueError: naming every field that is unknown, missing or not supported.
+        """
+        reader = ConfigReader(config, cls.architecture)
+        reader.only("model_type", cls.model_type)
+        fields = {
+            "norm_epsilon": reader.take("rms_norm_eps", float),
+            "tied": reader.take("tie_word_embeddings", bool, False),
+            "init_std": reader.take("initializer_range", float, 0.02),
+            "context": reader.take("max_position_embeddings", int, None),
+        }
+        sizes = {o: reader.take(t, int) for t, o in cls.hf_sizes.items() if not reader.null(t)}
+        own = cls.read(reader)
+        tokens = reader.special_tokens()
+        reader.finish()
+        model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
+        decoder = model.describe(model.sizes.vocab or 2)
+        return Reading(model, decoder, tokens, tuple(reader.notes))
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Self:
+        """Return the record whose description ``decoder`` is.
+
+        How weights start (``init_out_scale``) is not compared: it is no part of a trained model.
+
+        Raises:
+            ValueError: naming each part of the decoder that the family does not have.
+        """
+        try:
+            found = cls.guess(decoder)
+        except (AttributeError, StopIteration):
+            raise ValueError(f"its blocks are not those of {cls.model_type}") from None
+        wanted = _plain(found.describe(decoder.vocab))
+        differing = list(_differences(_plain(decoder), wanted, ""))
+        if differing:
+            raise ValueError(f"not a {cls.model_type}: " + "; ".join(differing[:8]))
+        return found
+
+    @classmethod
+    def to_hf(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the ``config.json`` of a decoder of this family.
+
+        Raises:
+            ValueError: where the decoder is not of this family.
+        """
+        model = cls.of(decoder)
+        return {
+            "architectures": [cls.architecture],
+            "model_type": cls.model_type,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "initializer_range": model.init_std,
+            "rms_norm_eps": model.norm_epsilon,
+            "tie_word_embeddings": model.tied,
+            "output_router_logits": False,
+            "use_cache": True,
+            **{theirs: getattr(model.sizes, ours) for theirs, ours in cls.hf_sizes.items()},
+            **rope_fields(model.rope, model.context),
+            **model.write(),
+        }
+
+    def describe(self, vocab: int) -> Decoder:
+        """Return the decoder for a tokenizer of ``vocab`` tokens.
+
+        Raises:
+            ValueError: where ``shape.vocab`` has fewer rows than the tokenizer has tokens.
+        """
+        rows = self.sizes.vocab
+        if rows is not None and rows < vocab:
+            raise ValueError(
+                f"model.shape.vocab is {rows}, but the tokenizer has {vocab} tokens; "
+                f"set model.shape.vocab={vocab} or more, or leave it out"
+            )
+        return Decoder(
+            vocab=rows or vocab,
+            hidden=self.sizes.hidden,
+            stacks=patterns(self.blocks()),
+            norm_epsilon=self.norm_epsilon,
+            tied=self.tied,
+            init_std=self.init_std,
+            context=self.context,
+        )
+
+    def moe(self, **own: Any) -> Moe:
+        """The feed-forward with experts, ``own`` being what only some families have."""
+        return Moe(
+            width=self.sizes.expert_width,
+            router=self.router(),
+            capacity=self.capacity,
+            balance=self.balance,
+            **own,
+        )
+
+    router_paths: ClassVar[Mapping[tuple[PathPart, ...], tuple[PathPart, ...]]] = {
+        ("top_k",): ("shape", "top_k"),
+        ("renormalise",): ("renormalise",),
+        ("groups", "count"): ("groups", "count"),
+        ("groups", "keep"): ("groups", "keep"),
+        ("groups", "best"): ("groups", "best"),
+    }
+    """Where what the router's rules speak of stands in the family's record."""
+
+    def rules(self) -> Iterator[Violation]:
+        """The router's rules at the family's own paths; each balance term once; rotary layout."""
+        router = self.router()
+        for broken in router.rules():
+            path = self.router_paths.get(broken.path, broken.path)
+            yield Violation(path, broken.value, broken.rule, broken.nearest)
+        yield from balance_rules(self.balance, router.selection_bias)
+        if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
+            rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
+            yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)
+        if self.fixed_rope is not None and self.rope.yarn and self.rope.yarn.mscale_all_dim:
+            rule = f"{self.model_type} does not scale its softmax; leave mscale_all_dim at 0"
+            yield Violation(
+                ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
+            )
+
+
+def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[Violation]:
+    """Yield a violation for each term that stands twice, or moves a bias the router lacks."""
+    seen: list[Record] = []
+    for i, term in enumerate(balance):
+        rule = ""
+        if isinstance(term, Bias) and not selection_bias:
+            rule = "kind bias moves a selection bias, which this family's router does not have"
+        elif any(_same_term(term, other) for other in seen):
+            rule = "the same term stands in the list already"
+        if rule:
+            yield Violation(("balance", i), term, rule, _free_term([*balance, *seen]))
+        seen.append(term)
+
+
+def _same_term(one: Record, other: Record) -> bool:
+    same_population = getattr(one, "over", None) == getattr(other, "over", None)
+    return type(one) is type(other) and same_population
+
+
+def _free_term(taken: Sequence[Record]) -> Record | None:
+    offers: list[Record] = [Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch")]
+    return next((o for o in offers if not any(_same_term(o, t) for t in taken)), None)
+
+
+def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
+    """Write equal blocks in a row as one stack with a count."""
+    runs = [(block, len(list(run))) for block, run in groupby(blocks)]
+    return tuple(Stack(repeat=count, blocks=(block,)) for block, count in runs)
+
+
+def first_moe(decoder: Decoder) -> Moe:
+    """Return the first feed-forward with experts.
+
+    Raises:
+        StopIteration: where there is none.
+    """
+    return next(b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe))
+
+
+def common(decoder: Decoder) -> dict[str, Any]:
+    """Return the values of ``Family``'s own fields that a decoder holds."""
+    moe = first_moe(decoder)
+    return {
+        "balance": moe.balance,
+        "capacity": moe.capacity,
+        "rope": decoder.blocks[0].attention.rope,  # type: ignore[attr-defined]
+        "norm_epsilon": decoder.norm_epsilon,
+        "tied": decoder.tied,
+        "init_std": decoder.init_std,
+        "context": decoder.context,
+    }
+
+
+def _plain(decoder: Decoder) -> dict[str, Any]:
+    """A decoder as plain data, patterns written out and the start of weights left out."""
+    plain = decoder.model_dump(exclude={"stacks", "init_out_scale"})
+    return plain | {"layers": [b.model_dump() for b in decoder.blocks]}
+
+
+def _differences(have: Any, want: Any, path: str) -> Iterator[str]:
+    if isinstance(have, dict) and isinstance(want, dict):
+        for key in sorted({*have, *want}):
+            yield from _differences(have.get(key), want.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(have, list) and isinstance(want, list) and len(have) == len(want):
+        for i, (a, b) in enumerate(zip(have, want, strict=True)):
+            yield from _differences(a, b, f"{path}[{i}]")
+    elif have != want:
+        yield f"{path} is {have!r} where the family has {want!r}"

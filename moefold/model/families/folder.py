@@ -1,0 +1,105 @@
+"""A Hugging Face folder as a model: its shape, and for the trainer its weights and tokenizer."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.model.config import MODEL, Block, Decoder, Stack
+from moefold.model.families.base import Balance, Reading, balance_rules
+from moefold.model.families.registry import from_hf
+from moefold.moe.config import Capacity, Moe
+
+CONFIG_LIMIT = 4 * 2**20
+"""Bytes of the largest ``config.json`` that is read; released ones have some thousand."""
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number")
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """Read a JSON object of at most ``limit`` bytes, without NaN and infinities.
+
+    Raises:
+        ValueError: naming the file, where it is absent, too large, or not such an object.
+    """
+    try:
+        if path.stat().st_size > limit:
+            raise ValueError(f"{path} is larger than {limit} bytes")
+        found = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def read_config(folder: Path) -> Reading:
+    """Read a Hugging Face folder's ``config.json``.
+
+    Raises:
+        ValueError: where it cannot be read, or has a field that is not supported.
+    """
+    return from_hf(read_json(folder / "config.json", CONFIG_LIMIT))
+
+
+@MODEL.register
+class Folder(Record):
+    """The model of a Hugging Face folder; what stands beside ``from`` replaces the folder's."""
+
+    family: Literal["folder"] = "folder"
+    path: str = Field(alias="from")
+    """The folder with ``config.json`` and the weights."""
+    balance: Balance | None = None
+    """Terms in place of those the folder names."""
+    capacity: Capacity | None = None
+    """None is dropless."""
+
+    def describe(self, vocab: int) -> Decoder:
+        """Return the folder's decoder, with the balance and capacity of this record.
+
+        Raises:
+            ValueError: where the folder cannot be read, or has fewer rows than ``vocab``.
+        """
+        decoder = read_config(Path(self.path)).decoder
+        if decoder.vocab < vocab:
+            raise ValueError(
+                f"{self.path} has {decoder.vocab} rows of embedding, but the tokenizer has "
+                f"{vocab} tokens; train with the folder's own tokenizer"
+            )
+        return with_training(decoder, self.balance, self.capacity)
+
+    def rules(self) -> Iterator[Violation]:
+        """The folder is there and its model is known; balance terms fit its router."""
+        try:
+            decoder = read_config(Path(self.path)).decoder
+        except ValueError as error:
+            yield Violation(("from",), self.path, f"is a folder that can be read ({error})")
+            return
+        moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
+        if self.balance is not None and moes:
+            yield from balance_rules(self.balance, moes[0].router.selection_bias)
+
+
+def with_training(decoder: Decoder, balance: Balance | None, capacity: Capacity | None) -> Decoder:
+    """Return a decoder whose layers with experts have this balance (None keeps) and capacity."""
+    changes: Mapping[str, Any] = {"capacity": capacity} | (
+        {} if balance is None else {"balance": balance}
+    )
+
+    def changed(block: Block) -> Block:
+        if not isinstance(block.ffn, Moe):
+            return block
+        return block.model_copy(update={"ffn": block.ffn.model_copy(update=changes)})
+
+    stacks = tuple(
+        Stack(repeat=s.repeat, blocks=tuple(changed(b) for b in s.blocks)) for s in decoder.stacks
+    )
+    return decoder.model_copy(update={"stacks": stacks})

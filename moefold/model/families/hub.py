@@ -1,0 +1,248 @@
+"""Reading and writing a Hugging Face ``config.json``, with every field accounted for.
+
+A field is read, or refused by name, or stands on a list of fields that change nothing here. What
+is left over is refused, because a field nobody read may be the one that changes the maths.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from moefold.config.base import Record
+from moefold.layers.config import Rope, Yarn
+from moefold.model.config import Decoder
+from moefold.moe.config import Aux, Moe
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# Fields of every transformers configuration that say how a model is run, never what it computes.
+_NO_EFFECT = """
+_name_or_path _attn_implementation _experts_implementation attn_implementation
+chunk_size_feed_forward dtype experts_implementation finetuning_task id2label label2id
+model_type num_labels output_attentions output_hidden_states output_router_logits prefix
+problem_type return_dict task_specific_params tokenizer_class torch_dtype torchscript
+transformers_version use_bfloat16 use_cache tf_legacy_loss pretraining_tp ep_size bad_words_ids
+begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
+encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
+num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
+"""
+# Fields that must hold one of these values where they stand, for every family here.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, 0.0, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "router_jitter_noise": (0, 0.0, None),
+    "per_layer_config": (None,),
+    "layer_types": (None,),
+}
+_ABSENT = object()
+
+
+class ConfigReader:
+    """Takes fields out of a configuration and collects every problem before refusing."""
+
+    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+        self.config = config
+        self.notes: list[str] = []
+        self._problems: list[str] = []
+        self._read: set[str] = set()
+        self._architecture = architecture
+
+    def take(self, name: str, kind: type, default: Any = _ABSENT) -> Any:
+        """Return a field of type ``kind``; ``default`` where it is absent or null.
+
+        A field without default must be there. Problems are kept for ``finish``.
+        """
+        self._read.add(name)
+        value = self.config.get(name)
+        if value is None:
+            if default is _ABSENT:
+                self._problems.append(f"{name} is missing")
+                return kind(1)
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            self._problems.append(f"{name} is {value!r}, which is not of type {kind.__name__}")
+            return kind(1) if default is _ABSENT else default
+        return value
+
+    def present(self, name: str) -> bool:
+        """Whether the field stands there with a value."""
+        return self.config.get(name) is not None
+
+    def null(self, name: str) -> bool:
+        """Whether the field stands there without a value."""
+        return name in self.config and self.config[name] is None
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Refuse the field where it stands there with another value."""
+        self._read.add(name)
+        if name in self.config and not any(_same(self.config[name], a) for a in allowed):
+            listed = " or ".join(repr(a) for a in allowed)
+            self._problems.append(f"{name} is {self.config[name]!r}; supported: {listed}")
+
+    def skip(self, *names: str) -> None:
+        """Leave fields out that change nothing in this family."""
+        self._read.update(names)
+
+    def refuse(self, problem: str) -> None:
+        """Add a problem of the family's own."""
+        self._problems.append(problem)
+
+    def special_tokens(self) -> dict[str, Any]:
+        """Return the ids of special tokens, which matter to generation alone."""
+        self._read.update(SPECIAL)
+        return {n: self.config[n] for n in SPECIAL if self.config.get(n) is not None}
+
+    def finish(self) -> None:
+        """Check what is common to all families and refuse with every problem at once.
+
+        Raises:
+            ValueError: naming each field that is missing, malformed, unsupported or unknown.
+        """
+        for name, allowed in _ONLY.items():
+            if name not in self._read:
+                self.only(name, *allowed)
+        names = self.config.get("architectures")
+        self._read.add("architectures")
+        if names is not None and names != [self._architecture]:
+            self._problems.append(f"architectures is {names!r}; supported: {self._architecture}")
+        if self.config.get("auto_map") is not None:
+            self.notes.append("auto_map names code of the folder's own; it is never run")
+        self._read.add("auto_map")
+        left = sorted(n for n in self.config if n not in self._read and n not in _NO_EFFECT.split())
+        if left:
+            self._problems.append(
+                f"unknown fields, which may change what the model computes: {', '.join(left)}"
+            )
+        if self._problems:
+            raise ValueError("config.json: " + "; ".join(self._problems))
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def read_rope(config: ConfigReader, default_theta: float, *, scales_softmax: bool) -> Rope:
+    """Read rotary positions, in the older form (``rope_theta``, ``rope_scaling``) and the newer.
+
+    Args:
+        config: the configuration being read.
+        default_theta: the family's theta where none stands.
+        scales_softmax: whether the family gives ``mscale_all_dim`` its second meaning.
+    """
+    theta = config.take("rope_theta", float, default_theta)
+    scaling = dict(
+        config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, {})
+    )
+    config.skip("rope_parameters")
+    inner = ConfigReader(scaling, "")
+    theta = inner.take("rope_theta", float, theta)
+    kind = inner.take("rope_type", str, inner.take("type", str, "default"))
+    inner.only("partial_rotary_factor", 1, 1.0, None)
+    yarn = None
+    if kind == "yarn":
+        yarn = _read_yarn(config, inner, scales_softmax)
+    elif kind != "default":
+        inner.refuse(f"rope_type is {kind!r}; supported: 'default' or 'yarn'")
+    try:
+        inner.finish()
+    except ValueError as error:
+        config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
+        yarn = None
+    return Rope(theta=theta, yarn=yarn)
+
+
+def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) -> Yarn:
+    longest = config.take("max_position_embeddings", int, 0)
+    original = inner.take("original_max_position_embeddings", int, longest) or 1
+    original = config.take("original_max_position_embeddings", int, original)
+    factor = inner.take("factor", float, max(1.0, longest / original))
+    mscale = inner.take("mscale", float, 0.0)
+    mscale_all_dim = inner.take("mscale_all_dim", float, 0.0)
+    magnitude = inner.take("attention_factor", float, None)
+    # A lone mscale is not read by the reference; only the ratio of both is.
+    both = bool(mscale and mscale_all_dim)
+    if both and magnitude is None and not scales_softmax:
+        magnitude = Yarn(
+            factor=factor, original_length=original, mscale=mscale, mscale_all_dim=mscale_all_dim
+        ).magnitude
+    if not both and magnitude is None and scales_softmax and mscale_all_dim:
+        magnitude = Yarn(factor=factor, original_length=original).magnitude
+    return Yarn(
+        factor=factor,
+        original_length=original,
+        beta_fast=inner.take("beta_fast", float, 32.0) or 32.0,
+        beta_slow=inner.take("beta_slow", float, 1.0) or 1.0,
+        mscale=mscale if both and scales_softmax else 1.0,
+        mscale_all_dim=mscale_all_dim if scales_softmax else 0.0,
+        attention_factor=magnitude,
+        truncate=inner.take("truncate", bool, True),
+    )
+
+
+def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
+    """Write rotary positions and the context length, in the form every release reads."""
+    yarn = rope.yarn
+    longest = context or (round(yarn.factor * yarn.original_length) if yarn else 4096)
+    fields = {"max_position_embeddings": longest, "rope_theta": rope.theta}
+    if yarn is None:
+        return fields | {"rope_scaling": None}
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_length,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.truncate,
+    }
+    if yarn.mscale_all_dim:
+        scaling |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    # The reference derives the magnitude from both mscales or from none.
+    derived = yarn.mscale > 0 if yarn.mscale_all_dim else yarn.mscale == 1.0
+    if yarn.attention_factor is not None or not derived:
+        scaling["attention_factor"] = yarn.magnitude
+    return fields | {"rope_scaling": scaling}
+
+
+def read_aux(config: ConfigReader, model_type: str, default: float) -> tuple[Record, ...]:
+    """Read ``router_aux_loss_coef``; where it is absent, take and report the documented default.
+
+    The number is taken as it stands. Here each layer has its own term, which is 1 for uniform
+    routing; transformers pools the layers first, and its term is then top_k.
+    """
+    if not config.present("router_aux_loss_coef"):
+        config.notes.append(
+            f"router_aux_loss_coef is not in config.json: the documented default of {model_type}, "
+            f"{default}, is the coefficient of the aux loss"
+        )
+    coefficient = config.take("router_aux_loss_coef", float, default)
+    return (Aux(coefficient=coefficient),) if coefficient > 0 else ()
+
+
+def aux_coefficient(balance: Iterable[Any]) -> float:
+    """Return the coefficient of the first aux loss, 0 without one."""
+    return next((t.coefficient for t in balance if isinstance(t, Aux)), 0.0)
+
+
+def left_out(decoder: Decoder) -> list[str]:
+    """Say what of a decoder a Hugging Face folder cannot hold."""
+    moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
+    said: list[str] = []
+    if any(m.capacity for m in moes):
+        said.append("capacity is left out: transformers drops no token")
+    for term in {repr(t) for m in moes for t in m.balance if not isinstance(t, Aux)}:
+        said.append(f"balance term {term} is left out: config.json has no field for it")
+    if any(sum(isinstance(t, Aux) for t in m.balance) > 1 for m in moes):
+        said.append("only the first aux loss is written: config.json has one coefficient")
+    return sorted(said)
