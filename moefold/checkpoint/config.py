@@ -1,0 +1,26 @@
+"""The record of how checkpoints are kept. Imports no torch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Policy(Record):
+    """When a checkpoint is written, how many stay, and what a failed save means."""
+
+    every: Count | None = 500
+    """Steps between saves; None saves at the end only."""
+    keep: Count = 3
+    """The newest so many stay."""
+    keep_every: Count | None = None
+    """Besides the newest, each checkpoint whose step is a multiple of this stays."""
+    shard_bytes: Annotated[int, Field(ge=1024)] = 2**30
+    """A shard file is closed before it grows past this; a larger tensor has a shard of its own."""
+    attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    """How often a save is tried when the storage fails for a moment."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Whether a run goes on without the checkpoint when a save has failed."""

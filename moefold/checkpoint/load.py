@@ -1,0 +1,200 @@
+"""Reading a checkpoint: only what is asked for, each chunk checked as it is read.
+
+Bytes go straight from the file into the tensor that is returned, so that no second copy exists.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint import manifest
+from moefold.checkpoint.disk import DISK, Disk, Say, retried
+from moefold.checkpoint.errors import DamagedError, MismatchError
+from moefold.checkpoint.folder import check_size
+from moefold.checkpoint.manifest import Manifest, Slice, Stored
+from moefold.checkpoint.tensors import DTYPES, empty, host_bytes
+
+ATTEMPTS = 3
+_log = logging.getLogger("moefold.checkpoint")
+
+
+def load(
+    path: str | Path,
+    names: Iterable[str] | None = None,
+    verify: bool = True,
+    *,
+    say: Say = _log.warning,
+    disk: Disk = DISK,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint, on the host, and its meta.
+
+    ``names`` are those wanted; None is all of them, and nothing else is read. ``verify`` compares
+    what is read with its SHA-256. Raises ``DamagedError`` naming file and tensor,
+    ``VersionError``, and ``MismatchError`` with all names that the checkpoint lacks.
+    """
+    with Reader(path, verify, say=say, disk=disk) as reader:
+        stored = reader.manifest.tensors
+        wanted = list(stored) if names is None else list(dict.fromkeys(names))
+        missing = [name for name in wanted if name not in stored]
+        if missing:
+            raise MismatchError(reader.path, missing=missing)
+        return {name: reader.read(name) for name in wanted}, reader.manifest.meta
+
+
+def load_into(
+    path: str | Path,
+    targets: Mapping[str, Tensor],
+    verify: bool = True,
+    *,
+    partial: bool = False,
+    say: Say = _log.warning,
+    disk: Disk = DISK,
+) -> dict[str, Any]:
+    """Fill ``targets``, on any device, with a checkpoint's tensors of the same names; return meta.
+
+    Every target is filled; ``partial`` allows the checkpoint to hold more. Raises
+    ``MismatchError`` before anything is changed. When ``DamagedError`` is raised midway the
+    targets hold a mixture: load another checkpoint into them, or give them up.
+    """
+    with Reader(path, verify, say=say, disk=disk) as reader:
+        check_targets(reader.path, reader.manifest, targets, partial=partial)
+        reader.check_sizes(targets)
+        for name, target in targets.items():
+            reader.read_into(name, target)
+        return reader.manifest.meta
+
+
+def check_targets(
+    path: Path, found: Manifest, targets: Mapping[str, Tensor], *, partial: bool = False
+) -> None:
+    """Raise ``MismatchError`` listing every difference between a checkpoint and its targets.
+
+    Names that only the checkpoint has are a difference unless ``partial``.
+    """
+    missing = [name for name in targets if name not in found.tensors]
+    unexpected = [] if partial else [name for name in found.tensors if name not in targets]
+    mismatched = {
+        name: what
+        for name, target in targets.items()
+        if name in found.tensors and (what := _difference(found.tensors[name], target))
+    }
+    if missing or unexpected or mismatched:
+        raise MismatchError(path, missing, unexpected, mismatched)
+
+
+class Reader:
+    """An open checkpoint, from which single tensors are read."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        verify: bool = True,
+        *,
+        say: Say = _log.warning,
+        disk: Disk = DISK,
+    ) -> None:
+        self.path = Path(path)
+        self.manifest = manifest.read(self.path, disk)
+        self._verify = verify
+        self._say = say
+        self._disk = disk
+        self._open = (-1, -1)
+        """Number and descriptor of the one shard that is open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the checkpoint, on the host."""
+        stored = self.manifest.tensors[name]
+        self.check_sizes([name])  # before memory is taken for what the file may not hold
+        tensor = empty(stored.dtype, stored.shape)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill ``target``, of the same shape and data type, with a tensor of the checkpoint."""
+        stored = self.manifest.tensors[name]
+        target = target.detach()
+        for part in stored.slices:
+            box = target[tuple(slice(a, a + n) for a, n in zip(part.at, part.shape, strict=True))]
+            if box.is_contiguous() and not box.is_conj() and not box.is_neg():
+                self._read_slice(name, part, box.view(-1).view(torch.uint8))
+            else:
+                whole = empty(stored.dtype, part.shape)
+                self._read_slice(name, part, whole.view(-1).view(torch.uint8))
+                box.copy_(whole)
+
+    def check_sizes(self, names: Iterable[str]) -> None:
+        """Raise ``DamagedError`` where a shard that these tensors lie in has not its full size."""
+        shards = {part.shard for name in names for part in self.manifest.tensors[name].slices}
+        for number in sorted(shards):
+            check_size(self.path, self.manifest.shards[number], self._disk)
+
+    def _read_slice(self, name: str, part: Slice, into: Tensor) -> None:
+        """Fill a slice's bytes, which may lie on any device, chunk by chunk."""
+        step = self.manifest.chunk_bytes
+        staging = None if into.device.type == "cpu" else empty("U8", (min(step, part.size),))
+        for i, digest in enumerate(part.sha256):
+            chunk = into[i * step : (i + 1) * step]
+            host = chunk if staging is None else staging[: len(chunk)]
+            self._read_chunk(name, part.shard, part.span[0] + i * step, host_bytes(host), digest)
+            if staging is not None:
+                chunk.copy_(host)
+
+    def _read_chunk(
+        self, name: str, shard: int, offset: int, into: memoryview, digest: str
+    ) -> None:
+        """Fill ``into`` from a shard and compare its digest."""
+        file = self.manifest.shards[shard].file
+        what = f"{self.path / file}: reading"
+        try:
+            count = retried(
+                lambda: self._read_at(shard, offset, into), what, ATTEMPTS, self._say, self._disk
+            )
+        except OSError as error:
+            raise DamagedError(self.path, file, f"cannot be read: {error}", name) from error
+        if count < len(into):
+            what = f"ends at byte {offset + count}, expected {offset + len(into)} and more"
+            raise DamagedError(self.path, file, what, name)
+        if self._verify and (found := sha256(into).hexdigest()) != digest:
+            what = (
+                f"bytes {offset} to {offset + len(into)} have SHA-256 {found[:16]}…, expected "
+                f"{digest[:16]}…: they are not as written; " + manifest.USE_OLDER
+            )
+            raise DamagedError(self.path, file, what, name)
+
+    def _read_at(self, shard: int, offset: int, into: memoryview) -> int:
+        """Read from a shard, opening it where another one was open."""
+        if self._open[0] != shard:
+            self._close()
+            path = self.path / self.manifest.shards[shard].file
+            self._open = (shard, self._disk.open(path))
+        try:
+            return self._disk.read(self._open[1], into, offset)
+        except OSError:
+            self._close()  # a stale handle is of no use to the next attempt
+            raise
+
+    def _close(self) -> None:
+        number, fd = self._open
+        self._open = (-1, -1)
+        if number >= 0:
+            self._disk.close(fd)
+
+
+def _difference(stored: Stored, target: Tensor) -> str:
+    """Return how a stored tensor differs from its target; empty where it fits."""
+    if stored.shape == tuple(target.shape) and DTYPES[stored.dtype] == target.dtype:
+        return ""
+    kind = str(DTYPES[stored.dtype]).removeprefix("torch.")
+    wanted = str(target.dtype).removeprefix("torch.")
+    return f"stored {kind} {list(stored.shape)}, wanted {wanted} {list(target.shape)}"

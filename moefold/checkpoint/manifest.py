@@ -1,0 +1,301 @@
+"""The manifest: what a checkpoint holds and the SHA-256 of every byte of it. Imports no torch.
+
+A checkpoint is a folder with safetensors shards and ``manifest.json``, which is written last. A
+tensor is stored as slices, boxes that tile its global shape; one process writes one slice per
+tensor, many processes write one each. A slice is row-major and contiguous in one shard, and
+carries a digest per ``chunk_bytes`` of it, so that reading a part checks that part. The header of
+each shard and the slices cover the shard's bytes without a gap.
+
+The manifest's first field is the SHA-256 of the file itself, taken with zeros in the digest's
+place. This, ``format`` and ``version`` stay as they are in every later version.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from moefold.checkpoint.disk import DISK, Disk, read_whole
+from moefold.checkpoint.errors import CheckpointError, DamagedError, VersionError
+from moefold.checkpoint.tiling import tiles
+from moefold.config.base import Record
+
+FORMAT = "moefold-checkpoint"
+VERSION = 1
+FILE = "manifest.json"
+MAX_BYTES = 256 * 2**20
+"""A manifest that is larger is refused unread; this much describes about 10 TB of tensors."""
+MAX_HEADER_BYTES = 100 * 10**6
+"""The safetensors library reads no larger header."""
+CHUNK_BYTES = 4 * 2**20
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8,
+    "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1,
+    "F16": 2, "BF16": 2, "F32": 4, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes per element of each data type, under safetensors' names."""
+
+Bytes = Annotated[int, Field(ge=0, lt=2**62)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Shape = Annotated[tuple[Bytes, ...], Field(max_length=64)]
+ShardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,120}\.safetensors$")]
+TensorName = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,500}$")]
+DType = Annotated[str, Field(pattern=f"^({'|'.join(ITEM_BYTES)})$")]
+
+USE_OLDER = "use another checkpoint, or restore the file from a copy"
+ZEROS = "0" * 64
+_SEALED = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})"')
+
+
+class Shard(Record):
+    """One safetensors file."""
+
+    file: ShardName
+    size: Bytes
+    """Bytes of the whole file."""
+    header: Bytes
+    """Bytes before the first tensor's: the length field and the JSON header."""
+    header_sha256: Digest
+    rank: Bytes = 0
+    """Rank that owns the file's slices and wrote them."""
+
+
+class Slice(Record):
+    """A box of a tensor, contiguous in one shard."""
+
+    at: Shape
+    """Global index of the box's first element."""
+    shape: Shape
+    shard: Bytes
+    """Position in the list of shards."""
+    span: tuple[Bytes, Bytes]
+    """First byte in the file and the one after the last."""
+    sha256: tuple[Digest, ...]
+    """One digest per chunk; the last chunk may be short, an empty slice has none."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the slice."""
+        return self.span[1] - self.span[0]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the chunks' digests: equal for equal bytes, wherever they are stored."""
+        return sha256(b"".join(map(bytes.fromhex, self.sha256))).hexdigest()
+
+
+class Stored(Record):
+    """One tensor: its global shape, its data type and where its slices are."""
+
+    dtype: DType
+    shape: Shape
+    slices: tuple[Slice, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Manifest(Record):
+    """What one checkpoint holds."""
+
+    sha256: Digest = ZEROS
+    """Digest of the manifest file with zeros in this place; names the checkpoint's content."""
+    format: Literal["moefold-checkpoint"] = FORMAT
+    version: Literal[1] = VERSION
+    writer: Annotated[str, Field(max_length=200)]
+    """Program that wrote the checkpoint."""
+    step: Annotated[int, Field(ge=0, lt=10**15)]
+    chunk_bytes: Annotated[int, Field(ge=1, le=2**30)] = CHUNK_BYTES
+    shards: tuple[Shard, ...]
+    tensors: dict[TensorName, Stored]
+    meta: dict[str, Any]
+    """The caller's own facts, plain JSON."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+
+Row = tuple[int, int, str, Slice]
+"""A slice in a shard: first byte, byte after the last, the tensor's name, the slice."""
+
+
+class _Envelope(BaseModel):
+    """What every version's manifest says of itself."""
+
+    format: Any = None
+    version: Any = None
+    writer: Any = "an unknown program"
+
+
+def writer() -> str:
+    """Return this program's name and version."""
+    try:
+        return f"moefold {version('moefold')}"
+    except PackageNotFoundError:
+        return "moefold"
+
+
+def entry_name(
+    name: str, whole: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...]
+) -> str:
+    """Return a slice's name in its shard: the tensor's, with the box where it is not whole."""
+    if shape == whole:
+        return name
+    box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
+    return f"{name}[{box}]"
+
+
+def spans(manifest: Manifest) -> list[list[Row]]:
+    """Return for each shard ``(start, stop, tensor name, slice)`` in the order of the file."""
+    found: list[list[Row]] = [[] for _ in manifest.shards]
+    for name, stored in manifest.tensors.items():
+        for part in stored.slices:
+            found[part.shard].append((*part.span, name, part))
+    return [sorted(rows, key=lambda row: row[:2]) for rows in found]
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Return the file's content: one line per shard and tensor, sealed with its own digest."""
+    fields: dict[str, Any] = {**manifest.model_dump(mode="json"), "sha256": ZEROS}
+    shards, tensors, meta = (fields.pop(key) for key in ("shards", "tensors", "meta"))
+    lines = [f" {_json(key)}: {_json(value)}" for key, value in fields.items()]
+    lines += [' "shards": ' + _block("[", [_json(shard) for shard in shards], "]")]
+    rows = [f"{_json(name)}: {_json(stored)}" for name, stored in tensors.items()]
+    lines += [' "tensors": ' + _block("{", rows, "}")]
+    lines += [f' "meta": {_json(meta)}']
+    return sealed(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def sealed(text: bytes) -> bytes:
+    """Return a manifest's text with its digest put in."""
+    head = _SEALED.match(text)
+    assert head is not None, "the digest stands first"
+    return text[: head.start(1)] + _seal(text).encode() + text[head.end(1) :]
+
+
+def parse(raw: bytes, folder: Path) -> Manifest:
+    """Return the manifest in ``raw``, the content of ``folder``'s manifest file.
+
+    Raises ``DamagedError`` where it is not as written, and ``VersionError`` for a foreign format
+    or another version, which the digest proves to be meant so.
+    """
+    head = _SEALED.match(raw)
+    try:
+        envelope = _Envelope.model_validate_json(raw)
+    except ValidationError:
+        raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
+    if head is None and envelope.format != FORMAT:
+        raise _unreadable(envelope, folder)
+    if head is None or head[1].decode() != _seal(raw):
+        raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)
+    if (
+        envelope.format != FORMAT
+        or type(envelope.version) is not int
+        or envelope.version != VERSION
+    ):
+        raise _unreadable(envelope, folder)
+    return validate(raw, folder)
+
+
+def validate(raw: bytes, folder: Path) -> Manifest:
+    """Return the manifest in ``raw`` by its schema alone; ``DamagedError`` says what breaks it."""
+    try:
+        manifest = Manifest.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[:10]
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in first)
+        raise DamagedError(folder, FILE, f"breaks the schema: {wrong}") from None
+    for tensor, what in _contradictions(manifest):
+        raise DamagedError(folder, FILE, what, tensor)
+    return manifest
+
+
+def read(folder: Path, disk: Disk = DISK) -> Manifest:
+    """Return the manifest of the checkpoint in ``folder``; its shards are not looked at."""
+    return parse(read_raw(folder, disk), folder)
+
+
+def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
+    """Return the manifest file's content."""
+    try:
+        return read_whole(disk, folder / FILE, MAX_BYTES)
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: there is no checkpoint") from None
+        what = "is missing: the checkpoint was never finished, or this folder is none"
+        raise DamagedError(folder, FILE, what) from None
+    except (OSError, ValueError) as error:
+        raise DamagedError(folder, FILE, f"cannot be read: {error}") from error
+
+
+def _unreadable(envelope: _Envelope, folder: Path) -> VersionError:
+    """Return the error that names the version found and the one that is read."""
+    found = f"{envelope.format} version {envelope.version}, written by {envelope.writer}"
+    if envelope.format is None:
+        found = "no moefold checkpoint"
+    return VersionError(
+        folder / FILE,
+        f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}. "
+        "Use the program that wrote it, or a newer moefold",
+        envelope.version,
+    )
+
+
+def _seal(text: bytes) -> str:
+    """Return the SHA-256 of a manifest's text with zeros in the digest's place."""
+    head = _SEALED.match(text)
+    assert head is not None, "the digest stands first"
+    return sha256(text[: head.start(1)] + ZEROS.encode() + text[head.end(1) :]).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _block(opening: str, rows: list[str], closing: str) -> str:
+    """Return a JSON list or object with one row per line."""
+    inner = ",\n".join(f"  {row}" for row in rows)
+    return f"{opening}\n{inner}\n {closing}" if rows else opening + closing
+
+
+def _contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
+    """Yield ``(tensor, what)`` for what the schema's single fields cannot rule out."""
+    files = [shard.file for shard in manifest.shards]
+    if len(set(files)) < len(files):
+        yield None, "names a shard twice"
+    for name, stored in manifest.tensors.items():
+        yield from ((name, what) for what in _wrong_slices(manifest, stored))
+    for shard, rows in zip(manifest.shards, spans(manifest), strict=True):
+        end = shard.header
+        for start, stop, *_ in rows:
+            if start != end:
+                break
+            end = stop
+        if end != shard.size or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
+            yield None, f"does not account for every byte of {shard.file}, each once"
+
+
+def _wrong_slices(manifest: Manifest, stored: Stored) -> Iterator[str]:
+    """Yield what is wrong with one tensor's slices."""
+    if math.prod(n for n in stored.shape if n) >= 2**62:
+        yield f"has the impossible shape {list(stored.shape)}"
+    for part in stored.slices:
+        size = math.prod(part.shape) * ITEM_BYTES[stored.dtype]
+        if part.shard >= len(manifest.shards):
+            yield f"lies in shard {part.shard} of {len(manifest.shards)}"
+        if part.size != size:
+            yield f"has a slice of {size} bytes in a span of {part.size}"
+        if len(part.sha256) != -(-size // manifest.chunk_bytes):
+            yield f"has {len(part.sha256)} digests for {size} bytes"
+    if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
+        yield f"has slices that do not tile its shape {list(stored.shape)}"

@@ -1,0 +1,162 @@
+"""Whether every byte of a checkpoint is as it was written, and what it holds. Imports no torch."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from moefold.checkpoint import manifest
+from moefold.checkpoint.disk import DISK, Disk
+from moefold.checkpoint.errors import DamagedError
+from moefold.checkpoint.folder import check_size
+from moefold.checkpoint.manifest import Manifest, Row, Shard, spans
+from moefold.checkpoint.shards import Entry, entries_of, header
+
+Progress = Callable[[int], None]
+"""Told of each number of bytes that has been checked."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it was written; ``tensor`` is named where it concerns one."""
+
+    file: str
+    tensor: str | None
+    what: str
+
+    def __str__(self) -> str:
+        named = f", tensor {self.tensor!r}" if self.tensor is not None else ""
+        return f"{self.file}{named}: {self.what}"
+
+
+def inspect(path: str | Path, disk: Disk = DISK) -> Manifest:
+    """Return what a checkpoint holds, by its manifest, which is checked; shards are not read."""
+    return manifest.read(Path(path), disk)
+
+
+def verify(
+    path: str | Path, progress: Progress = lambda count: None, disk: Disk = DISK
+) -> list[Problem]:
+    """Return all that is wrong with a checkpoint: an empty list means that every byte is right.
+
+    Reads each byte once and holds one chunk of it. Raises ``VersionError`` for a format that
+    cannot be read and ``CheckpointError`` where there is no checkpoint at all.
+    """
+    path = Path(path)
+    problems: list[Problem] = []
+    found = _manifest(path, problems, disk)
+    if found is None:
+        return problems
+    listed = {shard.file for shard in found.shards} | {manifest.FILE}
+    for name in sorted(p.name for p in path.iterdir()):
+        if name not in listed:
+            problems.append(Problem(name, None, "is not part of the checkpoint"))
+    for shard, rows in zip(found.shards, spans(found), strict=True):
+        problems += _shard_problems(path, found, shard, rows, progress, disk)
+    return problems
+
+
+def _manifest(path: Path, problems: list[Problem], disk: Disk) -> Manifest | None:
+    """Return the manifest, damaged but readable ones too; note what is wrong with it."""
+    raw = b""
+    try:
+        raw = manifest.read_raw(path, disk)
+        return manifest.parse(raw, path)
+    except DamagedError as error:
+        problems.append(Problem(error.file, error.tensor, error.what))
+    try:  # comparing the shards with what is left of it tells which tensors' records it hit
+        return manifest.validate(raw, path)
+    except DamagedError as error:
+        if error.what != problems[-1].what and raw:
+            problems.append(Problem(error.file, error.tensor, error.what))
+    return None
+
+
+def _shard_problems(
+    path: Path, found: Manifest, shard: Shard, rows: list[Row], progress: Progress, disk: Disk
+) -> Iterator[Problem]:
+    """Yield what is wrong with one shard."""
+    try:
+        check_size(path, shard, disk)
+        fd = disk.open(path / shard.file)
+    except (DamagedError, OSError) as error:
+        what = error.what if isinstance(error, DamagedError) else f"cannot be read: {error}"
+        held = sorted({row[2] for row in rows})
+        progress(shard.size)
+        yield from (Problem(shard.file, name, what) for name in held)
+        if not held:
+            yield Problem(shard.file, None, what)
+        return
+    try:
+        yield from _header_problems(found, shard, rows, fd, disk)
+        progress(shard.header)
+        for row in rows:
+            yield from _slice_problems(found, shard, row, fd, progress, disk)
+    except OSError as error:
+        yield Problem(shard.file, None, f"cannot be read: {error}")
+    finally:
+        disk.close(fd)
+
+
+def _slice_problems(
+    found: Manifest, shard: Shard, row: Row, fd: int, progress: Progress, disk: Disk
+) -> Iterator[Problem]:
+    """Yield the chunks of one slice that are not as written."""
+    start, stop, name, part = row
+    buffer = memoryview(bytearray(min(found.chunk_bytes, part.size)))
+    for i, digest in enumerate(part.sha256):
+        at = start + i * found.chunk_bytes
+        chunk = buffer[: min(stop - at, found.chunk_bytes)]
+        count = disk.read(fd, chunk, at)
+        if count < len(chunk) or sha256(chunk).hexdigest() != digest:
+            yield Problem(shard.file, name, f"bytes {at} to {at + len(chunk)} are not as written")
+        progress(len(chunk))
+
+
+def _header_problems(
+    found: Manifest, shard: Shard, rows: list[Row], fd: int, disk: Disk
+) -> Iterator[Problem]:
+    """Yield what is wrong with a shard's header: its bytes, or what it says of the tensors."""
+    raw = bytearray(shard.header)
+    disk.read(fd, memoryview(raw), 0)
+    expected = entries_of(found, shard.header, rows)
+    if sha256(raw).hexdigest() != shard.header_sha256:
+        name = _tensor_at(_first_difference(bytes(raw), header(expected)), expected, rows)
+        yield Problem(shard.file, name, f"the header (bytes 0 to {shard.header}) is not as written")
+    elif bytes(raw) != header(expected):
+        for name in _contradicted(raw[8:], expected):
+            yield Problem(shard.file, name, "the header and the manifest contradict each other")
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    """Return the first position where two texts differ."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+def _tensor_at(position: int, entries: dict[str, Entry], rows: list[Row]) -> str | None:
+    """Return the tensor whose line in the header holds a position; None outside all lines."""
+    end = len(header({}).rstrip(b" ")) - 1  # where the first entry's comma stands
+    for (name, entry), row in zip(entries.items(), rows, strict=True):
+        start, end = end, end + len(header({name: entry}).rstrip(b" ")) - len(header({}).rstrip())
+        if start <= position < end:
+            return row[2]
+    return None
+
+
+def _contradicted(text: bytearray, expected: dict[str, Entry]) -> Iterator[str | None]:
+    """Yield the entries that a header, of another writer's layout, tells differently."""
+    try:
+        fields = json.loads(bytes(text))
+        told = {
+            name: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            for name, e in fields.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        yield None
+        return
+    yield from (n for n in sorted(told.keys() | expected.keys()) if told.get(n) != expected.get(n))
