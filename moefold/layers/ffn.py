@@ -7,15 +7,20 @@ from moefold.config.base import Record
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
 from moefold.layers.config import Dense
 from moefold.layers.flow import Flow, Segment
+from moefold.layers.linear import Linear
 
 
 class SwiGlu(nn.Module):
-    """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width."""
+    """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width.
 
-    def __init__(self, hidden: int, width: int, kind: str = "ffn") -> None:
+    ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert).
+    """
+
+    def __init__(self, hidden: int, width: int, kind: str = "ffn", gated: bool = False) -> None:
         super().__init__()
         self.w_in = nn.Parameter(torch.empty(2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(hidden, width))
+        self.gate = Linear(hidden, 1) if gated else None
         self._kind = kind
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
@@ -23,7 +28,8 @@ class SwiGlu(nn.Module):
 
         def ffn(x_TD: Tensor) -> Tensor:
             w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
-            return gated_ffn(x_TD, w_in, w_out, dense_products(flow.valid_T), flow.sink)
+            y_TD = gated_ffn(x_TD, w_in, w_out, dense_products(flow.valid_T), flow.sink)
+            return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
 
         return flow.recompute.run(self._kind, ffn, x_TD)
 

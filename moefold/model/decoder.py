@@ -105,9 +105,11 @@ class DecoderModel(nn.Module):
         values: dict[str, list[Tensor]] = {}
         total: Tensor | None = None
         for i, mixture in self.mixtures():
-            for term, value in zip(mixture.terms, terms[i].unbind() if i in terms else (), strict=True):
-                values.setdefault(term.name, []).append(value)
-                weighted = value * term.coefficient
+            if i not in terms or not terms[i].numel():
+                continue
+            for (name, coefficient), value in zip(mixture.terms.items(), terms[i].unbind(), strict=True):
+                values.setdefault(name, []).append(value)
+                weighted = value * coefficient
                 total = weighted if total is None else total + weighted
         return {name: torch.stack(found).mean() for name, found in values.items()}, total
 
@@ -126,10 +128,11 @@ class DecoderModel(nn.Module):
         """
         return self.loss_of(from_ids(ids_BS, None if labels is None else _shifted(labels)))
 
-    def loss_of(self, rows: MicroBatch, flow: Flow | None = None) -> LossOutput:
+    def loss_of(self, rows: MicroBatch) -> LossOutput:
         """Return the differentiable loss of one micro-batch taken as a whole batch."""
-        flow = flow or Flow(rows, self.recipe, training=False)
-        x_TD, terms = self(flow)
+        for _, mixture in self.mixtures():
+            mixture.balance.start_step()
+        x_TD, terms = self(Flow(rows, self.recipe))
         summed = cross_entropy_sum(x_TD, self.head_operand(), rows.labels_T, chunk=LOSS_CHUNK)
         lm_loss = summed / max(rows.n_labels, 1)
         values, weighted = self.router_terms(terms)

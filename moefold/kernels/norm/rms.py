@@ -39,7 +39,8 @@ class _RmsNorm(torch.autograd.Function):
         wide = _wide(x)
         y, rstd = torch.ops.aten._fused_rms_norm(wide, [x.shape[-1]], weight_D.to(wide.dtype), epsilon)
         ctx.save_for_backward(x, rstd, weight_D, valid_T)
-        ctx.sink = sink
+        # The parameter itself: what saved tensors give back may be another tensor of equal value.
+        ctx.master, ctx.sink = weight_D, sink
         return y.to(x.dtype)
 
     @staticmethod
@@ -58,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
                 dw_D = kept.flatten(0, -2).sum(0)
                 return dw_D if into is None else into.add_(dw_D)
 
-            dw = ctx.sink.deliver(weight_D, product)
+            dw = ctx.sink.deliver(ctx.master, product)
         dn = dy.mul(weight_D)
         dx = torch.addcmul(dn, normed, (dn * normed).mean(-1, keepdim=True), value=-1).mul_(rstd)
         return dx.to(x.dtype), dw, None, None, None
