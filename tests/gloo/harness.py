@@ -5,6 +5,7 @@ The processes fork from a server that has torch loaded already: eight ranks star
 
 import fcntl
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -54,7 +55,8 @@ def run_ranks(
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / "moefold-test-ranks.lock").open("a") as lock:
+    lock_file = Path(tempfile.gettempdir()) / f"moefold-test-ranks-{os.getuid()}.lock"
+    with lock_file.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
