@@ -1,6 +1,8 @@
 """Records of the mixture-of-experts layer: router, balance, capacity, shared expert, dispatch."""
 
 from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -59,7 +61,7 @@ class Router(Record):
             yield Violation(("top_k",), self.top_k, f"at most experts ({self.experts})", self.experts)
         if self.order == "topk_first" and self.score != "softmax":
             yield Violation(("order",), self.order, "topk_first needs softmax scores", "score_first")
-        elif self.order == "score_first" and self.top_k == 1 and self.renormalise and self.score == "softmax":
+        elif self.order == "score_first" and self.top_k == 1 and self.renormalise:
             rule = "with top_k 1 the renormalised weight is always 1 and the router learns nothing"
             yield Violation(("renormalise",), True, rule, False)
         elif self.order == "topk_first" and self.top_k == 1:
@@ -87,6 +89,13 @@ class Capacity(Record):
     factor: Annotated[float, Field(gt=0)]
     drop: Literal["probs", "position"] = "probs"
     """Which choices an overfull expert drops: the least probable, or the latest."""
+
+    def copies(self, tokens: int, top_k: int, experts: int) -> int:
+        """Return how many copies one expert takes at most of ``tokens`` valid tokens.
+
+        The factor is taken as it is written: 1.1 of 10 is 11, which binary floats make 12.
+        """
+        return ceil(Fraction(str(self.factor)) * tokens * top_k / experts)
 
 
 class Shared(Record):

@@ -1,0 +1,338 @@
+"""Load balancing of one layer: loss terms, the loss-free bias, counters and health.
+
+T token rows, E experts, K experts per token, N populations (the segments, or all rows as one).
+
+Every term is the value over one micro-batch, without its coefficient. The training loss is
+
+    CE_sum / labels of the step
+    + sum over micro-batches j of (valid_j / valid of the step) * sum over layers of c * value_j
+
+so neither the number of micro-batches nor that of ranks changes a coefficient's meaning.
+
+Counters see each decision once, in training, whatever is run again in backward. They are int64
+sums, exact in any order, so that ranks' counters add up to what one rank would count.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from moefold.config.slot import build
+from moefold.data.batch import MicroBatch
+from moefold.layers.flow import Flow
+from moefold.moe.buffers import ExactBuffers
+from moefold.moe.config import Aux, Bias, Moe, Z
+from moefold.moe.router import Decision, Routed, Router, count, probabilities, select
+
+
+class Observed:
+    """What a loss term sees of one layer in one micro-batch."""
+
+    def __init__(self, routed: Routed, decision: Decision, rows: MicroBatch, record: Moe) -> None:
+        self.logits_TE = routed.logits_TE
+        """Rows that are not valid are finite, and count nowhere."""
+        self.decision = decision
+        self.rows = rows
+        self._scores_TE = routed.scores_TE
+        self._record = record.router
+
+    @cached_property
+    def probability_TE(self) -> Tensor:
+        """Each row's distribution over the experts, differentiable."""
+        return probabilities(self.logits_TE, self._scores_TE, self._record)
+
+    @cached_property
+    def whole_T(self) -> Tensor:
+        """int64 0 for valid rows, 1 for the others: all valid rows are one population."""
+        return (~self.rows.valid_T).to(torch.int64)
+
+    @cached_property
+    def segment_T(self) -> Tensor:
+        """int64 number of each row's segment, and the number of segments for rows in none."""
+        rows_T = torch.arange(self.rows.rows, device=self.logits_TE.device)
+        return torch.searchsorted(self.rows.cu_seqlens[1:], rows_T, right=True)
+
+
+class Term(ABC):
+    """A loss term: called once per micro-batch and layer."""
+
+    name: str
+    coefficient: float
+    reads_choices: bool = False
+    """Whether it reads ``decision.plain_TK``."""
+    reads_step: bool = False
+    """Whether it reads ``decision.plain_E``."""
+
+    @abstractmethod
+    def __call__(self, observed: Observed) -> Tensor:
+        """Return the 0-d value over the micro-batch, without the coefficient."""
+
+
+class Update(ABC):
+    """A change of the router outside the loss, made once per step."""
+
+    @abstractmethod
+    def __call__(self, router: Router, counters: "Counters") -> None:
+        """Change the router in place, from the whole global batch's counters."""
+
+
+class AuxLoss(Term):
+    """``E / K * sum_i f_i P_i`` of each population, weighed by its share of the valid tokens.
+
+    f_i is the share of tokens whose plain top-k holds expert i and carries no gradient; P_i is the
+    mean probability of i. Over ``global_batch`` f_i is that of the step's micro-batches up to this
+    one, P_i that of this micro-batch. Without valid tokens the value is 0, its gradient too.
+    """
+
+    reads_choices = True
+
+    def __init__(self, record: Aux) -> None:
+        self.name = f"aux_{record.over}"
+        self.coefficient = record.coefficient
+        self.over = record.over
+        self.reads_step = record.over == "global_batch"
+
+    def __call__(self, observed: Observed) -> Tensor:
+        """Return the value, in the logits' dtype."""
+        rows, (_, experts) = observed.rows, observed.logits_TE.shape
+        if self.over == "sequence":
+            population_T, populations = observed.segment_T, len(rows.lengths)
+        else:
+            population_T, populations = observed.whole_T, 1
+        counts_NE, top_k = self._counts(observed, population_T, populations)
+        probability_NE = sum_by(observed.probability_TE, population_T, populations)
+        # Each token makes top_k choices, so the counts say how many tokens they are of.
+        tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
+        share_NE = counts_NE.to(probability_NE.dtype) / tokens_N1
+        # In this order uniform routing gives exactly one where 1 / E is a binary fraction.
+        value = (share_NE * probability_NE).sum() / max(rows.n_valid, 1) * experts / top_k
+        return value.to(observed.logits_TE.dtype)
+
+    def _counts(
+        self, observed: Observed, population_T: Tensor, populations: int
+    ) -> tuple[Tensor, int]:
+        """Return the int64 counts [N, E] behind f, and K."""
+        plain_TK, plain_E = observed.decision.plain_TK, observed.decision.plain_E
+        assert plain_TK is not None
+        if self.reads_step:
+            assert plain_E is not None
+            return plain_E[None], plain_TK.shape[1]
+        experts = observed.logits_TE.shape[1]
+        return count_by(plain_TK, population_T, populations, experts), plain_TK.shape[1]
+
+
+class ZLoss(Term):
+    """Mean over valid tokens of the logits' squared log-sum-exp (ST-MoE, arXiv 2202.08906)."""
+
+    def __init__(self, record: Z) -> None:
+        self.name = "z"
+        self.coefficient = record.coefficient
+
+    def __call__(self, observed: Observed) -> Tensor:
+        """Return the value, in the logits' dtype."""
+        square_T = observed.logits_TE.logsumexp(1).square()
+        total_N = sum_by(square_T, observed.whole_T, 1)
+        return (total_N.sum() / max(observed.rows.n_valid, 1)).to(square_T.dtype)
+
+
+class BiasUpdate(Update):
+    """``b_i += rate * sign(mean(n) - n_i)``, exact in integers (arXiv 2408.15664).
+
+    n_i counts the choices actually made, bias included, by valid tokens, before capacity drops.
+    A router whose weight is frozen keeps its bias too.
+    """
+
+    def __init__(self, record: Bias) -> None:
+        self.rate = record.rate
+
+    @torch.no_grad()
+    def __call__(self, router: Router, counters: "Counters") -> None:
+        """Move the router's selection bias."""
+        assert router.selection_bias is not None
+        if router.weight.requires_grad:
+            load_E = counters.load_E
+            # sign(sum / E - n) without the division that would round the mean.
+            direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()
+            router.selection_bias.add_(direction_E, alpha=self.rate)
+
+
+class Counters(ExactBuffers):
+    """Sums over the micro-batches of a step; not saved, since a step starts from zero."""
+
+    load_E: Tensor
+    """int64 choices of each expert by valid tokens, before capacity drops."""
+    sent_E: Tensor
+    """int64 of those, the ones that capacity let through."""
+    plain_E: Tensor
+    """int64 choices by the scores alone; kept only where a term reads it."""
+    tokens: Tensor
+    """int64 valid tokens, 0-d."""
+    probability_E: Tensor
+    """float32 sum of valid tokens' distributions over the experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        for name in ("load_E", "sent_E", "plain_E"):
+            zeros_E = torch.zeros(experts, dtype=torch.int64)
+            self.register_buffer(name, zeros_E, persistent=False)
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64), persistent=False)
+        zeros_E = torch.zeros(experts, dtype=torch.float32)
+        self.register_buffer("probability_E", zeros_E, persistent=False)
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Start a step."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+class Balance(nn.Module):
+    """The balancing of one MoE layer: its terms, its updates, and the counters they read."""
+
+    def __init__(self, record: Moe) -> None:
+        super().__init__()
+        self.record = record
+        self.counters = Counters(record.router.experts)
+        parts = [build(part) for part in record.balance]
+        # A coefficient of zero is a term that is not there.
+        self.terms = tuple(p for p in parts if isinstance(p, Term) and p.coefficient > 0)
+        self.updates = tuple(p for p in parts if isinstance(p, Update))
+        for part in parts:
+            if not isinstance(part, Term | Update):
+                raise TypeError(f"{type(part).__name__} is neither a balance Term nor an Update")
+        self._choices = any(t.reads_choices for t in self.terms)
+        self._step = any(t.reads_step for t in self.terms)
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Coefficient of each term by its name, in order."""
+        return {term.name: term.coefficient for term in self.terms}
+
+    def forward(self, routed: Routed, flow: Flow) -> tuple[Decision, dict[str, Tensor]]:
+        """Count the decision where that was not done yet, and return it with each term's value.
+
+        The decision returned is the one to keep: with it a second run counts nothing and finds the
+        same counts. Outside training nothing is counted and there are no terms.
+        """
+        if not flow.training:
+            return routed.decision, {}
+        decision = routed.decision
+        if not decision.counted:
+            decision = self._count(routed, flow)
+        observed = Observed(routed, decision, flow.rows, self.record)
+        return decision, {term.name: term(observed) for term in self.terms}
+
+    def start_step(self) -> None:
+        """Forget the last step's counts."""
+        self.counters.clear()
+
+    def finish_step(self, router: Router) -> None:
+        """Make the updates, once, after the last micro-batch of a step that is not skipped."""
+        for update in self.updates:
+            update(router, self.counters)
+
+    @torch.no_grad()
+    def _count(self, routed: Routed, flow: Flow) -> Decision:
+        routing, counters, rows = routed.routing, self.counters, flow.rows
+        experts = counters.load_E.shape[0]
+        whole = routing.kept_TK is None
+        load_E = routing.counts_E if whole else count(routing.experts_TK, experts)
+        counters.load_E.add_(load_E)
+        counters.sent_E.add_(routing.counts_E)
+        counters.tokens.add_(rows.n_valid)
+        probability_TE = probabilities(routed.logits_TE, routed.scores_TE, self.record.router)
+        if flow.valid_T is not None:
+            probability_TE = torch.where(flow.valid_T[:, None], probability_TE, 0)
+        counters.probability_E.add_(probability_TE.sum(0))
+        decision = replace(routed.decision, counted=True)
+        if self._choices and decision.plain_TK is None:
+            top_k = self.record.router.top_k
+            plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
+            decision = replace(decision, plain_TK=plain_TK)
+        if self._step:
+            assert decision.plain_TK is not None
+            counters.plain_E.add_(count(decision.plain_TK, experts))
+            decision = replace(decision, plain_E=counters.plain_E.clone())
+        return decision
+
+    @torch.no_grad()
+    def health(self, router: Router) -> dict[str, Tensor]:
+        """Return the step's figures, on the router's device.
+
+        ``load`` [E] is each expert's share of the choices; ``load_max_over_mean``,
+        ``dead_experts``, ``drop_rate`` and ``bias_range`` say what they are. The entropies, of the
+        load and of the mean probability, are shares of the even distribution's: 1 is even, 0 is
+        one expert.
+        """
+        counters = self.counters
+        load_E, total = counters.load_E, counters.load_E.sum().clamp(min=1)
+        sent = counters.sent_E.sum() / total
+        probability_E = counters.probability_E / counters.probability_E.sum().clamp(min=1e-9)
+        figures = {
+            "load": (load_E / total).float(),
+            "load_max_over_mean": (load_E.max() * load_E.shape[0] / total).float(),
+            "dead_experts": (load_E == 0).sum(),
+            "load_entropy": _evenness(load_E / total),
+            "probability_entropy": _evenness(probability_E),
+            "drop_rate": torch.where(load_E.sum() > 0, 1 - sent, 0),
+        }
+        bias_E = router.selection_bias
+        if bias_E is not None:
+            figures["bias_range"] = bias_E.max() - bias_E.min()
+        return figures
+
+
+def sum_by(values_TX: Tensor, population_T: Tensor, populations: int) -> Tensor:
+    """Return the sum [N, ...] of each population's rows, in the widest dtype of the device.
+
+    Rows of population N and above are left out whatever they hold. On a CPU rows are added in
+    their order, so rows that are left out change no bit; on a CUDA device the order is open unless
+    torch runs deterministically (which moves the last bits of values only: no term's gradient
+    depends on a sum).
+    """
+    return _SumBy.apply(values_TX, population_T, populations)  # type: ignore[no-any-return]
+
+
+class _SumBy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_TX: Tensor, population_T: Tensor, populations: int) -> Tensor:
+        ctx.save_for_backward(population_T)
+        ctx.dtype = values_TX.dtype
+        shape = (populations + 1, *values_TX.shape[1:])
+        sums = torch.zeros(shape, dtype=_wide(values_TX), device=values_TX.device)
+        return sums.index_add_(0, population_T, values_TX.to(sums.dtype))[:populations]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dsums_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (population_T,) = ctx.saved_tensors
+        nothing_1X = dsums_NX.new_zeros((1, *dsums_NX.shape[1:]))
+        padded = torch.cat((dsums_NX, nothing_1X)).to(ctx.dtype)
+        return padded.index_select(0, population_T), None, None
+
+
+@torch.no_grad()
+def count_by(experts_TK: Tensor, population_T: Tensor, populations: int, experts: int) -> Tensor:
+    """Return int64 [N, E]: the choices of each expert in each population."""
+    cell_C = (population_T[:, None] * experts + experts_TK).flatten()
+    # Rows in no population have number N and expert E: one cell past the table of N + 1 rows.
+    counts = torch.zeros((populations + 1) * experts + 1, dtype=torch.int64, device=cell_C.device)
+    counts.scatter_add_(0, cell_C, torch.ones_like(cell_C))
+    return counts[: populations * experts].view(populations, experts)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    """Return float64 where the device has it, so that a reported value is not lost in a sum."""
+    return values.dtype if values.device.type == "mps" else torch.float64
+
+
+def _evenness(share_E: Tensor) -> Tensor:
+    experts = share_E.shape[0]
+    even = torch.ones((), device=share_E.device)
+    return torch.special.entr(share_E).sum() / log(experts) if experts > 1 else even
