@@ -1,0 +1,118 @@
+"""What a model has to beat: bits per byte of simple tables, and of ``xz``, on held-out text.
+
+Shape suffixes: N pairs of neighbours.
+
+Each table holds P(next | context) = (count + 1) / (count of the context + vocabulary), counted on
+the training split (Laplace's rule), and is charged for every byte of the held-out text:
+
+- ``bigram``: the next token given the token before it, over the run's own tokens;
+- ``byte_bigram``: the next byte given the byte before it;
+- ``byte_trigram``: the next byte given the two bytes before it.
+
+``xz`` is the size of all held-out documents, one after another, under ``xz -9e``.
+"""
+
+import lzma
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from moefold.data.order import spread
+from moefold.data.prepare import Prepared
+from moefold.data.tokens import Corpus
+
+_TRAIN_TOKENS, _TEXT_BYTES = 20_000_000, 16_000_000
+_DENSE = 1 << 24  # cells of a table that is counted in place rather than by sorting
+Pairs = tuple[np.ndarray, np.ndarray]
+"""int64 [N] contexts and int64 [N] what follows each."""
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Bits per byte of held-out text."""
+
+    bigram: float
+    byte_bigram: float
+    byte_trigram: float
+    xz: float
+
+
+def baselines(prepared: Prepared, name: str | None = None) -> Baselines:
+    """Measure the baselines of a held-out set (default: the first); seconds on tens of MB.
+
+    Of larger data, documents spread evenly over it are taken: about 20 million tokens to count on
+    and 16 MB to be charged for.
+    """
+    part = next(p for p in prepared.valid if name in (None, p.name))
+    size, spelling = prepared.tokenizer.size, prepared.tokenizer.token_bytes
+    held = list(_documents(part.corpus, _TEXT_BYTES))
+    share = max(_TRAIN_TOKENS // max(len(prepared.train), 1), 1)
+    seen = [ids for p in prepared.train for ids in _documents(p.corpus, share)]
+    held_text, seen_text = (
+        [b"".join(map(spelling.__getitem__, ids.tolist())) for ids in documents]
+        for documents in (held, seen)
+    )
+    n_bytes = sum(map(len, held_text))
+    held_bytes, seen_bytes = (
+        [np.frombuffer(text, np.uint8).astype(np.int64) for text in texts]
+        for texts in (held_text, seen_text)
+    )
+    return Baselines(
+        bigram=_table(_pairs(seen, 1, size), _pairs(held, 1, size), size) / n_bytes,
+        byte_bigram=_bytes(seen_bytes, held_bytes, 1) / n_bytes,
+        byte_trigram=_bytes(seen_bytes, held_bytes, 2) / n_bytes,
+        xz=8 * len(lzma.compress(b"".join(held_text), preset=9 | lzma.PRESET_EXTREME)) / n_bytes,
+    )
+
+
+def _documents(corpus: Corpus, tokens: int) -> Iterator[np.ndarray]:
+    """Yield the documents, or so many, evenly spread, that they have about ``tokens`` tokens."""
+    chosen = corpus.documents
+    if corpus.tokens > tokens:
+        chosen = max(corpus.documents * tokens // corpus.tokens, 1)
+    for i in spread(corpus.documents, chosen):
+        yield corpus.document(i)
+
+
+def _pairs(documents: list[np.ndarray], order: int, vocab: int) -> Pairs:
+    """Return each context of ``order`` ids, as one number, and the id after it; none crosses."""
+    contexts, following = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for ids in documents:
+        n = len(ids) - order
+        if n > 0:
+            context = np.zeros(n, np.int64)
+            for i in range(order):
+                context = context * vocab + ids[i : i + n]
+            contexts.append(context)
+            following.append(ids[order:])
+    return np.concatenate(contexts), np.concatenate(following)
+
+
+def _bytes(seen: list[np.ndarray], held: list[np.ndarray], order: int) -> float:
+    """Return the bits of held-out bytes; the first ``order`` of a document cost 8 bits each."""
+    first = sum(min(order, len(ids)) for ids in held)
+    return 8.0 * first + _table(_pairs(seen, order, 256), _pairs(held, order, 256), 256)
+
+
+def _table(seen: Pairs, held: Pairs, vocab: int) -> float:
+    """Return the bits that the held-out pairs cost under the table of the seen ones."""
+    contexts, cells = (_counter(codes) for codes in (seen[0], seen[0] * vocab + seen[1]))
+    chance = (cells(held[0] * vocab + held[1]) + 1.0) / (contexts(held[0]) + float(vocab))
+    return float(-np.log2(chance).sum())
+
+
+def _counter(codes: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that counts, for each of some codes, how often it is in ``codes``."""
+    if len(codes) and codes.max() < _DENSE:
+        table = np.bincount(codes, minlength=_DENSE)
+        return lambda asked: np.where(asked < _DENSE, table[np.minimum(asked, _DENSE - 1)], 0)
+    known, counts = np.unique(codes, return_counts=True)
+
+    def look_up(asked: np.ndarray) -> np.ndarray:
+        if not len(known):
+            return np.zeros(len(asked), np.int64)
+        place = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+        return np.where(known[place] == asked, counts[place], 0)
+
+    return look_up

@@ -1,0 +1,255 @@
+"""Records of the data: what is read, how it becomes tokens, how long sequences are.
+
+Torch-free, so that the planner can read it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import REMOVE, Violation
+from moefold.config.slot import Slot
+
+TOKENIZER = Slot("tokenizer")
+SOURCE = Slot("source", tag="source")
+
+BYTES = 256
+TOKENIZER_CONFIG = "tokenizer_config.json"
+Files = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1, examples=[["corpus/*.txt"]]),
+]
+"""Paths and glob patterns (``**`` too), relative to the working folder; read in sorted order."""
+
+
+class DataError(ValueError):
+    """Data that cannot be used: names the file, the place in it, and what to do."""
+
+
+class TokenizerRecord(Record):
+    """Base of the records in the tokenizer slot."""
+
+    def vocab_size(self) -> int:
+        """Return how many rows the embedding has."""
+        raise NotImplementedError(f"{type(self).__name__} does not say its vocabulary's size")
+
+    def stamp(self) -> str:
+        """Return what changes with the files that this tokenizer is made from."""
+        return ""
+
+
+@TOKENIZER.register
+class BpeTokenizer(TokenizerRecord):
+    """A byte-level BPE trained on the training split; nothing is unknown to it."""
+
+    owner = "moefold.data.tokenizer:train"
+    kind: Literal["bpe"] = "bpe"
+    vocab: Annotated[int, Field(ge=BYTES + 1)] = 2048
+    """Tokens: the end of a document, 256 bytes, then merges. A small corpus may give fewer; the
+    embedding keeps this many rows and the ids past the last token never occur."""
+    sample_bytes: Annotated[int, Field(ge=1)] = 4_000_000
+    """About how much text it is trained on, whole documents drawn over all training sources."""
+
+    def vocab_size(self) -> int:
+        """Return the number asked for."""
+        return self.vocab
+
+
+@TOKENIZER.register
+class FileTokenizer(TokenizerRecord):
+    """A ready ``tokenizer.json``, or a folder that holds one."""
+
+    owner = "moefold.data.tokenizer:from_record"
+    kind: Literal["file"] = "file"
+    path: Annotated[str, Field(min_length=1, examples=["tokenizer.json"])]
+    end: str | None = None
+    """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` beside it,
+    or a well-known name)."""
+    start: str | None = None
+    """Token that begins a document (default: ``bos_token`` of ``tokenizer_config.json``, else the
+    one that ends it); the empty string for none."""
+
+    def vocab_size(self) -> int:
+        """Return the highest token id plus one, read from the file."""
+        return ids_in(tokenizer_file(self.path))
+
+    def stamp(self) -> str:
+        """Return the SHA-256 of the tokenizer's files."""
+        file = tokenizer_file(self.path)
+        beside = file.with_name(TOKENIZER_CONFIG)
+        read = [f.read_bytes() for f in (file, beside) if f.is_file()]
+        return sha256(b"\0".join(read)).hexdigest()
+
+
+class SourceRecord(Record):
+    """Base of the records in the source slot: what every source of data has."""
+
+    source: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    """How reports and files call it (default: the kind of source)."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the training sequences, relative to the other sources' weights."""
+    holdout: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the documents kept for validation, chosen by a hash of each document's text (of
+    its number in token files), so that a document is on one side whatever its name or order."""
+
+    @property
+    def label(self) -> str:
+        """The name, or the kind of source where none is given."""
+        return self.name or self.source
+
+
+@SOURCE.register
+class PythonStdlib(SourceRecord):
+    """The running interpreter's own standard library: real code, present wherever Python is."""
+
+    owner = "moefold.data.sources.python_stdlib:PythonStdlib"
+    source: Literal["python_stdlib"] = "python_stdlib"
+
+
+class FileSource(SourceRecord):
+    """Base of the sources that read files of documents."""
+
+    files: Files
+    bad: Literal["refuse", "skip"] = "refuse"
+    """What happens to a document that cannot be read: stop and name it, or leave it out and
+    count it in the report."""
+
+
+@SOURCE.register
+class Text(FileSource):
+    """UTF-8 text files, also ``.gz``: each one document, or several told apart by ``split``."""
+
+    owner = "moefold.data.sources.text:Text"
+    source: Literal["text"] = "text"
+    split: Annotated[str, Field(min_length=1)] | None = None
+    """Text between two documents of a file; it belongs to neither."""
+
+
+@SOURCE.register
+class Jsonl(FileSource):
+    """JSON lines, also ``.gz``: one object per line, the document in one of its fields."""
+
+    owner = "moefold.data.sources.jsonl:Jsonl"
+    source: Literal["jsonl"] = "jsonl"
+    field: Annotated[str, Field(min_length=1)] = "text"
+
+
+@SOURCE.register
+class Parquet(FileSource):
+    """Parquet files, streamed: one document per row, in a column of strings."""
+
+    owner = "moefold.data.sources.parquet:Parquet"
+    source: Literal["parquet"] = "parquet"
+    column: Annotated[str, Field(min_length=1)] = "text"
+
+
+@SOURCE.register
+class IndexedTokens(SourceRecord):
+    """Ready token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
+
+    owner = "moefold.data.sources.indexed:IndexedTokens"
+    source: Literal["indexed"] = "indexed"
+    prefix: Annotated[str, Field(min_length=1, examples=["data/corpus"])]
+    other_tokenizer: Literal["refuse", "allow"] = "refuse"
+    """What happens when the files say that another tokenizer made them."""
+
+
+class Data(Record):
+    """What a run is trained and evaluated on."""
+
+    seq: Annotated[int, Field(ge=2)]
+    """Tokens of a sequence."""
+    tokenizer: Annotated[TokenizerRecord, TOKENIZER] = BpeTokenizer()
+    train: Annotated[
+        tuple[Annotated[SourceRecord, SOURCE], ...],
+        Field(min_length=1, examples=[[{"source": "python_stdlib", "holdout": 0.05}]]),
+    ]
+    """Sources of training documents, mixed by weight."""
+    valid: tuple[Annotated[SourceRecord, SOURCE], ...] = ()
+    """More sets to evaluate on, beside what the training sources hold out."""
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding that the tokenizer asks for."""
+        return self.tokenizer.vocab_size()
+
+    @property
+    def evaluation_sets(self) -> tuple[str, ...]:
+        """Names of the sets that can be evaluated."""
+        held = tuple(s.label for s in self.train if s.holdout)
+        return held + tuple(s.label for s in self.valid)
+
+    def rules(self) -> Iterator[Violation]:
+        """Names tell sources apart; a validation set holds nothing out; token files fit."""
+        labels = [(("train", i), s.label) for i, s in enumerate(self.train)]
+        labels += [(("valid", i), s.label) for i, s in enumerate(self.valid)]
+        taken, seen = {label for _, label in labels}, Counter[str]()
+        for path, label in labels:
+            seen[label] += 1
+            if seen[label] > 1:
+                number = seen[label]
+                while f"{label}_{number}" in taken:
+                    number += 1
+                taken.add(f"{label}_{number}")
+                rule = f"each source needs its own name, {label!r} is taken"
+                yield Violation((*path, "name"), label, rule, f"{label}_{number}")
+        for i, source in enumerate(self.valid):
+            if source.holdout:
+                rule = "a validation set holds nothing out: all of it is evaluated"
+                yield Violation(("valid", i, "holdout"), source.holdout, rule, 0.0)
+        yield from self._fitting()
+
+    def _fitting(self) -> Iterator[Violation]:
+        """Token files go with the tokenizer that made them, never with one trained here."""
+        if not isinstance(self.tokenizer, BpeTokenizer):
+            return
+        for part, sources in (("train", self.train), ("valid", self.valid)):
+            for i, source in enumerate(sources):
+                if isinstance(source, IndexedTokens):
+                    rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
+                    nearest = {"source": "python_stdlib"} if part == "train" else REMOVE
+                    yield Violation((part, i), source.prefix, rule, nearest)
+
+
+def tokenizer_file(path: str) -> Path:
+    """Return the ``tokenizer.json`` that a path (the file or its folder) stands for."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{file}: no such file; give the path of a tokenizer.json or its folder")
+    return file
+
+
+def read_json(file: Path) -> dict:
+    """Read a JSON object from a file, or say what is wrong with it."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: holds a {type(content).__name__}, not an object")
+    return content
+
+
+@lru_cache(maxsize=8)
+def ids_in(file: Path) -> int:
+    """Return the highest token id in a ``tokenizer.json``, plus one."""
+    content = read_json(file)
+    vocab = content.get("model", {}).get("vocab")
+    ids = [token["id"] for token in content.get("added_tokens") or []]
+    if isinstance(vocab, dict):
+        ids += vocab.values()
+    elif isinstance(vocab, list):
+        ids.append(len(vocab) - 1)
+    if not ids:
+        raise DataError(f"{file}: has no model.vocab; is it a tokenizer.json?")
+    return max(ids) + 1

@@ -1,0 +1,169 @@
+"""Micro-batches of a run: random access to any step, and the held-out text once in order.
+
+Shape suffixes: T rows of a micro-batch, V vocabulary.
+
+A sequence is ``seq`` rows cut from documents that stand one after another. A row's label is the
+next token of its document, also where that token begins the next sequence: each token of a
+document but the first is a label exactly once in an epoch. The last token of a document has no
+label. Positions restart with each segment.
+
+Micro-batch j of a step holds sequences ``j * micro_batch`` to ``(j + 1) * micro_batch`` of the
+step's batch, in any layout; it runs at round ``j // dp`` on data rank ``j % dp``.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from moefold.data.batch import IGNORED, MicroBatch, Origin, assemble, padded
+from moefold.data.config import DataError
+from moefold.data.order import Epochs, Mixture, spread
+from moefold.data.prepare import Part, Prepared
+from moefold.data.tokenizer import Tokenizer
+
+_ORDER = 1
+
+
+class Loader:
+    """Cuts micro-batches out of prepared data.
+
+    Args:
+        prepared: tokenizer and token files.
+        seq: tokens of a sequence.
+        batch: sequences per step.
+        micro_batch: sequences per micro-batch; divides ``batch``.
+        seed: the run's seed.
+        pad_to: rows of a micro-batch are padded to a multiple of this.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        seq: int,
+        batch: int,
+        micro_batch: int = 1,
+        seed: int = 1,
+        pad_to: int = 1,
+    ) -> None:
+        if batch % micro_batch:
+            raise ValueError(f"a batch of {batch} is no multiple of a micro-batch of {micro_batch}")
+        for part in prepared.train:
+            part.corpus.check_length(seq)
+        self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
+        self.rows = padded(micro_batch * seq, pad_to)
+        """Rows T of each micro-batch."""
+        self._parts = prepared.train
+        self._mixture = Mixture(tuple(p.weight for p in self._parts))
+        self._epochs = [Epochs(seed, p.name, p.corpus.tokens, seq) for p in self._parts]
+        self._valid = {p.name: p for p in prepared.valid}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens."""
+        return self.prepared.tokenizer
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, over all data ranks."""
+        return self.batch // self.micro_batch
+
+    @property
+    def evaluation_sets(self) -> tuple[str, ...]:
+        """Names of the held-out sets."""
+        return tuple(self._valid)
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of the data and of how sequences are cut; seed and batch are not in it.
+
+        Two loaders with the same fingerprint, seed and batch give the same step at the same number.
+        """
+        weights = [(p.name, p.weight) for p in self._parts]
+        said = json.dumps([_ORDER, self.prepared.fingerprint(), self.seq, weights])
+        return sha256(said.encode()).hexdigest()
+
+    def epoch(self, step: int) -> dict[str, float]:
+        """Return how many times each training source has been read when ``step`` begins."""
+        taken = self._mixture.counts(step * self.batch)
+        pairs = zip(self._parts, taken, self._epochs, strict=True)
+        return {part.name: n / epochs.sequences for part, n, epochs in pairs}
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """Return all micro-batches of a step (from 0 on); a pure function of seed and step."""
+        return [self.step_part(step, j) for j in range(self.micro_batches)]
+
+    def step_part(self, step: int, j: int) -> MicroBatch:
+        """Return micro-batch ``j`` of a step; a data rank asks only for its own."""
+        assert step >= 0 and 0 <= j < self.micro_batches, (step, j)
+        first = j * self.micro_batch
+        cuts = []
+        for i in range(first, first + self.micro_batch):
+            source, n = self._mixture.pick(step * self.batch + i)
+            cuts.append((self._parts[source], self._epochs[source].start(n), self.seq))
+        padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
+        return self._build(cuts, first * self.seq, padding)
+
+    def evaluation_size(self, name: str | None = None, limit: int | None = None) -> int:
+        """Return how many micro-batches ``evaluation`` gives."""
+        return -(-len(self._chosen(self._set(name), limit)) // self.micro_batch)
+
+    def evaluation(
+        self, name: str | None = None, limit: int | None = None, rank: int = 0, ranks: int = 1
+    ) -> Iterator[MicroBatch]:
+        """Yield a held-out set once, in order; together the labels are every byte of its text.
+
+        Args:
+            name: one of ``evaluation_sets`` (default: the only one).
+            limit: about how many tokens at most, in sequences evenly spread over the set.
+            rank: this data rank; it gets micro-batches ``rank, rank + ranks, …``.
+            ranks: number of data ranks.
+        """
+        part = self._set(name)
+        chosen, tokens = self._chosen(part, limit), part.corpus.tokens
+        for first in range(rank * self.micro_batch, len(chosen), ranks * self.micro_batch):
+            numbers = chosen[first : first + self.micro_batch]
+            starts = [number * self.seq for number in numbers]
+            cuts = [(part, start, min(self.seq, tokens - start)) for start in starts]
+            padding = len(chosen) * self.seq + first // self.micro_batch * self.rows
+            yield self._build(cuts, first * self.seq, padding)
+
+    def _set(self, name: str | None) -> Part:
+        if name is None and len(self._valid) == 1:
+            return next(iter(self._valid.values()))
+        if name not in self._valid:
+            sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
+            raise DataError(f"no held-out set {name!r}; there are: {sets}")
+        return self._valid[name]
+
+    def _chosen(self, part: Part, limit: int | None) -> Sequence[int]:
+        n = -(-part.corpus.tokens // self.seq)
+        return range(n) if limit is None else spread(n, max(limit // self.seq, 1))
+
+    def _build(self, cuts: Sequence[tuple[Part, int, int]], first: int, padding: int) -> MicroBatch:
+        """Assemble sequences of ``(part, first row, rows)`` into one micro-batch.
+
+        ``first`` and ``padding`` are the step-global numbers of the first valid and padding row.
+        """
+        ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
+        n_bytes_V = self.tokenizer.n_bytes_V
+        for part, start, rows in cuts:
+            for piece in part.corpus.cut(start, rows):
+                following = IGNORED if piece.following is None else piece.following
+                shifted = np.append(piece.ids_N[1:], following)
+                ids.append(piece.ids_N)
+                labels.append(shifted)
+                lengths.append(len(piece.ids_N))
+                origins.append(Origin(part.name, piece.document, piece.start))
+                n_bytes += part.byte_ratio * int(n_bytes_V[shifted[shifted >= 0]].sum())
+        valid = sum(lengths)
+        numbers = np.arange(first, first + valid), np.arange(padding, padding + self.rows - valid)
+        return assemble(
+            np.concatenate(ids),
+            np.concatenate(labels),
+            lengths,
+            rows=self.rows,
+            token_T=np.concatenate(numbers),
+            n_bytes=n_bytes,
+            sources=origins,
+        )

@@ -1,0 +1,124 @@
+"""The order of sequences: a pure function of seed and number, with no state to save.
+
+Sequence number k of a run (k = step x batch + place in the batch) is given to a source, becomes
+the n-th sequence of that source, and so a place in one of its shuffled epochs. Every piece is
+integer arithmetic that can be asked for any k, so a run resumes exactly, and neither the number of
+ranks nor the size of a micro-batch enters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from math import isqrt, lcm
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def key_of(*parts: int | str) -> int:
+    """Return 64 bits that depend on every part, the same on every machine and version."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _scramble(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 bits to 64 bits, one to one."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def shuffled(place: int, n: int, key: int) -> int:
+    """Return the number at ``place`` of a permutation of ``range(n)`` drawn by ``key``.
+
+    A Feistel network over a grid of a x b >= n cells, walked on until it falls inside ``range(n)``
+    (Black and Rogaway 2002): any place is found in constant time and no table is kept.
+    """
+    assert 0 <= place < n, (place, n)
+    a = isqrt(n - 1) + 1
+    b = -(-n // a)
+    while True:
+        left, right = divmod(place, b)
+        for turn in range(_ROUNDS):
+            if turn % 2:
+                right = (right + _scramble(key ^ _scramble(left * _ROUNDS + turn))) % b
+            else:
+                left = (left + _scramble(key ^ _scramble(right * _ROUNDS + turn))) % a
+        place = left * b + right
+        if place < n:
+            return place
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares a stream of sequences out among sources, by weight and as evenly as can be.
+
+    At any point a source's count differs from its exact share by less than the number of sources.
+    """
+
+    weights: tuple[float, ...]
+
+    @cached_property
+    def _whole(self) -> tuple[int, ...]:
+        """The weights as whole numbers, exact in their decimal notation."""
+        exact = [Fraction(repr(float(w))) for w in self.weights]
+        common = lcm(*(f.denominator for f in exact))
+        return tuple(int(f * common) for f in exact)
+
+    def pick(self, k: int) -> tuple[int, int]:
+        """Return the source of sequence k, and how many it gave before."""
+        rest = sum(self._whole)
+        for source, weight in enumerate(self._whole[:-1]):
+            before, after = (((x * weight) + rest // 2) // rest for x in (k, k + 1))
+            if after > before:
+                return source, before
+            k, rest = k - before, rest - weight
+        return len(self._whole) - 1, k
+
+    def counts(self, k: int) -> tuple[int, ...]:
+        """Return how many of the first k sequences each source gives."""
+        rest, counts = sum(self._whole), []
+        for weight in self._whole:
+            counts.append((k * weight + rest // 2) // rest)
+            k, rest = k - counts[-1], rest - weight
+        return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The places of one source's sequences, epoch after epoch.
+
+    The documents stand one after another on a ring of ``tokens`` rows. Each epoch cuts it into
+    whole sequences from another first row and takes each of them once, in another order; the
+    ``tokens % seq`` rows that fill no sequence are others in each epoch.
+    """
+
+    seed: int
+    name: str
+    tokens: int
+    seq: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of an epoch."""
+        return self.tokens // self.seq
+
+    def start(self, n: int) -> int:
+        """Return the first row of this source's n-th sequence, counted over all epochs."""
+        epoch, place = divmod(n, self.sequences)
+        key = _epoch_key(self.seed, self.name, epoch)
+        number = shuffled(place, self.sequences, key)
+        return (_scramble(key) % self.tokens + number * self.seq) % self.tokens
+
+
+@lru_cache(maxsize=1024)
+def _epoch_key(seed: int, name: str, epoch: int) -> int:
+    return key_of("epoch", seed, name, epoch)
+
+
+def spread(n: int, chosen: int) -> Sequence[int]:
+    """Return ``chosen`` numbers of ``range(n)``, evenly spread; all of them where n is less."""
+    return range(n) if chosen >= n else [i * n // chosen for i in range(chosen)]

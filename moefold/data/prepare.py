@@ -1,0 +1,306 @@
+"""From sources to token files, once: train the tokenizer, split, encode, publish.
+
+What is made lies in ``folder/<key>``, where the key stands for everything that goes into it:
+records, tokenizer, and the files' paths, sizes and times. A folder under its final name is whole.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+import numpy as np
+
+from moefold.config.records import plain
+from moefold.config.slot import build
+from moefold.data.config import Data, DataError, SourceRecord, read_json
+from moefold.data.index import Indexed, IndexWriter
+from moefold.data.sources.base import Document, Skipped, Source
+from moefold.data.sources.indexed import IndexedTokens, said_file, say
+from moefold.data.tokenizer import Tokenizer, load
+from moefold.data.tokens import Corpus
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_TOKENIZER = "tokenizer.json"
+_BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
+_PIECE = 1 << 14
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is being done, and how many of how many bytes are done."""
+Built = tuple[SourceRecord, Source | IndexedTokens]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One side of one source, as tokens."""
+
+    name: str
+    weight: float
+    corpus: Corpus
+    digest: str
+    """Stands for every token of it."""
+    n_bytes: int
+    """UTF-8 bytes of its text; 0 where the files do not say."""
+    byte_ratio: float
+    """Bytes of the text per byte that the tokens spell: 1 for a byte-level tokenizer."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a loader needs: a tokenizer and token files."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    train: tuple[Part, ...]
+    valid: tuple[Part, ...]
+    skipped: dict[str, dict]
+    """What was left out of each source: reason -> count and first names."""
+    seconds: float
+    """Time that preparing took when it was done; opening it again takes none."""
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of the tokenizer and of every training and validation token."""
+        parts = [[(p.name, p.digest) for p in side] for side in (self.train, self.valid)]
+        return sha256(json.dumps([self.tokenizer.fingerprint, parts]).encode()).hexdigest()
+
+
+def prepare(data: Data, folder: str | Path, progress: Progress | None = None) -> Prepared:
+    """Make, or find again, the token files of a run's data below ``folder``.
+
+    Raises:
+        DataError: where a source cannot be read or gives nothing.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = [(record, _build(record)) for record in (*data.train, *data.valid)]
+    final = folder / _key(data, sources)[:16]
+    if final.is_dir():
+        try:
+            return _open(final, data, sources)
+        except DataError:  # damaged after it was made; everything in it can be made again
+            shutil.rmtree(final)
+    draft = Path(tempfile.mkdtemp(prefix=".preparing-", dir=folder))
+    try:
+        _make(draft, data, sources, progress or (lambda *_: None))
+        _publish(draft, final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return _open(final, data, sources)
+
+
+def _build(record: SourceRecord) -> Source | IndexedTokens:
+    try:
+        return build(record)
+    except ModuleNotFoundError as error:
+        name = "pyarrow" if (error.name or "").startswith("pyarrow") else error.name
+        raise DataError(
+            f"source {record.label}: needs {name}, which is not installed (pip install {name})"
+        ) from error
+
+
+def _key(data: Data, sources: Sequence[Built]) -> str:
+    """Return a SHA-256 of everything that the token files depend on."""
+    said = []
+    for record, source in sources:
+        fields = {k: v for k, v in plain(record).items() if k != "weight"}
+        said.append([fields, source.stamp() if isinstance(source, Source) else None])
+    tokenizer = [plain(data.tokenizer), data.tokenizer.stamp()]
+    return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
+
+
+def _publish(draft: Path, final: Path) -> None:
+    """Rename the finished folder; where another process was first, its folder is taken."""
+    try:
+        draft.rename(final)
+    except OSError:
+        if not (final / MANIFEST).is_file():
+            raise
+    handle = os.open(final.parent, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress) -> None:
+    """Write the tokenizer, the token files and the manifest into an empty folder."""
+    started = time.monotonic()
+    texts = [(record, source) for record, source in sources if isinstance(source, Source)]
+    of_training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
+    size = getattr(data.tokenizer, "sample_bytes", 0)
+    tokenizer: Tokenizer = build(data.tokenizer, lambda: _sample(of_training, size, progress))
+    tokenizer.save(draft / _TOKENIZER)
+    skipped = {}
+    for record, source in texts:
+        left_out = Skipped()
+        _encode(draft, record, source, tokenizer, left_out, progress)
+        skipped[record.label] = left_out.plain()
+    content = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint,
+        "skipped": skipped,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    (draft / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _hash(data: bytes, purpose: bytes = b"holdout") -> float:
+    """Return a number in [0, 1) that depends on the text alone."""
+    digest = blake2b(data, digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator[str]:
+    """Yield about ``size`` bytes of training text, in pieces drawn evenly over all sources."""
+    total = sum(source.size() for _, source in sources if isinstance(source, Source))
+    share, done, taken = size / max(total, 1), 0, 0
+    for record, source in sources:
+        assert isinstance(source, Source)
+        for document in source.documents(Skipped()):
+            data = _utf8(document)
+            done += len(data)
+            progress("training the tokenizer", min(done, total), total)
+            if _hash(data) < record.holdout:
+                continue
+            for start in range(0, len(document.text), _PIECE):
+                piece = document.text[start : start + _PIECE]
+                if share >= 1 or not taken or _hash(piece.encode(), b"sample") < share:
+                    taken += 1
+                    yield piece
+
+
+def _encode(
+    draft: Path,
+    record: SourceRecord,
+    source: Source,
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    progress: Progress,
+) -> None:
+    """Write a source's documents as token files, one pair for each side."""
+    total, done = source.size(), 0
+    sides = ("train", "valid") if record.holdout else ("train",)
+    n_bytes, n_spelt = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
+    with ExitStack() as stack:
+        writers = {
+            side: stack.enter_context(IndexWriter(_prefix(draft, record, side), tokenizer.size))
+            for side in sides
+        }
+        for batch in _batches(source, skipped):
+            coded = tokenizer.encode_documents([document.text for document in batch])
+            for document, ids in zip(batch, coded, strict=True):
+                data = _utf8(document)
+                side = "valid" if _hash(data) < record.holdout else "train"
+                writers[side].add(ids, document.name)
+                n_bytes[side] += len(data)
+                n_spelt[side] += int(tokenizer.n_bytes_V[ids].sum())
+                done += len(data)
+            progress(f"encoding {record.label}", min(done, total), total)
+    for side, writer in writers.items():
+        if not writer.lengths:
+            raise DataError(_nothing(record, side, sum(len(w.lengths) for w in writers.values())))
+        say(
+            _prefix(draft, record, side),
+            tokenizer=tokenizer.fingerprint,
+            documents=len(writer.lengths),
+            tokens=writer.tokens,
+            bytes=n_bytes[side],
+            token_bytes=n_spelt[side],
+            digest=writer.digest(),
+        )
+
+
+def _nothing(record: SourceRecord, side: str, documents: int) -> str:
+    if not documents:
+        return f"source {record.label}: gives no document with text in it"
+    if side == "train":
+        return f"source {record.label}: all its {documents} documents are held out; give it more"
+    return (
+        f"source {record.label}: holdout {record.holdout} takes none of its {documents} documents; "
+        "raise it, or name a file of its own under data.valid"
+    )
+
+
+def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
+    """Yield documents in groups that are worth encoding in parallel; empty ones are noted."""
+    batch: list[Document] = []
+    chars = 0
+    for document in source.documents(skipped):
+        if not document.text:
+            skipped.note(document.name, "empty")
+            continue
+        batch.append(document)
+        chars += len(document.text)
+        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _utf8(document: Document) -> bytes:
+    try:
+        return document.text.encode()
+    except UnicodeEncodeError as error:
+        said = f"character {error.start} is half of a surrogate pair"
+        raise DataError(f"{document.name}: {said}; mend the text") from error
+
+
+def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
+    return folder / f"{record.label}.{side}"
+
+
+def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
+    """Open what ``_make`` wrote, and the ready token files."""
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    if manifest.get("format") != FORMAT:
+        raise DataError(f"{folder / MANIFEST}: missing, or of another format than {FORMAT}")
+    tokenizer = load(folder / _TOKENIZER)
+    train: list[Part] = []
+    valid: list[Part] = []
+    for i, (record, source) in enumerate(sources):
+        first = train if i < len(data.train) else valid
+        if isinstance(source, IndexedTokens):
+            source.check_tokenizer(tokenizer.fingerprint)
+            for side, chosen in zip((first, valid), source.split(), strict=True):
+                if side is first or record.holdout:
+                    side.append(_ready_part(record, source, tokenizer, chosen))
+            continue
+        first.append(_made_part(folder, record, "train", tokenizer))
+        if record.holdout:
+            valid.append(_made_part(folder, record, "valid", tokenizer))
+    return Prepared(
+        folder, tokenizer, tuple(train), tuple(valid), manifest["skipped"], manifest["seconds"]
+    )
+
+
+def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> Part:
+    prefix = _prefix(folder, record, side)
+    facts, indexed = read_json(said_file(prefix)), Indexed(prefix)
+    found, said = (len(indexed), indexed.tokens), (facts["documents"], facts["tokens"])
+    if found != said or facts["tokenizer"] != tokenizer.fingerprint:
+        raise DataError(f"{said_file(prefix)}: does not belong to the token files beside it")
+    corpus = Corpus(record.label, indexed, tokenizer.size)
+    ratio = facts["bytes"] / max(facts["token_bytes"], 1)
+    return Part(record.label, record.weight, corpus, facts["digest"], facts["bytes"], ratio)
+
+
+def _ready_part(
+    record: SourceRecord, source: IndexedTokens, tokenizer: Tokenizer, chosen: np.ndarray
+) -> Part:
+    facts, everything = source.facts(), len(chosen) == len(source.indexed)
+    corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
+    if not corpus.documents:
+        raise DataError(
+            f"source {record.label}: {len(source.indexed)} documents in {source.prefix}, none of "
+            f"them on this side with holdout {record.holdout}"
+        )
+    ratio = facts["bytes"] / facts["token_bytes"] if facts.get("token_bytes") else 1.0
+    digest = sha256(source.indexed.digest().encode() + chosen.tobytes()).hexdigest()
+    n_bytes = facts.get("bytes", 0) if everything else 0
+    return Part(record.label, record.weight, corpus, digest, n_bytes, ratio)

@@ -1,0 +1,224 @@
+"""Tokenizers: text to token ids and back, and how many bytes of text each token stands for.
+
+Shape suffixes: V vocabulary, N tokens of a document.
+
+A document is encoded as ``start, its text, end``. Every byte of it is then predicted exactly once,
+which is what makes bits per byte comparable with a compressor's. A byte-level BPE trained here
+uses one token for both ends. Text that looks like a special token stays text.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from moefold.data.config import (
+    BYTES,
+    TOKENIZER_CONFIG,
+    BpeTokenizer,
+    DataError,
+    FileTokenizer,
+    read_json,
+    tokenizer_file,
+)
+
+END = "<|endoftext|>"
+_USUAL_ENDS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
+Sample = Callable[[], Iterator[str]]
+"""Gives the text that a tokenizer may be trained on."""
+
+
+class Tokenizer:
+    """A tokenizer with a start and an end of documents.
+
+    Args:
+        text: content of a ``tokenizer.json``.
+        end: token that ends a document.
+        start: token that begins one, None for none.
+        vocab: rows of the embedding (default: as many as there are tokens).
+        source: where the content comes from, for error messages.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        end: str,
+        start: str | None,
+        vocab: int | None = None,
+        source: str = "tokenizer",
+    ) -> None:
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception for any malformed content
+            raise DataError(f"{source}: is not a tokenizer.json: {error}") from error
+        self._inner.no_truncation()  # a stored limit would cut documents without a word
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True  # in documents they are text like any other
+        self.text = text
+        self.source = source
+        self.start, self.end = start, end
+        self.end_id = self._id(end)
+        self.start_id = None if start is None else self._id(start)
+        self.size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        """Highest token id plus one."""
+        self.vocab = self.size if vocab is None else vocab
+        """Rows of the embedding; the ids from ``size`` on never occur."""
+        assert self.vocab >= self.size, (self.vocab, self.size)
+
+    def _id(self, token: str) -> int:
+        found = self._inner.token_to_id(token)
+        if found is None:
+            raise DataError(f"{self.source}: has no token {token!r}; name another as start or end")
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of the text alone, without start and end."""
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of the beginning of a document, for the model to go on from."""
+        head = [] if self.start_id is None else [self.start_id]
+        return head + self.encode(text)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return int64 [N] of each document: start, text, end."""
+        head = [] if self.start_id is None else [self.start_id]
+        with parallel():
+            coded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*head, *c.ids, self.end_id], dtype=np.int64) for c in coded]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Return the text of token ids; special tokens are shown only where asked for."""
+        return self._inner.decode(list(ids), skip_special_tokens=not special)
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The UTF-8 bytes of each token id in [0, vocab); of special and absent ones none."""
+        table, added = [b""] * self.vocab, self._inner.get_added_tokens_decoder()
+        spell = _spelling(self.text)
+        for token, i in self._inner.get_vocab(with_added_tokens=True).items():
+            if i not in added:
+                table[i] = spell(token)
+            elif not added[i].special and i not in (self.start_id, self.end_id):
+                table[i] = added[i].content.encode()
+        return table
+
+    @cached_property
+    def n_bytes_V(self) -> np.ndarray:
+        """int64 [V] number of bytes of each token's text."""
+        return np.array([len(b) for b in self.token_bytes], dtype=np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the tokenizer does, whatever the layout of its file."""
+        content = json.dumps(json.loads(self.text), sort_keys=True, ensure_ascii=True)
+        return sha256(f"{content}\0{self.start!r}\0{self.end!r}".encode()).hexdigest()
+
+    def save(self, file: Path) -> None:
+        """Write the ``tokenizer.json`` and the names of its special tokens beside it."""
+        file.write_text(self.text, encoding="utf-8")
+        beside = {"eos_token": self.end, "bos_token": self.start, "vocab": self.vocab}
+        said = json.dumps(beside, indent=2, ensure_ascii=False)
+        file.with_name(TOKENIZER_CONFIG).write_text(said + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Tokenizer:
+    """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
+    beside = read_json(path.with_name(TOKENIZER_CONFIG))
+    text = path.read_text(encoding="utf-8")
+    names = beside["eos_token"], beside["bos_token"]
+    return Tokenizer(text, *names, vocab=beside["vocab"], source=str(path))
+
+
+def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
+    """Build the tokenizer of a ready file; no text is needed."""
+    file = tokenizer_file(record.path)
+    beside_file = file.with_name(TOKENIZER_CONFIG)
+    beside = read_json(beside_file) if beside_file.is_file() else {}
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 text: {error}") from error
+    end = record.end or _named(beside, "eos_token") or _usual_end(file)
+    start = _named(beside, "bos_token") or end if record.start is None else record.start or None
+    return Tokenizer(text, end, start, source=str(file))
+
+
+def train(record: BpeTokenizer, sample: Sample) -> Tokenizer:
+    """Train a byte-level BPE on a sample of text; the same text gives the same tokenizer."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=record.vocab,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with parallel():
+        inner.train_from_iterator(sample(), trainer)
+    return Tokenizer(inner.to_str(), END, END, vocab=record.vocab, source="trained tokenizer")
+
+
+@contextmanager
+def parallel() -> Iterator[None]:
+    """Let ``tokenizers`` use every core inside.
+
+    Afterwards a set variable is as it was; an unset one is left at ``false``, because a process
+    that used the library's threads and then forks is otherwise told off on stderr.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = before or "true"
+    try:
+        yield
+    finally:
+        os.environ[name] = before or "false"
+
+
+def _named(beside: dict, key: str) -> str | None:
+    """Return a special token's text from a ``tokenizer_config.json``, which has two notations."""
+    token = beside.get(key)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _usual_end(file: Path) -> str:
+    content = read_json(file)
+    known = {token.get("content") for token in content.get("added_tokens") or []}
+    for name in _USUAL_ENDS:
+        if name in known:
+            return name
+    raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
+
+
+def _spelling(text: str) -> Callable[[str], bytes]:
+    """Return how tokens of this ``tokenizer.json`` are spelt as bytes."""
+    if '"ByteLevel"' in json.dumps(json.loads(text).get("decoder")):
+        alphabet = _byte_alphabet()
+        return lambda token: bytes(alphabet[c] for c in token)
+    return _plain_spelling
+
+
+def _plain_spelling(token: str) -> bytes:
+    """Bytes of a token of SentencePiece's or WordPiece's kind: ``▁the``, ``<0x0A>``, ``##ing``."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.removeprefix("##").replace("▁", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE (GPT-2) writes for each byte.
+
+    Printable Latin-1 stands for itself, the other bytes take the characters from 256 on in order.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(BYTES) if b not in set(printable)]
+    return table | {chr(BYTES + i): b for i, b in enumerate(others)}
