@@ -1,7 +1,6 @@
 """Checkpoints, every so many steps."""
 
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.hooks.config import Checkpoint
 
 
 class CheckpointHook(Hook):
@@ -11,8 +10,8 @@ class CheckpointHook(Hook):
     checkpoint that a resumed run starts from.
     """
 
-    def __init__(self, record: Checkpoint) -> None:
-        self._every = record.every
+    def __init__(self, every: int | None) -> None:
+        self._every = every
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save where the step is due."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moefold.checkpoint.config import Policy
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
@@ -79,17 +80,6 @@ class Sample(Record):
     owner = "moefold.training.hooks.sample:SampleHook"
 
 
-class Checkpoint(Record):
-    """Checkpoints, every so many steps and at the end."""
-
-    every: Size | None = 500
-    """None saves at the end only."""
-    keep: Size = 3
-    """The newest so many stay."""
-
-    owner = "moefold.training.hooks.checkpoint:CheckpointHook"
-
-
 class Health(Record):
     """How evenly each layer's experts are used, and what happens when that breaks down."""
 
@@ -144,7 +134,7 @@ class Watch(Record):
     metrics: Metrics = Metrics()
     evaluate: Evaluate | None = Evaluate()
     sample: Sample | None = None
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Policy = Policy()
     health: Health | None = Health()
     profile: Profile | None = None
     plots: Plots | None = Plots()

@@ -17,6 +17,8 @@ import numpy as np
 TEMPLATE = Path(__file__).with_suffix(".html")
 PREFERRED = 8
 """Tokens shown beside an expert."""
+LIFT = 1.25
+"""How much more often than by chance an expert takes a token that is shown beside it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class LayerRouting:
 
     def sorted(self) -> "LayerRouting":
         """The same choices, each token's heaviest first."""
-        order_TK = np.argsort(-self.weights_TK, axis=1, kind="stable")
+        kept_TK = np.where(self.ids_TK < 0, -np.inf, self.weights_TK)
+        order_TK = np.argsort(-kept_TK, axis=1, kind="stable")
         ids_TK = np.take_along_axis(self.ids_TK, order_TK, axis=1)
         weights_TK = np.take_along_axis(self.weights_TK, order_TK, axis=1)
         return LayerRouting(self.name, self.experts, ids_TK, weights_TK)
@@ -63,7 +66,7 @@ def preferred(routing: LayerRouting, texts: Sequence[str]) -> list[list[str]]:
         scored = []
         for text, n in counts.items():
             expected = everywhere[text] * load_E[expert]
-            if n >= 2 and n > expected:
+            if n >= 2 and n > LIFT * expected:
                 scored.append((n * np.log(n / expected), text))
         scored.sort(key=lambda pair: (-pair[0], pair[1]))
         out.append([text for _, text in scored[:PREFERRED]])

@@ -1,0 +1,168 @@
+"""Hooks that write, count and warn, on a job that trains nothing."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moefold.training.history import EVENTS_FILE, METRICS_FILE, History
+from moefold.training.hooks.base import Hook
+from moefold.training.hooks.checkpoint import CheckpointHook
+from moefold.training.hooks.config import Evaluate, Health, Progress
+from moefold.training.hooks.evaluate import EvaluateHook
+from moefold.training.hooks.events import EventsHook
+from moefold.training.hooks.health import AlarmHook, HealthHook
+from moefold.training.hooks.metrics import MetricsHook
+from moefold.training.hooks.progress import ProgressHook
+from tests.pure.fake_job import FakeJob, layer
+
+EVEN, ONE_SIDED = [0.25] * 4, [0.5, 0.5, 0.0, 0.0]
+
+
+def console(terminal: bool = False) -> Console:
+    """A console that keeps what it is given."""
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100)
+
+
+def said(where: Console) -> str:
+    """What it was given."""
+    assert isinstance(where.file, io.StringIO)
+    return where.file.getvalue()
+
+
+def test_figures_of_earlier_hooks_reach_the_file(tmp_path: Path) -> None:
+    """The sink stands behind those that add to the metrics."""
+    job = FakeJob(tmp_path, [EvaluateHook(Evaluate(every=4)), MetricsHook()], last_step=10)
+    job.go()
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 8, 10]
+    assert lines[3]["val/code/bits_per_byte"] == 1.5
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Killed at step 7 after the checkpoint of step 4."""
+    FakeJob(tmp_path, [MetricsHook()]).go(steps=7)
+    FakeJob(tmp_path, [MetricsHook()]).go(start=4)
+    assert [line["step"] for line in History.read(tmp_path).lines] == list(range(1, 11))
+
+
+def test_checkpoints_come_at_their_steps_and_the_end_is_the_loop_s(tmp_path: Path) -> None:
+    """The loop saves the last step itself, however it comes about."""
+    job = FakeJob(tmp_path, [CheckpointHook(every=5)], last_step=10)
+    job.go()
+    assert job.calls == [("save", 5)]
+    job = FakeJob(tmp_path, [CheckpointHook(every=None)], last_step=10)
+    job.go()
+    assert job.calls == []
+
+
+@pytest.mark.parametrize(
+    ("load", "record", "words"),
+    [
+        (EVEN, Health(), ""),
+        (ONE_SIDED, Health(), "2 of 4 experts get no token"),
+        (ONE_SIDED, Health(dead_share=0.6, load_ratio=3.0), ""),
+        ([0.45, 0.45, 0.05, 0.05], Health(), "the busiest expert gets 1.8 times the mean"),
+        ([0.45, 0.45, 0.05, 0.05], Health(load_ratio=1.9), ""),
+        ([0.3, 0.3, 0.2, 0.2], Health(), ""),
+    ],
+)
+def test_trouble_is_named(load: list[float], record: Health, words: str) -> None:
+    """Without a ratio the limit is 3/4 of E / K, here 1.5."""
+    assert HealthHook(record, console()).trouble(layer(0, load)) == words
+
+
+def test_every_expert_chosen_is_no_trouble(tmp_path: Path) -> None:
+    """With K = E the load cannot be uneven; 3/4 of the worst would be below the mean."""
+    assert HealthHook(Health(), console()).trouble(layer(0, EVEN, top_k=4)) == ""
+
+
+@pytest.mark.parametrize(
+    ("action", "calls"), [("warn", []), ("checkpoint", ["save"]), ("stop", ["stop"])]
+)
+def test_the_alarm_is_raised_once_after_patience(
+    tmp_path: Path, action: str, calls: list[str]
+) -> None:
+    """Three checks of two steps each; the layer that is well stays unnamed."""
+    record = Health(every=2, patience=3, action=action)  # type: ignore[arg-type]
+    out = console()
+    hooks: list[Hook] = [HealthHook(record, out), MetricsHook(), AlarmHook(record)]
+    job = FakeJob(tmp_path, hooks, last_step=20)
+    job.layers = [layer(0, EVEN), layer(1, ONE_SIDED)]
+    seen = job.go()
+    assert [m["step"] for m in seen if m.get("moe/alarms")] == [6]
+    assert [call for call, _ in job.calls] == calls
+    assert said(out).count("routing alarm") == 1
+    assert "step 6, layer 1: 2 of 4 experts get no token, 3 checks in a row" in said(out)
+
+
+def test_a_recovered_layer_can_alarm_again(tmp_path: Path) -> None:
+    """The count starts anew."""
+
+    class Heal(Hook):
+        def on_step(self, job, metrics) -> None:
+            job.layers = [layer(0, EVEN if job.step_number == 5 else ONE_SIDED)]
+
+    out = console()
+    job = FakeJob(tmp_path, [HealthHook(Health(every=1, patience=3), out), Heal()], last_step=12)
+    job.layers = [layer(0, ONE_SIDED)]
+    seen = job.go()
+    assert [m["step"] for m in seen if m.get("moe/alarms")] == [3, 9]
+
+
+def test_health_is_written_flat_and_loads_beside_it(tmp_path: Path) -> None:
+    """A key per layer and quantity; the shares of all experts in a file of their own."""
+    job = FakeJob(tmp_path, [HealthHook(Health(every=5), console()), MetricsHook()])
+    job.layers = [layer(3, ONE_SIDED)]
+    job.go()
+    history = History.read(tmp_path)
+    assert history.lines[4]["moe/3/dead_experts"] == 2
+    assert "moe/3/load" not in history.lines[4] and "moe/3/dead_experts" not in history.lines[3]
+    found = history.load()
+    assert found is not None
+    steps, layers, load = found
+    assert steps.tolist() == [5, 10] and layers == ["3"]
+    assert load[0, 0].tolist() == [2.0, 2.0, 0.0, 0.0]
+
+
+def test_plain_lines_are_few(tmp_path: Path) -> None:
+    """The first step and the last, and nothing between them within the pause."""
+    out = console()
+    job = FakeJob(tmp_path, [ProgressHook(Progress(seconds=60.0), out)], last_step=50)
+    job.go()
+    lines = said(out).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/50", "step 50/50"]
+    assert lines[0].startswith("step 1/50  loss 3.000") and lines[0].endswith("left")
+
+
+def test_a_terminal_gets_a_bar_and_a_quiet_run_nothing(tmp_path: Path) -> None:
+    """The bar ends where the run ends."""
+    out = console(terminal=True)
+    FakeJob(tmp_path, [ProgressHook(Progress(), out)], last_step=5).go()
+    assert "5/5" in said(out) and "trial" in said(out) and "step 1/5" not in said(out)
+    out = console(terminal=True)
+    FakeJob(tmp_path, [ProgressHook(Progress(style="off"), out)], last_step=5).go()
+    assert said(out) == ""
+
+
+def test_an_evaluation_is_told_in_bits_per_byte(tmp_path: Path) -> None:
+    """As a line of its own, on a terminal too."""
+    out = console()
+    hooks = [EvaluateHook(Evaluate(every=3)), ProgressHook(Progress(seconds=60.0), out)]
+    FakeJob(tmp_path, hooks, last_step=3).go()
+    assert "validation step 3  loss 2.000  code 1.500 bits per byte" in said(out)
+
+
+def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
+    """A torn line of a killed process spoils no other."""
+    FakeJob(tmp_path, [EventsHook()]).go(steps=3)
+    with open(tmp_path / EVENTS_FILE, "a") as file:
+        file.write('{"event": "sta')
+    FakeJob(tmp_path, [EventsHook()]).go(steps=2, start=3)
+    events = History.read(tmp_path).events
+    assert [(e["event"], e["step"]) for e in events] == [
+        ("start", 0), ("stop", 3), ("start", 3), ("stop", 5),
+    ]  # fmt: skip

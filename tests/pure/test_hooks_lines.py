@@ -1,0 +1,93 @@
+"""One JSON object per step, each step exactly once, whatever happened before."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.training.hooks.lines import StepLines, read_lines
+
+
+def written(path: Path, steps: range, mark: str) -> StepLines:
+    """Write a line per step and return the open file."""
+    lines = StepLines(path)
+    lines.rewind(steps.start - 1)
+    for step in steps:
+        lines.append(step, {"mark": mark})
+    return lines
+
+
+def test_a_run_that_goes_back_writes_its_steps_once(tmp_path: Path) -> None:
+    """Ended after step 7, resumed from the checkpoint of step 4."""
+    path = tmp_path / "metrics.jsonl"
+    written(path, range(1, 8), "first").close()
+    written(path, range(5, 10), "second").close()
+    found = read_lines(path)
+    assert [line["step"] for line in found] == list(range(1, 10))
+    assert [line["mark"] for line in found] == ["first"] * 4 + ["second"] * 5
+
+
+def test_a_step_written_again_replaces_all_after_it(tmp_path: Path) -> None:
+    """A rewind inside one process needs no call of its own."""
+    path = tmp_path / "metrics.jsonl"
+    lines = written(path, range(1, 7), "first")
+    lines.append(3, {"mark": "again"})
+    lines.append(4, {"mark": "again"})
+    lines.close()
+    assert [(line["step"], line["mark"][0]) for line in read_lines(path)] == [
+        (1, "f"), (2, "f"), (3, "a"), (4, "a"),
+    ]  # fmt: skip
+
+
+def test_an_unfinished_line_goes(tmp_path: Path) -> None:
+    """A killed writer leaves a piece of a line; the next one starts clean."""
+    path = tmp_path / "metrics.jsonl"
+    written(path, range(1, 4), "first").close()
+    with open(path, "a") as file:
+        file.write('{"step": 4, "mar')
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
+    written(path, range(4, 6), "second").close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_from_the_start_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """Step 0 is before every line."""
+    path = tmp_path / "metrics.jsonl"
+    written(path, range(1, 4), "first").close()
+    lines = StepLines(path)
+    lines.rewind(0)
+    lines.close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("bad", ["not json\n", "[1, 2]\n", '{"tokens": 3}\n'])
+def test_a_spoilt_file_is_not_cut(tmp_path: Path, bad: str) -> None:
+    """Foreign lines are named, and stay."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + bad + '{"step": 3}\n')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        StepLines(path).rewind(5)
+    assert path.read_bytes() == before
+
+
+def test_steps_that_do_not_rise_are_refused(tmp_path: Path) -> None:
+    """Two processes that wrote one file leave such lines; cutting would lose one of them."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="step 2 at byte 24 follows step 2"):
+        StepLines(path).rewind(5)
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    """NaN would make the line unreadable for most programs."""
+    path = tmp_path / "metrics.jsonl"
+    lines = StepLines(path)
+    values = {"loss": float("nan"), "norm": float("inf"), "n": np.int64(3), "x": np.float32(0.5)}
+    lines.append(1, {**values, "load": {0: [np.float64(0.25)]}})
+    lines.close()
+    line = json.loads(path.read_text())
+    assert line == {
+        "step": 1, "loss": None, "norm": None, "n": 3, "x": 0.5, "load": {"0": [0.25]},
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""A run's past read back, and the page made of it."""
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moefold.training.history import BASELINES_FILE, Curve, History
+from moefold.training.report import MOST_POINTS, page, summary
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    """One step's figures."""
+    return {"step": step, "tokens": 100 * step, "lm_loss": 4.0, "step_time_s": 2.0, **more}
+
+
+def history(**more: Any) -> History:
+    """Four steps, evaluated at the second and the fourth."""
+    last = line(4, val_loss=2.0, **{"val/code/bits_per_byte": 1.25})
+    lines = [line(1), line(2, val_loss=3.0, **{"val/code/bits_per_byte": 1.5}), line(3), last]
+    return History(lines, **more)
+
+
+class Page(HTMLParser):
+    """What a page holds: its data, and whatever it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.data: Any = None
+        self.fetched: list[str] = []
+        self.headings: list[str] = []
+        self._inside: tuple[str, str | None] = ("", None)
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self._inside = (tag, given.get("id"))
+        self.fetched += [f"{tag} {v}" for k, v in attrs if k in ("src", "href") and v]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ("", None)
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == ("script", "data"):
+            self.data = json.loads(data)
+        elif self._inside[0] == "h1":
+            self.headings.append(data)
+
+
+def test_an_empty_folder_is_an_empty_history(tmp_path: Path) -> None:
+    """Nothing is invented."""
+    found = History.read(tmp_path)
+    assert found == History() and found.load() is None and len(found.curve("lm_loss")) == 0
+    with pytest.raises(ValueError, match="no metrics yet"):
+        summary(found)
+
+
+def test_a_folder_is_read_back(tmp_path: Path) -> None:
+    """Baselines come from their file."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lm_loss": null}\n{"step": 2')
+    (tmp_path / BASELINES_FILE).write_text('{"xz": 1.8}')
+    found = History.read(tmp_path)
+    assert len(found.lines) == 1 and np.isnan(found.curve("lm_loss").last)
+    assert found.baselines == {"xz": 1.8}
+
+
+def test_bits_per_byte_come_from_the_newest_evaluation() -> None:
+    """2 nats a token are 1.25 bits per byte there."""
+    assert history().bits_per_byte_per_nat() == pytest.approx(1.25 / 2.0)
+    assert History([line(1)]).bits_per_byte_per_nat() is None
+
+
+def test_smoothing_follows_and_passes_over_gaps() -> None:
+    """A constant stays itself; NaN neither spreads nor counts."""
+    values = np.array([2.0, np.nan, 2.0, 2.0])
+    assert Curve(np.arange(4), values).smooth(10).tolist() == [2.0] * 4
+    steps = np.concatenate([np.zeros(200), np.ones(200)])
+    smooth = Curve(np.arange(400), steps).smooth(20)
+    assert smooth[199] == 0 and 0.55 < smooth[219] < 0.7 and smooth[399] > 0.999
+
+
+def test_layers_of_other_widths_stand_beside_each_other() -> None:
+    """1 is a fair share in each; layers are sorted as numbers."""
+    loads = [{"step": 5, "load": {"10": [0.5, 0.5], "2": [0.25, 0.25, 0.5, 0.0]}}]
+    found = History(loads=loads).load()
+    assert found is not None
+    _, layers, load = found
+    assert layers == ["2", "10"]
+    assert load[0, 0].tolist() == [1.0, 1.0, 2.0, 0.0]
+    assert load[0, 1, :2].tolist() == [1.0, 1.0] and np.isnan(load[0, 1, 2:]).all()
+
+
+def test_goodput_counts_standstill_and_steps_done_twice() -> None:
+    """4 steps of 2 s, in 16 s since the first start."""
+    events = [
+        {"event": "start", "time": 100.0, "step": 0},
+        {"event": "start", "time": 109.0, "step": 2},
+        {"event": "stop", "time": 116.0, "step": 4},
+    ]
+    facts = summary(history(events=events))
+    assert facts["restarts"] == 1 and facts["goodput"] == pytest.approx(0.5)
+    assert facts["wall_s"] == 16.0
+
+
+def test_a_run_still_going_is_as_old_as_its_steps() -> None:
+    """Without a stop the newest event is the start; the steps since then took time too."""
+    facts = summary(history(events=[{"event": "start", "time": 100.0, "step": 0}]))
+    assert facts["wall_s"] == 8.0 and facts["goodput"] == 1.0
+
+
+def test_the_page_holds_everything_and_fetches_nothing() -> None:
+    """Curves, marks, loads; a name with markup stays text."""
+    loads = [{"step": s, "load": {"0": [0.25, 0.75]}} for s in (2, 4)]
+    text = page(history(loads=loads, baselines={"bigram": 2.6}), "<b>run</b>", "runs/x")
+    found = Page(text)
+    assert found.fetched == [] and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert found.headings == ["<b>run</b>"]
+    charts = {chart["title"]: chart for chart in found.data["charts"]}
+    loss = charts["Loss, bits per byte"]
+    assert [entry["name"] for entry in loss["lines"]] == ["training", "code"]
+    assert loss["lines"][0]["y"] == [2.5] * 4  # 4 nats at 1.25 / 2 bits per byte each
+    assert loss["lines"][1]["x"] == [2, 4] and loss["marks"] == [["bigram table", 2.6]]
+    heat = found.data["heat"]
+    codes = np.frombuffer(base64.b64decode(heat["codes"]), np.uint8).reshape(heat["shape"])
+    assert codes.tolist() == [[[32, 96]]] * 2
+    assert ["1.250", "bits per byte, code"] in found.data["cards"]
+
+
+def test_long_curves_are_thinned_to_their_means() -> None:
+    """The page stays small however long the run."""
+    steps = 10 * MOST_POINTS + 3
+    lines = [line(s + 1, grad_norm=float(s % 2)) for s in range(steps)]
+    charts = {c["title"]: c for c in Page(page(History(lines), "a", "b")).data["charts"]}
+    (entry,) = charts["Gradient norm"]["lines"]
+    assert len(entry["x"]) <= MOST_POINTS and entry["x"][-1] == steps
+    assert set(np.round(entry["y"][:-1], 1)) <= {0.4, 0.5, 0.6}
+
+
+def test_a_run_without_experts_or_bytes_has_a_page_too() -> None:
+    """Nats, and no heat map."""
+    found = Page(page(History([line(1, val_loss=3.0), line(2)]), "a", "b")).data
+    assert found["heat"] is None
+    assert found["charts"][0]["title"] == "Loss, nats per token"

@@ -1,0 +1,34 @@
+"""Numbers as people read them."""
+
+import pytest
+
+from moefold.training.words import clock, count, size
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (999.6, "1.00k"), (1234, "1.23k"), (12345, "12.3k"), (99950, "100k"),
+     (999500, "1.00M"), (4.56e6, "4.56M"), (1.2e9, "1.20B"), (3e12, "3.00T"), (-1500, "-1.50k")],
+)  # fmt: skip
+def test_counts_have_three_digits(number: float, text: str) -> None:
+    """Rounding never shows 1000k."""
+    assert count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (245, "4:05"), (3600, "1:00:00"),
+     (11220, "3:07:00"), (2 * 86400 + 4 * 3600 + 600, "2 d 04:10")],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    """Each unit carries over."""
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (512, "512 B"), (1536, "1.50 KiB"), (12.3 * 2**20, "12.3 MiB"), (2**32, "4.00 GiB")],
+)
+def test_bytes(number: float, text: str) -> None:
+    """Powers of 1024."""
+    assert size(number) == text
