@@ -1,0 +1,171 @@
+"""AdamW with decoupled weight decay (arXiv 1711.05101).
+
+The update itself is a function over lists of tensors of any shape, so that it serves whole
+parameters and shards alike. All arithmetic is elementwise.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from moefold.optim.base import Optimizer, zeros_for
+from moefold.optim.config import AdamWRule
+
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+def adamw_reference_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rule: AdamWRule,
+    *,
+    step: int,
+    lr: float,
+    weight_decay: float,
+    scale: float = 1.0,
+) -> None:
+    """Update ``params`` and both moments in place, one tensor at a time, in the moments' type.
+
+    ``step`` counts from 1 and includes this update; the gradient is ``grads * scale``.
+    """
+    beta1, beta2 = rule.betas
+    rate = lr / (1 - beta1**step)
+    correction2 = math.sqrt(1 - beta2**step)
+    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        grad = grad * scale if scale != 1 else grad
+        wide = param if param.dtype == exp_avg.dtype else param.to(exp_avg.dtype)
+        wide.mul_(1 - lr * weight_decay)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        wide.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / correction2).add_(rule.eps), value=-rate)
+        if wide is not param:
+            param.copy_(wide)
+
+
+def adamw_fused_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    rule: AdamWRule,
+    *,
+    step: int,
+    lr: float,
+    weight_decay: float,
+    scale: float = 1.0,
+) -> None:
+    """Update as ``adamw_reference_`` does, in one pass over memory; ``fusible`` tensors only.
+
+    The gradients of all tensors are overwritten when ``scale`` is not 1.
+    """
+    device = params[0].device
+    # The kernel divides by its scale, and trusts every tensor to be laid out like the parameter.
+    divisor = None if scale == 1 else torch.tensor(1 / scale, dtype=torch.float32, device=device)
+    count = torch.tensor(float(step), device=device)
+    torch.ops.aten._fused_adamw_(
+        list(params),
+        [grad.contiguous() for grad in grads],
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [count] * len(params),
+        lr=lr,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        weight_decay=weight_decay,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+    )
+    # It does not announce that it wrote (torch 2.13): caches keyed by a version would go stale.
+    increment_version([*params, *exp_avgs, *exp_avg_sqs])
+
+
+def fusible(param: Tensor) -> bool:
+    """Return whether the fused kernel serves the parameter.
+
+    float32 only: its gradient scale is float32, too coarse for float64. Contiguous only: it reads
+    other layouts wrongly without an error.
+    """
+    return (
+        param.device.type in FUSED_DEVICES
+        and param.dtype == torch.float32
+        and param.is_contiguous()
+    )
+
+
+class AdamWOptimizer(Optimizer):
+    """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
+
+    ``blocks`` is taken for the sake of one signature: an elementwise update has no use for it.
+    """
+
+    def __init__(
+        self,
+        rule: AdamWRule,
+        params: Mapping[str, Tensor],
+        blocks: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        super().__init__(params)
+        self.rule = rule
+        misfits = [name for name, p in self.params.items() if not fusible(p)]
+        if rule.backend == "fused" and misfits:
+            raise ValueError(
+                f"fused AdamW takes contiguous float32 on {' or '.join(FUSED_DEVICES)}; set backend"
+                f" to auto, or change: {', '.join(misfits)}"
+            )
+        self._fused = {
+            n for n, p in self.params.items() if rule.backend != "reference" and fusible(p)
+        }
+        self._decayed = {n for n, p in self.params.items() if rule.decays(n, p.shape)}
+        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self._steps: dict[str, Tensor] = {}
+        for name, p in self.params.items():
+            first, second = (
+                self._add_state(name, what, zeros_for(p))
+                for what in rule.state_names(name, p.shape)
+            )
+            self._moments[name] = first, second
+            self._steps[name] = self._add_state(name, "step", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
+        """See ``Optimizer.step``."""
+        grads = self._gradients(scale)
+        for count in self._steps.values():
+            count += 1
+        groups: dict[tuple, list[str]] = defaultdict(list)
+        for name, p in self.params.items():
+            key = p.device, name in self._fused, name in self._decayed, int(self._steps[name])
+            groups[key].append(name)
+        for (_, fused, decayed, step), group in groups.items():
+            update = adamw_fused_ if fused else adamw_reference_
+            update(
+                [self.params[n] for n in group],
+                [grads[n] for n in group],
+                [self._moments[n][0] for n in group],
+                [self._moments[n][1] for n in group],
+                self.rule,
+                step=step,
+                lr=self.rule.lr * lr_factor,
+                weight_decay=self.rule.weight_decay if decayed else 0.0,
+                scale=scale,
+            )
+
+    def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """See ``Optimizer.lr``."""
+        return {self.rule.kind: self.rule.lr * lr_factor}
+
+    def describe(self) -> dict[str, str]:
+        """See ``Optimizer.describe``."""
+        plain = len(self.params) - len(self._fused)
+        words = [f"{len(self._fused)} tensors fused"] if self._fused else []
+        words += [f"{plain} tensors by the reference"] if plain or not self._fused else []
+        return {self.rule.kind: ", ".join(words)}

@@ -1,0 +1,109 @@
+"""The interface of an optimizer: local maths over named tensors, with flat, named state.
+
+Nothing here knows of ranks. Parameters are given with the names they have in every layout, and
+state is named after them, so that a checkpoint made in one layout means the same in another.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+PREFIX = "optim"
+
+
+class StateMismatch(ValueError):
+    """Stored state is not the state of this optimizer; the message lists every difference."""
+
+
+class Optimizer(ABC):
+    """Updates parameters in place from their ``grad``; frozen ones are left out for good.
+
+    ``params`` maps global names to parameters. What does not require a gradient when the optimizer
+    is built has no state and is never touched. State is float32, or float64 for float64 parameters.
+
+    Every optimizer is built as ``build(record, params, blocks)``, where ``blocks`` gives the rows
+    of each matrix in parameters that hold several. Raises ``ValueError`` when one tensor is given
+    under two names.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.params = {name: p for name, p in params.items() if p.requires_grad}
+        self._state: dict[str, Tensor] = {}
+        first_name: dict[int, str] = {}
+        for name, p in self.params.items():
+            first = first_name.setdefault(id(p), name)
+            if first != name:
+                raise ValueError(f"{first} and {name} are one parameter; give it under one name")
+
+    @abstractmethod
+    def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
+        """Update every parameter once from ``grad * scale``, at ``lr_factor`` times its rate.
+
+        The gradients are consumed: what they hold afterwards is not specified. A zero gradient is
+        a gradient: counters, momentum and weight decay go on. Raises ``ValueError`` for a missing
+        gradient or a scale that is not a finite number above zero, before anything is changed.
+        """
+
+    @abstractmethod
+    def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """Return the learning rate of each group of parameters, by the group's kind."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Return the live path of each group, in words, by the group's kind."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state as ``optim.<parameter>.<what>``: live tensors, not copies."""
+        return dict(self._state)
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy stored state in, all of it or nothing.
+
+        Raises ``StateMismatch`` listing every missing and unexpected name and every wrong shape or
+        type.
+        """
+        own = self.state()
+        problems = [f"missing: {name}" for name in own if name not in state]
+        problems += [f"unexpected: {name}" for name in state if name not in own]
+        for name, mine in own.items():
+            theirs = state.get(name, mine)
+            if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
+                problems.append(f"differs: {name} is {_form(theirs)}, expected {_form(mine)}")
+        if problems:
+            raise StateMismatch("optimizer state does not fit\n  " + "\n  ".join(problems))
+        for name, mine in own.items():
+            mine.copy_(state[name])
+
+    def _add_state(self, name: str, what: str, tensor: Tensor) -> Tensor:
+        self._state[f"{PREFIX}.{name}.{what}"] = tensor
+        return tensor
+
+    def _gradients(self, scale: float) -> dict[str, Tensor]:
+        """Return every gradient in its state's type, or say which are missing."""
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"gradient scale {scale} is not a finite number above zero")
+        missing = [name for name, p in self.params.items() if p.grad is None]
+        if missing:
+            raise ValueError(
+                "parameters without a gradient (freeze them before the optimizer is built, or let"
+                " them take part in the loss): " + ", ".join(missing)
+            )
+        return {n: p.grad.to(state_dtype(p)) for n, p in self.params.items() if p.grad is not None}
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """Return the type of a parameter's optimizer state: float64 for float64, else float32."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def zeros_for(param: Tensor) -> Tensor:
+    """Return zeroed state of the parameter's shape and layout, on its device."""
+    return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

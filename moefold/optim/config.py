@@ -1,0 +1,269 @@
+"""Records of the optimizers and of the schedules of their learning rate.
+
+The rules that need only a parameter's global name and shape (what decays, what is a matrix, which
+state exists) live here too, so that memory can be planned without torch.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+
+OPTIMIZER = Slot("optimizer")
+LR_SCHEDULE = Slot("learning-rate schedule")
+
+Span = int | float
+"""A length of the run: a whole number is steps, a number with a point is a fraction below 1."""
+
+Rate = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Average = Annotated[float, Field(ge=0, lt=1)]
+"""Weight of the past in an exponential moving average."""
+
+
+def span_steps(span: Span, total_steps: int) -> int:
+    """Return the whole steps that ``span`` means in a run of ``total_steps``."""
+    return span if isinstance(span, int) else round(span * total_steps)
+
+
+def span_rules(name: str, span: Span) -> Iterator[Violation]:
+    """Yield what is wrong with a span on its own, without knowing the run's length."""
+    if span < 0:
+        yield Violation((name,), span, "is not negative", 0)
+    elif isinstance(span, float) and span >= 1:
+        rule = "is a whole number of steps, or a fraction of the run below 1"
+        yield Violation((name,), span, rule, round(span))
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a parameter's global name matches one of the shell-style patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class Schedule(Record):
+    """A curve of the learning rate: a linear warm-up, then what the subclass says.
+
+    The curve belongs to the steps 0 .. total_steps - 1. Warm-up rises from 1/(w+1) at step 0 and
+    the peak, 1, is at step w; the end value belongs to step ``total_steps``, the first one not
+    taken. So neither end of the run holds a step that learns nothing.
+    """
+
+    warmup: Span = 0
+    """Steps (whole number) or fraction of the run over which the rate rises linearly."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Return the factor on the peak rate at ``step`` (updates done before it, from 0)."""
+        warmup = span_steps(self.warmup, total_steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return self.after_warmup(min(step, total_steps) - warmup, total_steps - warmup)
+
+    @abstractmethod
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return the factor ``step`` steps after warm-up, 0 <= step <= steps."""
+
+    def rules(self) -> Iterator[Violation]:
+        """The warm-up is a length of the run."""
+        yield from span_rules("warmup", self.warmup)
+
+    def misfits(self, total_steps: int) -> Iterator[Violation]:
+        """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
+        if span_steps(self.warmup, total_steps) >= total_steps:
+            rule = f"is shorter than the run ({total_steps} steps)"
+            yield Violation(("warmup",), self.warmup, rule, total_steps - 1)
+
+
+@LR_SCHEDULE.register
+class Constant(Schedule):
+    """The peak rate until the end."""
+
+    kind: Literal["constant"] = "constant"
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@LR_SCHEDULE.register
+class Linear(Schedule):
+    """A straight line from the peak to ``final`` times the peak."""
+
+    kind: Literal["linear"] = "linear"
+    final: Fraction = 0.0
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return the point of the line."""
+        return self.final + (1 - self.final) * (1 - _progress(step, steps))
+
+
+@LR_SCHEDULE.register
+class Cosine(Schedule):
+    """Half a cosine from the peak to ``final`` times the peak (arXiv 1608.03983)."""
+
+    kind: Literal["cosine"] = "cosine"
+    final: Fraction = 0.1
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return the point of the half cosine."""
+        return self.final + (1 - self.final) * _half_cosine(_progress(step, steps))
+
+
+@LR_SCHEDULE.register
+class Wsd(Schedule):
+    """Warm-up, stable, decay: the peak until the last ``decay`` steps (arXiv 2404.06395)."""
+
+    kind: Literal["wsd"] = "wsd"
+    decay: Span = 0.2
+    """Steps (whole number) or fraction of the run over which the rate falls at the end."""
+    final: Fraction = 0.0
+    shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Curve of the fall; ``sqrt`` is 1 - sqrt(progress) (arXiv 2405.18392)."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Return the factor on the peak rate at ``step`` (updates done before it, from 0)."""
+        decay = span_steps(self.decay, total_steps)
+        into = min(step, total_steps) - (total_steps - decay)
+        if step < span_steps(self.warmup, total_steps) or into <= 0:
+            return super().factor(step, total_steps)
+        progress = into / decay
+        fall = {
+            "linear": 1 - progress,
+            "cosine": _half_cosine(progress),
+            "sqrt": 1 - math.sqrt(progress),
+        }[self.shape]
+        return self.final + (1 - self.final) * fall
+
+    def after_warmup(self, step: int, steps: int) -> float:
+        """Return 1: the stable part."""
+        return 1.0
+
+    def rules(self) -> Iterator[Violation]:
+        """Both ends are lengths of the run."""
+        yield from super().rules()
+        yield from span_rules("decay", self.decay)
+
+    def misfits(self, total_steps: int) -> Iterator[Violation]:
+        """Yield what does not fit; warm-up and decay do not overlap."""
+        yield from super().misfits(total_steps)
+        warmup = min(span_steps(self.warmup, total_steps), total_steps - 1)
+        room = total_steps - warmup
+        if span_steps(self.decay, total_steps) > room:
+            rule = f"fits between warm-up and end ({total_steps} - {warmup} steps)"
+            yield Violation(("decay",), self.decay, rule, room)
+
+
+def _progress(step: int, steps: int) -> float:
+    return step / steps if steps > 0 else 1.0
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Optim(Record):
+    """What every optimizer shares: a rate and its schedule, and the gradient's clipping."""
+
+    kind: str
+    lr: Rate
+    """Peak learning rate."""
+    schedule_lr: Annotated[Schedule, LR_SCHEDULE] = Constant()
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm that is taken as it is; None never clips."""
+
+    @abstractmethod
+    def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of the state tensors, each of the parameter's own shape."""
+
+    def misfits(self, total_steps: int) -> Iterator[Violation]:
+        """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
+        for violation in self.schedule_lr.misfits(total_steps):
+            yield violation.under("schedule_lr")
+
+
+class AdamWRule(Record):
+    """AdamW's own settings (arXiv 1711.05101), for all parameters or for what another leaves."""
+
+    kind: Literal["adamw"] = "adamw"
+    lr: Rate = 3e-4
+    """Peak learning rate."""
+    betas: tuple[Average, Average] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Rate = 0.1
+    """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
+    no_decay: tuple[str, ...] = ("*norm*", "*bias*")
+    """Patterns of global names that never decay. What has fewer than two dims never does either;
+    embeddings and the head do, unless named here."""
+    backend: Literal["auto", "fused", "reference"] = "auto"
+
+    def decays(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether weight decay applies to the parameter."""
+        return len(shape) >= 2 and not matches(name, self.no_decay)
+
+    def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the first and the second moment."""
+        return ("exp_avg", "exp_avg_sq")
+
+
+@OPTIMIZER.register
+class AdamW(AdamWRule, Optim):
+    """AdamW for all parameters."""
+
+    owner = "moefold.optim.adamw:AdamWOptimizer"
+
+
+@OPTIMIZER.register
+class Muon(Optim):
+    """Muon: momentum made orthogonal by Newton-Schulz, for matrices; ``rest`` has the others.
+
+    A matrix is a parameter ``[m, n]`` or a stack of them ``[E, m, n]``, both sides above 1, whose
+    name matches none of ``rest_names``.
+    """
+
+    kind: Literal["muon"] = "muon"
+    lr: Rate = 0.01
+    """Peak learning rate of the matrices."""
+    momentum: Average = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations."""
+    scale: Literal["match_rms", "shape", "none"] = "match_rms"
+    """Factor on the update of an ``[m, n]`` matrix. ``match_rms``: 0.2 * sqrt(max(m, n)), the
+    element size of an AdamW update, so that both take like rates (arXiv 2502.16982); ``shape``:
+    sqrt(max(1, m / n)), Muon's own."""
+    weight_decay: Rate = 0.1
+    """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
+    arithmetic: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of Newton-Schulz; ``auto`` is bfloat16 where the device multiplies it natively and the
+    matrix is not tiny. float64 parameters always take float64."""
+    rest: AdamWRule = AdamWRule()
+    rest_names: tuple[str, ...] = (
+        "*embed*",
+        "head.*",
+        "*.head.*",
+        "*lm_head*",
+        "*router*",
+        "*norm*",
+        "*bias*",
+    )
+    """Patterns of global names that ``rest`` takes whatever their shape. Embedding and head: their
+    rows belong to tokens and see gradients of very different size and frequency. Router: an
+    orthogonal update keeps its size however small the gradient, so choices would never settle."""
+
+    owner = "moefold.optim.muon:MuonOptimizer"
+
+    def orthogonalises(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether the parameter is Muon's rather than the rest's."""
+        return len(shape) in (2, 3) and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
+
+    def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+        """Return the momentum, or what the rest keeps."""
+        if self.orthogonalises(name, shape):
+            return ("momentum",)
+        return self.rest.state_names(name, shape)

@@ -1,0 +1,407 @@
+"""Muon: the iteration against a plain one, the step against a plain float64 optimizer."""
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefold.config.slot import build
+from moefold.optim import muon
+from moefold.optim.adamw import AdamWOptimizer
+from moefold.optim.base import StateMismatch
+from moefold.optim.config import AdamWRule, Muon
+from moefold.optim.muon import (
+    MuonOptimizer,
+    choose_arithmetic,
+    orthogonalise,
+    orthogonalise_reference,
+    update_scale,
+)
+
+SHAPES = {
+    "embedding.weight": (40, 24),
+    "layers.0.norm.weight": (24,),
+    "layers.0.attention.qkv.weight": (40, 24),
+    "layers.0.attention.out.weight": (24, 24),
+    "layers.0.moe.router.weight": (5, 24),
+    "layers.0.moe.experts.w_in": (5, 32, 24),
+    "layers.0.moe.experts.w_out": (5, 24, 16),
+    "layers.1.moe.experts.w_in": (5, 32, 24),
+    "layers.1.moe.experts.w_out": (5, 24, 16),
+    "head.weight": (40, 24),
+}
+BLOCKS = {
+    "layers.0.attention.qkv.weight": (24, 8, 8),
+    "layers.0.moe.experts.w_in": (16, 16),
+    "layers.1.moe.experts.w_in": (16, 16),
+}
+MATRICES = [n for n in SHAPES if "attention" in n or "experts" in n]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """Return the same drawn parameters on every call."""
+    draw = torch.Generator().manual_seed(1)
+    return {
+        name: nn.Parameter((torch.randn(shape, generator=draw, dtype=torch.float64)).to(dtype))
+        for name, shape in SHAPES.items()
+    }
+
+
+def give_gradients(params: Mapping[str, Tensor], step: int, times: float = 1.0) -> None:
+    """Set each gradient to the draw that belongs to the step."""
+    draw = torch.Generator().manual_seed(100 + step)
+    for p in params.values():
+        p.grad = (torch.randn(p.shape, generator=draw, dtype=torch.float64) * times).to(p.dtype)
+
+
+def run(optimizer: MuonOptimizer, steps: range, scale: float = 1.0) -> None:
+    """Take the steps, with a learning rate that changes."""
+    for step in steps:
+        give_gradients(optimizer.params, step, 1 / scale)
+        optimizer.step(scale=scale, lr_factor=1 / (1 + step))
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether both hold the same tensors bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def plain_muon(params: Mapping[str, nn.Parameter], rule: Muon, steps: range) -> None:
+    """Take the same steps on the matrices alone: one by one, as the papers write them."""
+    momenta = {name: torch.zeros_like(params[name]) for name in MATRICES}
+    for step in steps:
+        lr = rule.lr / (1 + step)
+        give_gradients(params, step)
+        for name in MATRICES:
+            p, grad, buffer = params[name].data, params[name].grad, momenta[name]
+            buffer.copy_(rule.momentum * buffer + (1 - rule.momentum) * grad)
+            look = rule.momentum * buffer + (1 - rule.momentum) * grad if rule.nesterov else buffer
+            stacks = (t.reshape(-1, *p.shape[-2:]) for t in (p, look))
+            for weight, update in zip(*stacks, strict=True):
+                row = 0
+                for rows in BLOCKS.get(name, (p.shape[-2],)):
+                    here = slice(row, row + rows)
+                    factor = {
+                        "match_rms": 0.2 * math.sqrt(max(rows, p.shape[-1])),
+                        "shape": math.sqrt(max(1, rows / p.shape[-1])),
+                        "none": 1.0,
+                    }[rule.scale]
+                    direction = orthogonalise_reference(update[here], rule.ns_steps)
+                    weight[here] *= 1 - lr * rule.weight_decay
+                    weight[here] -= lr * factor * direction
+                    row += rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)],
+)
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16), (2, 40), (33, 17)])
+def test_the_iteration_equals_the_plain_one(
+    shape: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    """Wide, tall and square, batched, against one matrix at a time in float64."""
+    x_Nmn = torch.randn(7, *shape, dtype=torch.float64)
+    got = orthogonalise(x_Nmn if dtype == torch.float64 else x_Nmn.float(), 5, dtype).double()
+    for x, y in zip(x_Nmn, got, strict=True):
+        expected = orthogonalise_reference(x, 5)
+        assert float((y - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_out_is_nearly_orthogonal(dtype: torch.dtype) -> None:
+    """Same singular vectors, singular values near 1, whatever they were before."""
+    left, right = torch.linalg.qr(torch.randn(2, 64, 48))[0]
+    for values in (torch.ones(48), torch.logspace(0, -2, 48)):
+        for shape in ("tall", "wide"):
+            x = (left * values) @ right.mT[:, :64]
+            x, polar = (x, left @ right.mT) if shape == "tall" else (x.mT, right @ left.mT)
+            y = orthogonalise(x[None] * 1e-4, 5, dtype)[0].float()
+            found = torch.linalg.svdvals(y)[:48]
+            assert float(found.min()) > 0.6 and float(found.max()) < 1.25
+            assert float((y * polar).sum() / y.norm() / polar.norm()) > 0.97
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 192), (48, 32), (33, 65)])
+def test_batched_equals_one_by_one_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """A matrix's update does not depend on its company, so not on how experts are spread.
+
+    In bfloat16 from the side on at which it is chosen.
+    """
+    assert min(shape) >= muon.BFLOAT16_SIDE
+    x_Nmn = torch.randn(9, *shape)
+    one_by_one = torch.cat([orthogonalise(x[None], 5, dtype) for x in x_Nmn])
+    assert torch.equal(orthogonalise(x_Nmn, 5, dtype), one_by_one)
+
+
+def test_size_of_the_matrix_does_not_matter_and_zero_stays_zero() -> None:
+    """The update is the direction alone; powers of two change no bit."""
+    x_Nmn = torch.randn(3, 8, 12)
+    assert torch.equal(
+        orthogonalise(x_Nmn * 2**-10, 5, torch.float32), orthogonalise(x_Nmn, 5, torch.float32)
+    )
+    x_Nmn[1] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        y = orthogonalise(x_Nmn, 5, dtype)
+        assert torch.equal(y[1], torch.zeros(8, 12, dtype=dtype))
+        assert bool(torch.isfinite(y).all())
+
+
+@pytest.mark.parametrize("scale", ["match_rms", "shape", "none"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_equal_a_plain_optimizer(scale: str, nesterov: bool) -> None:
+    """Six float64 steps: momentum, blocks, scale, decay, and the batching of all of it."""
+    rule = Muon(lr=0.02, scale=scale, nesterov=nesterov, weight_decay=0.3)
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
+    run(MuonOptimizer(rule, ours, BLOCKS), range(6))
+    plain_muon(theirs, rule, range(6))
+    for name in MATRICES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("shape", "original"), ("match_rms", "match_rms_adamw")]
+)
+def test_steps_equal_torch_muon(ours: str, theirs: str) -> None:
+    """torch has it for single matrices, in bfloat16: movements agree to that type's precision."""
+    rule = Muon(lr=0.02, scale=ours, weight_decay=0.1, arithmetic="float32")
+    names = ["layers.0.attention.qkv.weight", "layers.0.attention.out.weight"]
+    mine = {n: p for n, p in parameters().items() if n in names}
+    other = {n: p for n, p in parameters().items() if n in names}
+    optimizer = torch.optim.Muon(other.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs)
+    own = MuonOptimizer(rule, mine)
+    for step in range(5):
+        give_gradients(mine, step)
+        give_gradients(other, step)
+        own.step()
+        optimizer.step()
+    start = parameters()
+    for name in names:
+        moved = (mine[name] - start[name]).detach()
+        expected = (other[name] - start[name]).detach()
+        assert float((moved - expected).norm() / expected.norm()) < 0.03
+
+
+def test_match_rms_moves_elements_as_adamw_does() -> None:
+    """0.2 times the rate, root mean square, for every shape of matrix."""
+    for shape in ((64, 32), (32, 64), (48, 48)):
+        y = orthogonalise(torch.randn(4, *shape), 5, torch.float32)
+        size = float(y.square().mean().sqrt()) * update_scale("match_rms", *shape)
+        assert 0.15 < size < 0.22
+
+
+@pytest.mark.parametrize("side", [36, 12])
+def test_batches_change_no_bit(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One matrix per batch, three, or all: the same weights, in either type that is chosen."""
+    shapes = {"u": (40, side), "v": (5, 40, side), "w": (7, 80, side)}
+    results, batches = [], []
+    for matrices in (1, 3, 1000):
+        monkeypatch.setitem(muon.BATCH_BYTES, "cpu", matrices * 2 * 40 * side)
+        params = {n: nn.Parameter(torch.zeros(shape)) for n, shape in shapes.items()}
+        optimizer = MuonOptimizer(Muon(), params, {"w": (40, 40)})
+        run(optimizer, range(3))
+        results.append(params)
+        batches.append(optimizer.describe()["muon"].split(",")[0])
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
+    assert batches == [f"20 matrices in {n} batches" for n in (20, 9, 1)]
+
+
+def test_blocks_are_made_orthogonal_apart() -> None:
+    """Query, key and value of a fused projection move as three matrices."""
+    name = "layers.0.attention.qkv.weight"
+    rule = Muon(lr=0.1, weight_decay=0.0, arithmetic="float32", scale="none")
+    params = {name: parameters()[name]}
+    give_gradients(params, 0)
+    MuonOptimizer(rule, params, {name: BLOCKS[name]}).step()
+    moved = (parameters()[name] - params[name]).detach() / 0.1
+    grads = params[name].grad.split(BLOCKS[name])
+    for got, grad in zip(moved.split(BLOCKS[name]), grads, strict=True):
+        torch.testing.assert_close(got, orthogonalise_reference(grad, 5), rtol=0, atol=1e-4)
+    assert float(torch.linalg.svdvals(moved).max()) > 1.3  # not so if taken as one
+
+
+def test_blocks_that_fit_nothing_are_listed() -> None:
+    """Wrong names and wrong sums, in one error."""
+    blocks = {
+        "layers.9.w": (3, 3),
+        "layers.0.attention.qkv.weight": (24, 8),
+        "layers.0.norm.weight": (12, 12),
+        "head.weight": (50, -10),
+    }
+    with pytest.raises(ValueError) as caught:
+        MuonOptimizer(Muon(), parameters(), blocks)
+    assert all(name in str(caught.value) for name in blocks)
+    assert "rows (24, 8) do not make up [40, 24]" in str(caught.value)
+
+
+def test_the_rest_is_adamw_alone() -> None:
+    """Embedding, head, router and norms move exactly as under AdamW with the rest's settings."""
+    rest = AdamWRule(lr=0.006, weight_decay=0.05)
+    ours = parameters()
+    optimizer = MuonOptimizer(Muon(rest=rest), ours, BLOCKS)
+    run(optimizer, range(4), scale=0.3)
+    others = {n: p for n, p in parameters().items() if n not in MATRICES}
+    alone = AdamWOptimizer(rest, others)
+    for step in range(4):
+        everything = parameters()
+        give_gradients(everything, step, 1 / 0.3)
+        for name, p in others.items():
+            p.grad = everything[name].grad
+        alone.step(scale=0.3, lr_factor=1 / (1 + step))
+    assert equal({n: ours[n] for n in others}, others)
+    names = {name.removeprefix("optim.") for name in optimizer.state()}
+    kept = {f"{n}.momentum" for n in MATRICES}
+    kept |= {f"{n}.{what}" for n in others for what in ("exp_avg", "exp_avg_sq", "step")}
+    assert names == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scale_is_a_factor_on_the_gradient(dtype: torch.dtype) -> None:
+    """A power of two changes no bit."""
+    plain, scaled = parameters(dtype), parameters(dtype)
+    run(MuonOptimizer(Muon(), plain, BLOCKS), range(3))
+    run(MuonOptimizer(Muon(), scaled, BLOCKS), range(3), scale=1 / 16)
+    assert equal(plain, scaled)
+
+
+def test_b13_an_expert_without_tokens_keeps_its_momentum_and_decays() -> None:
+    """A zero gradient from the start moves nothing but by decay; the others do not notice."""
+    name = "layers.0.moe.experts.w_in"
+    rule = Muon(lr=0.1, weight_decay=0.5)
+    full, idle = parameters(), parameters()
+    first, second = MuonOptimizer(rule, full, BLOCKS), MuonOptimizer(rule, idle, BLOCKS)
+    for step in range(2):
+        give_gradients(full, step)
+        give_gradients(idle, step)
+        idle[name].grad[3] = 0
+        first.step()
+        second.step()
+    torch.testing.assert_close(idle[name][3], parameters()[name][3] * 0.95**2, rtol=1e-6, atol=0)
+    rest = [0, 1, 2, 4]
+    assert torch.equal(idle[name][rest], full[name][rest])
+    assert bool(torch.isfinite(idle[name]).all())
+
+
+def test_rate_zero_changes_no_weight() -> None:
+    """In every group."""
+    params = parameters()
+    give_gradients(params, 0)
+    MuonOptimizer(Muon(), params, BLOCKS).step(lr_factor=0.0)
+    assert equal(params, parameters())
+
+
+def test_b26_state_goes_out_and_comes_back_exactly() -> None:
+    """Six steps at once are three, saved and loaded, and three more; strict as everywhere."""
+    whole, broken = parameters(), parameters()
+    unbroken = build(Muon(), whole, BLOCKS)
+    run(unbroken, range(6), scale=0.7)
+    first = build(Muon(), broken, BLOCKS)
+    run(first, range(3), scale=0.7)
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    resumed = {name: nn.Parameter(p.detach().clone()) for name, p in broken.items()}
+    second = build(Muon(), resumed, BLOCKS)
+    second.load_state(saved)
+    run(second, range(3, 6), scale=0.7)
+    assert equal(whole, resumed)
+    assert equal(unbroken.state(), second.state())
+    adamw = AdamWOptimizer(AdamWRule(), parameters())
+    with pytest.raises(StateMismatch) as caught:
+        second.load_state(adamw.state())
+    for name in MATRICES:
+        assert f"missing: optim.{name}.momentum" in str(caught.value)
+        assert f"unexpected: optim.{name}.exp_avg_sq" in str(caught.value)
+    assert equal(unbroken.state(), second.state())
+
+
+def test_two_runs_are_equal_bit_for_bit() -> None:
+    """Nothing is measured or drawn to choose a path."""
+    one, other = parameters(), parameters()
+    run(MuonOptimizer(Muon(), one, BLOCKS), range(3), scale=0.9)
+    run(MuonOptimizer(Muon(), other, BLOCKS), range(3), scale=0.9)
+    assert equal(one, other)
+
+
+def test_frozen_parameters_have_no_state_and_stay() -> None:
+    """A frozen matrix with declared blocks is no error."""
+    params = parameters()
+    frozen = ["layers.0.moe.experts.w_in", "layers.0.moe.router.weight"]
+    for name in frozen:
+        params[name].requires_grad_(False)
+    optimizer = MuonOptimizer(Muon(), params, BLOCKS)
+    assert not any(name in key for key in optimizer.state() for name in frozen)
+    run(optimizer, range(2))
+    for name in frozen:
+        assert torch.equal(params[name], parameters()[name])
+
+
+def test_updates_are_in_place_and_announced() -> None:
+    """Same memory, higher version, for every parameter and every state tensor."""
+    params = parameters()
+    optimizer = MuonOptimizer(Muon(), params, BLOCKS)
+    tensors = {**params, **optimizer.state()}
+    before = {n: (t.data_ptr(), t._version) for n, t in tensors.items()}
+    give_gradients(params, 0)
+    optimizer.step()
+    for name, tensor in tensors.items():
+        where, version = before[name]
+        assert tensor.data_ptr() == where
+        assert tensor._version > version, name
+
+
+def test_a_missing_gradient_is_refused_before_anything_changes() -> None:
+    """In either group."""
+    params = parameters()
+    optimizer = MuonOptimizer(Muon(), params, BLOCKS)
+    give_gradients(params, 0)
+    params["head.weight"].grad = None
+    with pytest.raises(ValueError, match=r"head\.weight"):
+        optimizer.step()
+    assert equal(params, parameters())
+
+
+def test_other_types_and_layouts_of_parameters() -> None:
+    """bfloat16 weights take the float32 update, rounded; a turned matrix takes the same step."""
+    name = "layers.0.attention.out.weight"
+    start = parameters()[name].detach()
+    rule = Muon(lr=0.1, arithmetic="float32", weight_decay=0.0)
+    ways = {
+        "plain": nn.Parameter(start.clone()),
+        "turned": nn.Parameter(start.t().contiguous().t()),
+        "half": nn.Parameter(start.bfloat16()),
+    }
+    grad = torch.randn(24, 24).bfloat16()
+    for p in ways.values():
+        p.grad = grad.to(p.dtype)
+        optimizer = MuonOptimizer(rule, {name: p})
+        optimizer.step()
+        assert optimizer.state()[f"optim.{name}.momentum"].dtype == torch.float32
+    torch.testing.assert_close(ways["turned"], ways["plain"], rtol=1e-6, atol=1e-6)
+    expected = (start.bfloat16().float() + (ways["plain"] - start)).bfloat16()
+    torch.testing.assert_close(ways["half"], expected, rtol=2**-7, atol=1e-6)
+
+
+def test_arithmetic_is_chosen_by_rule() -> None:
+    """float64 weights always take float64: layouts are proved equal in it."""
+    single, double = torch.zeros(3, 40, 33), torch.zeros(40, 33, dtype=torch.float64)
+    for setting in ("auto", "bfloat16", "float32"):
+        assert choose_arithmetic(setting, double) == torch.float64
+    assert choose_arithmetic("bfloat16", single) == torch.bfloat16
+    assert choose_arithmetic("float32", single) == torch.float32
+    native = muon.multiplies_bfloat16(torch.device("cpu"))
+    assert choose_arithmetic("auto", single) == (torch.bfloat16 if native else torch.float32)
+    assert choose_arithmetic("auto", single[:, :31]) == torch.float32
+
+
+def test_what_is_shown() -> None:
+    """Rates of both groups, and the live paths."""
+    rule = Muon(lr=0.2, rest=AdamWRule(lr=0.1), arithmetic="float32")
+    optimizer = MuonOptimizer(rule, parameters(), BLOCKS)
+    assert optimizer.lr(0.5) == {"muon": 0.1, "adamw": 0.05}
+    assert optimizer.describe() == {
+        "muon": "34 matrices in 4 batches, Newton-Schulz in float32",
+        "adamw": "4 tensors fused",
+    }
