@@ -50,6 +50,9 @@ class Hook:
     def on_start(self, job: JobView) -> None:
         """Before the first step of this process, after a checkpoint is loaded."""
 
+    def on_rewind(self, job: JobView) -> None:
+        """After the run went back to an earlier step; what was written about later ones is void."""
+
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """After each optimizer step; ``metrics`` may be added to."""
 

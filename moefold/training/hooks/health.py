@@ -31,6 +31,10 @@ class HealthHook(Hook):
         self._lines = StepLines(job.folder / LOAD_FILE)
         self._lines.rewind(job.step_number)
 
+    def on_rewind(self, job: JobView) -> None:
+        """Drop the lines of the steps that are made again."""
+        self._lines.rewind(job.step_number)
+
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Look at the layers where the step is due."""
         due = job.step_number % self._record.every == 0 or job.step_number == job.last_step

@@ -18,6 +18,10 @@ class MetricsHook(Hook):
         self._lines = StepLines(job.folder / METRICS_FILE)
         self._lines.rewind(job.step_number)
 
+    def on_rewind(self, job: JobView) -> None:
+        """Drop the lines of the steps that are made again."""
+        self._lines.rewind(job.step_number)
+
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Write the line of this step."""
         self._lines.append(job.step_number, {k: v for k, v in metrics.items() if k != "step"})
