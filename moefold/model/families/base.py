@@ -4,6 +4,7 @@ A family is a record: the few sizes users write under ``shape``, and beside it w
 ``describe`` turns it into a ``Decoder``; ``of`` finds the record whose description a decoder is.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
 from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Moe, Router, Z
 
+_ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
 Balance = tuple[Annotated[Record, BALANCE], ...]
 
 
@@ -45,6 +47,8 @@ class Reading:
     special_tokens: Mapping[str, Any]
     """``bos_token_id`` and its like, kept for a later export."""
     notes: tuple[str, ...]
+    quantised: tuple[int, int] | None
+    """Rows and columns that share a scale, where weights are stored as FP8."""
 
 
 class Family(Record):
@@ -93,6 +97,12 @@ class Family(Record):
     def write(self) -> dict[str, Any]:
         """Return the fields of ``config.json`` that are the family's own."""
 
+    def ignores(self, name: str) -> str | None:
+        """Why a tensor on disk has no place in the model; None where it must have one."""
+        if _ROTARY.search(name):
+            return "rotary frequencies, which are computed"
+        return None
+
     @classmethod
     @abstractmethod
     def guess(cls, decoder: Decoder) -> Self:
@@ -115,11 +125,11 @@ class Family(Record):
         }
         sizes = {o: reader.take(t, int) for t, o in cls.hf_sizes.items() if not reader.null(t)}
         own = cls.read(reader)
-        tokens = reader.special_tokens()
+        tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
         model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
         decoder = model.describe(model.sizes.vocab or 2)
-        return Reading(model, decoder, tokens, tuple(reader.notes))
+        return Reading(model, decoder, tokens, tuple(reader.notes), block)
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:

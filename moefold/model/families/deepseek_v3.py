@@ -4,6 +4,7 @@ The two norms on latents keep their epsilon of 1e-6 whatever ``rms_norm_eps`` sa
 transformers. Layers for multi-token prediction are not part of the description.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +20,7 @@ from moefold.moe.config import Aux, Bias, Groups, Router, Shared
 
 _AT = "model.layers.{i}.self_attn"
 _MLP = "model.layers.{i}.mlp"
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _ALPHA = 1e-4
 _RATE = 1e-3
 _ATTENTION = {
@@ -218,6 +220,13 @@ class DeepseekV3(Family):
             "aux_loss_alpha": aux.coefficient if aux else 0.0,
             "seq_aux": aux is not None and aux.over == "sequence",
         }
+
+    def ignores(self, name: str) -> str | None:
+        """Layers beyond the last are for multi-token prediction."""
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= self.shape.layers:
+            return "layers for multi-token prediction"
+        return super().ignores(name)
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:

@@ -99,6 +99,23 @@ class ConfigReader:
         """Add a problem of the family's own."""
         self._problems.append(problem)
 
+    def quantised(self) -> tuple[int, int] | None:
+        """Return the rows and columns that share a scale, where weights are stored as FP8."""
+        name = "quantization_config"
+        self._read.add(name)
+        found = self.config.get(name)
+        if found is None:
+            return None
+        held = found if isinstance(found, dict) else {}
+        method, block = held.get("quant_method"), held.get("weight_block_size")
+        if method == "fp8" and isinstance(block, list) and [type(n) for n in block] == [int, int]:
+            return block[0], block[1]
+        self._problems.append(
+            f"{name} has quant_method {method!r} and weight_block_size {block!r}; supported: "
+            "'fp8' with two block sizes"
+        )
+        return None
+
     def special_tokens(self) -> dict[str, Any]:
         """Return the ids of special tokens, which matter to generation alone."""
         self._read.update(SPECIAL)

@@ -1,0 +1,117 @@
+"""Which tensor on disk fills which part of which parameter, accounted for before a byte is read.
+
+Every parameter is written once and whole; every tensor on disk is used once or stands on a list
+of what is left out, with the reason. Anything else is refused with the full list.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moefold.convert.errors import ConvertError
+from moefold.convert.source import DTYPES, Stored
+from moefold.convert.targets import Target
+from moefold.model.families.names import Entry, Piece, choose_layout, find, pieces
+
+SCALE = "_scale_inv"
+"""Ending of the name of an FP8 tensor's scales."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read into what, and what is not read at all."""
+
+    parts: Mapping[str, tuple[Piece, ...]]
+    """The tensors on disk that each parameter consists of."""
+    left_out: Mapping[str, str]
+    """Tensors on disk that are not used, and why."""
+    scales: Mapping[str, str]
+    """The scales that belong to each FP8 tensor on disk."""
+
+    def packed(self) -> bool:
+        """Whether any parameter lies packed on disk."""
+        return any(len(p) == 1 and not p[0].index for n, p in self.parts.items() if "experts" in n)
+
+
+def make_plan(
+    where: Path,
+    table: tuple[Entry, ...],
+    targets: Mapping[str, Target],
+    present: Mapping[str, Stored],
+    *,
+    ignored: Callable[[str], str | None],
+    block: tuple[int, int] | None,
+) -> Plan:
+    """Match parameters with tensors on disk.
+
+    Args:
+        where: the folder, for the message.
+        table: names of the family.
+        targets: every parameter that must be filled.
+        present: every tensor there is.
+        ignored: says why a tensor is left out, or None.
+        block: rows and columns that share a scale, where the folder is quantised.
+
+    Raises:
+        ConvertError: listing all that is missing, unexpected, doubly used, or of another shape
+            or type.
+    """
+    parts: dict[str, tuple[Piece, ...]] = {}
+    for name, (row, layer) in find(table, targets).items():
+        layout = choose_layout(row, layer, present)
+        parts[name] = pieces(row, layer, targets[name].shape, layout)
+    wanted = [piece for found in parts.values() for piece in found]
+    problems = [f"{p.name} is missing" for p in wanted if p.name not in present]
+    scales, scale_problems = _scales(wanted, present, block)
+    problems += scale_problems
+    uses = Counter([p.name for p in wanted] + list(scales.values()))
+    problems += [f"{n} would be used {count} times" for n, count in uses.items() if count > 1]
+    left_out: dict[str, str] = {}
+    for name in present:
+        reason = None if name in uses else ignored(name)
+        if reason is not None:
+            left_out[name] = reason
+        elif name not in uses:
+            problems.append(f"{name} is not a tensor of this model")
+    problems += [p for piece in wanted if (p := _mismatch(piece, present))]
+    if problems:
+        raise ConvertError(where, problems)
+    return Plan(parts, left_out, scales)
+
+
+def _mismatch(piece: Piece, present: Mapping[str, Stored]) -> str | None:
+    stored = present.get(piece.name)
+    if stored is None:
+        return None
+    if stored.shape != piece.shape:
+        return f"{piece.name} has shape {list(stored.shape)}, expected {list(piece.shape)}"
+    if stored.dtype not in DTYPES:
+        return f"{piece.name} is of type {stored.dtype}; supported: {', '.join(DTYPES)}"
+    return None
+
+
+def _scales(
+    wanted: list[Piece], present: Mapping[str, Stored], block: tuple[int, int] | None
+) -> tuple[dict[str, str], list[str]]:
+    """Find the scales of each FP8 tensor; without them its numbers mean nothing."""
+    scales: dict[str, str] = {}
+    problems: list[str] = []
+    for piece in wanted:
+        stored = present.get(piece.name)
+        if stored is None or stored.dtype != "F8_E4M3":
+            continue
+        scale = piece.name + SCALE
+        held = present.get(scale)
+        if block is None:
+            problems.append(f"{piece.name} is FP8, and config.json has no block size for it")
+        elif held is None:
+            problems.append(f"{scale} is missing")
+        else:
+            scales[piece.name] = scale
+            sizes = [-(-n // b) for n, b in zip(piece.shape, block, strict=False)]
+            if len(piece.shape) != 2 or list(held.shape) != sizes:
+                problems.append(f"{scale} has shape {list(held.shape)}, expected {sizes}")
+            if held.dtype not in ("F32", "BF16"):
+                problems.append(f"{scale} is of type {held.dtype}; supported: F32, BF16")
+    return scales, problems

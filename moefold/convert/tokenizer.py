@@ -1,0 +1,88 @@
+"""The tokenizer's files of a Hugging Face folder: read as text, written for others to load."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moefold.convert.errors import ConvertError
+from moefold.model.families.folder import read_json
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+LIMIT = 128 * 2**20
+_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>")
+# Fields that name code of the folder's own, or a class that needs other files than tokenizer.json.
+_NOT_KEPT = (
+    "auto_map",
+    "tokenizer_class",
+    "tokenizer_file",
+    "name_or_path",
+    "special_tokens_map_file",
+)
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A ``tokenizer.json`` as text, and the names of its special tokens."""
+
+    text: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``tokenizer_config.json``; may be empty."""
+
+
+def read_tokenizer(folder: Path) -> tuple[TokenizerFiles | None, list[str]]:
+    """Return a folder's tokenizer, None where it has no ``tokenizer.json``, and notes."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return None, [f"{folder} has no {TOKENIZER}; the checkpoint will have no tokenizer"]
+    read_json(path, LIMIT)
+    config = read_json(folder / CONFIG, LIMIT) if (folder / CONFIG).is_file() else {}
+    notes = []
+    if "auto_map" in config:
+        notes.append(f"auto_map in {CONFIG} names code of the folder's own; it is never run")
+    kept = {k: v for k, v in config.items() if k not in _NOT_KEPT}
+    return TokenizerFiles(path.read_text(encoding="utf-8"), kept), notes
+
+
+def write_tokenizer(folder: Path, files: TokenizerFiles, context: int | None) -> dict[str, int]:
+    """Write the two files that ``transformers.AutoTokenizer`` reads; return special tokens' ids.
+
+    Args:
+        folder: where to.
+        files: the tokenizer.
+        context: longest sequence, which the tokenizer warns about.
+
+    Raises:
+        ConvertError: where the text is no tokenizer.
+    """
+    try:
+        content = json.loads(files.text)
+        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
+        vocabulary = dict(content["model"].get("vocab") or {})
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConvertError(folder, [f"the tokenizer is no {TOKENIZER}: {error}"]) from None
+    config = {k: v for k, v in files.config.items() if k not in (*_NOT_KEPT, "vocab")}
+    if not config.get("eos_token"):
+        end = next((t for t in _USUAL_ENDS if t in added), None)
+        config |= {} if end is None else {"eos_token": end}
+    config = {k: v for k, v in config.items() if v is not None}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config.setdefault("clean_up_tokenization_spaces", False)
+    if context is not None:
+        config.setdefault("model_max_length", context)
+    (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
+    said = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / CONFIG).write_text(said + "\n", encoding="utf-8")
+    return _ids(config, {**vocabulary, **added})
+
+
+def _ids(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in ("bos", "eos", "pad"):
+        token = config.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token in ids:
+            found[f"{name}_token_id"] = ids[token]
+    return found
