@@ -13,16 +13,20 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.load import Loaded, load
 from moefold.config.problems import Violation
-from moefold.data.config import Data
+from moefold.data.config import Data, DataError
 from moefold.model.config import MODEL, Decoder
-from moefold.model.families import deepseek_v3, mixtral, olmoe, qwen3_moe  # noqa: F401  (each registers itself)
-from moefold.optim.config import OPTIMIZER
+from moefold.model.families import custom, folder, registry
+from moefold.optim.config import OPTIMIZER, Optim
 from moefold.training.config import Layout, Train
 from moefold.training.hooks.config import Watch
 
 RECIPES = Path(__file__).parent / "recipes"
 IDENTITY = ("seed", "model", "data", "optim", "train")
 """Fields that say what is computed; a folder of checkpoints continues only where they agree."""
+FREE_IN_IDENTITY = (("train", "steps"), ("train", "micro_batch"), ("train", "loss_chunk"))
+"""Fields inside those that may change all the same."""
+KNOWN = (registry, custom, folder)
+"""Imported so that every family stands in its slot."""
 
 
 class Run(Record):
@@ -34,9 +38,52 @@ class Run(Record):
     """Two runs are equal bit for bit, at some cost of speed."""
     model: Annotated[Record, MODEL]
     data: Data
-    optim: Annotated[Record, OPTIMIZER]
+    optim: Annotated[Optim, OPTIMIZER]
     train: Train
     layout: Layout = Layout()
     watch: Watch = Watch()
     uses: tuple[str, ...] = ()
     """Python files from outside the package that register parts."""
+
+    def rules(self) -> Iterator[Violation]:
+        """The schedule fits the run; the model can be described; checks have something to read."""
+        for violation in self.optim.misfits(self.train.steps):
+            yield violation.under("optim")
+        try:
+            self.decoder()
+        except DataError as error:
+            yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
+        except ValueError as error:
+            yield Violation(("model",), self.model, str(error))
+
+    def decoder(self) -> Decoder:
+        """Return the full description of the model, with the tokenizer's vocabulary."""
+        return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
+
+
+def recipes() -> dict[str, Path]:
+    """Return the run files shipped in the package, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Load a run.
+
+    Args:
+        source: a run file, a recipe's name, or a Hugging Face folder (fine-tuned on the
+            ``finetune`` recipe's data unless overridden).
+        overrides: ``path=value`` on top, such as ``train.steps=10``.
+
+    Raises:
+        RunError: with every violation, each with path, rule and the nearest legal value.
+    """
+    return loaded_run(source, overrides).record
+
+
+def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]:
+    """Load a run together with where each of its values came from; see :func:`load_run`."""
+    path = Path(source)
+    if (path / "config.json").is_file():
+        overrides = [f"model={{family: folder, from: '{path}'}}", f"name={path.resolve().name}", *overrides]
+        return load(Run, "finetune", overrides, recipes())
+    return load(Run, source, overrides, recipes())

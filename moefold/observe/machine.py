@@ -1,0 +1,32 @@
+"""How fast this machine multiplies: the denominator of model FLOPs utilisation."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+SIZE = 768
+"""Side of the square product that is timed on a CPU: large enough to be bound by arithmetic."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device's sustained matrix rate in one number format."""
+
+    flops_per_s: float
+    source: str
+    """How the rate is known."""
+
+    @classmethod
+    def measured(cls, dtype: torch.dtype, device: torch.device, seconds: float = 0.25) -> "Machine":
+        """Time square products for about ``seconds`` and take the best."""
+        side = SIZE if device.type == "cpu" else 8192
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        best, spent = float("inf"), 0.0
+        while spent < seconds:
+            started = time.perf_counter()
+            (a @ b)[0, 0].item()
+            taken = time.perf_counter() - started
+            best, spent = min(best, taken), spent + taken
+        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        return cls(2 * side**3 / best, f"measured at start: {side}^3 in {dtype}{threads}".replace("torch.", ""))

@@ -1,0 +1,138 @@
+"""Exact counts of a described decoder: parameters, active parameters, FLOPs. No torch.
+
+A layer kind is counted by one function per record class, so that a new kind brings its own.
+FLOPs count a multiply-add as 2, forward and backward as 3 forwards, no recompute, and leave out
+norms, embedding look-up and router (the convention of Megatron-LM's published figures).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moefold.config.base import Record
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.model.config import Decoder
+from moefold.moe.config import Moe
+
+
+@dataclass(frozen=True)
+class Part:
+    """Counts of one part of a layer."""
+
+    parameters: int = 0
+    """All parameters."""
+    idle: int = 0
+    """Of those, the ones a token does not pass through."""
+    multiplied: int = 0
+    """Of the others, those that enter a matrix product counted in FLOPs."""
+    attended: int = 0
+    """Multiply-adds per token and per token it attends to."""
+    experts: int = 0
+    """Of the parameters, those of routed experts."""
+
+    def __add__(self, other: "Part") -> "Part":
+        mine, theirs = vars(self), vars(other)
+        return Part(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a whole decoder."""
+
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head."""
+
+    @property
+    def total(self) -> Part:
+        """The sum over parts."""
+        return sum(self.parts.values(), Part())
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; buffers are not in it."""
+        return self.total.parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters a token passes through, embedding and head included."""
+        return self.total.parameters - self.total.idle
+
+    def flops_per_token(self, seq: int, causal: bool = True) -> float:
+        """Return forward and backward FLOPs per token of sequences of ``seq`` tokens.
+
+        Args:
+            seq: tokens a sequence.
+            causal: whether attention counts the half that the mask leaves, or all of it.
+        """
+        total = self.total
+        return 3 * 2 * (total.multiplied + total.attended * seq * (0.5 if causal else 1.0))
+
+
+def count(decoder: Decoder) -> Counts:
+    """Count a decoder's parts."""
+    matrix = decoder.vocab * decoder.hidden
+    parts = {"embedding": Part(parameters=matrix), "norms": Part(parameters=decoder.hidden)}
+    parts["head"] = Part(parameters=0 if decoder.tied else matrix, multiplied=matrix)
+    for stack in decoder.stacks:
+        for block in stack.blocks:
+            found = {"norms": Part(parameters=2 * decoder.hidden)}
+            for record in (block.attention, block.ffn):
+                for name, part in KINDS[type(record)](record, decoder.hidden).items():
+                    found[name] = found.get(name, Part()) + part
+            for name, part in found.items():
+                repeated = Part(**{k: v * stack.repeat for k, v in vars(part).items()})
+                parts[name] = parts.get(name, Part()) + repeated
+    return Counts(parts)
+
+
+def _matrices(size: int) -> Part:
+    return Part(parameters=size, multiplied=size)
+
+
+def _gqa(record: Gqa, hidden: int) -> dict[str, Part]:
+    dim = record.head_dim
+    products = hidden * dim * (2 * record.heads + 2 * record.kv_heads)
+    heads = {"none": 0, "head": 2, "projection": record.heads + record.kv_heads}[record.qk_norm]
+    attended = Part(attended=2 * record.heads * dim)
+    return {"attention": _matrices(products) + attended, "norms": Part(parameters=heads * dim)}
+
+
+def _mla(record: Mla, hidden: int) -> dict[str, Part]:
+    qk_dim, heads = record.nope_dim + record.rope_dim, record.heads
+    rank = record.q_rank
+    query = hidden * heads * qk_dim if rank is None else rank * (hidden + heads * qk_dim)
+    down = hidden * (record.kv_rank + record.rope_dim)
+    up = record.kv_rank * heads * (record.nope_dim + record.v_dim)
+    out = heads * record.v_dim * hidden
+    attended = Part(attended=heads * (qk_dim + record.v_dim))
+    # The convention counts the norms on the latents, alone among norms, as one product each.
+    norms = _matrices(record.kv_rank + (rank or 0))
+    return {"attention": _matrices(query + down + up + out) + attended, "norms": norms}
+
+
+def _dense(record: Dense, hidden: int) -> dict[str, Part]:
+    return {"ffn": _matrices(3 * hidden * record.width)}
+
+
+def _moe(record: Moe, hidden: int) -> dict[str, Part]:
+    expert, router = 3 * hidden * record.width, record.router
+    routed = Part(
+        parameters=expert * router.experts,
+        idle=expert * (router.experts - router.top_k),
+        multiplied=expert * router.top_k,
+        experts=expert * router.experts,
+    )
+    parts = {"experts": routed, "router": Part(parameters=router.experts * hidden)}
+    if record.shared is not None:
+        gate = hidden if record.shared.gate else 0
+        parts["shared"] = _matrices(3 * hidden * record.shared.width + gate)
+    return parts
+
+
+KINDS: dict[type[Record], Callable[[Any, int], dict[str, Part]]] = {
+    Gqa: _gqa,
+    Mla: _mla,
+    Dense: _dense,
+    Moe: _moe,
+}
+"""How each kind of layer is counted."""

@@ -1,0 +1,305 @@
+"""The run as an object: opening it, its steps, and the loop around them.
+
+What is not the step is a hook; the loop knows none of them by name.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from moefold.checkpoint.folder import newest
+from moefold.checkpoint.lock import FolderLock
+from moefold.checkpoint.save import save
+from moefold.config.records import plain
+from moefold.config.slot import build
+from moefold.data.batch import MicroBatch
+from moefold.data.loader import Loader
+from moefold.data.prepare import prepare
+from moefold.data.tokenizer import Tokenizer
+from moefold.model.decoder import DecoderModel
+from moefold.model.init import initialise
+from moefold.observe.machine import Machine
+from moefold.optim.base import Optimizer
+from moefold.optim.norm import clip_scale, non_finite
+from moefold.planner.count import count
+from moefold.run import Run
+from moefold.training.hooks.base import Figures, Hook
+from moefold.training.nonfinite import Verdict, judge
+from moefold.training.state import Progress, differences, restore, tensors_of
+from moefold.training.step import StepFigures, evaluate, gradients
+
+FORMAT = 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; it saved before it did."""
+
+
+class Job:
+    """A run that is open: its model, data and optimizer, and how far it is.
+
+    Args:
+        run: the run.
+        folder: where everything it writes goes. A run found there is continued: at its newest
+            complete checkpoint, if it computes the same; what differs is refused and listed.
+        hooks: told of every event, in this order.
+        cache: where prepared data is kept (default: beside the folder).
+
+    Attributes:
+        model, optimizer, loader, tokenizer: its parts.
+        progress: step, tokens, and what was left out of the data.
+        last_step: the step at which :meth:`train` ends.
+    """
+
+    def __init__(
+        self, run: Run, folder: str | Path, hooks: Sequence[Hook] = (), *, cache: str | Path | None = None
+    ) -> None:
+        world = run.layout.split.smallest_world
+        if world > 1:
+            raise ValueError(f"layout.sizes: {run.layout.sizes!r} needs {world} ranks; one process trains here")
+        self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
+        self.last_step = run.train.steps
+        if run.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.lock = FolderLock(self.folder, run.name)
+        self.lock.acquire()
+        try:
+            self._open(Path(cache) if cache else self.folder.parent / ".prepared")
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _open(self, cache: Path) -> None:
+        run, train = self.run, self.run.train
+        prepared = prepare(run.data, cache)
+        self.tokenizer: Tokenizer = prepared.tokenizer
+        self.loader = Loader(prepared, run.data.seq, train.batch, train.micro_batch, run.seed)
+        self.decoder = run.decoder()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = DecoderModel(self.decoder, train.precision, run.layout, self.device)
+        self.start_values()
+        self.optimizer: Optimizer = build(run.optim, dict(self.model.named_parameters()))
+        self.progress = Progress()
+        self.machine = Machine.measured(self.model.recipe.dtype, self.device)
+        self.counts = count(self.decoder)
+        self._strikes = 0
+        self._stop_reason: str | None = None
+        self.resumed_from = newest(self.folder)
+        if self.resumed_from is not None:
+            self._resume(self.resumed_from)
+
+    def start_values(self) -> None:
+        """Give the model its values before step one."""
+        initialise(self.model, self.decoder, self.run.seed)
+
+    def _resume(self, path: Path) -> None:
+        self.progress, meta = restore(path, self.model, self.optimizer)
+        changed = differences(meta["run"], plain(self.run))
+        if meta["data"] != self.loader.fingerprint():
+            changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
+        if changed:
+            raise ValueError(
+                f"{path} belongs to a run that computes something else:\n  " + "\n  ".join(changed)
+                + "\nGive another --folder, or --fork NEW to start a new run from it"
+            )
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps done since the start of the run."""
+        return self.progress.step
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens trained on since the start of the run."""
+        return self.progress.tokens
+
+    def train(self) -> dict[str, float | int]:
+        """Run to ``last_step``, save, and return the last step's figures.
+
+        Raises:
+            Interrupted: after a signal or a hook's request, once a checkpoint is saved.
+            NonFiniteStep: where a step's loss or gradient is not finite and the policy says so.
+        """
+        metrics: Figures = {}
+        error: BaseException | None = None
+        with _signals(self.request_stop):
+            try:
+                for hook in self.hooks:
+                    hook.on_start(self)
+                while self.progress.step < self.last_step and self._stop_reason is None:
+                    metrics = self.step()
+                self.save()
+                if self._stop_reason is not None:
+                    raise Interrupted(f"{self._stop_reason}; saved step {self.progress.step}")
+            except BaseException as caught:
+                error = caught
+                raise
+            finally:
+                for hook in self.hooks:
+                    hook.on_stop(self, error)
+        return metrics
+
+    def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
+        """Make one optimizer step and return its figures.
+
+        Args:
+            batches: micro-batches to train on; default those of the data's order.
+        """
+        started = time.perf_counter()
+        run, place = self.run, self.progress.place()
+        if batches is None:
+            batches = self.loader.step(place)
+        batches = [batch.to(self.device) for batch in batches]
+        figures = gradients(self.model, batches, run.layout.recompute, run.train.loss_chunk)
+        verdict = self._judge(figures, place, batches)
+        if verdict is Verdict.REWIND:
+            self._rewind(place)
+            return {}
+        factor = run.optim.schedule_lr.factor(self.progress.step, run.train.steps)
+        if verdict is Verdict.UPDATE:
+            self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), factor)
+            for _, mixture in self.model.mixtures():
+                mixture.balance.finish_step(mixture.router)
+        self.progress.step += 1
+        self.progress.tokens += figures.tokens
+        metrics = self._figures(figures, factor, time.perf_counter() - started)
+        if verdict is Verdict.SKIP:
+            metrics["skipped"] = 1
+        for hook in self.hooks:
+            hook.on_step(self, metrics)
+        return metrics
+
+    def _figures(self, figures: StepFigures, factor: float, seconds: float) -> Figures:
+        rates = self.optimizer.lr(factor)
+        per_second = figures.tokens / seconds
+        flops = self.counts.flops_per_token(self.run.data.seq, causal=True)
+        metrics: Figures = {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "lm_loss": figures.lm_loss,
+            "grad_norm": figures.grad_norm,
+            "lr": next(iter(rates.values())),
+            "tokens_per_s": per_second,
+            "mfu": per_second * flops / self.machine.flops_per_s,
+            "step_time_s": seconds,
+        }
+        metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
+        return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
+
+    def _judge(self, figures: StepFigures, place: int, batches: Sequence[MicroBatch]) -> Verdict:
+        if figures.finite:
+            self._strikes = 0
+            return Verdict.UPDATE
+        self._strikes += 1
+        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        sources = [origin for batch in batches for origin in batch.sources]
+        return judge(
+            self.run.train.on_nonfinite, self._strikes, self.progress.step + 1, place, figures, non_finite(grads), sources
+        )
+
+    def _rewind(self, place: int) -> None:
+        """Go back to the newest checkpoint, or to the start, and leave ``place`` of the data out."""
+        excluded = tuple(sorted({*self.progress.excluded, place}))
+        path = newest(self.folder)
+        if path is None:
+            self.start_values()
+            self.optimizer = build(self.run.optim, dict(self.model.named_parameters()))
+            self.progress = Progress()
+        else:
+            self.progress, _ = restore(path, self.model, self.optimizer)
+        self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
+        for hook in self.hooks:
+            hook.on_rewind(self)
+
+    def evaluate(self, tokens: int | None = None) -> Figures:
+        """Return loss and bits per byte on each held-out set.
+
+        Args:
+            tokens: about how many tokens of each set at most; default as the run says, or all.
+        """
+        record = self.run.watch.evaluate
+        limit = tokens or (record.tokens if record else None)
+        metrics: Figures = {}
+        nats = labels = 0.0
+        for name in self.loader.evaluation_sets:
+            batches = [batch.to(self.device) for batch in self.loader.evaluation(name, limit)]
+            found, count_ = evaluate(self.model, batches, self.run.train.loss_chunk)
+            n_bytes = sum(batch.n_bytes for batch in batches)
+            metrics[f"val/{name}/loss"] = found / max(count_, 1)
+            if n_bytes:
+                metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
+            nats, labels = nats + found, labels + count_
+        if labels:
+            metrics = {"val_loss": nats / labels, **metrics}
+        for hook in self.hooks:
+            hook.on_evaluate(self, metrics)
+        return metrics
+
+    def save(self) -> Path:
+        """Write a checkpoint of the present step, if there is none yet, and return its folder."""
+        present = newest(self.folder)
+        if present is not None and present.name.endswith(f"-{self.progress.step:08d}"):
+            return present
+        progress = self.progress
+        meta: dict[str, Any] = {
+            "format": FORMAT,
+            "run": plain(self.run),
+            "decoder": plain(self.decoder),
+            "data": self.loader.fingerprint(),
+            "tokenizer": self.tokenizer.text(),
+            "progress": {"step": progress.step, "tokens": progress.tokens, "excluded": list(progress.excluded)},
+        }
+        tensors = tensors_of(self.model, self.optimizer)
+        return save(self.folder, progress.step, tensors, meta, self.run.watch.checkpoint.policy, lock=self.lock)
+
+    def health(self) -> list[dict[str, Any]]:
+        """Return the figures of each mixture's routing in the last step."""
+        layers = []
+        for i, mixture in self.model.mixtures():
+            figures: Mapping[str, torch.Tensor] = mixture.balance.health(mixture.router)
+            layers.append(
+                {"layer": i, "top_k": mixture.record.router.top_k} | {k: v.tolist() for k, v in figures.items()}
+            )
+        return layers
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to save and end after the present step."""
+        self._stop_reason = reason
+
+    def close(self) -> None:
+        """Give the folder back."""
+        self.lock.release()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _signals(request_stop: Any) -> Iterator[None]:
+    """Turn the first signal into a request to stop; a second one ends the process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        request_stop(f"received {signal.Signals(number).name}")
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
