@@ -159,11 +159,13 @@ def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:
         raise ValueError(f"ids need the shape [sequences, tokens], not {list(ids_BS.shape)}")
     b, s = ids_BS.shape
     if labels_BS is None:
-        labels_BS = torch.full_like(ids_BS, IGNORED)
-        labels_BS[:, : s - 1] = ids_BS[:, 1:]
-    elif labels_BS.shape != ids_BS.shape:
+        shifted_BS = torch.full_like(ids_BS, IGNORED, dtype=torch.int64)
+        shifted_BS[:, : max(s - 1, 0)] = ids_BS[:, 1:]
+    elif labels_BS.shape == ids_BS.shape:
+        shifted_BS = labels_BS.to(torch.int64)
+    else:
         raise ValueError(f"labels {list(labels_BS.shape)} and ids {[b, s]} differ in shape")
-    device, labels_T = ids_BS.device, labels_BS.reshape(-1).to(torch.int64)
+    device, labels_T = ids_BS.device, shifted_BS.reshape(-1)
     return MicroBatch(
         ids_T=ids_BS.reshape(-1).to(torch.int64),
         labels_T=labels_T,

@@ -132,8 +132,7 @@ def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress)
     started = time.monotonic()
     texts = [(record, source) for record, source in sources if isinstance(source, Source)]
     of_training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
-    size = getattr(data.tokenizer, "sample_bytes", 0)
-    tokenizer: Tokenizer = build(data.tokenizer, lambda: _sample(of_training, size, progress))
+    tokenizer: Tokenizer = build(data.tokenizer, lambda size: _sample(of_training, size, progress))
     tokenizer.save(draft / _TOKENIZER)
     skipped = {}
     for record, source in texts:
@@ -184,7 +183,7 @@ def _encode(
 ) -> None:
     """Write a source's documents as token files, one pair for each side."""
     total, done = source.size(), 0
-    sides = ("train", "valid") if record.holdout else ("train",)
+    sides = ["train", "valid"] if record.holdout else ["train"]
     n_bytes, n_spelt = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
     with ExitStack() as stack:
         writers = {

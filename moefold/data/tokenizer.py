@@ -31,8 +31,8 @@ from moefold.data.config import (
 
 END = "<|endoftext|>"
 _USUAL_ENDS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
-Sample = Callable[[], Iterator[str]]
-"""Gives the text that a tokenizer may be trained on."""
+Sample = Callable[[int], Iterator[str]]
+"""Gives about so many bytes of the text that a tokenizer may be trained on."""
 
 
 class Tokenizer:
@@ -139,15 +139,20 @@ def load(path: Path) -> Tokenizer:
 
 def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
     """Build the tokenizer of a ready file; no text is needed."""
-    file = tokenizer_file(record.path)
+    return from_path(record.path, record.end, record.start)
+
+
+def from_path(path: str, end: str | None = None, start: str | None = None) -> Tokenizer:
+    """Build a tokenizer from a ``tokenizer.json`` or its folder; see :class:`FileTokenizer`."""
+    file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file) if beside_file.is_file() else {}
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: is not UTF-8 text: {error}") from error
-    end = record.end or _named(beside, "eos_token") or _usual_end(file)
-    start = _named(beside, "bos_token") or end if record.start is None else record.start or None
+    end = end or _named(beside, "eos_token") or _usual_end(file)
+    start = _named(beside, "bos_token") or end if start is None else start or None
     return Tokenizer(text, end, start, source=str(file))
 
 
@@ -163,7 +168,7 @@ def train(record: BpeTokenizer, sample: Sample) -> Tokenizer:
         show_progress=False,
     )
     with parallel():
-        inner.train_from_iterator(sample(), trainer)
+        inner.train_from_iterator(sample(record.sample_bytes), trainer)
     return Tokenizer(inner.to_str(), END, END, vocab=record.vocab, source="trained tokenizer")
 
 
@@ -202,7 +207,7 @@ def _spelling(text: str) -> Callable[[str], bytes]:
     """Return how tokens of this ``tokenizer.json`` are spelt as bytes."""
     if '"ByteLevel"' in json.dumps(json.loads(text).get("decoder")):
         alphabet = _byte_alphabet()
-        return lambda token: bytes(alphabet[c] for c in token)
+        return lambda token: b"".join(alphabet.get(c) or c.encode() for c in token)
     return _plain_spelling
 
 
@@ -213,12 +218,12 @@ def _plain_spelling(token: str) -> bytes:
     return token.removeprefix("##").replace("▁", " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, bytes]:
     """The printable character that byte-level BPE (GPT-2) writes for each byte.
 
     Printable Latin-1 stands for itself, the other bytes take the characters from 256 on in order.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(b): b for b in printable}
+    table = {chr(b): bytes([b]) for b in printable}
     others = [b for b in range(BYTES) if b not in set(printable)]
-    return table | {chr(BYTES + i): b for i, b in enumerate(others)}
+    return table | {chr(BYTES + i): bytes([b]) for i, b in enumerate(others)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from moefold.data.config import DataError, FileSource
 
@@ -85,7 +85,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
         raise DataError(f"{path}: {path.suffix} is not read here; unpack it, or pack it as .gz")
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        packed = path.suffix == ".gz"
+        with cast(IO[bytes], gzip.open(path) if packed else path.open("rb")) as file:
             yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: is damaged: {error}; fetch it again") from error
