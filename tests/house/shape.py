@@ -174,25 +174,31 @@ def empty_inits(root: Path) -> list[str]:
 
 
 def handed_on(root: Path) -> list[str]:
-    """What ``import moefold`` hands on exists where it says."""
+    """``import moefold`` hands on every public name of api.py, and none that is not there."""
     known = modules(root)
-    package = known.get("moefold")
+    package, api = known.get("moefold"), known.get("moefold.api")
     if package is None:
         return []
-    breaches = []
+    homes: dict[str, str] = {}
     for node in package.syntax.body:
-        if not (isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_HOMES"):
-            continue
-        for name, home in ast.literal_eval(node.value).items():
-            defined = set()
-            for item in known[home].syntax.body if home in known else []:
-                if isinstance(item, ast.FunctionDef | ast.ClassDef):
-                    defined.add(item.name)
-                elif isinstance(item, ast.ImportFrom):
-                    defined.update(alias.asname or alias.name for alias in item.names)
-            if name not in defined:
-                breaches.append(package.at(node.lineno, f"{home} has no {name}"))
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "_HOMES":
+            homes = ast.literal_eval(node.value)
+    breaches = [
+        package.at(1, f"hands on {name} from {home}, which does not define it")
+        for name, home in homes.items()
+        if home not in known or name not in _defines(known[home])
+    ]
+    breaches += [
+        package.at(1, f"does not hand on {name} of {api.path}")
+        for name in (_defines(api) if api else [])
+        if not name.startswith("_") and homes.get(name) != "moefold.api"
+    ]
     return breaches
+
+
+def _defines(module: Module) -> list[str]:
+    kinds = FunctionNode | ast.ClassDef
+    return [node.name for node in module.syntax.body if isinstance(node, kinds)]
 
 
 def documented(root: Path) -> list[str]:

@@ -27,7 +27,7 @@ PUT_OFF = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]) 
 # Folders that exist on one machine only.
 MACHINE = re.compile(r"(?<![\w.])/(root|home/\w+|Users/\w+|work|tmp/venv|opt/\w+)/")
 TEXT = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh", ""}
-SKIPPED = {".git", ".venv", "runs", "build", "dist", "data", "__pycache__", ".hypothesis"}
+SKIPPED = {".git", ".venv", "runs", "build", "dist", "__pycache__", ".hypothesis"}
 SKIPPED |= {".pytest_cache", ".ruff_cache"}
 
 
@@ -175,7 +175,7 @@ def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Yield path and text of every file a person writes below ``root``."""
     for file in sorted(root.rglob("*")):
         path = file.relative_to(root)
-        hidden = SKIPPED.intersection(path.parts) or "egg-info" in str(path)
+        hidden = SKIPPED.intersection(path.parts) or re.search(r"egg-info|^tests/data/", str(path))
         if not hidden and file.suffix in TEXT and file.is_file():
             yield path.as_posix(), file.read_text(encoding="utf-8")
 

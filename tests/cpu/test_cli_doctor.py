@@ -1,0 +1,74 @@
+"""``moefold doctor``: what it reports, and when it fails."""
+
+import json
+
+import pytest
+import torch
+
+from moefold.cli import _probes, doctor
+from moefold.cli._probes import Finding
+from moefold.cli.main import main
+
+NAMES = ["torch", "threads", "bf16", "cuda", "mps", "gloo", "nccl", "grouped_mm", "triton"]
+NAMES += ["transformer_engine", "deep_ep", "tokenizers", "pyarrow", "transformers", "wandb"]
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+    status = main(["doctor", "--json", *words])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_every_back_end_is_judged_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer = report(capsys)
+    by_name = {found["name"]: found for found in answer["backends"]}
+    assert status == 0 and answer["missing"] == []
+    assert by_name.keys() >= {*NAMES, "tensorboard"}
+    assert by_name["torch"]["version"] == torch.__version__
+    assert by_name["threads"]["version"] == str(torch.get_num_threads())
+    assert by_name["cuda"]["chosen"] == torch.cuda.is_available()
+    for found in by_name.values():
+        assert found["chosen"] <= found["found"]
+        assert found["chosen"] or found["why"], found
+
+
+def test_only_what_is_needed_and_missing_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(capsys, "--need", "gloo", "--need", "torch")[0] == 0
+    if not torch.cuda.is_available():
+        status, answer = report(capsys, "--need", "cuda", "--need", "gloo")
+        assert (status, answer["missing"]) == (doctor.MISSING, ["cuda"])
+
+
+def test_an_unknown_need_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--need", "cude"]) == 2
+    assert "nearest: cuda" in capsys.readouterr().err
+
+
+def test_a_grouped_product_that_is_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moefold.kernels.grouped import grouped
+
+    assert _probes._grouped_mm().chosen
+    true_product = grouped.product
+    monkeypatch.setattr(grouped, "product", lambda *args: true_product(*args) * 1.5)
+    found = _probes._grouped_mm()
+    assert found.found and not found.chosen and "WRONG RESULT" in found.why
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no kernel here\nlong story")
+
+    monkeypatch.setattr(grouped, "product", refuse)
+    found = _probes._grouped_mm()
+    assert not found.found and found.why == "the loop runs instead: no kernel here"
+
+
+def test_without_torch_the_rest_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _probes.is_there
+    monkeypatch.setattr(_probes, "is_there", lambda name: name != "torch" and there(name))
+    by_name = {found.name: found for found in _probes.probe_all()}
+    assert not by_name["torch"].found and "pip install torch" in by_name["torch"].why
+    assert by_name["numpy"].found and "cuda" not in by_name
+
+
+def test_the_table_shows_remedies_untouched(capsys: pytest.CaptureFixture[str]) -> None:
+    remedy = "pip install 'moefold[wandb]'"
+    doctor._print_table([Finding("wandb", False, "", False, remedy)])
+    assert remedy in capsys.readouterr().out
