@@ -20,10 +20,10 @@ BASELINES = {"bigram": "bigram table", "xz": "xz -9e"}
 LAYER_CURVES = {
     "load_max_over_mean": "Busiest expert, load over the mean",
     "dead_experts": "Experts without a token",
-    "router_entropy": "Router entropy (nats)",
+    "load_entropy": "Evenness of the load (1 = even)",
+    "probability_entropy": "Evenness of the router's probabilities (1 = even)",
     "drop_rate": "Share of choices dropped",
-    "bias_max": "Selection bias, largest",
-    "bias_min": "Selection bias, smallest",
+    "bias_range": "Selection bias, largest less smallest",
 }
 
 

@@ -52,9 +52,13 @@ class FakeJob:
             for hook in self.hooks:
                 hook.on_step(self, metrics)
             seen.append(metrics)
+        self.end()
+        return seen
+
+    def end(self) -> None:
+        """Tell the hooks that the run ends."""
         for hook in self.hooks:
             hook.on_stop(self, None)
-        return seen
 
 
 def layer(number: int, load: Sequence[float], top_k: int = 2) -> dict[str, Any]:
@@ -63,10 +67,10 @@ def layer(number: int, load: Sequence[float], top_k: int = 2) -> dict[str, Any]:
         "layer": number,
         "load_max_over_mean": max(load) * len(load),
         "dead_experts": sum(share == 0 for share in load),
-        "router_entropy": 1.0,
+        "load_entropy": 1.0,
+        "probability_entropy": 1.0,
         "drop_rate": 0.0,
-        "bias_min": 0.0,
-        "bias_max": 0.0,
+        "bias_range": 0.0,
         "load": list(load),
         "top_k": top_k,
     }

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Evaluate, Health, Progress
 from moefold.training.hooks.evaluate import EvaluateHook
 from moefold.training.hooks.events import EventsHook
-from moefold.training.hooks.health import AlarmHook, HealthHook
+from moefold.training.hooks.health import AlarmHook, HealthHook, RoutingCollapse
 from moefold.training.hooks.metrics import MetricsHook
 from moefold.training.hooks.progress import ProgressHook
 from tests.pure.fake_job import FakeJob, layer
@@ -81,10 +82,11 @@ def test_every_expert_chosen_is_no_trouble(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "calls"), [("warn", []), ("checkpoint", ["save"]), ("stop", ["stop"])]
+    ("action", "calls"),
+    [("warn", []), ("checkpoint", [("save", 6)]), ("stop", [("save", 6)])],
 )
 def test_the_alarm_is_raised_once_after_patience(
-    tmp_path: Path, action: str, calls: list[str]
+    tmp_path: Path, action: str, calls: list[tuple[str, int]]
 ) -> None:
     """Three checks of two steps each; the layer that is well stays unnamed."""
     record = Health(every=2, patience=3, action=action)  # type: ignore[arg-type]
@@ -92,9 +94,14 @@ def test_the_alarm_is_raised_once_after_patience(
     hooks: list[Hook] = [HealthHook(record, out), MetricsHook(), AlarmHook(record)]
     job = FakeJob(tmp_path, hooks, last_step=20)
     job.layers = [layer(0, EVEN), layer(1, ONE_SIDED)]
-    seen = job.go()
-    assert [m["step"] for m in seen if m.get("moe/alarms")] == [6]
-    assert [call for call, _ in job.calls] == calls
+    stopped = pytest.raises(RoutingCollapse, match=r"1 layer.* at step 6, .*action is stop")
+    with stopped if action == "stop" else nullcontext():
+        job.go()
+    job.end()
+    lines = History.read(tmp_path).lines
+    assert [line["step"] for line in lines if line.get("moe/alarms")] == [6]
+    assert len(lines) == (6 if action == "stop" else 20)
+    assert job.calls == calls
     assert said(out).count("routing alarm") == 1
     assert "step 6, layer 1: 2 of 4 experts get no token, 3 checks in a row" in said(out)
 

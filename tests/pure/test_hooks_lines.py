@@ -11,8 +11,8 @@ from moefold.training.hooks.lines import StepLines, read_lines
 
 def written(path: Path, steps: range, mark: str) -> StepLines:
     """Write a line per step and return the open file."""
-    lines = StepLines(path)
-    lines.rewind(steps.start - 1)
+    lines = StepLines(path.name)
+    lines.open(path.parent, steps.start - 1)
     for step in steps:
         lines.append(step, {"mark": mark})
     return lines
@@ -55,8 +55,8 @@ def test_a_run_from_the_start_leaves_nothing_of_the_one_before(tmp_path: Path) -
     """Step 0 is before every line."""
     path = tmp_path / "metrics.jsonl"
     written(path, range(1, 4), "first").close()
-    lines = StepLines(path)
-    lines.rewind(0)
+    lines = StepLines(path.name)
+    lines.open(tmp_path, 0)
     lines.close()
     assert path.read_bytes() == b""
 
@@ -68,7 +68,7 @@ def test_a_spoilt_file_is_not_cut(tmp_path: Path, bad: str) -> None:
     path.write_text('{"step": 1}\n' + bad + '{"step": 3}\n')
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
-        StepLines(path).rewind(5)
+        StepLines(path.name).open(tmp_path, 5)
     assert path.read_bytes() == before
 
 
@@ -77,13 +77,14 @@ def test_steps_that_do_not_rise_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2}\n')
     with pytest.raises(ValueError, match="step 2 at byte 24 follows step 2"):
-        StepLines(path).rewind(5)
+        StepLines(path.name).open(tmp_path, 5)
 
 
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
     """NaN would make the line unreadable for most programs."""
     path = tmp_path / "metrics.jsonl"
-    lines = StepLines(path)
+    lines = StepLines(path.name)
+    lines.open(tmp_path, 0)
     values = {"loss": float("nan"), "norm": float("inf"), "n": np.int64(3), "x": np.float32(0.5)}
     lines.append(1, {**values, "load": {0: [np.float64(0.25)]}})
     lines.close()

@@ -36,7 +36,7 @@ class Wandb(Record):
     group: str | None = None
     mode: Literal["online", "offline"] = "online"
 
-    owner = "moefold.training.hooks.wandb:WandbHook"
+    owner = "moefold.training.hooks.weights_and_biases:WandbHook"
 
 
 class Metrics(Record):
@@ -46,8 +46,6 @@ class Metrics(Record):
     """``auto`` writes events where the package ``tensorboard`` is installed."""
     wandb: Wandb | None = None
 
-    owner = "moefold.training.hooks.metrics:MetricsHook"
-
 
 class Evaluate(Record):
     """Evaluation on the held-out sets, every so many steps and at the end."""
@@ -55,8 +53,8 @@ class Evaluate(Record):
     every: Size = 100
     tokens: Size | None = None
     """Held-out tokens of each set that are read; None is all of them."""
-    baselines: tuple[Literal["bigram", "xz"], ...] = ()
-    """What the result is set beside: a bigram table of tokens, and ``xz -9e``."""
+    baselines: tuple[Literal["bigram", "byte_bigram", "byte_trigram", "xz"], ...] = ()
+    """What the result is set beside: tables of neighbouring tokens or bytes, and ``xz -9e``."""
 
     owner = "moefold.training.hooks.evaluate:EvaluateHook"
 
@@ -91,7 +89,7 @@ class Health(Record):
     patience: Size = 5
     """Checks in a row that have to fail before the alarm is raised."""
     action: Literal["warn", "checkpoint", "stop"] = "warn"
-    """``checkpoint`` saves and goes on; ``stop`` saves and ends the run."""
+    """``checkpoint`` saves and goes on; ``stop`` saves and ends the run with status 3."""
 
     owner = "moefold.training.hooks.health:HealthHook"
 
@@ -100,8 +98,6 @@ class Profile(Record):
     """Chrome traces of chosen steps, in ``profile/``."""
 
     steps: Annotated[tuple[Size, ...], Field(min_length=1)]
-
-    owner = "moefold.training.hooks.profile:ProfileHook"
 
     def rules(self) -> Iterator[Violation]:
         """Steps rise and none is named twice."""
@@ -124,7 +120,7 @@ class ExpertsPage(Record):
 
     tokens: Annotated[int, Field(ge=16, le=8192)] = 1024
 
-    owner = "moefold.training.hooks.experts_page:ExpertsPageHook"
+    owner = "moefold.training.hooks.experts_run:ExpertsPageHook"
 
 
 class Watch(Record):

@@ -12,6 +12,12 @@ from moefold.training.hooks.lines import StepLines
 
 ALARMS = "moe/alarms"
 """Key of the number of layers whose alarm was raised at this step."""
+OWN_PLACE = ("layer", "top_k", "load")
+"""What is no figure of ``moe/<layer>/``."""
+
+
+class RoutingCollapse(ValueError):
+    """The run was told to stop when its routing collapses, and it did."""
 
 
 class HealthHook(Hook):
@@ -25,11 +31,11 @@ class HealthHook(Hook):
         self._record = record
         self._console = console
         self._failed: dict[str, int] = {}
+        self._lines = StepLines(LOAD_FILE)
 
     def on_start(self, job: JobView) -> None:
         """Drop the loads of steps after the checkpoint that the run continues from."""
-        self._lines = StepLines(job.folder / LOAD_FILE)
-        self._lines.rewind(job.step_number)
+        self._lines.open(job.folder, job.step_number)
 
     def on_rewind(self, job: JobView) -> None:
         """Drop the lines of the steps that are made again."""
@@ -47,7 +53,7 @@ class HealthHook(Hook):
             layer = str(figures["layer"])
             loads[layer] = [round(float(share), 6) for share in figures["load"]]
             for key, value in figures.items():
-                if key not in ("layer", "load"):
+                if key not in OWN_PLACE:
                     metrics[f"moe/{layer}/{key}"] = value
             trouble = self.trouble(figures)
             self._failed[layer] = self._failed.get(layer, 0) + 1 if trouble else 0
@@ -92,7 +98,11 @@ class AlarmHook(Hook):
         alarms = metrics.get(ALARMS, 0)
         if not alarms:
             return
+        if self._action != "warn":
+            path = job.save()
         if self._action == "stop":
-            job.request_stop(f"routing alarm in {alarms} layer(s) at step {job.step_number}")
-        elif self._action == "checkpoint":
-            job.save()
+            raise RoutingCollapse(
+                f"routing alarm in {alarms} layer(s) at step {job.step_number}, and "
+                f"watch.health.action is stop; saved {path}. Raise the balancing term, lower "
+                "optim.lr, or continue with watch.health.action=warn"
+            )

@@ -15,16 +15,22 @@ class StepLines:
     that one belongs to no checkpoint. ``rewind`` cuts what lies beyond a step.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, name: str) -> None:
+        self.path = Path(name)
         self.last = -1
         """The newest step in the file; -1 when there is none."""
         self._file: Any = None
 
-    def rewind(self, step: int) -> None:
-        """Open the file and drop every line after ``step``, in one system call."""
+    def open(self, folder: Path, step: int) -> None:
+        """Open the file in a run's folder, and drop what lies after the step it goes on from."""
         self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / self.path.name
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Drop every line after ``step``, in one system call."""
+        self.close()
         end, self.last = 0, -1
         if self.path.exists():
             for found, start, stop in _spans(self.path):
@@ -43,8 +49,9 @@ class StepLines:
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the line of ``step``; a step that was written before takes all after it away."""
-        if self._file is None or step <= self.last:
+        if step <= self.last:
             self.rewind(step - 1)
+        assert self._file is not None, "open() comes first"
         text = json.dumps({"step": step, **_plain(values)}, allow_nan=False)
         self._file.write(text.encode() + b"\n")
         self.last = step

@@ -13,10 +13,12 @@ from moefold.training.hooks.tensorboard import TensorBoardHook
 class MetricsHook(Hook):
     """Writes ``metrics.jsonl``: one object per step, each step once, also after resuming."""
 
+    def __init__(self) -> None:
+        self._lines = StepLines(METRICS_FILE)
+
     def on_start(self, job: JobView) -> None:
         """Drop the lines of steps after the checkpoint that the run continues from."""
-        self._lines = StepLines(job.folder / METRICS_FILE)
-        self._lines.rewind(job.step_number)
+        self._lines.open(job.folder, job.step_number)
 
     def on_rewind(self, job: JobView) -> None:
         """Drop the lines of the steps that are made again."""

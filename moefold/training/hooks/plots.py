@@ -99,7 +99,7 @@ def load_figure(history: History, title: str) -> Figure | None:
     rows = -(-len(shown) // columns)
     heights = [0.9 + max(1.2, 0.28 * len(layers)), 1.8 * rows]
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-    now, over_time = figure.subfigures(2, 1, height_ratios=heights)
+    (now,), (over_time,) = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)
     peak = float(np.nanpercentile(load, 99.5))
     norm = TwoSlopeNorm(1.0, 0.0, max(peak, 1.5))
     axes = now.add_subplot()

@@ -55,7 +55,7 @@ class ProgressHook(Hook):
         """Show the bar at the step the run continues from."""
         self._pace.start(time.monotonic())
         if self._style == "bar":
-            self._bar = Bar(
+            bar = self._bar = Bar(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
                 MofNCompleteColumn(),
@@ -65,10 +65,10 @@ class ProgressHook(Hook):
                 expand=True,
                 refresh_per_second=4,
             )
-            self._task = self._bar.add_task(
+            self._task = bar.add_task(
                 job.run.name, total=job.last_step, completed=job.step_number, facts="", left="–"
             )
-            self._bar.start()
+            bar.start()
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Move the bar, or print a line where the last one is old enough."""

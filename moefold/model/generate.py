@@ -1,0 +1,73 @@
+"""Text from a model: several prompts at once, as segments of one pass.
+
+T rows, V vocabulary, P prompts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefold.data.batch import pack
+from moefold.kernels.linear.product import linear
+from moefold.layers.flow import Flow
+from moefold.model.decoder import DecoderModel
+
+
+@torch.no_grad()
+def generate(
+    model: DecoderModel,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    end: int | None = None,
+    vocab: int | None = None,
+    window: int | None = None,
+) -> list[list[int]]:
+    """Return what the model writes after each prompt, without the prompt.
+
+    Args:
+        model: the model.
+        prompts: token ids of each prompt; none is empty.
+        tokens: at most so many tokens each.
+        temperature: 0 takes the likeliest token each time.
+        top_p: the smallest set of tokens with this probability is drawn from.
+        seed: the same seed draws the same text.
+        end: token after which a text is finished; it is not returned.
+        vocab: ids from here on are never drawn (rows of the embedding without a token).
+        window: the model sees at most so many of the newest tokens.
+
+    Raises:
+        ValueError: for an empty prompt.
+    """
+    if any(not len(p) for p in prompts):
+        raise ValueError("a prompt has no tokens; give at least one character to go on from")
+    device = model.embed.weight.device
+    draws = torch.Generator().manual_seed(seed)
+    texts, open_ = [list(p) for p in prompts], list(range(len(prompts)))
+    for _ in range(tokens):
+        if not open_:
+            break
+        rows = pack([texts[i][-(window or 0) :] for i in open_]).to(device)
+        x_TD, _ = model(Flow(rows, model.recipe, training=False))
+        logits_PV = linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], model.head_operand())
+        drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, draws)
+        for i, token in zip(open_, drawn, strict=True):
+            texts[i].append(token)
+        open_ = [i for i in open_ if texts[i][-1] != end]
+    written = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    return [text[:-1] if text and text[-1] == end else text for text in written]
+
+
+def _draw(logits_PV: Tensor, temperature: float, top_p: float, draws: torch.Generator) -> list[int]:
+    if temperature == 0:
+        return logits_PV.argmax(-1).tolist()
+    probability_PV = (logits_PV / temperature).softmax(-1)
+    if top_p < 1:
+        sorted_PV, ids_PV = probability_PV.sort(-1, descending=True, stable=True)
+        beyond_PV = sorted_PV.cumsum(-1) - sorted_PV >= top_p
+        probability_PV = torch.zeros_like(probability_PV).scatter_(-1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0))
+    return torch.multinomial(probability_PV, 1, generator=draws)[:, 0].tolist()

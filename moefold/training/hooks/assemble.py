@@ -1,0 +1,53 @@
+"""The hooks of a run, in the order in which they are told.
+
+1. ``profile`` ends a trace, so that no other hook is in it
+2. baselines are measured; ``evaluate`` and ``health`` add to the step's figures; ``sample`` writes
+3. hooks from outside, which may read what was added and add to it
+4. ``metrics.jsonl``, TensorBoard and W&B write the figures
+5. ``progress`` shows them; ``plots`` and the page of experts draw from what was written
+6. the alarm, and checkpoints: everything of a step is written before its checkpoint, so a run
+   that resumes there has lost nothing
+7. ``profile`` starts the trace of the next step
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from moefold.config.slot import build
+from moefold.training.hooks.base import Hook
+from moefold.training.hooks.baselines import BaselinesHook
+from moefold.training.hooks.checkpoint import CheckpointHook
+from moefold.training.hooks.config import Watch
+from moefold.training.hooks.events import EventsHook
+from moefold.training.hooks.forecast import ForecastHook
+from moefold.training.hooks.health import AlarmHook
+from moefold.training.hooks.metrics import sinks
+from moefold.training.hooks.profile import ProfileHook, ProfileStart
+
+
+def assemble(
+    watch: Watch, console: Console | None = None, outside: Sequence[Hook] = ()
+) -> tuple[Hook, ...]:
+    """Build the hooks that ``watch`` asks for, with those from ``outside`` among them.
+
+    Raises:
+        ValueError: for a sink whose package is missing; it says how to get it.
+    """
+    console = console or Console()
+    profile = None if watch.profile is None else ProfileHook(watch.profile)
+    hooks: list[Hook] = [] if profile is None else [profile]
+    if watch.evaluate is not None:
+        if watch.evaluate.baselines:
+            hooks.append(BaselinesHook(watch.evaluate, console))
+        hooks.append(build(watch.evaluate))
+    hooks += [build(record, console) for record in (watch.health, watch.sample) if record]
+    hooks += [*(build(record) for record in watch.hooks), *outside]
+    hooks += [EventsHook(), *sinks(watch.metrics), build(watch.progress, console)]
+    if watch.progress.style != "off":
+        hooks.append(ForecastHook(console))
+    hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
+    if watch.health is not None:
+        hooks.append(AlarmHook(watch.health))
+    hooks.append(CheckpointHook(watch.checkpoint.every))
+    return (*hooks, *(() if profile is None else (ProfileStart(profile),)))

@@ -1,0 +1,74 @@
+"""Text written by the model while it learns: on the console and in ``samples.txt``."""
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from moefold.model.generate import generate
+from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.config import Sample
+
+SAMPLES_FILE = "samples.txt"
+SHOWN_LINES = 8
+HEAD = "=== step {step} · {prompt!r}\n"
+
+
+class SampleHook(Hook):
+    """Continues the prompts where the step is due, each time with the same draws."""
+
+    def __init__(self, record: Sample, console: Console) -> None:
+        self._record = record
+        self._console = console
+
+    def on_start(self, job: JobView) -> None:
+        """Drop the samples of steps after the checkpoint that the run continues from."""
+        cut_after(job.folder / SAMPLES_FILE, job.step_number)
+
+    def on_rewind(self, job: JobView) -> None:
+        """Drop the samples of the steps that are made again."""
+        cut_after(job.folder / SAMPLES_FILE, job.step_number)
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Write where the step is due, and at the end."""
+        record, step = self._record, job.step_number
+        if step % record.every and step != job.last_step:
+            return
+        tokenizer = job.tokenizer
+        continued = generate(
+            job.model,
+            [tokenizer.prompt(text) for text in record.prompts],
+            record.tokens,
+            temperature=record.temperature,
+            top_p=record.top_p,
+            seed=job.run.seed,
+            end=tokenizer.end_id,
+            vocab=tokenizer.size,
+            window=job.run.data.seq,
+        )
+        with open(job.folder / SAMPLES_FILE, "a", encoding="utf-8") as file:
+            for prompt, ids in zip(record.prompts, continued, strict=True):
+                text = tokenizer.decode(ids)
+                file.write(f"{HEAD.format(step=step, prompt=prompt)}{prompt}{text}\n\n")
+                self._show(step, prompt, text)
+
+    def _show(self, step: int, prompt: str, text: str) -> None:
+        lines = (prompt + text).splitlines()
+        shown = "\n".join(lines[:SHOWN_LINES]) + ("\n…" if len(lines) > SHOWN_LINES else "")
+        whole = Text.assemble((f"sample step {step}", "cyan"), "\n", shown)
+        whole.stylize("bold", len(f"sample step {step}\n"), len(f"sample step {step}\n{prompt}"))
+        self._console.print(whole, soft_wrap=True)
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Drop the samples of steps after ``step``."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    for head in re.finditer(r"^=== step (\d+) · ", text, re.MULTILINE):
+        if int(head[1]) > step:
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(text[: head.start()], encoding="utf-8")
+            part.replace(path)
+            return
