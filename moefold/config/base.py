@@ -9,7 +9,7 @@ hold *between* fields is said by ``rules()``, which is asked only when every fie
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -21,21 +21,26 @@ _LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-stric
 _OPAQUE = frozenset({"metadata", "serialization", "default", "config", "cls"})
 
 
-def _soften(schema: Any, top: bool = False) -> None:
+def _soften(schema: Any, handler: GetCoreSchemaHandler, top: bool = False) -> None:
     """Let containers accept lists, down to (not into) the schemas of other records."""
     if isinstance(schema, list | tuple):
         for item in schema:
-            _soften(item)
+            _soften(item, handler)
     if not isinstance(schema, dict):
         return
     kind = schema.get("type")
+    if kind == "definition-ref":
+        target = handler.resolve_ref_schema(cast(CoreSchema, schema))
+        if target.get("type") == "enum":
+            _soften(target, handler)
+        return
     if kind == "model" and not top:
         return
     if isinstance(kind, str) and kind in _LENIENT:
         schema["strict"] = False
     for key, item in schema.items():
         if key not in _OPAQUE:
-            _soften(item)
+            _soften(item, handler)
 
 
 class Record(BaseModel):
@@ -67,6 +72,5 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Build the strict schema, in which a tuple may be given as a list and a path as text."""
         schema = handler(source)
-        _soften(schema, top=True)
+        _soften(handler.resolve_ref_schema(schema), handler, top=True)
         return schema
-

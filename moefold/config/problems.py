@@ -29,6 +29,7 @@ class Rename:
 
 
 REMOVE = Remove()
+_SILENT = ("missing", "syntax", "tag", "too-large", "no-file", "override")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,7 @@ class RunError(ValueError):
     (after ``base`` and overrides), so that ``repair(error.data, error.violations)`` is legal.
     """
 
-    def __init__(
-        self, violations: Iterable[Violation], data: Any = None, source: str = ""
-    ) -> None:
+    def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
         self.violations = tuple(violations)
         self.data = data
         self.source = source
@@ -90,10 +89,11 @@ class RunError(ValueError):
 def describe(violation: Violation) -> list[str]:
     """Return a violation as two or three plain lines."""
     where = f"  [{violation.where}]" if violation.where else ""
-    said = "" if violation.id in ("missing", "syntax") else f" = {show(violation.value)}"
+    silent = violation.value is None and violation.id in _SILENT
+    said = "" if silent else f" = {show(violation.value)}"
     lines = [f"  {dotted(violation.path) or '(whole file)'}{said}{where}"]
     lines.append(f"      {violation.rule}")
-    if violation.edits != ():
+    if violation.edits != () or violation.nearest is not None:
         lines.append(f"      nearest: {show(violation.nearest)}")
     return lines
 

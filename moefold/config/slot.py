@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from moefold.config.base import Record
+
+RecordClass = TypeVar("RecordClass", bound=type[Record])
 
 
 class Slot:
@@ -25,7 +27,7 @@ class Slot:
         self.tag = tag
         self.kinds: dict[str, type[Record]] = {}
 
-    def register(self, record: type[Record]) -> type[Record]:
+    def register(self, record: RecordClass) -> RecordClass:
         """Add a record class under the value of its tag field; usable as a decorator."""
         field = record.model_fields.get(self.tag)
         kind = None if field is None else field.default

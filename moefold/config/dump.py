@@ -1,0 +1,107 @@
+"""Writing records down: the resolved run file, golden dumps, differences, and identities."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from moefold.config.base import Record
+from moefold.config.fields import MISSING, leaves
+from moefold.config.problems import dotted
+from moefold.config.reader import Scalars
+from moefold.config.records import plain
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that any YAML reader, of version 1.1 or 1.2, would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+_ours = {first: list(rules) for first, rules in Scalars.yaml_implicit_resolvers.items()}
+_theirs = yaml.SafeDumper.yaml_implicit_resolvers
+_Dumper.yaml_implicit_resolvers = {
+    first: _ours.get(first, []) + _theirs.get(first, []) for first in {*_ours, *_theirs}
+}
+
+
+def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
+
+
+def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
+    scalars = not any(isinstance(item, dict | list) for item in value)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=scalars)
+
+
+_Dumper.add_representer(float, _write_float)
+_Dumper.add_representer(list, _write_list)
+
+
+def dump_yaml(record: Record | Mapping[str, Any]) -> str:
+    """Return the resolved run file: every field in the order of its class, defaults written out.
+
+    Reading it back gives an equal record.
+    """
+    return yaml.dump(plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def flat(record: Record | Mapping[str, Any]) -> dict[str, str]:
+    """Return each leaf of a record by its dotted path, values as JSON."""
+    return {dotted(path): _json(value) for path, value in leaves(plain(record))}
+
+
+def golden(record: Record | Mapping[str, Any]) -> str:
+    """Return a record as sorted lines ``path: value``, for a dump that is kept and compared."""
+    lines = sorted(flat(record).items(), key=lambda item: _natural(item[0]))
+    return "".join(f"{path}: {value}\n" for path, value in lines)
+
+
+def _natural(path: str) -> list[tuple[int, int, str]]:
+    """Sort key in which item 10 of a list comes after item 9."""
+    parts = path.replace("]", "").replace("[", ".").split(".")
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def diff(one: Record | Mapping[str, Any], other: Record | Mapping[str, Any]) -> list[str]:
+    """Return what differs between two records, a line per leaf: ``path: old -> new``."""
+    old, new = flat(one), flat(other)
+    paths = sorted({*old, *new}, key=_natural)
+    absent = repr(MISSING)
+    return [
+        f"{path}: {old.get(path, '(nothing)')} -> {new.get(path, '(nothing)')}"
+        for path in paths
+        if old.get(path, absent) != new.get(path, absent)
+    ]
+
+
+def identity(
+    record: Record | Mapping[str, Any],
+    parts: Mapping[str, str] | None = None,
+    only: Iterable[str] | None = None,
+) -> str:
+    """Return a hash of what a record says, stable across machines and versions of Python.
+
+    Args:
+        record: the record, or its plain data.
+        parts: SHA-256 of each file from outside by path; only the hashes count, so that a run
+            keeps its identity when it is moved.
+        only: the top-level keys that count; all where absent.
+
+    Returns:
+        SHA-256, 64 hexadecimal digits.
+    """
+    data = plain(record)
+    chosen = data if only is None else {key: data[key] for key in only}
+    said = {"record": chosen, "parts": sorted((parts or {}).values())}
+    return hashlib.sha256(_json(said).encode()).hexdigest()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)

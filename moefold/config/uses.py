@@ -1,0 +1,56 @@
+"""Parts from outside the package: importing Python files that register records of their own."""
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+
+def bring(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[str, str]:
+    """Import Python files so that they can register their parts.
+
+    A file is imported once per content, under a module name of its own made from its path and
+    content, and stays in ``sys.modules`` so that classes in it can be pickled.
+
+    Args:
+        paths: files to import, as written in a run file.
+        relative_to: folder that relative paths start from.
+
+    Returns:
+        Absolute path to SHA-256 (hex) of each file, in order; the hashes enter a run's identity.
+
+    Raises:
+        ValueError: where a file does not exist, is no ``.py`` file, or fails while it is imported.
+    """
+    return {str(path): _bring(path) for path in (resolve(item, relative_to) for item in paths)}
+
+
+def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
+    """Return the absolute form of a path that is relative to a folder; ``~`` is the home."""
+    return (Path(relative_to) / Path(path).expanduser()).resolve()
+
+
+def _bring(path: Path) -> str:
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"{path} is not a Python file")
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    place = hashlib.sha256(str(path).encode()).hexdigest()
+    name = f"moefold_outside.{path.stem}_{place[:8]}_{digest[:8]}".replace("-", "_")
+    if name in sys.modules:
+        return digest
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        exec(compile(content, str(path), "exec"), module.__dict__)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{path} failed while it was imported: {_said(error)}") from error
+    return digest
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
