@@ -10,6 +10,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "load_run": "moefold.run",
+    "load_model": "moefold.api",
+    "train": "moefold.api",
+    "open": "moefold.api",
+    "export": "moefold.api",
 }
 
 

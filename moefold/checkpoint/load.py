@@ -110,7 +110,7 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.close()
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the checkpoint, on the host."""
@@ -175,16 +175,17 @@ class Reader:
     def _read_at(self, shard: int, offset: int, into: memoryview) -> int:
         """Read from a shard, opening it where another one was open."""
         if self._open[0] != shard:
-            self._close()
+            self.close()
             path = self.path / self.manifest.shards[shard].file
             self._open = (shard, self._disk.open(path))
         try:
             return self._disk.read(self._open[1], into, offset)
         except OSError:
-            self._close()  # a stale handle is of no use to the next attempt
+            self.close()  # a stale handle is of no use to the next attempt
             raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the shard that is open; the next read opens what it needs."""
         number, fd = self._open
         self._open = (-1, -1)
         if number >= 0:

@@ -20,11 +20,13 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.config.records import plain
 from moefold.config.slot import build
+from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.data.prepare import prepare
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.decoder import DecoderModel
+from moefold.model.families.folder import Folder
 from moefold.model.init import initialise
 from moefold.observe.machine import Machine
 from moefold.optim.base import Optimizer
@@ -34,6 +36,7 @@ from moefold.run import Run
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
 from moefold.training.state import Progress, differences, restore, tensors_of
+from moefold.training.stored import describe, fill
 from moefold.training.step import StepFigures, evaluate, gradients
 
 FORMAT = 1
@@ -98,8 +101,13 @@ class Job:
             self._resume(self.resumed_from)
 
     def start_values(self) -> None:
-        """Give the model its values before step one."""
-        initialise(self.model, self.decoder, self.run.seed)
+        """Give the model its values before step one: drawn, or a folder's weights."""
+        source = self.run.model
+        if isinstance(source, Folder):
+            with import_folder(source.path) as imported:
+                fill(self.model, imported.tensors)
+        else:
+            initialise(self.model, self.decoder, self.run.seed)
 
     def _resume(self, path: Path) -> None:
         self.progress, meta = restore(path, self.model, self.optimizer)
@@ -253,13 +261,12 @@ class Job:
         meta: dict[str, Any] = {
             "format": FORMAT,
             "run": plain(self.run),
-            "decoder": plain(self.decoder),
+            **describe(self.decoder, self.tokenizer),
             "data": self.loader.fingerprint(),
-            "tokenizer": self.tokenizer.text(),
             "progress": {"step": progress.step, "tokens": progress.tokens, "excluded": list(progress.excluded)},
         }
         tensors = tensors_of(self.model, self.optimizer)
-        return save(self.folder, progress.step, tensors, meta, self.run.watch.checkpoint.policy, lock=self.lock)
+        return save(self.folder, progress.step, tensors, meta, self.run.watch.checkpoint, lock=self.lock)
 
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step."""

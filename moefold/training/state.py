@@ -17,8 +17,7 @@ from moefold.config.problems import dotted
 from moefold.model.decoder import DecoderModel
 from moefold.optim.base import Optimizer
 from moefold.run import FREE_IN_IDENTITY, IDENTITY
-
-MODEL = "model."
+from moefold.training.stored import model_tensors
 
 
 @dataclass
@@ -42,8 +41,7 @@ class Progress:
 
 def tensors_of(model: DecoderModel, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return every tensor of the state by its name in a checkpoint: live tensors, not copies."""
-    stored = {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return stored | optimizer.state()
+    return model_tensors(model) | optimizer.state()
 
 
 def restore(path: Path, model: DecoderModel, optimizer: Optimizer) -> tuple[Progress, Mapping[str, Any]]:

@@ -1,0 +1,120 @@
+"""The Python face: what notebooks and other programs call. Every command stands on these."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from moefold.convert.exporter import export_folder
+from moefold.convert.importer import import_folder
+from moefold.convert.tokenizer import TokenizerFiles
+from moefold.model.decoder import DecoderModel
+from moefold.precision.config import Precision
+from moefold.run import Run
+from moefold.training.hooks.assemble import assemble
+from moefold.training.hooks.base import Figures, Hook
+from moefold.training.loop import Job
+from moefold.training.stored import StoredModel, fill
+
+PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training run came to."""
+
+    folder: Path
+    """Metrics, plots and checkpoints."""
+    final: Figures
+    """The last step's figures."""
+    model: DecoderModel
+
+
+def train(
+    run: Run, nproc: int = 1, hooks: Sequence[Hook] = (), folder: str | Path | None = None
+) -> Result:
+    """Train a run to its end and return what came of it.
+
+    Args:
+        run: the run, from :func:`load_run`.
+        nproc: processes on this machine.
+        hooks: more hooks, told of each event after the run's own.
+        folder: where output goes; a run found there is continued. Default: a new ``runs/<name>``.
+
+    Raises:
+        ValueError: where the run cannot be trained here, or the folder holds another one.
+    """
+    if nproc != 1:
+        raise ValueError(f"nproc={nproc}: this version trains on one process; leave nproc at 1")
+    with open(run, folder, hooks) as job:
+        return Result(job.folder, job.train(), job.model)
+
+
+def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Job:  # noqa: A001
+    """Open a run for one's own loop: ``job.step()``, ``job.evaluate()``, ``job.save()``.
+
+    Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
+    """
+    return Job(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
+
+
+def free_folder(name: str, parent: str | Path = "runs") -> Path:
+    """Return ``parent/name``, or ``parent/name-2`` and so on where that is taken."""
+    folder, number = Path(parent) / name, 2
+    while folder.exists() and any(folder.iterdir()):
+        folder, number = Path(parent) / f"{name}-{number}", number + 1
+    return folder
+
+
+def load_model(
+    source: str | Path,
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32",
+    device: torch.device | str | None = None,
+) -> DecoderModel:
+    """Load a model with its weights, from a Hugging Face folder, a checkpoint, or a run's folder.
+
+    Args:
+        source: the folder.
+        dtype: type of the products; ``bfloat16`` keeps fp32 weights and multiplies bf16 copies.
+        device: where it goes.
+
+    Raises:
+        ValueError: where the folder is none of these, or does not hold the whole model.
+    """
+    path = Path(source)
+    if (path / "config.json").is_file():
+        with import_folder(path) as imported:
+            model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)
+            fill(model, imported.tensors)
+        return model
+    with StoredModel.open(path) as stored:
+        model = DecoderModel(stored.decoder, PRECISIONS[dtype], device=device)
+        stored.fill(model)
+    return model
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    layout: Literal["per_expert", "packed"] = "per_expert",
+) -> list[str]:
+    """Write a checkpoint's model as a folder that ``transformers`` loads; return notes.
+
+    Args:
+        checkpoint: a checkpoint, or a run's folder (its newest one).
+        folder: a new folder.
+        dtype: type of the weights on disk.
+        layout: experts each on their own, or all in one tensor.
+
+    Raises:
+        ValueError: where there is no checkpoint, or no known family has this model.
+    """
+    with StoredModel.open(checkpoint) as stored:
+        files = None
+        if stored.tokenizer is not None:
+            names = {"eos_token": stored.tokenizer.end, "bos_token": stored.tokenizer.start}
+            files = TokenizerFiles(stored.tokenizer.text, {k: v for k, v in names.items() if v})
+        return export_folder(stored.decoder, stored.tensors, folder, files, dtype, layout)

@@ -1,0 +1,141 @@
+"""A model as a checkpoint holds it: description, weights, tokenizer. What sample, export and load read.
+
+``moefold import`` writes the same form, without optimizer state and progress.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.errors import CheckpointError
+from moefold.checkpoint.folder import newest
+from moefold.checkpoint.load import Reader
+from moefold.config.check import check
+from moefold.config.problems import RunError
+from moefold.config.records import plain
+from moefold.data.tokenizer import Tokenizer
+from moefold.model.config import Decoder
+from moefold.model.decoder import DecoderModel
+
+MODEL = "model."
+"""Before the names of the model's tensors."""
+
+
+def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the part of a checkpoint's meta that says what its model is."""
+    said = None
+    if tokenizer is not None:
+        said = {
+            "text": tokenizer.text,
+            "end": tokenizer.end,
+            "start": tokenizer.start,
+            "vocab": tokenizer.vocab,
+        }
+    return {"decoder": plain(decoder), "tokenizer": said}
+
+
+def model_tensors(model: DecoderModel) -> dict[str, Tensor]:
+    """Return a model's tensors by their names in a checkpoint: live tensors, not copies."""
+    return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint opened for its model; a context manager that closes the files."""
+
+    path: Path
+    meta: Mapping[str, Any]
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    reader: Reader
+
+    @classmethod
+    def open(cls, source: str | Path) -> "StoredModel":
+        """Open a checkpoint's folder, or the newest checkpoint of a run's folder.
+
+        Raises:
+            CheckpointError: where there is none, or it holds no model.
+        """
+        source = Path(source)
+        path = source if (source / "manifest.json").is_file() else newest(source)
+        if path is None:
+            raise CheckpointError(f"{source} is no checkpoint and holds none; give a run's folder or step-…")
+        reader = Reader(path)
+        try:
+            meta = reader.manifest.meta
+            if "decoder" not in meta:
+                raise CheckpointError(f"{path} holds no model that moefold wrote")
+            verdict = check(Decoder, meta["decoder"])
+            if verdict.record is None:
+                raise RunError(verdict.violations, meta["decoder"], str(path))
+            return cls(path, meta, verdict.record, _tokenizer(meta.get("tokenizer")), reader)
+        except BaseException:
+            reader.close()
+            raise
+
+    @property
+    def tensors(self) -> "ModelTensors":
+        """The model's tensors by their global names, each read when asked for."""
+        return ModelTensors(self.reader)
+
+    @torch.no_grad()
+    def fill(self, model: DecoderModel) -> None:
+        """Give a model of the same description its values."""
+        fill(model, self.tensors)
+
+    def close(self) -> None:
+        """Close the files; tensors already read stay."""
+        self.reader.close()
+
+    def __enter__(self) -> "StoredModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ModelTensors(Mapping[str, Tensor]):
+    """The model's part of a checkpoint, read tensor by tensor."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        stored = reader.manifest.tensors
+        self._names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._reader.read(MODEL + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+@torch.no_grad()
+def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy every tensor of a model from ``tensors``, all of them or none.
+
+    Raises:
+        CheckpointError: listing what is missing and what is not the model's.
+    """
+    own = model.state_dict()
+    problems = [f"missing: {name}" for name in own if name not in tensors]
+    problems += [f"unexpected: {name}" for name in tensors if name not in own]
+    if problems:
+        raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
+    for name, target in own.items():
+        target.copy_(tensors[name])
+
+
+def _tokenizer(said: Mapping[str, Any] | None) -> Tokenizer | None:
+    if said is None:
+        return None
+    return Tokenizer(said["text"], said["end"], said["start"], said["vocab"], "the checkpoint's tokenizer")
