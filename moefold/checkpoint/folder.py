@@ -40,7 +40,8 @@ def step_name(step: int) -> str:
 
 def on_its_way(path: Path, way: str) -> Path:
     """Return a fresh name beside ``path`` for a checkpoint on its way: tmp, old or gone."""
-    return path.with_name(f"{path.name}.{way}-{uuid.uuid4().hex[:12]}")
+    step = path.name.partition(".")[0]
+    return path.with_name(f"{step}.{way}-{uuid.uuid4().hex[:12]}")
 
 
 def candidates(folder: Path) -> list[Candidate]:

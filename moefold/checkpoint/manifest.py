@@ -194,6 +194,8 @@ def parse(raw: bytes, folder: Path) -> Manifest:
         envelope = _Envelope.model_validate_json(raw)
     except ValidationError:
         raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
+    if envelope.format is None:
+        raise DamagedError(folder, FILE, "does not say that it is a checkpoint's; " + USE_OLDER)
     if head is None and envelope.format != FORMAT:
         raise _unreadable(envelope, folder)
     if head is None or head[1].decode() != _seal(raw):
@@ -241,8 +243,6 @@ def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
 def _unreadable(envelope: _Envelope, folder: Path) -> VersionError:
     """Return the error that names the version found and the one that is read."""
     found = f"{envelope.format} version {envelope.version}, written by {envelope.writer}"
-    if envelope.format is None:
-        found = "no moefold checkpoint"
     return VersionError(
         folder / FILE,
         f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}. "

@@ -136,14 +136,16 @@ def _write_data(disk: Disk, fd: int, piece: Piece, chunk_bytes: int) -> list[str
     for block in piece.source.blocks():
         disk.write(fd, block)
         total += len(block)
-        while block:
-            taken = block[: chunk_bytes - filled]
-            running.update(taken)
-            filled += len(taken)
-            block = block[len(taken) :]
+        start = 0
+        while start < len(block):
+            stop = min(start + chunk_bytes - filled, len(block))
+            running.update(block[start:stop])
+            filled += stop - start
+            start = stop
             if filled == chunk_bytes:
                 digests.append(running.hexdigest())
                 running, filled = sha256(), 0
+        del block  # its memory goes before the source makes the next one
     if filled:
         digests.append(running.hexdigest())
     assert total == piece.size, f"{piece.name} gave {total} bytes of {piece.size}"

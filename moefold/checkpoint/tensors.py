@@ -64,6 +64,7 @@ class TensorSource:
             host = block.resolve_conj().resolve_neg().contiguous().cpu()
             if host.numel():
                 yield host_bytes(host)
+            del host  # before the next block is made, so that never two of them exist
 
 
 def _blocks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
