@@ -67,7 +67,7 @@ def _draw(logits_PV: Tensor, temperature: float, top_p: float, draws: torch.Gene
         return logits_PV.argmax(-1).tolist()
     probability_PV = (logits_PV / temperature).softmax(-1)
     if top_p < 1:
-        sorted_PV, ids_PV = probability_PV.sort(-1, descending=True, stable=True)
+        sorted_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
         beyond_PV = sorted_PV.cumsum(-1) - sorted_PV >= top_p
         probability_PV = torch.zeros_like(probability_PV).scatter_(-1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0))
     return torch.multinomial(probability_PV, 1, generator=draws)[:, 0].tolist()
