@@ -1,0 +1,273 @@
+"""Preparing data: every byte accounted for, made once, refused where it cannot be right."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moefold.config.load import load
+from moefold.data.baselines import baselines
+from moefold.data.config import Data, DataError
+from moefold.data.index import Indexed, IndexWriter
+from moefold.data.inspect import inspect
+from moefold.data.prepare import Part, Prepared, prepare
+
+WORDS = ("queue", "class", "return", "none", "when", "empty", "and", "raises", "else", "a", "of")
+
+
+def corpus(folder: Path, documents: int = 60, seed: int = 1) -> list[str]:
+    """Write documents of random words as JSON lines and return them."""
+    chance = np.random.default_rng(seed)
+    texts = [" ".join(chance.choice(WORDS, size=chance.integers(5, 60))) for _ in range(documents)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (folder / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return texts
+
+
+def described(folder: Path, **changes: Any) -> Data:
+    raw = {
+        "seq": 16,
+        "tokenizer": {"kind": "bpe", "vocab": 300},
+        "train": [{"source": "jsonl", "files": [f"{folder}/a.jsonl"], "holdout": 0.2}],
+    }
+    return load(Data, raw | changes).record
+
+
+def texts_of(part: Part, prepared: Prepared) -> list[str]:
+    documents = [part.corpus.document(i) for i in range(part.corpus.documents)]
+    return [prepared.tokenizer.decode(ids.tolist()) for ids in documents]
+
+
+def test_every_document_is_on_one_side_and_every_byte_is_counted(tmp_path: Path) -> None:
+    texts = corpus(tmp_path)
+    prepared = prepare(described(tmp_path), tmp_path / "out")
+    (train,), (valid,) = prepared.train, prepared.valid
+    seen, held = texts_of(train, prepared), texts_of(valid, prepared)
+    assert sorted(seen + held) == sorted(texts) and 3 < len(held) < 25
+    assert held == [t for t in texts if t in set(held)]
+    for part, found in ((train, seen), (valid, held)):
+        assert part.n_bytes == sum(len(t.encode()) for t in found) and part.byte_ratio == 1.0
+
+
+def test_the_side_depends_on_the_text_alone(tmp_path: Path) -> None:
+    texts = corpus(tmp_path)
+    before = prepare(described(tmp_path), tmp_path / "out")
+    lines = [json.dumps({"text": text, "n": 1}) for text in reversed(texts * 2)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    after = prepare(described(tmp_path), tmp_path / "out")
+    held = [set(texts_of(p.valid[0], p)) for p in (before, after)]
+    assert held[0] == held[1]
+    assert not held[1] & set(texts_of(after.train[0], after))
+
+
+def test_made_once_and_found_again(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    told: list[str] = []
+    first = prepare(described(tmp_path), tmp_path / "out", lambda what, *_: told.append(what))
+    assert set(told) == {"training the tokenizer", "encoding jsonl"}
+    told.clear()
+    again = prepare(described(tmp_path), tmp_path / "out", lambda what, *_: told.append(what))
+    assert told == [] and again.fingerprint() == first.fingerprint()
+    assert again.folder == first.folder
+    # What does not change the tokens does not make them again.
+    same = described(tmp_path).model_dump()
+    same["train"][0]["weight"], same["seq"] = 3.0, 32
+    assert prepare(load(Data, same).record, tmp_path / "out").folder == first.folder
+    assert len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_changed_data_is_made_again_and_has_another_fingerprint(tmp_path: Path) -> None:
+    corpus(tmp_path, seed=1)
+    before = prepare(described(tmp_path), tmp_path / "out")
+    corpus(tmp_path, seed=2)
+    after = prepare(described(tmp_path), tmp_path / "out")
+    assert after.folder != before.folder and after.fingerprint() != before.fingerprint()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_folder_is_made_again(tmp_path: Path, damage: str) -> None:
+    corpus(tmp_path)
+    first = prepare(described(tmp_path), tmp_path / "out")
+    file = first.train[0].corpus.indexed.bin
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "gone":
+        (first.folder / "manifest.json").unlink()
+    else:
+        with IndexWriter(file, 300) as writer:
+            writer.add([1, 2, 3])
+    again = prepare(described(tmp_path), tmp_path / "out")
+    assert again.fingerprint() == first.fingerprint()
+    assert again.train[0].corpus.tokens == first.train[0].corpus.tokens
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        prepare(described(tmp_path), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_is_left_out_is_reported(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('\n{"text": ""}\n{"text": null}\n')
+    raw = described(tmp_path).model_dump()
+    raw["train"][0]["bad"] = "skip"
+    for _ in range(2):  # told again when the files are only opened
+        prepared = prepare(load(Data, raw).record, tmp_path / "out")
+        counts = {reason: r["count"] for reason, r in prepared.skipped["jsonl"].items()}
+        assert counts == {"empty": 1, "field 'text' is no text": 1}
+
+
+NOTHING: dict[str, tuple[str, float, str]] = {
+    "no documents": ("", 0.0, "gives no document with text in it"),
+    "only empty ones": ('{"text": ""}', 0.0, "gives no document with text in it"),
+    "holdout of one": ('{"text": "a b c"}', 1e-9, "takes none of its 1 documents"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_source_that_gives_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    content, holdout, said = NOTHING[name]
+    (tmp_path / "a.jsonl").write_text(content)
+    raw = described(tmp_path).model_dump()
+    raw["train"][0]["holdout"] = holdout
+    with pytest.raises(DataError, match=f"source jsonl: .*{said}"):
+        prepare(load(Data, raw).record, tmp_path / "out")
+
+
+def ready(tmp_path: Path) -> tuple[Prepared, dict[str, Any]]:
+    """Prepare a corpus, and describe its training tokens as a ready token file."""
+    corpus(tmp_path)
+    made = prepare(described(tmp_path), tmp_path / "out")
+    prefix = made.train[0].corpus.indexed.bin.with_suffix("")
+    return made, {
+        "seq": 16,
+        "tokenizer": {"kind": "file", "path": str(made.folder)},
+        "train": [{"source": "indexed", "prefix": str(prefix), "holdout": 0.3}],
+    }
+
+
+def test_token_files_are_used_where_they_lie(tmp_path: Path) -> None:
+    made, raw = ready(tmp_path)
+    prepared = prepare(load(Data, raw).record, tmp_path / "other")
+    (train,), (valid,) = prepared.train, prepared.valid
+    assert train.corpus.documents + valid.corpus.documents == made.train[0].corpus.documents
+    assert sorted(texts_of(train, prepared) + texts_of(valid, prepared)) == sorted(
+        texts_of(made.train[0], made)
+    )
+    assert train.corpus.indexed.bin == made.train[0].corpus.indexed.bin
+    raw["train"][0]["holdout"] = 0.0
+    whole = prepare(load(Data, raw).record, tmp_path / "other")
+    assert whole.train[0].n_bytes == made.train[0].n_bytes and whole.valid == ()
+
+
+def test_another_tokenizer_than_the_files_is_refused_unless_allowed(tmp_path: Path) -> None:
+    made, raw = ready(tmp_path)
+    other = made.tokenizer.text.replace('"unk_token":null', '"unk_token":"!"')
+    assert other != made.tokenizer.text
+    (tmp_path / "tokenizer.json").write_text(other, encoding="utf-8")
+    raw["tokenizer"]["path"] = str(tmp_path)
+    with pytest.raises(DataError, match=r"were made by the tokenizer .* other_tokenizer: allow"):
+        prepare(load(Data, raw).record, tmp_path / "other")
+    raw["train"][0]["other_tokenizer"] = "allow"
+    prepare(load(Data, raw).record, tmp_path / "other")
+
+
+def test_a_missing_package_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.delitem(sys.modules, "moefold.data.sources.parquet", raising=False)
+    data = described(tmp_path, train=[{"source": "parquet", "files": ["x"]}])
+    with pytest.raises(DataError, match=r"source parquet: needs pyarrow.*pip install pyarrow"):
+        prepare(data, tmp_path / "out")
+
+
+def test_inspect_finds_a_flipped_bit(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    prepared = prepare(described(tmp_path), tmp_path / "out")
+    file = prepared.train[0].corpus.indexed.bin
+    found = inspect(file, prepared.tokenizer)
+    assert found.as_written is True and found.empty == 0
+    assert found.tokens == prepared.train[0].corpus.tokens == found.said["tokens"]
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+    assert inspect(file).as_written is False
+
+
+def test_inspect_names_an_id_that_is_no_token(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    tokenizer = prepare(described(tmp_path), tmp_path / "out").tokenizer
+    with IndexWriter(tmp_path / "x", 60_000) as writer:
+        for ids in ([1, 2], [3, tokenizer.size, 4]):
+            writer.add(ids)
+    assert inspect(tmp_path / "x").highest == tokenizer.size
+    with pytest.raises(DataError, match=rf"document 1, position 1: token id {tokenizer.size} "):
+        inspect(tmp_path / "x", tokenizer)
+
+
+def test_inspect_an_empty_file(tmp_path: Path) -> None:
+    with IndexWriter(tmp_path / "x", 300):
+        pass
+    found = inspect(tmp_path / "x")
+    assert (found.documents, found.tokens, found.lowest, found.as_written) == (0, 0, -1, None)
+    assert Indexed(tmp_path / "x").read(0, 0).tolist() == []
+
+
+def test_a_tokenizer_that_rewrites_text_is_weighed_by_the_text(tmp_path: Path) -> None:
+    """Bits per byte are per byte of the text, whatever a normalizer makes of it."""
+    made, _ = ready(tmp_path)
+    content = json.loads(made.tokenizer.text)
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "queue"}, "content": "q"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    data = described(tmp_path, tokenizer={"kind": "file", "path": str(tmp_path)})
+    prepared = prepare(data, tmp_path / "out")
+    part = prepared.train[0]
+    spelt = prepared.tokenizer.n_bytes_V[part.corpus.indexed.read(0, part.corpus.tokens)].sum()
+    assert part.byte_ratio > 1 and spelt * part.byte_ratio == pytest.approx(part.n_bytes)
+
+
+def test_baselines_equal_a_plain_count(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    prepared = prepare(described(tmp_path), tmp_path / "out")
+    found = baselines(prepared)
+    size = prepared.tokenizer.size
+    for value, order, unit in (
+        (found.bigram, 1, "token"),
+        (found.byte_bigram, 1, "byte"),
+        (found.byte_trigram, 2, "byte"),
+    ):
+        sides = []
+        for part in (prepared.train[0], prepared.valid[0]):
+            documents = [part.corpus.document(i).tolist() for i in range(part.corpus.documents)]
+            if unit == "byte":
+                documents = [list(prepared.tokenizer.decode(ids).encode()) for ids in documents]
+            sides.append(documents)
+        bits = _charge(*sides, order, size if unit == "token" else 256, unit == "byte")
+        assert value == pytest.approx(bits / prepared.valid[0].n_bytes)
+    assert 0.5 < found.xz < found.byte_bigram
+
+
+def _charge(seen: list, held: list, order: int, vocab: int, first: bool) -> float:
+    """Bits of the held-out documents under add-one counts, kept in dictionaries."""
+    pairs: dict[tuple, int] = {}
+    contexts: dict[tuple, int] = {}
+    for ids in seen:
+        for i in range(order, len(ids)):
+            context = tuple(ids[i - order : i])
+            contexts[context] = contexts.get(context, 0) + 1
+            pairs[(*context, ids[i])] = pairs.get((*context, ids[i]), 0) + 1
+    bits = 0.0
+    for ids in held:
+        bits += 8.0 * order if first else 0.0
+        for i in range(order, len(ids)):
+            context = tuple(ids[i - order : i])
+            chance = (pairs.get((*context, ids[i]), 0) + 1) / (contexts.get(context, 0) + vocab)
+            bits -= np.log2(chance)
+    return float(bits)
