@@ -50,7 +50,8 @@ class Run(Record):
         for violation in self.optim.misfits(self.train.steps):
             yield violation.under("optim")
         try:
-            self.decoder()
+            for violation in self.model.misfits(self.data.vocab):  # type: ignore[attr-defined]
+                yield violation.under("model")
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
         except ValueError as error:

@@ -159,8 +159,13 @@ def slot_at(place: Place) -> Slot | None:
 
 
 def expanded(place: Place, value: Any) -> Any:
-    """Return raw data with a bare tag written out: ``muon`` becomes ``{kind: muon}``."""
+    """Return raw data with a tag written out: ``muon`` becomes ``{kind: muon}``.
+
+    A tag that a key implies is put in: ``{from: ./folder}`` gets ``family: folder``.
+    """
     slot = slot_at(place)
+    if slot is not None and isinstance(value, Mapping):
+        return slot.completed(value)
     if slot is None or not isinstance(value, str) or place.option("str", "literal"):
         return value
     return {slot.tag: value}

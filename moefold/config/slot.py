@@ -26,6 +26,8 @@ class Slot:
         self.name = name
         self.tag = tag
         self.kinds: dict[str, type[Record]] = {}
+        self.implied: dict[str, str] = {}
+        """Keys that say the kind by themselves: ``from`` alone is ``family: folder``."""
 
     def register(self, record: RecordClass) -> RecordClass:
         """Add a record class under the value of its tag field; usable as a decorator."""
@@ -57,12 +59,18 @@ class Slot:
             value = {self.tag: value}
         if not isinstance(value, Mapping):
             raise PydanticCustomError("slot_type", "not a mapping with a tag")
+        value = self.completed(value)
         if self.tag not in value:
             raise PydanticCustomError("slot_missing", "the tag is missing")
         record = self.lookup(value[self.tag])
         if record is None:
             raise PydanticCustomError("slot_unknown", "no such kind")
         return record.model_validate(value, context=info.context)
+
+    def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a mapping with its tag, put in where a key implies it."""
+        kind = next((self.implied[key] for key in value if key in self.implied), None)
+        return value if kind is None or self.tag in value else {self.tag: kind, **value}
 
     def lookup(self, kind: Any) -> type[Record] | None:
         """Return the record class registered under ``kind``, if any."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import PathPart, Violation
+from moefold.config.problems import PathPart, Spot, Violation, dotted
 from moefold.layers.config import Rope, Size
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.families.hub import ConfigReader, rope_fields
@@ -124,10 +124,13 @@ class Family(Record):
             "context": reader.take("max_position_embeddings", int, None),
         }
         sizes = {o: reader.take(t, int) for t, o in cls.hf_sizes.items() if not reader.null(t)}
+        reader.skip(*cls.hf_sizes)
         own = cls.read(reader)
         tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
         model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
+        refuse((b.under("shape") for b in model.sizes.rules()), "config.json describes a model:")
+        refuse(model.rules(), "config.json describes a model:")
         decoder = model.describe(model.sizes.vocab or 2)
         return Reading(model, decoder, tokens, tuple(reader.notes), block)
 
@@ -180,14 +183,9 @@ class Family(Record):
         Raises:
             ValueError: where ``shape.vocab`` has fewer rows than the tokenizer has tokens.
         """
-        rows = self.sizes.vocab
-        if rows is not None and rows < vocab:
-            raise ValueError(
-                f"model.shape.vocab is {rows}, but the tokenizer has {vocab} tokens; "
-                f"set model.shape.vocab={vocab} or more, or leave it out"
-            )
+        refuse(self.misfits(vocab))
         return Decoder(
-            vocab=rows or vocab,
+            vocab=self.sizes.vocab or vocab,
             hidden=self.sizes.hidden,
             stacks=patterns(self.blocks()),
             norm_epsilon=self.norm_epsilon,
@@ -195,6 +193,10 @@ class Family(Record):
             init_std=self.init_std,
             context=self.context,
         )
+
+    def misfits(self, vocab: int) -> Iterator[Violation]:
+        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        yield from too_few_rows(("shape", "vocab"), self.sizes.vocab, vocab)
 
     def moe(self, **own: Any) -> Moe:
         """The feed-forward with experts, ``own`` being what only some families have."""
@@ -230,6 +232,19 @@ class Family(Record):
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
+
+
+def too_few_rows(path: Spot, rows: int | None, vocab: int) -> Iterator[Violation]:
+    """Yield a violation where an embedding of ``rows`` has none for some tokens."""
+    if rows is not None and rows < vocab:
+        yield Violation(path, rows, f"at least the tokenizer's number of tokens, {vocab}", vocab)
+
+
+def refuse(broken: Iterable[Violation], where: str = "model") -> None:
+    """Raise ``ValueError`` with every violation, unless there is none."""
+    said = [f"{where}.{dotted(b.path)} is {b.value!r}; rule: {b.rule}" for b in broken]
+    if said:
+        raise ValueError("; ".join(said))
 
 
 def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[Violation]:

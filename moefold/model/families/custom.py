@@ -6,6 +6,7 @@ from typing import Literal
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.model.config import MODEL, Decoder
+from moefold.model.families.base import refuse, too_few_rows
 
 
 @MODEL.register
@@ -21,12 +22,12 @@ class Custom(Record):
         Raises:
             ValueError: where it has fewer rows than the tokenizer has tokens.
         """
-        if self.decoder.vocab < vocab:
-            raise ValueError(
-                f"model.decoder.vocab is {self.decoder.vocab}, but the tokenizer has {vocab} "
-                f"tokens; set model.decoder.vocab={vocab} or more"
-            )
+        refuse(self.misfits(vocab))
         return self.decoder
+
+    def misfits(self, vocab: int) -> Iterator[Violation]:
+        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        yield from too_few_rows(("decoder", "vocab"), self.decoder.vocab, vocab)
 
     def rules(self) -> Iterator[Violation]:
         """The parts have rules of their own; there is none beyond them."""

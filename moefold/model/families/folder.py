@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.model.config import MODEL, Block, Decoder, Stack
-from moefold.model.families.base import Balance, Reading, balance_rules
+from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
 
@@ -68,24 +69,45 @@ class Folder(Record):
         Raises:
             ValueError: where the folder cannot be read, or has fewer rows than ``vocab``.
         """
+        refuse(self.misfits(vocab))
         decoder = read_config(Path(self.path)).decoder
-        if decoder.vocab < vocab:
-            raise ValueError(
-                f"{self.path} has {decoder.vocab} rows of embedding, but the tokenizer has "
-                f"{vocab} tokens; train with the folder's own tokenizer"
-            )
         return with_training(decoder, self.balance, self.capacity)
+
+    def misfits(self, vocab: int) -> Iterator[Violation]:
+        """Yield what does not fit a tokenizer of ``vocab`` tokens."""
+        try:
+            rows = read_config(Path(self.path)).decoder.vocab
+        except ValueError:
+            return  # rules() says it
+        if rows < vocab:
+            rule = f"has {rows} rows for {vocab} tokens; train with the folder's own tokenizer"
+            yield Violation(("from",), self.path, rule)
 
     def rules(self) -> Iterator[Violation]:
         """The folder is there and its model is known; balance terms fit its router."""
         try:
             decoder = read_config(Path(self.path)).decoder
         except ValueError as error:
-            yield Violation(("from",), self.path, f"is a folder that can be read ({error})")
+            rule = f"is a Hugging Face folder that can be read: {error}"
+            yield Violation(("from",), self.path, rule, _like(self.path))
             return
         moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
         if self.balance is not None and moes:
             yield from balance_rules(self.balance, moes[0].router.selection_bias)
+
+
+MODEL.implied["from"] = "folder"
+
+
+def _like(path: str) -> str | None:
+    """Return the folder beside a missing one whose name is most like it, with a config.json."""
+    wanted = Path(path)
+    try:
+        beside = [p.name for p in wanted.parent.iterdir() if (p / "config.json").is_file()]
+    except OSError:
+        return None
+    names = get_close_matches(wanted.name, beside, 1)
+    return str(wanted.with_name(names[0])) if names else None
 
 
 def with_training(decoder: Decoder, balance: Balance | None, capacity: Capacity | None) -> Decoder:

@@ -74,10 +74,10 @@ class Mixtral(Family):
         for broken in super().rules():
             if broken.path != ("renormalise",):
                 yield broken
-        for name in ("top_k", "experts"):
-            if getattr(self.shape, name) == 1:
-                rule = "at least 2: the renormalised weight of one expert is always 1"
-                yield Violation(("shape", name), 1, rule, 2)
+        name = "experts" if self.shape.experts == 1 else "top_k"
+        if getattr(self.shape, name) == 1:
+            rule = "at least 2: the renormalised weight of one expert is always 1"
+            yield Violation(("shape", name), 1, rule, 2)
 
     @classmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:

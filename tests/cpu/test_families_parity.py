@@ -1,0 +1,139 @@
+"""The families compute what transformers computes: stored numbers, and drawn configurations."""
+
+import math
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefold.model.decoder import DecoderModel
+from moefold.model.families.registry import from_hf
+from tests.cpu.families import (
+    FAMILIES,
+    STORED,
+    draw,
+    fill,
+    gradients,
+    ours,
+    places,
+    reference,
+    stored_value,
+    width_of,
+)
+
+DRAWS = 4
+LOSS_SPREAD = 9.5e-7
+"""Absolute, as stored beside the reference numbers."""
+SPREAD = 2.3e-7
+"""Relative, as stored beside the reference numbers; transformers narrows parts to float32."""
+
+
+def close(found: float, expected: float, relative: float = SPREAD) -> bool:
+    return math.isclose(found, expected, rel_tol=relative)
+
+
+@pytest.mark.parametrize("name", STORED["models"])
+def test_stored_numbers_are_reproduced(name: str) -> None:
+    """Loss, logits and gradients of transformers 5.23, which this test does without."""
+    case = STORED["models"][name]
+    expected = case["expected"]
+    reading = from_hf(case["config"])
+    model = DecoderModel(reading.decoder, "fp64")
+    found = {theirs: shape for theirs, _, _, shape in places(model, reading.model)}
+    fill(model, reading.model, {n: stored_value(n, shape) for n, shape in found.items()})
+    assert sum(p.numel() for p in model.parameters()) == expected["n_params"]
+
+    ids = torch.from_numpy(np.random.RandomState(7).randint(1, reading.decoder.vocab, (2, 16)))
+    logits = model.logits(ids)
+    assert close(logits.sum().item(), expected["logits_sum"])
+    assert close(logits.square().sum().item(), expected["logits_sumsq"])
+    first = torch.tensor(expected["logits_0_15_first4"], dtype=torch.float64)
+    torch.testing.assert_close(logits[0, 15, :4], first, rtol=SPREAD, atol=5e-7)
+
+    loss = model.loss(ids).lm_loss
+    assert abs(loss.item() - expected["loss"]) < LOSS_SPREAD
+    loss.backward()
+    grads = gradients(model, reading.model)
+    padding = reading.special_tokens.get("pad_token_id")
+    if padding is not None:  # transformers gives the row of the padding token no gradient
+        grads["model.embed_tokens.weight"][padding] = 0
+    norm = math.sqrt(sum(g.square().sum().item() for g in grads.values()))
+    assert close(norm, expected["grad_norm"])
+    for router, value in expected["router_grad_norms"].items():
+        assert close(grads[router].norm().item(), value)
+
+
+def ids_of(vocab: int, seed: int) -> Tensor:
+    return torch.randint(0, vocab, (2, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def watch(routers: dict[str, nn.Module], seen: dict[str, Any]) -> list[Any]:
+    """Keep what each router returns."""
+
+    def keep(name: str) -> Any:
+        return lambda module, args, output: seen.__setitem__(name, output)
+
+    return [r.register_forward_hook(keep(n)) for n, r in routers.items()]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_b23_logits_choices_weights_and_gradients_equal_transformers(
+    model_type: str, seed: int, precision: Any
+) -> None:
+    """Sizes, K, groups, renormalisation, ties and YaRN are drawn."""
+    double = precision == "fp64"
+    config = draw(model_type, Random(f"{model_type} {seed}"))
+    theirs = reference(model_type, config, seed)
+    if double:
+        theirs = theirs.double()
+    mine, reading = ours(theirs, precision)
+    mixtures = dict(mine.mixtures())
+    assert mixtures
+    expected: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    watch({str(i): theirs.model.layers[i].mlp.gate for i in mixtures}, expected)
+    watch({str(i): mixture.router for i, mixture in mixtures.items()}, found)
+    ids = ids_of(config["vocab_size"], seed)
+    with width_of(theirs, double):
+        output = theirs(input_ids=ids, labels=ids, use_cache=False)
+        output.loss.backward()
+    loss = mine.loss(ids).lm_loss
+    loss.backward()
+
+    exact = {"rtol": 1e-9, "atol": 1e-9} if double else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(mine.logits(ids), output.logits, **exact)
+    torch.testing.assert_close(loss, output.loss, **exact)
+    for i in expected:
+        _, weights_TK, experts_TK = expected[i]
+        routing = found[i].routing
+        order_TK, mine_TK = experts_TK.argsort(1), routing.experts_TK.argsort(1)
+        assert torch.equal(routing.experts_TK.gather(1, mine_TK), experts_TK.gather(1, order_TK))
+        torch.testing.assert_close(
+            routing.weights_TK.gather(1, mine_TK), weights_TK.gather(1, order_TK), **exact
+        )
+    grads = gradients(mine, reading.model)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(
+            grads[name], parameter.grad, **exact, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+def test_b23_aux_loss_is_that_of_transformers_in_one_layer_over_k(model_type: str) -> None:
+    """Transformers pools layers and lets the load sum to K; so one layer is compared, over K."""
+    config = draw(model_type, Random(model_type)) | {"num_hidden_layers": 1}
+    config |= {"mlp_only_layers": [], "decoder_sparse_step": 1} if "qwen" in model_type else {}
+    theirs = reference(model_type, config, 1).double()
+    mine, _ = ours(theirs, "fp64")
+    ids = ids_of(config["vocab_size"], 1)
+    with width_of(theirs, True):
+        output = theirs(input_ids=ids, output_router_logits=True, use_cache=False)
+    (found,) = mine.loss(ids).router_terms.values()
+    expected = output.aux_loss / config["num_experts_per_tok"]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert found > 1
