@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from moefold.config.base import Record
@@ -29,6 +29,7 @@ from moefold.config.nearest import candidates, closest, homes, kind_for, known_k
 from moefold.config.problems import REMOVE, Edit, Rename, Spot, Violation, amend, dotted, repair
 from moefold.config.records import plain
 from moefold.config.relations import broken_rules, others, rules_below
+from moefold.config.slot import Slot
 from moefold.config.troubles import Trouble, troubles
 
 ROUNDS = 40
@@ -69,91 +70,219 @@ class Verdict(Generic[R]):
 def check(cls: type[R], data: Any) -> Verdict[R]:
     """Judge raw data (mappings, lists, scalars; records are written out) by a record class."""
     given = plain(data)
-    current, found, record = deepcopy(given), [], None
+    judge = _Judge(cls, deepcopy(given))
+    record: R | None = None
     for _ in range(ROUNDS):
-        record, refused = troubles(cls, current)
-        if record is not None and not refused:
-            broken = _relations(cls, current, record, found)
-        else:
-            broken = _fields(cls, current, refused)
-        broken += _not_finite(current, {item.path for item in broken})
+        record, refused = troubles(cls, judge.data)
+        broken = judge.relations(record) if record is not None else judge.fields(refused)
+        broken += judge.not_finite({item.path for item in broken})
         if not broken:
             break
+        judge.mend(broken)
+    if not judge.found:
+        return Verdict(record, (), given, record)
+    return Verdict(None, tuple(_merged(cls, given, judge.found)), judge.data, record)
+
+
+class _Judge:
+    """One judgement under way: the data as mended so far, and what was found wrong with it."""
+
+    def __init__(self, cls: type[Record], data: Any) -> None:
+        self.cls = cls
+        self.data = data
+        self.found: list[Violation] = []
+
+    def mend(self, broken: list[Violation]) -> None:
+        """Put in the nearest values of a round; items of lists go last, from the end."""
         for item in sorted(broken, key=_order):
             assert item.edits is not None
-            current = amend(current, item.edits)
-            found.append(item)
-    if not found:
-        return Verdict(record, (), given, record)
-    return Verdict(None, tuple(_merged(cls, given, found)), current, record)
+            self.data = amend(self.data, item.edits)
+            self.found.append(item)
+
+    def place(self, path: Spot) -> Place:
+        """Return the place at a path; anything may stand where no class knows it."""
+        return walk(Place(self.cls), self.data, path) or Place(Any)
+
+    def suggested(self, path: Spot, value: Any) -> bool:
+        """Whether a value was suggested for a path in an earlier round."""
+        return any(item.path == path and _same(item.nearest, value) for item in self.found)
+
+    # ------------------------------------------------------------ fields, each on its own
+
+    def fields(self, refused: Mapping[Spot, list[Trouble]]) -> list[Violation]:
+        """Return a violation for each path that is refused, nearest legal values included."""
+        found: list[Violation] = []
+        taken: set[Spot] = set()
+        for path, trouble in refused.items():
+            if trouble[0].sort == "extra_forbidden":
+                item = self._unknown_key(path, taken)
+                found.append(item)
+                if isinstance(item.nearest, Rename):
+                    taken.add((*path[:-1], item.nearest.to))
+        for path, trouble in refused.items():
+            if trouble[0].sort != "extra_forbidden" and path not in taken:
+                found.append(self._refused(path, trouble))
+        return found
+
+    def not_finite(self, known: set[Spot]) -> list[Violation]:
+        """Return NaN and infinities that no field looked at."""
+        found = []
+        for path, value in leaves(self.data):
+            if isinstance(value, float) and not math.isfinite(value) and path not in known:
+                gone = path and isinstance(path[-1], str)
+                nearest = REMOVE if gone else 0.0
+                rule = "must be a finite number"
+                edits = (Edit(path, nearest),)
+                found.append(Violation(path, value, rule, nearest, "not-finite", edits=edits))
+        return found
+
+    def _unknown_key(self, path: Spot, taken: set[Spot]) -> Violation:
+        """Return the violation of a key that is not known: renamed where one like it is free."""
+        parent, key = path[:-1], path[-1]
+        mapping, value = at(self.data, parent), at(self.data, path)
+        known = known_keys(self.place(parent), mapping)
+        free = [name for name in known if name not in mapping and (*parent, name) not in taken]
+        like = closest(key, free)
+        rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
+        if like is not None:
+            edits = (Edit(path, REMOVE), Edit((*parent, like), value))
+            return Violation(path, value, rule, Rename(like), "unknown-key", edits=edits)
+        given = closest(key, known)
+        home = next(homes(Place(self.cls), self.data, str(key)), None)
+        if given is not None:
+            rule += f" ({given} is given already)"
+        elif home is not None:
+            rule += f" ({key} belongs at {dotted(home)})"
+        return Violation(path, value, rule, REMOVE, "unknown-key", edits=(Edit(path, REMOVE),))
+
+    def _refused(self, path: Spot, trouble: list[Trouble]) -> Violation:
+        """Return the violation of a value that its field refuses."""
+        value = at(self.data, path)
+        nearest = self._nearest(path)
+        sort = _sort_of(trouble)
+        if sort == "missing" and value is not MISSING:
+            sort = "out-of-range"
+        slot = self._tagged(path)
+        said = words(self.place(path)) if slot is None else f"one of {', '.join(slot.kinds)}"
+        rule = f"is required: {said}" if sort == "missing" else f"must be {said}"
+        if sort == "refused":
+            rule = "; ".join(dict.fromkeys(item.message for item in trouble))
+        shown = None if value is MISSING else value
+        return Violation(path, shown, rule, nearest, sort, edits=(Edit(path, nearest),))
+
+    def _tagged(self, path: Spot) -> Slot | None:
+        """Return the slot whose tag stands at a path, if one's does."""
+        slot = slot_at(self.place(path[:-1])) if path else None
+        return slot if slot is not None and path[-1] == slot.tag else None
+
+    def _nearest(self, path: Spot) -> Any:
+        """Return the first candidate that the field accepts, and that was not suggested before.
+
+        A whole part is made up rather than near to anything, so there one that also keeps every
+        rule is preferred.
+        """
+        holder, base = self._holder(path)
+        inner, rest = at(self.data, base), path[len(base) :]
+        made_up = self.place(path).option("slot", "record") is not None
+        tried: list[Any] = []
+        legal: list[Any] = []
+        for candidate in islice(self._proposals(path), TRIALS):
+            if any(_same(candidate, other) for other in tried):
+                continue
+            tried.append(candidate)
+            _, refused = troubles(holder, amend(deepcopy(inner), [Edit(rest, candidate)]))
+            if any(spot[: len(rest)] == rest for spot in refused):
+                continue
+            legal.append(candidate)
+            if self.suggested(path, candidate):
+                continue
+            if not made_up or self._keeps_rules(path, candidate):
+                return candidate
+        fresh = [item for item in legal if not self.suggested(path, item)]
+        return next(iter([*fresh, *legal, *tried]), None)
+
+    def _proposals(self, path: Spot) -> Iterator[Any]:
+        """Yield what to try at a path; at the tag of a slot first the kind that is likely meant."""
+        slot = self._tagged(path)
+        if slot is not None:
+            kind = kind_for(slot, self.place(path[:-1]), at(self.data, path[:-1]))
+            yield from [] if kind is None else [kind]
+            yield from slot.kinds
+        yield from candidates(self.place(path), at(self.data, path))
+
+    def _keeps_rules(self, path: Spot, value: Any) -> bool:
+        """Whether a run with ``value`` at a path is legal in every way."""
+        record, _ = troubles(self.cls, amend(deepcopy(self.data), [Edit(path, value)]))
+        return record is not None and not broken_rules(record)
+
+    def _holder(self, path: Spot) -> tuple[type[Record], Spot]:
+        """Return the innermost record class around a path, and where it stands."""
+        if self._tagged(path) is not None:
+            return self.cls, ()
+        place, value, best = Place(self.cls), self.data, (self.cls, ())
+        for i, part in enumerate(path[:-1]):
+            below = step(place, value, part)
+            if below is None:
+                break
+            place, value = below, inside(value, part)
+            known = None if place.union else record_at(place, value)
+            if known is not None and isinstance(value, Mapping) and issubclass(known, Record):
+                best = (known, path[: i + 1])
+        return best
+
+    # ------------------------------------------------------------ relations between fields
+
+    def relations(self, record: Record) -> list[Violation]:
+        """Return the rules that a record with legal fields breaks, each with edits that mend it."""
+        ruled = rules_below(record)
+        broken = [item for _, item in ruled]
+        whole = plain(record) if broken else None
+        found = []
+        for spot, item in ruled:
+            touched = [other.path for other in self.found if other.path[: len(spot)] == spot]
+            if touched and item.path not in touched:
+                item = replace(item, rule=f"{item.rule} (once what is said above is mended)")
+            found.append(self._completed(whole, item, broken))
+        return found
+
+    def _completed(self, whole: Any, item: Violation, broken: list[Violation]) -> Violation:
+        """Return a broken rule with a nearest value that is legal there and settles the rule.
+
+        Where no value at the rule's own path does, what is around it is replaced.
+        """
+        value = plain(item.value)
+        count = sum(other.path == item.path for other in broken)
+        fallback: Violation | None = None
+        for spot, nearest in self._attempts(whole, item):
+            edits = _edits(self.data, whole, spot, nearest)
+            tried = replace(item, path=spot, nearest=nearest, edits=edits)
+            tried = replace(tried, value=value if spot == item.path else at(whole, spot))
+            fallback = fallback or tried
+            if self.suggested(spot, nearest):
+                continue
+            record, _ = troubles(self.cls, amend(deepcopy(self.data), edits))
+            if record is None:
+                continue
+            if sum(other.path == item.path for other in broken_rules(record)) < count:
+                return tried
+        assert fallback is not None
+        return fallback
+
+    def _attempts(self, whole: Any, item: Violation) -> Iterator[tuple[Spot, Any]]:
+        """Yield what may settle a rule: its own nearest, others at its path, then around it."""
+        own = item.nearest if isinstance(item.nearest, Rename) else plain(item.nearest)
+        yield item.path, own
+        for end in range(len(item.path), -1, -1):
+            spot = item.path[:end]
+            place = walk(Place(self.cls), whole, spot) or Place(Any)
+            for nearest in islice(others(place, at(whole, spot)), TRIALS):
+                yield spot, nearest
 
 
 def _order(item: Violation) -> tuple[int, int]:
     """Key that puts the removal of list items last, from the end of the list."""
     gone = item.edits and item.edits[0].value == REMOVE and isinstance(item.path[-1], int)
     return (1, -int(item.path[-1])) if gone else (0, 0)
-
-
-# ---------------------------------------------------------------- fields, each on its own
-
-
-def _fields(cls: type[Record], data: Any, refused: Mapping[Spot, list[Trouble]]) -> list[Violation]:
-    """Return a violation for each path that is refused, nearest legal values included."""
-    found: list[Violation] = []
-    taken: set[Spot] = set()
-    for path, trouble in refused.items():
-        if trouble[0].sort == "extra_forbidden":
-            item = _unknown_key(cls, data, path, taken)
-            found.append(item)
-            if isinstance(item.nearest, Rename):
-                taken.add((*path[:-1], item.nearest.to))
-    for path, trouble in refused.items():
-        if trouble[0].sort != "extra_forbidden" and path not in taken:
-            found.append(_refused(cls, data, path, trouble))
-    return found
-
-
-def _unknown_key(cls: type[Record], data: Any, path: Spot, taken: set[Spot]) -> Violation:
-    """Return the violation of a key that is not known: renamed where one like it is free."""
-    parent, key = path[:-1], path[-1]
-    place = walk(Place(cls), data, parent) or Place(cls)
-    mapping, value = at(data, parent), at(data, path)
-    known = known_keys(place, mapping)
-    free = [name for name in known if name not in mapping and (*parent, name) not in taken]
-    like = closest(key, free)
-    of = dotted(parent) or "the run"
-    rule = f"unknown key; {of} has {', '.join(known)}"
-    if like is not None:
-        nearest: Any = Rename(like)
-        edits = (Edit(path, REMOVE), Edit((*parent, like), value))
-    else:
-        nearest, edits = REMOVE, (Edit(path, REMOVE),)
-        given = closest(key, known)
-        home = next(homes(Place(cls), data, str(key)), None)
-        if given is not None:
-            rule += f" ({given} is given already)"
-        elif home is not None:
-            rule += f" ({key} belongs at {dotted(home)})"
-    return Violation(path, value, rule, nearest, "unknown-key", edits=edits)
-
-
-def _refused(cls: type[Record], data: Any, path: Spot, trouble: list[Trouble]) -> Violation:
-    """Return the violation of a value that its field refuses."""
-    place = walk(Place(cls), data, path) or Place(Any)
-    value = at(data, path)
-    nearest = _nearest(cls, data, path, place)
-    sort = _sort_of(trouble)
-    if sort == "missing" and value is not MISSING:
-        sort = "out-of-range"
-    above = walk(Place(cls), data, path[:-1]) if path else None
-    slot = None if above is None else slot_at(above)
-    tag = slot is not None and path[-1] == slot.tag
-    said = f"one of {', '.join(slot.kinds)}" if slot is not None and tag else words(place)
-    rule = f"is required: {said}" if sort == "missing" else f"must be {said}"
-    if sort == "refused":
-        rule = "; ".join(dict.fromkeys(item.message for item in trouble))
-    edits = (Edit(path, nearest),)
-    return Violation(path, None if value is MISSING else value, rule, nearest, sort, edits=edits)
 
 
 def _sort_of(trouble: list[Trouble]) -> str:
@@ -166,111 +295,8 @@ def _sort_of(trouble: list[Trouble]) -> str:
     return telling[0] if telling else "wrong-type"
 
 
-def _nearest(cls: type[Record], data: Any, path: Spot, place: Place) -> Any:
-    """Return the first candidate that the field accepts in its record, else the last one made."""
-    holder, base = _holder(cls, data, path)
-    inner = at(data, base)
-    value = at(data, path)
-    tried: list[Any] = []
-    for candidate in islice(_proposals(cls, data, path, place, value), TRIALS):
-        if any(_same(candidate, other) for other in tried):
-            continue
-        tried.append(candidate)
-        if not path:
-            trial = candidate
-        else:
-            trial = amend(deepcopy(inner), [Edit(path[len(base) :], candidate)])
-        _, refused = troubles(holder, trial)
-        rest = path[len(base) :]
-        if not any(spot[: len(rest)] == rest for spot in refused):
-            return candidate
-    return tried[-1] if tried else None
-
-
-def _proposals(cls: type[Record], data: Any, path: Spot, place: Place, value: Any) -> Iterator[Any]:
-    """Yield what to try at a path; at the tag of a slot first the kind that is likely meant."""
-    parent = walk(Place(cls), data, path[:-1]) if path else None
-    slot = None if parent is None else slot_at(parent)
-    if parent is not None and slot is not None and path[-1] == slot.tag:
-        kind = kind_for(slot, parent, at(data, path[:-1]))
-        yield from [] if kind is None else [kind]
-        yield from slot.kinds
-    yield from candidates(place, value)
-
-
 def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
-
-
-def _holder(cls: type[Record], data: Any, path: Spot) -> tuple[type[Record], Spot]:
-    """Return the innermost record class around a path, and where it stands."""
-    place, value, best = Place(cls), data, (cls, ())
-    for i, part in enumerate(path[:-1]):
-        below = step(place, value, part)
-        if below is None:
-            break
-        place, value = below, inside(value, part)
-        record = None if place.union or not isinstance(value, Mapping) else record_at(place, value)
-        if record is not None and issubclass(record, Record):
-            best = (record, path[: i + 1])
-    slot = slot_at(walk(Place(cls), data, best[1]) or Place(Any))
-    if slot is not None and path[-1:] == (slot.tag,):
-        return cls, ()
-    return best
-
-
-def _not_finite(data: Any, known: set[Spot]) -> list[Violation]:
-    """Return NaN and infinities that no field looked at."""
-    found = []
-    for path, value in leaves(data):
-        if isinstance(value, float) and not math.isfinite(value) and path not in known:
-            gone = path and isinstance(path[-1], str)
-            nearest = REMOVE if gone else 0.0
-            rule = "must be a finite number"
-            edits = (Edit(path, nearest),)
-            found.append(Violation(path, value, rule, nearest, "not-finite", edits=edits))
-    return found
-
-
-# ---------------------------------------------------------------- relations between fields
-
-
-def _relations(
-    cls: type[Record], data: Any, record: Record, before: list[Violation]
-) -> list[Violation]:
-    """Return the rules that a record with legal fields breaks, each with edits that mend it."""
-    ruled = rules_below(record)
-    broken = [item for _, item in ruled]
-    whole = plain(record) if broken else None
-    found = []
-    for spot, item in ruled:
-        touched = [other.path for other in before if other.path[: len(spot)] == spot]
-        if touched and item.path not in touched:
-            item = replace(item, rule=f"{item.rule} (once what is said above is mended)")
-        found.append(_completed(cls, data, whole, item, broken))
-    return found
-
-
-def _completed(
-    cls: type[Record], data: Any, whole: Any, item: Violation, broken: list[Violation]
-) -> Violation:
-    """Return a broken rule with a nearest value that is legal there and settles the rule."""
-    value = plain(item.value)
-    before = sum(other.path == item.path for other in broken)
-    place = walk(Place(cls), whole, item.path) or Place(Any)
-    first = item.nearest if isinstance(item.nearest, Rename) else plain(item.nearest)
-    fallback: Violation | None = None
-    for nearest in islice(chain([first], others(place, value)), TRIALS):
-        edits = _edits(data, whole, item.path, nearest)
-        tried = replace(item, value=value, nearest=nearest, edits=edits)
-        fallback = fallback or tried
-        record, refused = troubles(cls, amend(deepcopy(data), edits))
-        if record is None or refused:
-            continue
-        if sum(other.path == item.path for other in broken_rules(record)) < before:
-            return tried
-    assert fallback is not None
-    return fallback
 
 
 def _edits(data: Any, whole: Any, path: Spot, value: Any) -> tuple[Edit, ...]:

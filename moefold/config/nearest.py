@@ -103,7 +103,7 @@ def kind_for(slot: Slot, place: Place, value: Any) -> str | None:
     """Return the kind that raw data at a slot most likely means.
 
     That is the one closest in spelling, else the one that knows most of the keys given, else the
-    kind of the default, else the first.
+    kind of the default, else the one that needs least.
     """
     given = value if isinstance(value, Mapping) else {}
     named = given.get(slot.tag, value)
@@ -118,7 +118,7 @@ def kind_for(slot: Slot, place: Place, value: Any) -> str | None:
     default = plain(place.default) if place.default is not MISSING else None
     if isinstance(default, Mapping) and default.get(slot.tag) in slot.kinds:
         return default[slot.tag]
-    return next(iter(slot.kinds), None)
+    return min(slot.kinds, key=lambda kind: _needs(slot.kinds[kind]), default=None)
 
 
 def candidates(place: Place, value: Any) -> Iterator[Any]:
@@ -134,12 +134,18 @@ def candidates(place: Place, value: Any) -> Iterator[Any]:
     yield from (plain(item) for item in place.examples)
     for option in place.options:
         if option.what == "slot":
-            kind = kind_for(option.of, place, value)
-            if kind is not None:
-                yield made_up(Option("record", option.of.kinds[kind]), {option.of.tag: kind})
+            yield from _kinds(option.of, place, value)
         yield from _ordinary(option)
     for option in place.options:
         yield made_up(option)
+
+
+def _kinds(slot: Slot, place: Place, value: Any) -> Iterator[Any]:
+    """Yield each kind with no more than it needs, the one that is likely meant first."""
+    likely = kind_for(slot, place, value)
+    by_needs = sorted(slot.kinds, key=lambda kind: (kind != likely, _needs(slot.kinds[kind])))
+    for kind in by_needs:
+        yield made_up(Option("record", slot.kinds[kind]), {slot.tag: kind})
 
 
 def _near(option: Option, value: Any) -> Iterator[Any]:
