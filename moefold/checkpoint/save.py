@@ -211,10 +211,10 @@ class _Work:
         try:
             free = self.disk.free(self.folder)
         except OSError:
-            free = None
+            return SaveError(self.final, f"could not be written: {error}; {before}", self.needed)
+        limit = " (a quota or a limit stands in the way)" if free >= self.needed else ""
         what = (
-            f"needs {self.needed} bytes and {'an unknown number' if free is None else free} are "
-            f"free, tried {attempts} times; {before}. "
-            "Free some space, or keep fewer checkpoints"
+            f"needs {self.needed} bytes and {free} are free{limit}, tried {attempts} times; "
+            f"{before}. Free some space, or keep fewer checkpoints"
         )
         return SaveError(self.final, what, self.needed, free)

@@ -8,10 +8,10 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -22,15 +22,15 @@ from moefold.checkpoint.shards import Piece, write_shard
 from moefold.checkpoint.tensors import NAMES, TensorSource
 
 
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder in memory where there is room for one, else on disk: much is synced here."""
+@contextmanager
+def quick_folder(other: Path) -> Iterator[Path]:
+    """Give a folder in memory where there is room for one, else ``other``: much is synced here."""
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > 2**30:
         with tempfile.TemporaryDirectory(dir=memory) as folder:
             yield Path(folder)
     else:
-        yield tmp_path
+        yield other
 
 
 def run_child(work: Callable[[], None]) -> int:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,18 @@ from moefold.checkpoint.folder import newest
 from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
-from tests.cpu.checkpoint_tools import Calls, Deadly, quick, run_child, same, state  # noqa: F401
+from tests.cpu.checkpoint_tools import Calls, Deadly, quick_folder, run_child, same, state
 
 ONE = Policy(keep=1, shard_bytes=1024)
 MOST = 200
 """More operations than any save here takes."""
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder where syncing takes no time."""
+    with quick_folder(tmp_path) as folder:
+        yield folder
 
 
 def big_state(number: int) -> dict[str, torch.Tensor]:
@@ -101,7 +109,10 @@ def test_order_on_the_medium(tmp_path: Path) -> None:
     shards = [
         row
         for i in range(2)
-        for row in (("create", f"shard-0000{i}.safetensors"), ("sync", f"shard-0000{i}.safetensors"))
+        for row in (
+            ("create", f"shard-0000{i}.safetensors"),
+            ("sync", f"shard-0000{i}.safetensors"),
+        )
     ]
     assert kept == [
         ("make_folder", name),
@@ -131,6 +142,7 @@ from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
 
 folder = Path(sys.argv[1])
+policy = Policy(keep=2, shard_bytes=300_000)
 
 def run():
     with FolderLock(folder, "saver", say=lambda text: None) as lock:
@@ -139,7 +151,7 @@ def run():
         while True:
             step += 1
             tensors = {f"t{i}": torch.full((20000 + i,), step) for i in range(6)}
-            save(folder, step, tensors, {"step": step}, Policy(keep=2, shard_bytes=300_000), lock=lock)
+            save(folder, step, tensors, {"step": step}, policy, lock=lock)
 
 for line in sys.stdin:
     pid = os.fork()

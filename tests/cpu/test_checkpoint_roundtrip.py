@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,24 @@ from moefold.checkpoint.load import load, load_into
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import DTYPES, TensorSource
 from moefold.checkpoint.verify import inspect, verify
-from tests.cpu.checkpoint_tools import Calls, bits, quick, run_child, same, state, write_sliced  # noqa: F401
+from tests.cpu.checkpoint_tools import (
+    Calls,
+    bits,
+    quick_folder,
+    run_child,
+    same,
+    state,
+    write_sliced,
+)
 
 SMALL = Policy(shard_bytes=1024)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder where syncing takes no time."""
+    with quick_folder(tmp_path) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -253,9 +269,7 @@ def test_a_slice_has_the_same_digest_wherever_it_lies(tmp_path: Path) -> None:
     a = write_sliced(tmp_path / "a", 1, {"x": (tensor, rows)}, {}, chunk_bytes=64)
     other = {"y": (torch.ones(9), [(slice(None),)]), "x": (tensor, rows[::-1])}
     b = write_sliced(tmp_path / "b", 1, other, {}, chunk_bytes=64)
-    one, two = (
-        {part.at: part.digest for part in inspect(p).tensors["x"].slices} for p in (a, b)
-    )
+    one, two = ({part.at: part.digest for part in inspect(p).tensors["x"].slices} for p in (a, b))
     assert one == two and len(set(one.values())) == 4
 
 
