@@ -206,6 +206,11 @@ def no_local_imports(root: Path) -> list[str]:
     ]
 
 
+def _is_command(module: Module) -> bool:
+    """Say whether a file describes a command; those starting with ``_`` are loaded when one runs."""
+    return module.room == "cli" and not module.path.rpartition("/")[2].startswith("_")
+
+
 _LOADER = """
 import importlib, json, sys
 
@@ -229,7 +234,7 @@ print(json.dumps(failed))
 def loads_without_torch(root: Path) -> list[str]:
     """Torch-free files and every command's file load in a process where torch is barred."""
     known = modules(root)
-    wanted = [m for m in known.values() if is_torch_free(m) or m.room == "cli"]
+    wanted = [module for module in known.values() if is_torch_free(module) or _is_command(module)]
     task = json.dumps([sorted(TORCHES), [module.name for module in wanted]])
     command = [sys.executable, "-c", _LOADER]
     done = subprocess.run(command, input=task, capture_output=True, text=True, cwd=root, timeout=60)
