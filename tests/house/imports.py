@@ -207,7 +207,7 @@ def no_local_imports(root: Path) -> list[str]:
 
 
 def _is_command(module: Module) -> bool:
-    """Say whether a file describes a command; those starting with ``_`` are loaded when one runs."""
+    """Say whether a file describes a command; ``_`` files are loaded when a command runs."""
     return module.room == "cli" and not module.path.rpartition("/")[2].startswith("_")
 
 
