@@ -52,7 +52,7 @@ def train(
         return Result(job.folder, job.train(), job.model)
 
 
-def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Job:  # noqa: A001
+def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Job:
     """Open a run for one's own loop: ``job.step()``, ``job.evaluate()``, ``job.save()``.
 
     Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
@@ -117,4 +117,12 @@ def export(
         if stored.tokenizer is not None:
             names = {"eos_token": stored.tokenizer.end, "bos_token": stored.tokenizer.start}
             files = TokenizerFiles(stored.tokenizer.text, {k: v for k, v in names.items() if v})
-        return export_folder(stored.decoder, stored.tensors, folder, files, dtype, layout)
+        return export_folder(
+            stored.decoder,
+            stored.tensors,
+            folder,
+            files,
+            dtype,
+            layout,
+            special_tokens=stored.meta.get("special_tokens"),
+        )

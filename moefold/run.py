@@ -85,6 +85,10 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
     """Load a run together with where each of its values came from; see :func:`load_run`."""
     path = Path(source)
     if (path / "config.json").is_file():
-        overrides = [f"model={{family: folder, from: '{path}'}}", f"name={path.resolve().name}", *overrides]
+        overrides = [
+            f"model={{family: folder, from: '{path}'}}",
+            f"name={path.resolve().name}",
+            *overrides,
+        ]
         return load(Run, "finetune", overrides, recipes())
     return load(Run, source, overrides, recipes())

@@ -87,7 +87,9 @@ class LatentAttention(nn.Module):
         out_THv = _attend(q_THd, k_THd, v_THv, scale, flow)
         return self.o(out_THv.flatten(1), flow)
 
-    def _expand(self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor]:
+    def _expand(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of all heads from the latents."""
         record = self.record
         up = self.q if self.q_up is None else self.q_up

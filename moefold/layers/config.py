@@ -51,7 +51,10 @@ class Yarn(Record):
         """The fast boundary lies above the slow one."""
         if self.beta_fast <= self.beta_slow:
             yield Violation(
-                ("beta_fast",), self.beta_fast, f"above beta_slow ({self.beta_slow})", self.beta_slow * 32
+                ("beta_fast",),
+                self.beta_fast,
+                f"above beta_slow ({self.beta_slow})",
+                self.beta_slow * 32,
             )
 
 
@@ -84,7 +87,9 @@ class Gqa(Record):
             nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
             yield Violation(("kv_heads",), self.kv_heads, f"divides heads ({self.heads})", nearest)
         if self.head_dim % 2:
-            yield Violation(("head_dim",), self.head_dim, "is even, for rotary pairs", self.head_dim + 1)
+            yield Violation(
+                ("head_dim",), self.head_dim, "is even, for rotary pairs", self.head_dim + 1
+            )
 
 
 @ATTENTION.register
@@ -110,7 +115,9 @@ class Mla(Record):
     def rules(self) -> Iterator[Violation]:
         """Rotary pairs need an even dim."""
         if self.rope_dim % 2:
-            yield Violation(("rope_dim",), self.rope_dim, "is even, for rotary pairs", self.rope_dim + 1)
+            yield Violation(
+                ("rope_dim",), self.rope_dim, "is even, for rotary pairs", self.rope_dim + 1
+            )
 
 
 @FFN.register

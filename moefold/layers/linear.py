@@ -38,7 +38,9 @@ class Embedding(nn.Module):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table_VD: Tensor, ids_T: Tensor, valid_T: Tensor | None, sink: GradientSink) -> Tensor:
+    def forward(
+        ctx: Any, table_VD: Tensor, ids_T: Tensor, valid_T: Tensor | None, sink: GradientSink
+    ) -> Tensor:
         ctx.save_for_backward(ids_T, valid_T)
         ctx.table, ctx.sink = table_VD, sink
         return table_VD.index_select(0, ids_T)
@@ -54,7 +56,9 @@ class _Lookup(torch.autograd.Function):
             if into_VD is None:
                 into_VD = torch.zeros_like(table)
             if rows.is_cuda:  # index_add_ adds in any order there; this one sorts
-                return into_VD.add_(torch.ops.aten.embedding_dense_backward(rows, ids_T, table.shape[0], -1, False))
+                return into_VD.add_(
+                    torch.ops.aten.embedding_dense_backward(rows, ids_T, table.shape[0], -1, False)
+                )
             return into_VD.index_add_(0, ids_T, rows)
 
         return ctx.sink.deliver(table, product), None, None, None

@@ -16,7 +16,9 @@ class DecoderBlock(nn.Module):
     how parameters get their global names.
     """
 
-    def __init__(self, record: Block, hidden: int, epsilon: float, layer: int, layout: Record) -> None:
+    def __init__(
+        self, record: Block, hidden: int, epsilon: float, layer: int, layout: Record
+    ) -> None:
         super().__init__()
         self.attention_norm = RmsNorm(hidden, epsilon)
         self.attention = build(record.attention, hidden, epsilon)

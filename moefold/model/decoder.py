@@ -107,7 +107,9 @@ class DecoderModel(nn.Module):
         for i, mixture in self.mixtures():
             if i not in terms or not terms[i].numel():
                 continue
-            for (name, coefficient), value in zip(mixture.terms.items(), terms[i].unbind(), strict=True):
+            for (name, coefficient), value in zip(
+                mixture.terms.items(), terms[i].unbind(), strict=True
+            ):
                 values.setdefault(name, []).append(value)
                 weighted = value * coefficient
                 total = weighted if total is None else total + weighted

@@ -69,5 +69,7 @@ def _draw(logits_PV: Tensor, temperature: float, top_p: float, draws: torch.Gene
     if top_p < 1:
         sorted_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
         beyond_PV = sorted_PV.cumsum(-1) - sorted_PV >= top_p
-        probability_PV = torch.zeros_like(probability_PV).scatter_(-1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0))
+        probability_PV = torch.zeros_like(probability_PV).scatter_(
+            -1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0)
+        )
     return torch.multinomial(probability_PV, 1, generator=draws)[:, 0].tolist()

@@ -25,7 +25,11 @@ class MoeFfn(nn.Module):
         self.record = record
         self.router = Router(record.router, hidden, record.capacity)
         self.experts = Experts(record.router.experts, hidden, record.width, layout.experts)
-        self.shared = None if record.shared is None else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
+        self.shared = (
+            None
+            if record.shared is None
+            else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
+        )
         self.balance = Balance(record)
         self._dispatcher: Dispatcher = build(layout.dispatch, record.router.experts)
         self._key = f"layers.{layer}"
@@ -50,7 +54,13 @@ class MoeFfn(nn.Module):
         return x_TD, y_TD, terms_N, routing.weights_TK, experts_TK
 
     def _dispatch(
-        self, flow: Flow, x_TD: Tensor, y_TD: Tensor, terms_N: Tensor, weights_TK: Tensor, experts_TK: Tensor
+        self,
+        flow: Flow,
+        x_TD: Tensor,
+        y_TD: Tensor,
+        terms_N: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
     ) -> tuple[Tensor, ...]:
         sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, self._complete(flow))
         return x_TD, y_TD, terms_N, sent.x_RD, sent.offs_E, sent.probs_R, *sent.handle
@@ -79,4 +89,3 @@ class MoeFfn(nn.Module):
     def _complete(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""
         return flow.valid_T is None and self.record.capacity is None
-

@@ -7,6 +7,7 @@ The *decision* (experts and drops) is made once per micro-batch and kept; a seco
 is given it and computes only scores and weights anew, so the router's gradient is the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,10 +146,23 @@ def scores(logits_TE: Tensor, record: RouterRecord) -> Tensor:
         case "softmax":
             return logits_TE.softmax(1)
         case "sigmoid":
-            return logits_TE.sigmoid()
+            return _in_whole_vectors(torch.sigmoid, logits_TE)
         case "sqrt_softplus":
             # The bound keeps the gradient finite where softplus underflows.
-            return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+            soft_TE = _in_whole_vectors(F.softplus, logits_TE)
+            return soft_TE.clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+
+def _in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply an elementwise function so that no value's bits depend on how many there are.
+
+    On a CPU torch computes what is left over after the last whole vectors by another formula.
+    """
+    left_over = -values.numel() % 32  # two vectors of the widest CPU, as torch steps
+    if left_over == 0 or values.device.type != "cpu":
+        return function(values)
+    padded = F.pad(values.flatten(), (0, left_over))
+    return function(padded)[: values.numel()].view_as(values)
 
 
 def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: RouterRecord) -> Tensor:
@@ -187,7 +201,7 @@ def _within_groups(choice_TE: Tensor, groups: Groups) -> Tensor:
     if groups.score == "max":
         score_TG = choice_TGe.amax(2)
     else:
-        score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
+        score_TG = choice_TGe.topk(2, dim=2).values.sum(2)
     chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
     return torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)

@@ -29,4 +29,7 @@ class Machine:
             taken = time.perf_counter() - started
             best, spent = min(best, taken), spent + taken
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        return cls(2 * side**3 / best, f"measured at start: {side}^3 in {dtype}{threads}".replace("torch.", ""))
+        return cls(
+            2 * side**3 / best,
+            f"measured at start: {side}^3 in {dtype}{threads}".replace("torch.", ""),
+        )

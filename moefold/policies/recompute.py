@@ -37,7 +37,9 @@ class Recompute:
 
     def __init__(self, record: Record | None = None) -> None:
         self.block = isinstance(record, Full)
-        self.kinds = frozenset(record.modules) if isinstance(record, Selective) else frozenset[str]()
+        self.kinds = (
+            frozenset(record.modules) if isinstance(record, Selective) else frozenset[str]()
+        )
         self._made: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Made, int]] = {}
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -56,8 +56,12 @@ class Train(Record):
     def rules(self) -> Iterator[Violation]:
         """Micro-batches make up the batch."""
         if self.batch % self.micro_batch:
-            nearest = max(d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0)
-            yield Violation(("micro_batch",), self.micro_batch, f"divides batch ({self.batch})", nearest)
+            nearest = max(
+                d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0
+            )
+            yield Violation(
+                ("micro_batch",), self.micro_batch, f"divides batch ({self.batch})", nearest
+            )
 
 
 class Layout(Record):
@@ -76,7 +80,9 @@ class Layout(Record):
         axes = [w.rstrip("0123456789") for w in words]
         if len(set(axes)) < len(axes):
             kept = {a: w for a, w in zip(axes, words, strict=True)}
-            yield Violation(("sizes",), self.sizes, "each axis is named once", " ".join(kept.values()))
+            yield Violation(
+                ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
+            )
 
     @property
     def split(self) -> Sizes:

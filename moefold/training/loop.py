@@ -36,8 +36,8 @@ from moefold.run import Run
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
 from moefold.training.state import Progress, differences, restore, tensors_of
-from moefold.training.stored import describe, fill
 from moefold.training.step import StepFigures, evaluate, gradients
+from moefold.training.stored import describe, fill
 
 FORMAT = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -64,11 +64,18 @@ class Job:
     """
 
     def __init__(
-        self, run: Run, folder: str | Path, hooks: Sequence[Hook] = (), *, cache: str | Path | None = None
+        self,
+        run: Run,
+        folder: str | Path,
+        hooks: Sequence[Hook] = (),
+        *,
+        cache: str | Path | None = None,
     ) -> None:
         world = run.layout.split.smallest_world
         if world > 1:
-            raise ValueError(f"layout.sizes: {run.layout.sizes!r} needs {world} ranks; one process trains here")
+            raise ValueError(
+                f"layout.sizes: {run.layout.sizes!r} needs {world} ranks; one process trains here"
+            )
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
         self.last_step = run.train.steps
         if run.deterministic:
@@ -116,7 +123,8 @@ class Job:
             changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
         if changed:
             raise ValueError(
-                f"{path} belongs to a run that computes something else:\n  " + "\n  ".join(changed)
+                f"{path} belongs to a run that computes something else:\n  "
+                + "\n  ".join(changed)
                 + "\nGive another --folder, or --fork NEW to start a new run from it"
             )
 
@@ -211,7 +219,13 @@ class Job:
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         sources = [origin for batch in batches for origin in batch.sources]
         return judge(
-            self.run.train.on_nonfinite, self._strikes, self.progress.step + 1, place, figures, non_finite(grads), sources
+            self.run.train.on_nonfinite,
+            self._strikes,
+            self.progress.step + 1,
+            place,
+            figures,
+            non_finite(grads),
+            sources,
         )
 
     def _rewind(self, place: int) -> None:
@@ -263,10 +277,16 @@ class Job:
             "run": plain(self.run),
             **describe(self.decoder, self.tokenizer),
             "data": self.loader.fingerprint(),
-            "progress": {"step": progress.step, "tokens": progress.tokens, "excluded": list(progress.excluded)},
+            "progress": {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "excluded": list(progress.excluded),
+            },
         }
         tensors = tensors_of(self.model, self.optimizer)
-        return save(self.folder, progress.step, tensors, meta, self.run.watch.checkpoint, lock=self.lock)
+        return save(
+            self.folder, progress.step, tensors, meta, self.run.watch.checkpoint, lock=self.lock
+        )
 
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step."""
@@ -274,7 +294,8 @@ class Job:
         for i, mixture in self.model.mixtures():
             figures: Mapping[str, torch.Tensor] = mixture.balance.health(mixture.router)
             layers.append(
-                {"layer": i, "top_k": mixture.record.router.top_k} | {k: v.tolist() for k, v in figures.items()}
+                {"layer": i, "top_k": mixture.record.router.top_k}
+                | {k: v.tolist() for k, v in figures.items()}
             )
         return layers
 

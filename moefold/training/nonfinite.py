@@ -47,11 +47,17 @@ def judge(
     if isinstance(policy, Skip | Rewind) and strikes <= policy.limit:
         return Verdict.SKIP if isinstance(policy, Skip) else Verdict.REWIND
     documents = ", ".join(dict.fromkeys(f"{o.name} {o.document}" for o in sources)) or "unknown"
-    named = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
+    named = ", ".join(parameters[:8]) + (
+        f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
+    )
     raise NonFiniteStep(
         f"step {step} is not finite (loss {figures.lm_loss}, gradient norm {figures.grad_norm}, "
         f"router terms {figures.router_terms or 'none'}); nothing was updated.\n"
         f"Gradients not finite: {named or 'none'}\nPlace in the data's order: {place}; documents: {documents}\n"
         f"Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-        + (f" (its limit of {policy.limit} is used up)" if isinstance(policy, Skip | Rewind) else "")
+        + (
+            f" (its limit of {policy.limit} is used up)"
+            if isinstance(policy, Skip | Rewind)
+            else ""
+        )
     )

@@ -44,7 +44,9 @@ def tensors_of(model: DecoderModel, optimizer: Optimizer) -> dict[str, Tensor]:
     return model_tensors(model) | optimizer.state()
 
 
-def restore(path: Path, model: DecoderModel, optimizer: Optimizer) -> tuple[Progress, Mapping[str, Any]]:
+def restore(
+    path: Path, model: DecoderModel, optimizer: Optimizer
+) -> tuple[Progress, Mapping[str, Any]]:
     """Fill model and optimizer from a checkpoint, and return how far it is and its meta."""
     with torch.no_grad():
         meta = load_into(path, tensors_of(model, optimizer))

@@ -82,7 +82,9 @@ def _micro_batch(
     """Run one micro-batch forward and backward; returns its summed loss and its router terms."""
     x_TD, by_layer = model(flow)
     head = model.head_operand()
-    loss, dx_TD = loss_and_gradients(x_TD.detach(), head, flow.rows.labels_T, scale=scale, chunk=chunk)
+    loss, dx_TD = loss_and_gradients(
+        x_TD.detach(), head, flow.rows.labels_T, scale=scale, chunk=chunk
+    )
     values, weighted = model.router_terms(by_layer)
     roots, starts = [x_TD], [dx_TD]
     if weighted is not None and weighted.requires_grad:
@@ -94,7 +96,9 @@ def _micro_batch(
 
 
 @torch.no_grad()
-def evaluate(model: DecoderModel, batches: Sequence[MicroBatch], loss_chunk: int) -> tuple[float, int]:
+def evaluate(
+    model: DecoderModel, batches: Sequence[MicroBatch], loss_chunk: int
+) -> tuple[float, int]:
     """Return the summed cross-entropy in nats over all labels, and their number."""
     total, labels = torch.zeros((), dtype=torch.float64), 0
     for batch in batches:

@@ -63,7 +63,9 @@ class StoredModel:
         source = Path(source)
         path = source if (source / "manifest.json").is_file() else newest(source)
         if path is None:
-            raise CheckpointError(f"{source} is no checkpoint and holds none; give a run's folder or step-…")
+            raise CheckpointError(
+                f"{source} is no checkpoint and holds none; give a run's folder or step-…"
+            )
         reader = Reader(path)
         try:
             meta = reader.manifest.meta
@@ -138,4 +140,6 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
 def _tokenizer(said: Mapping[str, Any] | None) -> Tokenizer | None:
     if said is None:
         return None
-    return Tokenizer(said["text"], said["end"], said["start"], said["vocab"], "the checkpoint's tokenizer")
+    return Tokenizer(
+        said["text"], said["end"], said["start"], said["vocab"], "the checkpoint's tokenizer"
+    )

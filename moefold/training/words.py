@@ -26,6 +26,17 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def si(number: float) -> str:
+    """Write a number before its unit: ``10.6 M``, ``434 G``, ``1.20 T``."""
+    text = count(number).replace("B", "G")
+    return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
+
+
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Write a number of things: ``1 step``, ``1,200 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
 def size(number: float) -> str:
     """Write a number of bytes: ``512 B``, ``1.50 KiB``, ``12.3 MiB``, ``4.00 GiB``."""
     for scale, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 
-def attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+def attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float
+) -> Tensor:
     """Return ``out_THv``; each row sees the rows of its own segment up to itself.
 
     ``lengths`` are the segments' row counts in order; rows beyond their sum give zeros.

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+def attention(
+    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float
+) -> Tensor:
     """Return ``out_THv``; rows beyond the segments give zeros.
 
     Where values are narrower than keys they are padded with zeros, which the fused kernels need
@@ -25,7 +27,9 @@ def attention(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, .
     tail = q_THd.shape[0] - sum(rows)
     parts = [*rows, tail] if tail else rows
     pieces = zip(q_THd.split(parts), k_TGd.split(parts), v_TGv.split(parts), strict=True)
-    out = [_run(q, k, v, length, scale) for (length, _), (q, k, v) in zip(runs, pieces, strict=False)]
+    out = [
+        _run(q, k, v, length, scale) for (length, _), (q, k, v) in zip(runs, pieces, strict=False)
+    ]
     if tail:
         out.append(q_THd.new_zeros(tail, q_THd.shape[1], v_TGv.shape[-1]))
     joined = out[0] if len(out) == 1 else torch.cat(out)

@@ -94,7 +94,9 @@ def _head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> 
     """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
     vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
     if into_VD is None:
-        into_VD = torch.zeros(vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device)
+        into_VD = torch.zeros(
+            vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device
+        )
     tile = max(1, TILE // hidden)
     for start in range(0, vocab, tile):
         rows = slice(start, start + tile)
@@ -105,7 +107,13 @@ def _head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, master: Tensor, value_VD: Tensor, labels_T: Tensor, chunk: int, ignored: int
+        ctx: Any,
+        x_TD: Tensor,
+        master: Tensor,
+        value_VD: Tensor,
+        labels_T: Tensor,
+        chunk: int,
+        ignored: int,
     ) -> Tensor:
         ctx.save_for_backward(x_TD, value_VD, labels_T)
         ctx.chunk, ctx.ignored, ctx.master = chunk, ignored, master

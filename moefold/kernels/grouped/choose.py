@@ -37,4 +37,6 @@ def choose(asked: str, dtype: torch.dtype, *dims: int) -> GroupedKernel:
         why = "asked for" if asked == "loop" else f"grouped_mm takes no {dtype} rows of {dims}"
         return GroupedKernel("loop", why, loop.product, loop.input_gradient, loop.weight_gradient)
     why = "asked for" if asked == "grouped" else f"takes {dtype} and these widths"
-    return GroupedKernel("grouped_mm", why, grouped.product, grouped.input_gradient, grouped.weight_gradient)
+    return GroupedKernel(
+        "grouped_mm", why, grouped.product, grouped.input_gradient, grouped.weight_gradient
+    )

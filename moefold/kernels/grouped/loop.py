@@ -45,4 +45,6 @@ def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tenso
 def spans(offs_E: Tensor) -> list[tuple[int, int, int]]:
     """Return (group, first row, end row) of each group: this path's one host read."""
     ends = offs_E.tolist()
-    return [(e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
+    return [
+        (e, start, end) for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+    ]

@@ -49,7 +49,12 @@ def only_valid(rows_TN: Tensor, valid_T: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, master: Tensor, value_OI: Tensor, valid_T: Tensor | None, sink: GradientSink
+        ctx: Any,
+        x_TI: Tensor,
+        master: Tensor,
+        value_OI: Tensor,
+        valid_T: Tensor | None,
+        sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(x_TI, value_OI, valid_T)
         ctx.master, ctx.sink = master, sink

@@ -28,16 +28,25 @@ def rms_norm(
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """The same by autograd, in fp64."""
     wide = x.double()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight_D.double()).to(x.dtype)
+    return (
+        wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight_D.double()
+    ).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float, valid_T: Tensor | None, sink: GradientSink
+        ctx: Any,
+        x: Tensor,
+        weight_D: Tensor,
+        epsilon: float,
+        valid_T: Tensor | None,
+        sink: GradientSink,
     ) -> Tensor:
         wide = _wide(x)
-        y, rstd = torch.ops.aten._fused_rms_norm(wide, [x.shape[-1]], weight_D.to(wide.dtype), epsilon)
+        y, rstd = torch.ops.aten._fused_rms_norm(
+            wide, [x.shape[-1]], weight_D.to(wide.dtype), epsilon
+        )
         ctx.save_for_backward(x, rstd, weight_D, valid_T)
         # The parameter itself: what saved tensors give back may be another tensor of equal value.
         ctx.master, ctx.sink = weight_D, sink

@@ -29,7 +29,9 @@ def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = Fals
 
 
 def _take(x_TD: Tensor, token_R: Tensor, complete: bool) -> Tensor:
-    return x_TD.index_select(0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0)))
+    return x_TD.index_select(
+        0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))
+    )
 
 
 def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
@@ -91,5 +93,7 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (row_TK,) = ctx.saved_tensors
         last = dp_R.shape[0]
-        picked = dp_R.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0))).view(row_TK.shape)
+        picked = dp_R.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0))).view(
+            row_TK.shape
+        )
         return torch.where(row_TK < last, picked, 0), None, None

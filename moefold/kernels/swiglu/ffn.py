@@ -50,7 +50,12 @@ def grouped_products(kernel: GroupedKernel, offs_E: Tensor) -> Products:
 
 
 def gated_ffn(
-    x_ND: Tensor, w_in: Operand, w_out: Operand, products: Products, sink: GradientSink, p_N: Tensor | None = None
+    x_ND: Tensor,
+    w_in: Operand,
+    w_out: Operand,
+    products: Products,
+    sink: GradientSink,
+    p_N: Tensor | None = None,
 ) -> Tensor:
     """Return ``y_ND``.
 
@@ -62,7 +67,9 @@ def gated_ffn(
         sink: where the weights' gradients go.
         p_N: weight of each row (fp32 or wider), or None.
     """
-    return _GatedFfn.apply(x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink)  # type: ignore[no-any-return]
+    return _GatedFfn.apply(
+        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink
+    )  # type: ignore[no-any-return]
 
 
 class _GatedFfn(torch.autograd.Function):
@@ -99,7 +106,11 @@ class _GatedFfn(torch.autograd.Function):
         def product_out(into: Tensor | None) -> Tensor:
             return products.weight_gradient(dy_ND, a_NF, into)
 
-        dx_ND = products.input_gradient(dh_N2F, w_in.flatten(-3, -2)) if ctx.needs_input_grad[0] else None
+        dx_ND = (
+            products.input_gradient(dh_N2F, w_in.flatten(-3, -2))
+            if ctx.needs_input_grad[0]
+            else None
+        )
         dw_in = sink.deliver(master_in, product_in) if ctx.needs_input_grad[1] else None
         dw_out = sink.deliver(master_out, product_out) if ctx.needs_input_grad[2] else None
         return dx_ND, dw_in, dw_out, dp_N, None, None, None, None

@@ -25,7 +25,9 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     return a_NF
 
 
-def backward(h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def backward(
+    h_N2F: Tensor, p_N: Tensor | None, da_NF: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return ``dh_N2F``, ``dp_N`` (fp32 or fp64; None without ``p_N``) and ``a_NF`` again.
 
     ``a_NF`` is what the second product's weight gradient needs; it comes out of this pass for

@@ -30,7 +30,9 @@ class Dispatched:
 class Dispatcher(Protocol):
     """The two calls behind which every way of sending rows stands."""
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool) -> Dispatched:
+    def dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool
+    ) -> Dispatched:
         """Send each row to its experts.
 
         Args:

@@ -14,7 +14,9 @@ class LocalDispatch:
     def __init__(self, record: Local, experts: int) -> None:
         self._experts = experts
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool) -> Dispatched:
+    def dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool
+    ) -> Dispatched:
         """Permute rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
         tokens, copies = experts_TK.shape
         flat = experts_TK.reshape(-1)

@@ -1,4 +1,4 @@
-"""When the run started, went on and ended: ``events.jsonl``, appended to and never cut."""
+"""What the run is and when it started, went on and ended: ``run.yaml`` and ``events.jsonl``."""
 
 import json
 import os
@@ -7,15 +7,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from moefold.config.dump import dump_yaml
 from moefold.training.history import EVENTS_FILE
 from moefold.training.hooks.base import Hook, JobView
 
+RUN_FILE = "run.yaml"
+
 
 class EventsHook(Hook):
-    """Writes one line at each start and each orderly end of a process."""
+    """Keeps the resolved run file, and a line for each start and each orderly end of a process."""
 
     def on_start(self, job: JobView) -> None:
-        """Note the start and the step it goes on from."""
+        """Write the resolved run file; note the start and the step it goes on from."""
+        part = job.folder / f".{RUN_FILE}.part"
+        part.write_text(dump_yaml(job.run), encoding="utf-8")
+        part.replace(job.folder / RUN_FILE)
         _append(job.folder / EVENTS_FILE, event="start", step=job.step_number)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:

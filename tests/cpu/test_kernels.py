@@ -1,0 +1,288 @@
+"""Every kernel against its plain reference, forward and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from moefold.kernels.attention import reference as plain_attention
+from moefold.kernels.attention import sdpa
+from moefold.kernels.cross_entropy import reference as plain_loss
+from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
+from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
+from moefold.kernels.grouped import grouped, loop
+from moefold.kernels.grouped.choose import choose
+from moefold.kernels.linear.product import linear
+from moefold.kernels.norm.rms import reference as plain_norm
+from moefold.kernels.norm.rms import rms_norm
+from moefold.kernels.operand import Operand
+from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.rope.rotate import rotate
+from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu.ffn import dense_products, gated_ffn, grouped_products
+from moefold.kernels.swiglu.reference import swiglu
+from tests.cpu.small import relative
+
+
+def drawn(
+    *shape: int, dtype: torch.dtype = torch.float64, grad: bool = True, seed: int = 0
+) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return values.to(dtype).requires_grad_(grad)
+
+
+def operand(weight: Tensor) -> Operand:
+    return Operand(weight, weight.detach())
+
+
+def test_linear_has_the_right_gradients() -> None:
+    x, w = drawn(5, 4), drawn(3, 4)
+    assert gradcheck(lambda x, w: linear(x, Operand(w, w.detach())), (x, w))
+
+
+def test_linear_widens_narrow_rows_and_keeps_them_narrow() -> None:
+    x, w = drawn(5, 4, dtype=torch.bfloat16), drawn(3, 4, dtype=torch.float32)
+    y = linear(x, operand(w))
+    y.sum().backward()
+    assert y.dtype == torch.float32 and x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert w.grad is not None and w.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sink", [Accumulated(), Deferred()])
+def test_sinks_add_the_same_gradients_in_place(sink: Accumulated | Deferred) -> None:
+    x, w = drawn(6, 4), drawn(3, 4)
+    linear(x, operand(w)).square().sum().backward()
+    assert w.grad is not None
+    once, w.grad = w.grad.clone(), None
+    for times in (1, 2):
+        linear(x, operand(w), sink=sink).square().sum().backward()
+        if isinstance(sink, Deferred):
+            assert sink.drain() == 1
+        assert torch.allclose(w.grad, once * times, rtol=1e-14)
+        if times == 1:
+            place = w.grad.data_ptr()
+    assert w.grad.data_ptr() == place
+
+
+def test_deferred_products_run_once_and_only_when_drained() -> None:
+    sink, x, w = Deferred(), drawn(6, 4), drawn(3, 4)
+    linear(x, operand(w), sink=sink).sum().backward()
+    assert w.grad is None
+    assert (sink.drain(), sink.drain()) == (1, 0)
+
+
+GROUPS = [(0, 7, 0, 5), (3, 3, 3, 3), (12, 0, 0, 0), (0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("counts", GROUPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_equal_the_loop(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    offs = torch.tensor(counts).cumsum(0).to(torch.int32)
+    live = sum(counts)
+    x, w = drawn(14, 16, dtype=dtype, grad=False), drawn(4, 24, 16, dtype=dtype, grad=False)
+    dy = drawn(14, 24, dtype=dtype, grad=False)
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for ours, theirs in (
+        (grouped.product(x, w, offs), loop.product(x, w, offs)),
+        (grouped.input_gradient(dy, w, offs), loop.input_gradient(dy, w, offs)),
+    ):
+        assert torch.allclose(ours[:live], theirs[:live], atol=bound, rtol=bound)
+    into = drawn(4, 24, 16, dtype=torch.float32, grad=False)
+    fresh = loop.weight_gradient(dy, x, offs, None)
+    for kernel in (grouped, loop):
+        dw = kernel.weight_gradient(dy, x, offs, None)
+        assert torch.allclose(dw, fresh, atol=bound, rtol=bound)
+        added = kernel.weight_gradient(dy, x, offs, into.clone())
+        assert torch.allclose(added - into, fresh.float(), atol=2 * bound, rtol=2 * bound)
+
+
+def test_the_loop_is_right() -> None:
+    offs, group = torch.tensor([2, 2, 5], dtype=torch.int32), torch.tensor([0, 0, 2, 2, 2])
+    x, w = drawn(5, 3, grad=False), drawn(3, 4, 3, grad=False)
+    want = torch.einsum("ri,roi->ro", x, w[group])
+    assert torch.allclose(loop.product(x, w, offs), want)
+
+
+def test_a_grouped_kernel_that_cannot_run_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"layout\.experts.*4 divides"):
+        choose("grouped", torch.float32, 30)
+    assert choose("auto", torch.float64, 32).name == "loop"
+    assert choose("auto", torch.bfloat16, 32).name == "grouped_mm"
+    assert choose("loop", torch.bfloat16, 32).name == "loop"
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu_in_pieces_equals_the_reference(
+    weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 20)
+    h, da = drawn(11, 12), drawn(11, 6, grad=False)
+    p = drawn(11).detach().abs().requires_grad_() if weighted else None
+    a = swiglu(h, p)
+    a.backward(da)
+    dh, dp, again = pieces.backward(h.detach(), None if p is None else p.detach(), da)
+    assert relative(pieces.forward(h.detach(), None if p is None else p.detach()), a) < 1e-15
+    assert relative(again, a) < 1e-15 and h.grad is not None and relative(dh, h.grad) < 1e-14
+    if p is not None and dp is not None:
+        assert p.grad is not None and relative(dp, p.grad) < 1e-14
+
+
+def test_the_gated_ffn_has_the_right_gradients() -> None:
+    x, w_in, w_out = drawn(5, 4), drawn(2, 3, 4), drawn(4, 3)
+
+    def dense(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        products = dense_products(None)
+        return gated_ffn(
+            x, Operand(w_in, w_in.detach()), Operand(w_out, w_out.detach()), products, RETURNED
+        )
+
+    assert gradcheck(dense, (x, w_in, w_out))
+    p, many_in, many_out = drawn(5), drawn(3, 2, 3, 4), drawn(3, 4, 3)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+
+    def experts(x: Tensor, w_in: Tensor, w_out: Tensor, p: Tensor) -> Tensor:
+        products = grouped_products(choose("loop", x.dtype), offs)
+        return gated_ffn(
+            x, Operand(w_in, w_in.detach()), Operand(w_out, w_out.detach()), products, RETURNED, p
+        )
+
+    assert gradcheck(experts, (x, many_in, many_out, p))
+
+
+def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
+    x, w_in, w_out, p = drawn(64, 8), drawn(2, 2, 16, 8), drawn(2, 8, 16), drawn(64)
+    kept: list[tuple[int, ...]] = []
+    offs = torch.tensor([40, 64], dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
+    ):
+        gated_ffn(
+            x,
+            operand(w_in),
+            operand(w_out),
+            grouped_products(choose("loop", x.dtype), offs),
+            RETURNED,
+            p,
+        )
+    rows = sorted(shape for shape in kept if shape[0] == 64)
+    assert rows == [(64,), (64, 8), (64, 32)]
+
+
+def test_rms_norm_equals_the_reference() -> None:
+    x, w = drawn(7, 3, 8), drawn(8)
+    assert relative(rms_norm(x, w, 1e-6), plain_norm(x, w, 1e-6)) < 1e-14
+    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rotation_is_that_of_complex_numbers(layout: str) -> None:
+    x, angle = drawn(5, 2, 6), drawn(5, 3, grad=False)
+    turned = rotate(x, angle.cos(), angle.sin(), layout)
+    pairs = (
+        (lambda t: t.unflatten(-1, (2, 3)).transpose(-1, -2))
+        if layout == "half"
+        else (lambda t: t.unflatten(-1, (3, 2)))
+    )
+    number = torch.view_as_complex(pairs(x.detach()).contiguous())
+    want = number * torch.polar(torch.ones_like(angle), angle)[:, None]
+    assert torch.allclose(torch.view_as_complex(pairs(turned.detach()).contiguous()), want)
+    assert gradcheck(lambda x: rotate(x, angle.cos(), angle.sin(), layout), (x,))
+
+
+LENGTHS = [(12,), (4, 4, 4), (5, 5, 1, 1), (3, 2, 6)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("heads", "groups", "qk", "v"), [(4, 2, 8, 8), (4, 4, 8, 6), (2, 1, 4, 4)])
+def test_attention_equals_the_reference(
+    lengths: tuple[int, ...], heads: int, groups: int, qk: int, v: int
+) -> None:
+    inputs = drawn(14, heads, qk), drawn(14, groups, qk, seed=1), drawn(14, groups, v, seed=2)
+    ours, theirs = (f(*inputs, lengths, 0.4) for f in (sdpa.attention, plain_attention.attention))
+    assert relative(ours, theirs) < 1e-14
+    upstream = drawn(14, heads, v, grad=False, seed=3)
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, upstream),
+        torch.autograd.grad(theirs, inputs, upstream),
+        strict=True,
+    ):
+        assert relative(a, b) < 1e-13
+
+
+def test_attention_of_a_segment_does_not_see_the_others() -> None:
+    q, k, v = (drawn(12, 2, 4, seed=s, grad=False) for s in range(3))
+    out = sdpa.attention(q, k, v, (5, 7), 0.5)
+    k[:5], v[:5] = 1e6, -1e6
+    assert torch.equal(sdpa.attention(q, k, v, (5, 7), 0.5)[5:], out[5:])
+
+
+def permutation(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    copy_R = experts_TK.flatten().argsort(stable=True)
+    row_TK = torch.empty_like(copy_R)
+    row_TK[copy_R] = torch.arange(len(copy_R))
+    return copy_R, copy_R // experts_TK.shape[1], row_TK.view_as(experts_TK)
+
+
+def test_spread_and_collect_are_each_others_gradients() -> None:
+    experts_TK = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
+    copy_R, token_R, row_TK = permutation(experts_TK)
+    for complete in (True, False):
+        assert gradcheck(lambda x: spread(x, token_R, row_TK, complete), (drawn(4, 3),))
+        assert gradcheck(lambda y: collect(y, token_R, row_TK, complete), (drawn(8, 3),))
+    assert gradcheck(lambda w: pick(w, copy_R, row_TK), (drawn(4, 2),))
+    x = drawn(4, 3, grad=False)
+    assert torch.equal(collect(spread(x, token_R, row_TK), token_R, row_TK), 2 * x)
+
+
+def test_missing_copies_count_as_zero_whatever_stands_in_their_rows() -> None:
+    token_R, row_TK = torch.tensor([0, 1, 3, 3]), torch.tensor([[0, 4], [1, 4], [4, 4]])
+    y = torch.full((4, 2), float("nan"), dtype=torch.float64)
+    y[:2] = 1.0
+    y.requires_grad_()
+    out = collect(y, token_R, row_TK)
+    assert torch.equal(out, torch.tensor([[1.0, 1], [1, 1], [0, 0]], dtype=torch.float64))
+    assert torch.equal(spread(out, token_R, row_TK)[:2], out[:2])
+
+
+@pytest.mark.parametrize("chunk", [16, 7, 64])
+def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
+    x, w = drawn(40, 6), drawn(50, 6)
+    labels = torch.arange(40) % 50
+    labels[3:9] = -100
+    want = plain_loss.cross_entropy_sum(x, w, labels)
+    dx, dw = torch.autograd.grad(want / 34, (x, w))
+    ours = cross_entropy_sum(x, operand(w), labels, chunk=chunk)
+    assert relative(ours.detach(), want.detach()) < 1e-14
+    for a, b in zip(torch.autograd.grad(ours / 34, (x, w)), (dx, dw), strict=True):
+        assert relative(a, b) < 1e-13
+    for times in (1, 2):
+        total, found = loss_and_gradients(x.detach(), operand(w), labels, scale=1 / 34, chunk=chunk)
+        assert relative(total, want.detach()) < 1e-14 and relative(found, dx) < 1e-13
+        assert w.grad is not None and relative(w.grad, times * dw) < 1e-13
+
+
+def test_the_loss_makes_nothing_of_the_size_of_all_logits_or_of_a_second_head() -> None:
+    """Counts the largest tensor that training's loss makes besides the head's one gradient."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rows, hidden, vocab, chunk = 512, 8, 4096, 32
+    x, w = (
+        drawn(rows, hidden, dtype=torch.float32, grad=False),
+        drawn(vocab, hidden, dtype=torch.float32),
+    )
+    labels = torch.arange(rows)
+    loss_and_gradients(x, operand(w), labels, scale=1.0, chunk=chunk)
+    made: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+            if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in known:
+                made.append(out.untyped_storage().nbytes() // 4)
+            return out
+
+    with Watch():
+        loss_and_gradients(x, operand(w), labels, scale=1.0, chunk=chunk)
+    assert max(made) <= chunk * vocab, "one chunk's logits are the largest"
+    assert made.count(vocab * hidden) == 0, "no second gradient of the head"
