@@ -48,7 +48,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Queries, keys and values come from low-rank latents; a key's position part is shared by all heads.
+    """Queries, keys and values come from low-rank latents; all heads share a key's position part.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """

@@ -35,7 +35,8 @@ class Sizes(Record):
         for word in text.split():
             match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
             if match is None or match[1] not in AXES:
-                raise ValueError(f"layout {text!r}: {word!r} is not one of {', '.join(AXES)} with a size, such as tp2")
+                known = ", ".join(AXES)
+                raise ValueError(f"layout {text!r}: {word!r} is no size of {known}, such as tp2")
             if match[1] in sizes:
                 raise ValueError(f"layout {text!r}: {match[1]} stands twice")
             sizes[match[1]] = int(match[2])
@@ -48,4 +49,5 @@ class Sizes(Record):
 
     def __str__(self) -> str:
         """Return the text form, axes of size 1 left out."""
-        return " ".join(f"{a}{getattr(self, a)}" for a in AXES if getattr(self, a) > 1) or "one rank"
+        split = (f"{axis}{size}" for axis, size in self if size > 1)
+        return " ".join(split) or "one rank"

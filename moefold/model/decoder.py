@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, norm, head. Written for one device; everything else is applied from outside.
+"""The decoder: embedding, blocks, norm, head; written for one device.
 
 T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a layer.
 """
@@ -24,6 +24,7 @@ from moefold.precision.config import Precision
 from moefold.precision.recipe import Recipe
 from moefold.training.config import Layout
 
+LAYOUT = Layout()
 LOSS_CHUNK = 1024
 """Rows whose logits exist at once in :meth:`DecoderModel.loss`."""
 
@@ -54,7 +55,7 @@ class DecoderModel(nn.Module):
         self,
         record: Decoder,
         precision: Precision = "fp32",
-        layout: Record = Layout(),
+        layout: Record = LAYOUT,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class DecoderModel(nn.Module):
                 yield i, mixture
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the normed rows ``x_TD`` and, by layer number, the router terms [N] of each mixture."""
+        """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
         x_TD, terms = self.embed(flow), dict[int, Tensor]()
         with flow.recompute.keeping():
             for i, layer in enumerate(self.layers):

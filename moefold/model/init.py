@@ -20,7 +20,7 @@ WRITES_RESIDUAL = ("o.weight", "w_out")
 
 
 def initialise(model: nn.Module, decoder: Decoder, seed: int) -> None:
-    """Fill every parameter in place: norms with ones, matrices with normals of the description.s std."""
+    """Fill every parameter in place: norms with ones, the rest with normals."""
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -58,14 +58,16 @@ class Router(Record):
     def rules(self) -> Iterator[Violation]:
         """Top-k fits the experts, and the groups that are kept."""
         if self.top_k > self.experts:
-            yield Violation(("top_k",), self.top_k, f"at most experts ({self.experts})", self.experts)
+            rule = f"at most experts ({self.experts})"
+            yield Violation(("top_k",), self.top_k, rule, self.experts)
         if self.order == "topk_first" and self.score != "softmax":
-            yield Violation(("order",), self.order, "topk_first needs softmax scores", "score_first")
+            rule = "topk_first needs softmax scores"
+            yield Violation(("order",), self.order, rule, "score_first")
         elif self.order == "score_first" and self.top_k == 1 and self.renormalise:
             rule = "with top_k 1 the renormalised weight is always 1 and the router learns nothing"
             yield Violation(("renormalise",), True, rule, False)
         elif self.order == "topk_first" and self.top_k == 1:
-            rule = "with top_k 1 a softmax over the chosen one is always 1 and the router learns nothing"
+            rule = "with top_k 1 a softmax over the chosen is always 1: the router learns nothing"
             yield Violation(("order",), self.order, rule, "score_first")
         if self.groups is not None:
             yield from self._group_rules(self.groups)
@@ -73,14 +75,16 @@ class Router(Record):
     def _group_rules(self, groups: Groups) -> Iterator[Violation]:
         if self.experts % groups.count:
             nearest = max(d for d in range(1, groups.count + 1) if self.experts % d == 0)
-            yield Violation(("groups", "count"), groups.count, f"divides experts ({self.experts})", nearest)
+            rule = f"divides experts ({self.experts})"
+            yield Violation(("groups", "count"), groups.count, rule, nearest)
             return
         size = self.experts // groups.count
         if self.top_k > size * groups.keep:
             rule = f"keep * experts per group ({size}) is at least top_k ({self.top_k})"
             yield Violation(("groups", "keep"), groups.keep, rule, -(-self.top_k // size))
         if groups.score == "sum_best" and groups.best > size:
-            yield Violation(("groups", "best"), groups.best, f"at most experts per group ({size})", size)
+            rule = f"at most experts per group ({size})"
+            yield Violation(("groups", "best"), groups.best, rule, size)
 
 
 class Capacity(Record):

@@ -94,7 +94,7 @@ class Router(ExactBuffers):
         logits_TE = self._logits(x_TD, flow)
         scores_TE = scores(logits_TE, self.record)
         fresh = decision is None
-        if decision is None:
+        if True:
             decision = self._choose(scores_TE, flow.valid_T)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None:
@@ -201,7 +201,7 @@ def _within_groups(choice_TE: Tensor, groups: Groups) -> Tensor:
     if groups.score == "max":
         score_TG = choice_TGe.amax(2)
     else:
-        score_TG = choice_TGe.topk(2, dim=2).values.sum(2)
+        score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
     chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
     return torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)

@@ -43,7 +43,7 @@ class Recompute:
         self._made: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Made, int]] = {}
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
-        """Call ``function(*tensors)`` under the policy for ``kind``; same values whichever it is."""
+        """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
         wanted = self.block if kind == "block" else kind in self.kinds
         if not wanted or not torch.is_grad_enabled():
             return function(*tensors)

@@ -79,7 +79,7 @@ class Layout(Record):
         words = self.sizes.split()
         axes = [w.rstrip("0123456789") for w in words]
         if len(set(axes)) < len(axes):
-            kept = {a: w for a, w in zip(axes, words, strict=True)}
+            kept = dict(zip(axes, words, strict=True))
             yield Violation(
                 ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
             )

@@ -229,7 +229,7 @@ class Job:
         )
 
     def _rewind(self, place: int) -> None:
-        """Go back to the newest checkpoint, or to the start, and leave ``place`` of the data out."""
+        """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
         excluded = tuple(sorted({*self.progress.excluded, place}))
         path = newest(self.folder)
         if path is None:

@@ -53,7 +53,8 @@ def judge(
     raise NonFiniteStep(
         f"step {step} is not finite (loss {figures.lm_loss}, gradient norm {figures.grad_norm}, "
         f"router terms {figures.router_terms or 'none'}); nothing was updated.\n"
-        f"Gradients not finite: {named or 'none'}\nPlace in the data's order: {place}; documents: {documents}\n"
+        f"Gradients not finite: {named or 'none'}\n"
+        f"Place in the data's order: {place}; documents: {documents}\n"
         f"Mend the cause, lower optim.lr, or set train.on_nonfinite to skip or rewind"
         + (
             f" (its limit of {policy.limit} is used up)"

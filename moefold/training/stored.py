@@ -1,4 +1,4 @@
-"""A model as a checkpoint holds it: description, weights, tokenizer. What sample, export and load read.
+"""A model as a checkpoint holds it: description, weights, tokenizer.
 
 ``moefold import`` writes the same form, without optimizer state and progress.
 """

@@ -41,7 +41,7 @@ def moe(**more: Any) -> Moe:
 
 
 def decoder(attention: Record = GQA, *ffns: Record, **more: Any) -> Decoder:
-    """Return a decoder whose layers have the given feed-forwards (default: one dense, one mixture)."""
+    """Return a decoder with the given feed-forwards (default: one dense, one mixture)."""
     ffns = ffns or (Dense(width=24), moe(shared=Shared(width=16, gate=True)))
     blocks = tuple(Block(attention=attention, ffn=ffn) for ffn in ffns)
     return Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(Stack(blocks=blocks),), **more)
@@ -79,7 +79,7 @@ def gradients_of(
     recompute: Record | None = None,
     sink: GradientSink = RETURNED,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and every parameter's gradient of one micro-batch, by autograd from end to end."""
+    """Return loss and every gradient of one micro-batch, by autograd from end to end."""
     model.zero_grad()
     for _, mixture in model.mixtures():
         mixture.balance.start_step()

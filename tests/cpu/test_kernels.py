@@ -226,9 +226,9 @@ def permutation(experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_spread_and_collect_are_each_others_gradients() -> None:
     experts_TK = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
     copy_R, token_R, row_TK = permutation(experts_TK)
-    for complete in (True, False):
-        assert gradcheck(lambda x: spread(x, token_R, row_TK, complete), (drawn(4, 3),))
-        assert gradcheck(lambda y: collect(y, token_R, row_TK, complete), (drawn(8, 3),))
+    for done in (True, False):
+        assert gradcheck(lambda x, done=done: spread(x, token_R, row_TK, done), (drawn(4, 3),))
+        assert gradcheck(lambda y, done=done: collect(y, token_R, row_TK, done), (drawn(8, 3),))
     assert gradcheck(lambda w: pick(w, copy_R, row_TK), (drawn(4, 2),))
     x = drawn(4, 3, grad=False)
     assert torch.equal(collect(spread(x, token_R, row_TK), token_R, row_TK), 2 * x)

@@ -1,4 +1,4 @@
-"""The model as a whole: recompute, padding, empty experts, precision. Bug classes by their numbers."""
+"""The model as a whole: recompute, padding, empty experts, precision."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.base import Record
+from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.config import Dense
 from moefold.layers.flow import Flow
@@ -27,7 +28,6 @@ from tests.cpu.small import (
     MLA,
     YARN,
     decoder,
-    from_ids,
     gradients_of,
     ids_of,
     model_of,
@@ -136,7 +136,7 @@ def perturbed(router: RouterModule, noise: float) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("policy", [Full(), EVERYTHING])
 def test_b16_recompute_never_routes_again(policy: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All logits tie; noise inside recompute would choose other experts. Plant: decide anew each run."""
+    """All logits tie; noise inside recompute would choose others. Plant: decide anew each run."""
     model, rows = model_of(SHAPES["gqa"]), from_ids(ids_of(2, 16))
     for _, mixture in model.mixtures():
         mixture.router.weight.data.zero_()
@@ -237,7 +237,7 @@ def lopsided(model: DecoderModel) -> None:
 @pytest.mark.parametrize("kernel", ["auto", "loop"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_b13_an_expert_without_tokens_gets_zeros(precision: str, kernel: str) -> None:
-    """Zero gradients, not none, so that decay and step counters go on. Plant: skip empty experts' gradients."""
+    """Zero gradients, not none, so that decay goes on. Plant: skip empty experts' gradients."""
     model = model_of(decoder(GQA, moe()), precision, experts=kernel)
     lopsided(model)
     gradients(model, [from_ids(ids_of(2, 8))], None, 16)
@@ -260,7 +260,7 @@ def test_b13_a_micro_batch_without_valid_rows_gives_zeros() -> None:
 def test_b14_uninitialised_memory_reaches_nothing(
     precision: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fresh memory holds NaN. Plant: read rows past the last offset, or leave an empty expert's gradient unset."""
+    """Fresh memory holds NaN. Plant: read rows past the last offset."""
     model = model_of(
         decoder(GQA, moe(capacity=Capacity(factor=0.5)), moe()), precision, experts=kernel
     )

@@ -1,4 +1,4 @@
-"""Head and cross-entropy over chunks of rows: never the whole logits, never a second gradient of the head.
+"""Head and cross-entropy over chunks of rows: never the whole logits, never a second head gradient.
 
 T rows, C rows of a chunk, D hidden, V vocabulary. Two forms with the same arithmetic:
 

@@ -30,7 +30,8 @@ def choose(asked: str, dtype: torch.dtype, *dims: int) -> GroupedKernel:
     if asked == "grouped" and not fits:
         step = 16 // dtype.itemsize
         raise ValueError(
-            f"layout.experts: grouped takes bf16 and fp32 rows of 16-byte multiples; got {dtype} and {dims}. "
+            f"layout.experts: grouped takes bf16 and fp32 rows of 16-byte multiples; "
+            f"got {dtype} and {dims}. "
             f"Use widths that {step} divides, or experts: loop"
         )
     if asked == "loop" or not fits:

@@ -30,7 +30,7 @@ class Products:
 
 
 def dense_products(valid_T: Tensor | None) -> Products:
-    """Return the products of one matrix [O, I]; rows that are not valid stay out of its gradient."""
+    """Return the products of one matrix [O, I]; only valid rows enter its gradient."""
     return Products(
         product=lambda x, w: x @ w.t(),
         input_gradient=lambda dy, w: dy @ w,

@@ -38,7 +38,7 @@ class Dispatcher(Protocol):
         Args:
             x_TD: token rows.
             weights_TK: routing weights, differentiable.
-            experts_TK: int64 expert ids; the number of experts stands for "none" (a dropped copy, padding).
+            experts_TK: int64 expert ids; E, one past the last, for a dropped copy and padding.
             complete: the host knows that no entry says "none".
         """
         ...
