@@ -17,8 +17,8 @@ from moefold.checkpoint.folder import candidates, newest
 from moefold.checkpoint.manifest import Manifest
 from moefold.checkpoint.verify import Problem, inspect, verify
 
-WHOLE, DAMAGED, UNREADABLE = 0, 1, 2
-"""Exit status: all is well, something is not as written, there is nothing to look at."""
+WHOLE, DAMAGED = 0, 1
+"""Exit status: every byte is right, or something is not as written."""
 ROWS = 40
 BAR_FROM_BYTES = 256 * 2**20
 
@@ -44,7 +44,11 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
+    """Carry out the command and return its exit status.
+
+    Raises ``CheckpointError`` where there is nothing that can be looked at, which ``--json`` also
+    answers as an object.
+    """
     console = Console(soft_wrap=True)
     notes = Console(stderr=True, soft_wrap=True)
     try:
@@ -55,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         if args.json:
             console.print_json(data={"path": str(args.path), "error": str(error)})
-        notes.print(Text(f"error: {error}", style="red"))
-        return UNREADABLE
+        raise
 
 
 def find(path: Path, notes: Console) -> Path:
@@ -110,7 +113,8 @@ def _verify(path: Path, args: argparse.Namespace, console: Console, notes: Conso
         text = f"{path}: every byte is as written ({len(found.tensors)} tensors"
         console.print(Text(f"{text}, {_size(found.size)})", style="green"))
         return WHOLE
-    console.print(Text(f"{path}: {len(problems)} problems", style="red"))
+    plural = "s" if len(problems) > 1 else ""
+    console.print(Text(f"{path}: {len(problems)} problem{plural}", style="red"))
     return DAMAGED
 
 

@@ -1,6 +1,5 @@
 """``moefold checkpoint``: answers, exit status, JSON."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -10,15 +9,13 @@ import torch
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.save import save
 from moefold.cli import checkpoint
+from moefold.cli.main import main
 from tests.cpu.checkpoint_tools import state
 
 
 def moefold(*words: str | Path) -> int:
     """Run the command line ``moefold checkpoint …`` and return its exit status."""
-    parser = argparse.ArgumentParser(prog="moefold")
-    checkpoint.add(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", *map(str, words)])
-    return checkpoint.run(args)
+    return main(["checkpoint", *map(str, words)])
 
 
 @pytest.fixture
@@ -68,7 +65,7 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(saved)
     assert moefold("verify", saved) == 1
     out = capsys.readouterr().out
-    assert "shard-00000.safetensors, tensor 'layers.0.bias'" in out and "1 problems" in out
+    assert "shard-00000.safetensors, tensor 'layers.0.bias'" in out and "1 problem\n" in out
     assert moefold("inspect", saved) == 0, "the manifest is whole"
 
 
@@ -102,6 +99,8 @@ def test_a_folder_stands_for_its_newest(saved: Path, capsys: pytest.CaptureFixtu
 def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert moefold("inspect", tmp_path / "nowhere") == 2
     assert "there is no checkpoint" in capsys.readouterr().err
+    assert moefold("verify", tmp_path) == 1
+    assert "never finished" in capsys.readouterr().out
     (tmp_path / "manifest.json").write_text('{"format": "other", "version": 3}')
     assert moefold("verify", "--json", tmp_path) == 2
     assert "other version 3" in json.loads(capsys.readouterr().out)["error"]
