@@ -1,0 +1,52 @@
+"""What the documents point at exists, and the reading list stays a short one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import command_files
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+READING = 8
+READING_LINES = 1500
+
+
+def links(page: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    return [target for target in targets if "://" not in target]
+
+
+def reading_list(page: Path) -> list[Path]:
+    """The numbered links of a page, in their order."""
+    found = re.findall(r"^(?:## )?\d+\. \[[^]]*\]\(([^)]+)\)", page.read_text(), re.MULTILINE)
+    return [(page.parent / target).resolve() for target in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    missing = [target for target in links(page) if not (page.parent / target).exists()]
+    paths = re.findall(r"`((?:moefold|tests|tools|docs|bench)/[\w./]*)`", text)
+    missing += [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_a_page_shows_exist(page: Path) -> None:
+    shown = set(re.findall(r"\bmoefold ([a-z]+)\b", " ".join(code(page.read_text()))))
+    assert shown <= set(command_files()), f"no such command: {shown - set(command_files())}"
+
+
+def code(text: str) -> list[str]:
+    """The words of a page that are set as code: indented blocks by their lines, and in a line."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [*blocks, *re.findall(r"`(moefold [^`]+)`", text)]
+
+
+def test_both_reading_lists_agree_and_are_short() -> None:
+    files = reading_list(ROOT / "README.md")
+    assert files == reading_list(ROOT / "docs" / "tour.md")
+    assert len(files) == READING
+    assert sum(len(file.read_text().splitlines()) for file in files) <= READING_LINES
