@@ -222,8 +222,8 @@ class AdamW(AdamWRule, Optim):
 class Muon(Optim):
     """Muon: momentum made orthogonal by Newton-Schulz, for matrices; ``rest`` has the others.
 
-    A matrix is a parameter ``[m, n]`` or a stack of them ``[E, m, n]``, both sides above 1, whose
-    name matches none of ``rest_names``.
+    A matrix is a parameter ``[m, n]``, both sides above 1, whose name matches none of
+    ``rest_names``; leading dims (experts, gate and up) make a stack of matrices.
     """
 
     kind: Literal["muon"] = "muon"
@@ -260,7 +260,7 @@ class Muon(Optim):
 
     def orthogonalises(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether the parameter is Muon's rather than the rest's."""
-        return len(shape) in (2, 3) and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
+        return len(shape) >= 2 and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
 
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the momentum, or what the rest keeps."""

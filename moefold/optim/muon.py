@@ -75,6 +75,27 @@ def update_scale(rule: str, rows: int, cols: int) -> float:
     }[rule]
 
 
+def advance_momentum_(
+    momentum: Tensor, grad: Tensor, rule: Muon, *, scale: float, out: Tensor
+) -> None:
+    """Move ``momentum`` towards ``grad * scale`` in place and write the direction to ``out``.
+
+    Elementwise, so for shards too. ``grad`` is overwritten when ``scale`` is not 1.
+    """
+    if scale != 1:
+        grad.mul_(scale)
+    momentum.lerp_(grad, 1 - rule.momentum)
+    if rule.nesterov:
+        torch.lerp(grad, momentum, rule.momentum, out=out)
+    else:
+        out.copy_(momentum)
+
+
+def apply_update_(weight: Tensor, update: Tensor, rule: Muon, *, lr: float, size: float) -> None:
+    """Decay ``weight`` and take the step ``lr * size * update``, in place. Elementwise."""
+    weight.mul_(1 - lr * rule.weight_decay).add_(update, alpha=-lr * size)
+
+
 def choose_arithmetic(setting: str, weight: Tensor) -> torch.dtype:
     """Return the type Newton-Schulz computes in for matrices ``[..., m, n]`` like ``weight``.
 
@@ -108,8 +129,15 @@ class Piece:
 
     def view(self, tensor: Tensor) -> Tensor:
         """Return the piece ``[count, rows, n]`` of the parameter, or of a tensor of its shape."""
-        stack = tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
+        stack = stacked(tensor)
         return stack[self.first : self.first + self.count, self.row : self.row + self.rows]
+
+
+def stacked(tensor: Tensor) -> Tensor:
+    """Return ``[..., m, n]`` as one stack ``[N, m, n]``, over the same memory."""
+    if tensor.ndim < 4:
+        return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
+    return tensor.view(-1, *tensor.shape[-2:])
 
 
 def cut(params: Mapping[str, Tensor], blocks: Mapping[str, tuple[int, ...]]) -> list[list[Piece]]:
@@ -124,7 +152,7 @@ def cut(params: Mapping[str, Tensor], blocks: Mapping[str, tuple[int, ...]]) -> 
         for rows in blocks.get(name, (p.shape[-2],)):
             key = rows, p.shape[-1], p.device, p.dtype
             room = _matrices_per_batch(rows * p.shape[-1], p.device)
-            stack = p.shape[0] if p.ndim == 3 else 1
+            stack = stacked(p).shape[0]
             for first in range(0, stack, room):
                 alike[key].append(Piece(name, first, min(room, stack - first), row, rows))
             row += rows
@@ -183,6 +211,7 @@ class MuonOptimizer(Optimizer):
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
         """See ``Optimizer.step``."""
         grads = self._gradients(scale)
+        grads = {name: grads[name].contiguous() for name in self._matrices}
         lr = self.rule.lr * lr_factor
         for batch, dtype in zip(self._batches, self._dtypes, strict=True):
             update_Nmn = self._take_momentum(batch, grads, scale)
@@ -194,25 +223,18 @@ class MuonOptimizer(Optimizer):
         """Advance the momenta of a batch and return the directions, stacked."""
         first = batch[0].view(grads[batch[0].name])
         stacked_Nmn = first.new_empty(sum(piece.count for piece in batch), *first.shape[1:])
-        weight = self.rule.momentum
         for piece, out in zip(batch, stacked_Nmn.split([p.count for p in batch]), strict=True):
             grad = piece.view(grads[piece.name])
             momentum = piece.view(self._momenta[piece.name])
-            if scale != 1:
-                grad.mul_(scale)
-            momentum.lerp_(grad, 1 - weight)
-            if self.rule.nesterov:
-                torch.lerp(grad, momentum, weight, out=out)
-            else:
-                out.copy_(momentum)
+            advance_momentum_(momentum, grad, self.rule, scale=scale, out=out)
         return stacked_Nmn
 
     def _apply(self, batch: list[Piece], update_Nmn: Tensor, lr: float) -> None:
         """Decay the weights of a batch and take the step."""
-        size = lr * update_scale(self.rule.scale, *update_Nmn.shape[1:])
         for piece, update in zip(batch, update_Nmn.split([p.count for p in batch]), strict=True):
-            weight = piece.view(self.params[piece.name])
-            weight.mul_(1 - lr * self.rule.weight_decay).add_(update, alpha=-size)
+            rows, cols = update.shape[1:]
+            size = update_scale(self.rule.scale, rows, cols)
+            apply_update_(piece.view(self.params[piece.name]), update, self.rule, lr=lr, size=size)
 
     def state(self) -> dict[str, Tensor]:
         """See ``Optimizer.state``."""

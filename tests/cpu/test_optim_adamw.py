@@ -22,6 +22,12 @@ SHAPES = {
 DECAYED = ("embedding.weight", "layers.0.attention.qkv.weight", "layers.0.moe.experts.w_in")
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same in whatever order tests run."""
+    torch.manual_seed(0)
+
+
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     """Return the same drawn parameters on every call."""
     draw = torch.Generator().manual_seed(1)

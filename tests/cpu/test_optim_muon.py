@@ -28,16 +28,21 @@ SHAPES = {
     "layers.0.moe.router.weight": (5, 24),
     "layers.0.moe.experts.w_in": (5, 32, 24),
     "layers.0.moe.experts.w_out": (5, 24, 16),
-    "layers.1.moe.experts.w_in": (5, 32, 24),
+    "layers.1.moe.experts.w_in": (5, 2, 16, 24),
     "layers.1.moe.experts.w_out": (5, 24, 16),
     "head.weight": (40, 24),
 }
 BLOCKS = {
     "layers.0.attention.qkv.weight": (24, 8, 8),
     "layers.0.moe.experts.w_in": (16, 16),
-    "layers.1.moe.experts.w_in": (16, 16),
 }
 MATRICES = [n for n in SHAPES if "attention" in n or "experts" in n]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same in whatever order tests run."""
+    torch.manual_seed(0)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -78,7 +83,7 @@ def plain_muon(params: Mapping[str, nn.Parameter], rule: Muon, steps: range) -> 
             p, grad, buffer = params[name].data, params[name].grad, momenta[name]
             buffer.copy_(rule.momentum * buffer + (1 - rule.momentum) * grad)
             look = rule.momentum * buffer + (1 - rule.momentum) * grad if rule.nesterov else buffer
-            stacks = (t.reshape(-1, *p.shape[-2:]) for t in (p, look))
+            stacks = (t.view(-1, *p.shape[-2:]) for t in (p, look))
             for weight, update in zip(*stacks, strict=True):
                 row = 0
                 for rows in BLOCKS.get(name, (p.shape[-2],)):
@@ -96,7 +101,7 @@ def plain_muon(params: Mapping[str, nn.Parameter], rule: Muon, steps: range) -> 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)],
+    [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 8e-2)],
 )
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16), (2, 40), (33, 17)])
 def test_the_iteration_equals_the_plain_one(
@@ -261,11 +266,13 @@ def test_the_rest_is_adamw_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scale_is_a_factor_on_the_gradient(dtype: torch.dtype) -> None:
-    """A power of two changes no bit."""
+    """A power of two changes no bit, in weights or momenta."""
     plain, scaled = parameters(dtype), parameters(dtype)
-    run(MuonOptimizer(Muon(), plain, BLOCKS), range(3))
-    run(MuonOptimizer(Muon(), scaled, BLOCKS), range(3), scale=1 / 16)
+    first, second = MuonOptimizer(Muon(), plain, BLOCKS), MuonOptimizer(Muon(), scaled, BLOCKS)
+    run(first, range(3))
+    run(second, range(3), scale=1 / 16)
     assert equal(plain, scaled)
+    assert equal(first.state(), second.state())
 
 
 def test_b13_an_expert_without_tokens_keeps_its_momentum_and_decays() -> None:
@@ -382,6 +389,17 @@ def test_other_types_and_layouts_of_parameters() -> None:
     torch.testing.assert_close(ways["turned"], ways["plain"], rtol=1e-6, atol=1e-6)
     expected = (start.bfloat16().float() + (ways["plain"] - start)).bfloat16()
     torch.testing.assert_close(ways["half"], expected, rtol=2**-7, atol=1e-6)
+
+
+def test_a_gradient_of_another_memory_layout_is_read_rightly() -> None:
+    """A stack whose gradient lies transposed in memory moves as if it did not."""
+    one, other = (nn.Parameter(torch.ones(3, 2, 8, 12)) for _ in range(2))
+    one.grad = torch.randn(2, 3, 12, 8).permute(1, 0, 3, 2)
+    other.grad = one.grad.contiguous()
+    for p in (one, other):
+        MuonOptimizer(Muon(), {"w": p}).step(scale=0.5)
+    assert not torch.equal(one, torch.ones(3, 2, 8, 12))
+    assert torch.equal(one, other)
 
 
 def test_arithmetic_is_chosen_by_rule() -> None:

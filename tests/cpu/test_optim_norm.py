@@ -8,6 +8,12 @@ import torch
 from moefold.optim.norm import BLOCK, clip_scale, non_finite, read_scalars, squared_norm
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Draw the same in whatever order tests run."""
+    torch.manual_seed(0)
+
+
 def exact(*tensors: torch.Tensor) -> float:
     """Return the sum of squares in float64."""
     return sum(float(t.double().square().sum()) for t in tensors)

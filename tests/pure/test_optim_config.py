@@ -187,17 +187,18 @@ def test_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> None:
     ("name", "shape", "matrix"),
     [
         ("layers.0.attention.qkv.weight", (48, 16), True),
-        ("layers.0.moe.experts.w_in", (4, 32, 16), True),
+        ("layers.0.moe.shared.w_in", (2, 32, 16), True),
         ("layers.0.moe.shared.w_out", (16, 8), True),
         ("layers.0.attention.heads_out.weight", (16, 16), True),
         ("layers.0.moe.shared.gate.weight", (1, 16), False),  # a row is a vector
         ("embedding.weight", (100, 16), False),
-        ("embed_tokens.weight", (100, 16), False),
+        ("embed.weight", (100, 16), False),
         ("head.weight", (100, 16), False),
         ("mtp.0.head.weight", (100, 16), False),
         ("layers.0.moe.router.weight", (4, 16), False),
         ("layers.0.norm.weight", (16,), False),
-        ("layers.0.conv.weight", (2, 3, 4, 5), False),
+        ("layers.0.attention.q_norm.weight", (4, 16), False),  # a vector for each head
+        ("layers.0.moe.experts.w_in", (4, 2, 32, 16), True),
     ],
 )
 def test_what_muon_takes(name: str, shape: tuple[int, ...], matrix: bool) -> None:
