@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
     parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
-    args = parser.parse_args(words)
+    args = _parse(parser, words)
     if command is None:
         parser.print_help()
         return 0
@@ -55,6 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _explain(error)
         return WRONG_INPUT
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Parse; overrides ``k=v`` may stand behind options too, where argparse looks for none."""
+    args, rest = parser.parse_known_args(words)
+    overrides = vars(args).get("overrides")
+    if rest and (overrides is None or any(w.startswith("-") or "=" not in w for w in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = [*(overrides or []), *rest]
+    return args
 
 
 def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:

@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from moefold.config.base import Record
 from moefold.training.hooks.base import Figures, Hook
+
+
+class Trial(Record):
+    """A run that has a name alone."""
+
+    name: str = "trial"
 
 
 class FakeJob:
     """Runs hooks as the loop does."""
 
     def __init__(self, folder: Path, hooks: Sequence[Hook], last_step: int = 10) -> None:
-        self.run = SimpleNamespace(name="trial")
+        self.run: Any = Trial()
         self.folder = folder
         self.hooks = hooks
         self.step_number = 0

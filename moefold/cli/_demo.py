@@ -1,0 +1,101 @@
+"""What ``moefold demo`` does: trains the recipe and ends with a card."""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moefold.api import free_folder
+from moefold.cli._training import ENDED, go, open_job
+from moefold.run import load_run
+from moefold.training.history import History
+from moefold.training.report import BASELINES, summary
+from moefold.training.words import clock, count
+
+RECIPE = "demo"
+SHOWN = {
+    "experts.html": "which expert took which token",
+    "loss.png": "the curve of the loss",
+    "expert_load.png": "how evenly the experts were used",
+    "samples.txt": "what it wrote on the way",
+}
+
+
+def demo(args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status."""
+    run = load_run(RECIPE, args.overrides)
+    folder = Path(args.folder or free_folder(run.name))
+    console = Console(stderr=args.json)
+    with open_job(run, folder, console) as job:
+        status = go(job, console)
+    facts = summary(History.read(folder))
+    if args.json:
+        print(json.dumps({"folder": str(folder), "status": status, **facts}, indent=2))
+    elif status == ENDED:
+        console.print(card(folder, facts))
+    return status
+
+
+def card(folder: Path, facts: dict[str, Any]) -> Panel:
+    """Return the card that a finished demo ends with."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, said in _rows(folder, facts):
+        table.add_row(what, said)
+    return Panel(
+        table, title="[bold]done[/]", title_align="left", border_style="green", expand=False
+    )
+
+
+def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, Text]]:
+    for key, value in facts.items():
+        if key.startswith("val/"):
+            yield (
+                "result",
+                Text.assemble((f"{value:.3f} bits per byte", "bold"), " on held-out files"),
+            )
+    beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
+    if beside:
+        yield "to beat", Text(", ".join(beside))
+    took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""
+    yield "trained", Text(f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}")
+    yield "folder", Text(str(folder))
+    for number, (file, what) in enumerate(SHOWN.items()):
+        if (folder / file).exists():
+            yield "look at" if number == 0 else "", Text(f"{folder / file}  ({what})")
+    for number, command in enumerate(next_commands(folder)):
+        yield "type next" if number == 0 else "", Text(command, style="bold")
+
+
+def next_commands(folder: Path) -> list[str]:
+    """Return four commands that go on from here, as they can be typed in this shell."""
+    moefold, where = program(), shlex.quote(str(folder))
+    bigger = shlex.quote(str(folder.parent / "bigger"))
+    return [
+        f"{moefold} sample {where} --prompt 'def '",
+        f"{moefold} report {where}",
+        f"{moefold} export {where} {shlex.quote(str(folder) + '-hf')}",
+        f"{moefold} train demo --folder {bigger} model.shape.layers=6 train.steps=2000",
+    ]
+
+
+def program() -> str:
+    """Return how this program is called here: by name where the shell finds it, else by path."""
+    beside = Path(sys.executable).parent / "moefold"
+    found = shutil.which("moefold")
+    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+        return "moefold"
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m moefold"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

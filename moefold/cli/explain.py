@@ -1,0 +1,26 @@
+"""``moefold explain``: the resolved run, where each value came from, and what follows from it."""
+
+import argparse
+from typing import Any
+
+
+def add(subparsers: Any) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="the resolved run: every value with its origin, and what follows from it",
+        description="Shows a run as it will be computed: every value with the file and line, base, "
+        "override or default it comes from, then what follows from them. Needs no data and no GPU.",
+    )
+    parser.add_argument("source", metavar="RUN", help="run file, recipe, or Hugging Face folder")
+    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.steps=100")
+    parser.add_argument("--layout", metavar="SIZES", help='axis sizes, such as "tp2 pp2 ep4"')
+    parser.add_argument("--given", action="store_true", help="leave defaults out")
+    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status."""
+    from moefold.cli._explain import explain
+
+    return explain(args)

@@ -1,0 +1,29 @@
+"""``moefold sample``: text from a checkpoint."""
+
+import argparse
+from typing import Any
+
+
+def add(subparsers: Any) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "sample",
+        help="text from a checkpoint",
+        description="Continues prompts with the model of a checkpoint, or of a run's newest one.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint or a run's folder")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="text to go on from; repeatable"
+    )
+    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="new tokens at most")
+    parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: likeliest")
+    parser.add_argument("--top-p", metavar="P", type=float, default=0.95, help="share drawn from")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same text")
+    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status."""
+    from moefold.cli._sample import sample
+
+    return sample(args)

@@ -1,0 +1,215 @@
+"""What a run is, said before its first step: size, cost, live paths, balancing, data, folder."""
+
+import math
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moefold.moe.config import Bias, Moe
+from moefold.training.loop import Job
+from moefold.training.words import clock, count, plural, si, size
+
+Row = tuple[str, str]
+
+
+def rows(job: Job, folder: Path) -> list[Row]:
+    """Return the banner's lines as (what, said); an empty ``what`` goes on with the line above."""
+    return [
+        *_model(job),
+        *_cost(job),
+        *_paths(job),
+        ("balance", _balance(job)),
+        *_data(job),
+        *_folder(job, folder),
+    ]
+
+
+def facts(job: Job, folder: Path) -> dict[str, Any]:
+    """Return the banner's figures for programs."""
+    run, counts = job.run, job.counts
+    return {
+        "name": run.name,
+        "folder": str(folder),
+        "resumed_from": str(job.resumed_from) if job.resumed_from else None,
+        "step": job.step_number,
+        "last_step": job.last_step,
+        "parameters": counts.parameters,
+        "active_parameters": counts.active_parameters,
+        "flops_per_token": counts.flops_per_token(run.data.seq, causal=True),
+        "flops_per_token_full_attention": counts.flops_per_token(run.data.seq, causal=False),
+        "tokens_per_step": tokens_per_step(job),
+        "least_step_time_s": least_step_time(job),
+        "state_bytes": state_bytes(job),
+        "machine_flops_per_s": job.machine.flops_per_s,
+        "device": str(job.device),
+        "threads": torch.get_num_threads(),
+        "rows": [list(row) for row in rows(job, folder)],
+    }
+
+
+def panel(job: Job, folder: Path) -> Panel:
+    """Return the banner for a terminal or a log; ``folder`` is where output will go."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for what, said in rows(job, folder):
+        table.add_row(what, Text(said))
+    title = f"[bold]{job.run.name}[/] · moefold"
+    return Panel(Group(table), title=title, title_align="left", border_style="cyan", expand=False)
+
+
+def tokens_per_step(job: Job) -> int:
+    """Return the tokens of a batch."""
+    return job.run.train.batch * job.run.data.seq
+
+
+def least_step_time(job: Job) -> float:
+    """Return the seconds that a step's products take at the machine's measured rate: a bound."""
+    flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
+    return tokens_per_step(job) * flops / job.machine.flops_per_s
+
+
+def state_bytes(job: Job) -> int:
+    """Return the bytes of parameters, their gradients and the optimizer's state."""
+    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters())
+    held = (t.numel() * t.element_size() for t in job.optimizer.state().values())
+    return 2 * parameters + sum(held)
+
+
+def _model(job: Job) -> Iterator[Row]:
+    counts, decoder = job.counts, job.decoder
+    active = counts.active_parameters
+    family = getattr(job.run.model, "family", type(job.run.model).__name__)
+    yield (
+        "model",
+        f"{family}: {count(counts.parameters)} parameters, {count(active)} active per token "
+        f"({100 * active / counts.parameters:.0f} %)",
+    )
+    kinds = Counter(_layer(block.ffn) for block in decoder.blocks)
+    layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+    yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
+
+
+def _layer(ffn: Any) -> str:
+    if not isinstance(ffn, Moe):
+        return f"dense (width {ffn.width})"
+    shared = f", shared {ffn.shared.width}" if ffn.shared else ""
+    drop = "dropless" if ffn.capacity is None else f"capacity {ffn.capacity.factor}"
+    router = ffn.router
+    return f"MoE ({router.experts} experts of {ffn.width}, top {router.top_k}{shared}, {drop})"
+
+
+def _cost(job: Job) -> Iterator[Row]:
+    run, seq = job.run, job.run.data.seq
+    causal, full = (job.counts.flops_per_token(seq, causal=c) for c in (True, False))
+    steps = job.last_step - job.step_number
+    least = least_step_time(job)
+    tokens = tokens_per_step(job)
+    yield (
+        "work",
+        f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)",
+    )
+    parts = run.train.batch // run.train.micro_batch
+    yield (
+        "",
+        f"{run.train.batch} sequences of {seq} = {tokens:,} tokens a step, in "
+        f"{plural(parts, 'micro-batch', 'es')}; {plural(steps, 'step')} to go, "
+        f"{count(steps * tokens)} tokens",
+    )
+    yield (
+        "time",
+        f"at least {1000 * least:.2g} ms a step and {clock(steps * least)} in all, were every "
+        "product at the machine's best; measured after 3 steps",
+    )
+    yield (
+        "memory",
+        f"{size(state_bytes(job))} of weights, gradients and optimizer state; "
+        "the peak is measured after 3 steps",
+    )
+
+
+def _paths(job: Job) -> Iterator[Row]:
+    dtype = job.model.recipe.dtype
+    rate = f"{si(job.machine.flops_per_s)}FLOP/s ({job.machine.source})"
+    device = str(job.device)
+    if job.device.type == "cuda":
+        device = torch.cuda.get_device_name(job.device)
+    elif job.device.type == "cpu":
+        device = f"CPU ({platform.machine()}), {plural(torch.get_num_threads(), 'thread')}"
+    yield "device", f"{device}; {rate}"
+    master = str(job.model.recipe.master_dtype).removeprefix("torch.")
+    masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
+    yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters}"
+    kernels = {}
+    for i, mixture in job.model.mixtures():
+        kernel = mixture.experts.kernel(dtype)
+        kernels.setdefault((kernel.name, kernel.why), []).append(i)
+    for (name, why), layers in kernels.items():
+        where = "" if len(kernels) == 1 else f" in layers {layers}"
+        yield "experts", f"{name}{where}: {why}"
+    yield "attention", "scaled_dot_product_attention, document by document"
+    for kind, said in job.optimizer.describe().items():
+        yield "optimizer", f"{kind}: {said}"
+    recompute = job.run.layout.recompute
+    if recompute is not None:
+        modules = ", ".join(getattr(recompute, "modules", ()))
+        kind = getattr(recompute, "kind", type(recompute).__name__)
+        yield "recompute", f"{kind} {modules}".strip()
+
+
+def _balance(job: Job) -> str:
+    """Say each term with its coefficient, and what all its layers add to the loss when even."""
+    found: dict[str, list[float]] = {}
+    rates: dict[float, int] = {}
+    for _, mixture in job.model.mixtures():
+        for name, coefficient in mixture.terms.items():
+            found.setdefault(name, []).append(coefficient)
+        for part in mixture.record.balance:
+            if isinstance(part, Bias):
+                rates[part.rate] = rates.get(part.rate, 0) + 1
+    said = []
+    for name, coefficients in found.items():
+        each = " and ".join(f"{c:g}" for c in dict.fromkeys(coefficients))
+        total = math.fsum(coefficients)
+        said.append(f"{name}: {each} in each of {len(coefficients)} layers, {total:g} in all")
+    said += [f"selection bias: {rate:g} a step in {n} layers" for rate, n in rates.items()]
+    if not said:
+        return "none" if any(job.model.mixtures()) else "none (no experts)"
+    return "; ".join(said) + ". The reported LM loss has none of it"
+
+
+def _data(job: Job) -> Iterator[Row]:
+    prepared, last = job.loader.prepared, job.last_step
+    ends = job.loader.epoch(last)
+    for part in prepared.train:
+        corpus = part.corpus
+        yield (
+            "data",
+            f"{part.name}: {corpus.documents:,} documents, {count(corpus.tokens)} tokens, read "
+            f"{ends[part.name]:.2f} times by step {last:,}",
+        )
+    for part in prepared.valid:
+        corpus = part.corpus
+        held = f"{part.name}: {corpus.documents:,} documents, {count(corpus.tokens)} tokens"
+        yield "held out", held
+    for name, reasons in prepared.skipped.items():
+        for reason, found in reasons.items():
+            first = ", ".join(found["first"][:2])
+            yield "left out", f"{name}: {plural(found['count'], 'document')}, {reason}: {first}"
+    tokenizer = job.tokenizer
+    kind = getattr(job.run.data.tokenizer, "kind", "")
+    yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"
+
+
+def _folder(job: Job, folder: Path) -> Iterator[Row]:
+    yield "folder", str(folder)
+    if job.resumed_from is not None:
+        yield "goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"
