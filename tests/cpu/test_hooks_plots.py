@@ -1,0 +1,88 @@
+"""Pictures of a run: they open, and show what was written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from moefold.training.history import BASELINES_FILE, LOAD_FILE, METRICS_FILE, History
+from moefold.training.hooks.plots import HELD_OUT, TRAIN, draw, load_figure, loss_figure
+
+
+def write(folder: Path, steps: int = 60, layers: int = 3, experts: int = 4) -> History:
+    """Write what a run of some steps writes, and read it back."""
+    lines = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "tokens": 100 * step, "lm_loss": 2.0 + 4.0 / step}
+        if step % 20 == 0:
+            line |= {"val_loss": 2.0 + 2.0 / step, "val/code/bits_per_byte": 1.0 + 1.0 / step}
+        lines.append(line)
+    loads = [
+        {"step": s, "load": {str(i): [0.4] + [0.6 / (experts - 1)] * (experts - 1) for i in range(layers)}}
+        for s in range(10, steps + 1, 10)
+    ]  # fmt: skip
+    for name, content in ((METRICS_FILE, lines), (LOAD_FILE, loads)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
+    (folder / BASELINES_FILE).write_text('{"bigram": 2.6, "xz": 1.8}')
+    return History.read(folder)
+
+
+def share_of(picture: np.ndarray, colour: str) -> float:
+    """Share of the pixels that are about of a colour."""
+    return float((np.abs(picture[:, :, :3] - to_rgb(colour)).max(axis=2) < 0.04).mean())
+
+
+def test_pictures_open_and_have_their_curves(tmp_path: Path) -> None:
+    """Both curves are there in their colours, and no draft is left."""
+    write(tmp_path)
+    drawn = draw(tmp_path, "trial")
+    assert [path.name for path in drawn] == ["loss.png", "expert_load.png"]
+    picture = imread(drawn[0])
+    assert picture.shape[0] > 500 and picture.shape[1] > 1000
+    assert share_of(picture, TRAIN) > 1e-3 and share_of(picture, HELD_OUT) > 1e-3
+    assert imread(drawn[1]).std() > 0.05
+    assert {path.name for path in tmp_path.glob("*.png")} == {path.name for path in drawn}
+
+
+def test_the_loss_is_drawn_in_bits_per_byte(tmp_path: Path) -> None:
+    """2 nats were measured as 1 bit per byte; the baselines are level lines."""
+    figure = loss_figure(write(tmp_path), "trial")
+    assert figure is not None
+    (axes,) = figure.axes
+    raw, _, held_out, bigram, xz = axes.get_lines()
+    assert axes.get_ylabel() == "bits per byte"
+    assert np.asarray(raw.get_ydata())[0] == pytest.approx(3.0)
+    assert np.asarray(held_out.get_xdata()).tolist() == [20, 40, 60]
+    assert set(np.asarray(bigram.get_ydata())) == {2.6} and set(np.asarray(xz.get_ydata())) == {1.8}
+    texts = {text.get_text() for text in axes.texts}
+    assert {"bigram table 2.60", "xz -9e 1.80", "held out 1.02"} <= texts
+
+
+def test_without_held_out_text_the_loss_is_drawn_in_nats(tmp_path: Path) -> None:
+    """Baselines are in bits per byte and are left out."""
+    history = History([{"step": s, "lm_loss": 5.0} for s in (1, 2, 3)], baselines={"xz": 1.8})
+    figure = loss_figure(history, "trial")
+    assert figure is not None and figure.axes[0].get_ylabel() == "loss per token (nats)"
+    assert len(figure.axes[0].get_lines()) == 2
+
+
+def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
+    """One step is no curve; a model without experts has no load; NaN is no point."""
+    assert loss_figure(History([{"step": 1, "lm_loss": 5.0}]), "a") is None
+    assert loss_figure(History([{"step": s, "lm_loss": None} for s in (1, 2, 3)]), "a") is None
+    assert load_figure(History(), "a") is None
+    assert draw(tmp_path, "a") == []
+
+
+def test_the_heat_map_has_a_row_per_layer(tmp_path: Path) -> None:
+    """Values are shares of a fair load: 0.4 of 4 experts is 1.6."""
+    figure = load_figure(write(tmp_path, layers=30), "trial")
+    assert figure is not None
+    now, *over_time = [axes for axes in figure.axes if axes.get_images()]
+    values = np.asarray(now.get_images()[0].get_array())
+    assert values.shape == (30, 4) and values[7, 0] == pytest.approx(1.6)
+    assert len(over_time) == 8
+    assert over_time[-1].get_title(loc="left") == "layer 29 over steps"
