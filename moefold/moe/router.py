@@ -94,7 +94,7 @@ class Router(ExactBuffers):
         logits_TE = self._logits(x_TD, flow)
         scores_TE = scores(logits_TE, self.record)
         fresh = decision is None
-        if True:
+        if decision is None:
             decision = self._choose(scores_TE, flow.valid_T)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None:
