@@ -95,7 +95,8 @@ def export_folder(
 
 def _check(folder: Path, wanted: Mapping[str, Target], tensors: Mapping[str, Tensor]) -> None:
     """Refuse unless the tensors are exactly the decoder's; their shapes are checked when read."""
-    problems = [f"tensor {n} is missing" for n in wanted if n not in tensors]
+    names = set(tensors)  # `in` on the mapping itself may read a tensor
+    problems = [f"tensor {n} is missing" for n in wanted if n not in names]
     problems += [f"tensor {n} is not the decoder's" for n in tensors if n not in wanted]
     if problems:
         raise ConvertError(folder, problems)

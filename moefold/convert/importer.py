@@ -43,6 +43,9 @@ class FolderTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._wanted)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._wanted  # the inherited one would read the tensor
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
         return self._wanted[name].shape

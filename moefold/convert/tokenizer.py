@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from moefold.convert.errors import ConvertError
 from moefold.model.families.folder import read_json
 
@@ -58,15 +60,13 @@ def write_tokenizer(folder: Path, files: TokenizerFiles, context: int | None) ->
         ConvertError: where the text is no tokenizer.
     """
     try:
-        content = json.loads(files.text)
-        added = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
-        vocabulary = dict(content["model"].get("vocab") or {})
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        inner = tokenizers.Tokenizer.from_str(files.text)
+    except Exception as error:  # the library raises bare Exception for any malformed content
         raise ConvertError(folder, [f"the tokenizer is no {TOKENIZER}: {error}"]) from None
     config = {k: v for k, v in files.config.items() if k not in (*_NOT_KEPT, "vocab")}
     if not config.get("eos_token"):
-        end = next((t for t in _USUAL_ENDS if t in added), None)
-        config |= {} if end is None else {"eos_token": end}
+        end = next((t for t in _USUAL_ENDS if inner.token_to_id(t) is not None), None)
+        config["eos_token"] = end
     config = {k: v for k, v in config.items() if v is not None}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.setdefault("clean_up_tokenization_spaces", False)
@@ -75,14 +75,15 @@ def write_tokenizer(folder: Path, files: TokenizerFiles, context: int | None) ->
     (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
     said = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / CONFIG).write_text(said + "\n", encoding="utf-8")
-    return _ids(config, {**vocabulary, **added})
+    return _ids(config, inner)
 
 
-def _ids(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+def _ids(config: Mapping[str, Any], inner: tokenizers.Tokenizer) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in ("bos", "eos", "pad"):
         token = config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and token in ids:
-            found[f"{name}_token_id"] = ids[token]
+        number = inner.token_to_id(token) if isinstance(token, str) else None
+        if number is not None:
+            found[f"{name}_token_id"] = number
     return found

@@ -185,9 +185,7 @@ class DeepseekV3(Family):
         config.only("moe_layer_freq", 1)
         config.only("scoring_func", "sigmoid")
         config.only("topk_method", "noaux_tc")
-        for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-            if config.take(name, int, 0):
-                config.notes.append(f"{name}: layers for multi-token prediction are left out")
+        config.skip("num_nextn_predict_layers", "num_mtp_layers")  # `ignores` names their tensors
         count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
         rope = read_rope(config, 1e4, scales_softmax=True)
         interleaved = config.take("rope_interleave", bool, True)

@@ -258,8 +258,8 @@ def left_out(decoder: Decoder) -> list[str]:
     said: list[str] = []
     if any(m.capacity for m in moes):
         said.append("capacity is left out: transformers drops no token")
-    for term in {repr(t) for m in moes for t in m.balance if not isinstance(t, Aux)}:
-        said.append(f"balance term {term} is left out: config.json has no field for it")
+    kinds = {str(getattr(t, "kind", t)) for m in moes for t in m.balance if not isinstance(t, Aux)}
+    said += [f"balance term {k} is left out: config.json has no field for it" for k in kinds]
     if any(sum(isinstance(t, Aux) for t in m.balance) > 1 for m in moes):
         said.append("only the first aux loss is written: config.json has one coefficient")
     return sorted(said)

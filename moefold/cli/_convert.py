@@ -1,0 +1,92 @@
+"""What ``moefold import`` and ``moefold export`` do."""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.text import Text
+from torch import Tensor
+
+from moefold.api import export
+from moefold.checkpoint.folder import newest
+from moefold.checkpoint.save import save
+from moefold.convert.importer import Imported, import_folder
+from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.training.stored import MODEL, describe
+
+
+def bring_in(args: argparse.Namespace) -> int:
+    """Write a Hugging Face folder's model as a checkpoint of step 0; return the exit status."""
+    folder, notes = Path(args.folder), Console(stderr=True, soft_wrap=True)
+    if newest(folder) is not None:
+        raise ValueError(f"{folder} holds a checkpoint already; name a new folder")
+    with import_folder(args.source) as found:
+        tokenizer = _tokenizer(args, found)
+        meta = describe(found.decoder, tokenizer) | {"special_tokens": dict(found.special_tokens)}
+        tensors = {MODEL + name: tensor for name, tensor in _told(found.tensors, notes)}
+        path = save(folder, 0, tensors, meta)
+        facts = {
+            "checkpoint": str(path),
+            "family": found.model.model_type,
+            "parameters": sum(t.numel() for t in tensors.values()),
+            "tensors": len(tensors),
+            "notes": list(found.notes),
+        }
+    _answer(args, facts, facts["notes"], notes)
+    return 0
+
+
+def hand_out(args: argparse.Namespace) -> int:
+    """Write a checkpoint's model as a Hugging Face folder; return the exit status."""
+    left_out = export(args.checkpoint, args.folder, args.dtype, args.layout)
+    size = sum(p.stat().st_size for p in Path(args.folder).glob("*.safetensors"))
+    facts = {
+        "folder": args.folder,
+        "dtype": args.dtype,
+        "layout": args.layout,
+        "bytes": size,
+        "notes": left_out,
+    }
+    _answer(args, facts, left_out, Console(stderr=True, soft_wrap=True))
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace, found: Imported) -> Tokenizer | None:
+    """Return the folder's tokenizer, if it has one.
+
+    Raises:
+        ValueError: where no token ends a document, or tokens have no row of the embedding.
+    """
+    if found.tokenizer is None:
+        return None
+    tokenizer = from_path(args.source, args.end, args.start)
+    if tokenizer.size > found.decoder.vocab:
+        raise ValueError(
+            f"{args.source}: the tokenizer has ids up to {tokenizer.size - 1}, "
+            f"but the embedding has {found.decoder.vocab} rows"
+        )
+    return tokenizer
+
+
+def _told(tensors: Mapping[str, Tensor], console: Console) -> Iterator[tuple[str, Tensor]]:
+    """Read tensors, with a bar on a terminal."""
+    names = track(
+        list(tensors), "reading", console=console, transient=True, disable=not console.is_terminal
+    )
+    for name in names:
+        yield name, tensors[name]
+
+
+def _answer(
+    args: argparse.Namespace, facts: dict[str, Any], said: Sequence[str], notes: Console
+) -> None:
+    console = Console(soft_wrap=True)
+    if args.json:
+        console.print_json(data=facts)
+        return
+    for note in said:
+        notes.print(Text(f"note: {note}", style="yellow"))
+    console.print(Text(" · ".join(f"{k} {v}" for k, v in facts.items() if k != "notes")))

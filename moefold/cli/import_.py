@@ -1,0 +1,26 @@
+"""``moefold import``: a Hugging Face folder becomes a checkpoint, every tensor accounted for."""
+
+import argparse
+from typing import Any
+
+
+def add(subparsers: Any) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "import",
+        help="turn a Hugging Face folder into a checkpoint",
+        description="Reads config.json, safetensors and tokenizer.json. Each tensor is used once "
+        "or named as left out; code in the folder is never run, pickles are never read.",
+    )
+    parser.add_argument("source", metavar="HF_FOLDER", help="the folder with config.json")
+    parser.add_argument("folder", metavar="CHECKPOINT", help="a new folder for the checkpoint")
+    parser.add_argument("--end", metavar="TOKEN", help="token that ends a document")
+    parser.add_argument("--start", metavar="TOKEN", help="token that begins a document")
+    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the folder, write the checkpoint, say what was taken and what was left out."""
+    from moefold.cli import _convert
+
+    return _convert.bring_in(args)

@@ -1,0 +1,304 @@
+"""Hugging Face folders are imported whole and exactly, or refused with everything that is wrong."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moefold.convert.errors import ConvertError
+from moefold.convert.importer import import_folder
+from moefold.convert.source import Source
+from tests.cpu.hubs import (
+    MODELS,
+    decoder_of,
+    on_disk,
+    same_bits,
+    weights_of,
+    write_hub,
+    write_index,
+)
+
+Layout = Literal["per_expert", "packed"]
+
+
+@pytest.fixture
+def olmoe(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A place for a folder, and what belongs into it."""
+    decoder = decoder_of("olmoe")
+    return tmp_path / "hub", on_disk(decoder, weights_of(decoder))
+
+
+def problems(folder: Path) -> list[str]:
+    """Return why a folder is refused."""
+    with pytest.raises(ConvertError) as caught:
+        import_folder(folder)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["per_expert", "packed"])
+@pytest.mark.parametrize("family", MODELS)
+def test_b24_every_tensor_arrives_exactly_from_both_layouts(
+    tmp_path: Path, family: str, layout: Layout, dtype: torch.dtype
+) -> None:
+    decoder = decoder_of(family)
+    weights = weights_of(decoder, dtype)
+    shards = 3 if layout == "packed" else 1
+    write_hub(tmp_path, decoder, on_disk(decoder, weights, layout, dtype), shards=shards)
+    with import_folder(tmp_path) as found:
+        assert list(found.tensors) == list(weights)
+        for name, tensor in found.tensors.items():
+            assert same_bits(tensor, weights[name]), name
+        assert found.decoder == decoder
+
+
+def test_b24_each_expert_of_each_layer_is_in_its_place(tmp_path: Path) -> None:
+    """Gate is layer * 1000 + expert on disk, up the same and a half, down its negative."""
+    decoder = decoder_of("mixtral")
+    stored = on_disk(decoder, weights_of(decoder))
+    for name, tensor in stored.items():
+        if ".experts." in name:
+            layer, expert = int(name.split(".")[2]), int(name.split(".")[5])
+            kind = {"w1": 1.0, "w3": 1.0, "w2": -1.0}[name.split(".")[6]]
+            tensor.fill_(kind * (layer * 1000 + expert) + (0.5 if ".w3." in name else 0.0))
+    write_hub(tmp_path, decoder, stored)
+    with import_folder(tmp_path) as found:
+        for layer in range(3):
+            w_in = found.tensors[f"layers.{layer}.moe.experts.w_in"]
+            w_out = found.tensors[f"layers.{layer}.moe.experts.w_out"]
+            for expert in range(4):
+                value = float(layer * 1000 + expert)
+                assert w_in[expert, 0].unique().tolist() == [value]
+                assert w_in[expert, 1].unique().tolist() == [value + 0.5]
+                assert w_out[expert].unique().tolist() == [-value]
+
+
+def test_b24_nothing_missing_left_over_or_of_another_shape_passes(
+    olmoe: tuple[Path, dict[str, Tensor]],
+) -> None:
+    folder, stored = olmoe
+    mlp = "model.layers.1.mlp"
+    del stored[f"{mlp}.experts.2.up_proj.weight"]
+    del stored["model.norm.weight"]
+    stored["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    stored["model.layers.3.input_layernorm.weight"] = torch.zeros(16)
+    stored[f"{mlp}.gate.weight"] = torch.zeros(5, 16)
+    stored["lm_head.weight"] = torch.zeros(40, 16, dtype=torch.int8)
+    write_hub(folder, decoder_of("olmoe"), stored)
+    assert sorted(problems(folder)) == [
+        "lm_head.weight is of type I8; supported: F64, F32, F16, BF16, F8_E4M3",
+        "model.layers.0.self_attn.q_proj.bias is not a tensor of this model",
+        f"{mlp}.experts.2.up_proj.weight is missing",
+        f"{mlp}.gate.weight has shape [5, 16], expected [4, 16]",
+        "model.layers.3.input_layernorm.weight is not a tensor of this model",
+        "model.norm.weight is missing",
+    ]
+
+
+def test_b24_a_packed_tensor_beside_single_experts_is_refused(
+    olmoe: tuple[Path, dict[str, Tensor]],
+) -> None:
+    folder, stored = olmoe
+    decoder = decoder_of("olmoe")
+    whole = "model.layers.0.mlp.experts.gate_up_proj"
+    stored[whole] = on_disk(decoder, weights_of(decoder), "packed")[whole]
+    write_hub(folder, decoder, stored)
+    assert len(problems(folder)) == 8
+    assert {p.split(" is ")[1] for p in problems(folder)} == {"not a tensor of this model"}
+
+
+def test_b24_a_part_that_is_not_written_stays_nan_and_is_refused(
+    olmoe: tuple[Path, dict[str, Tensor]],
+) -> None:
+    """The plan rules this out; the NaN that a tensor starts with is the second line."""
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored)
+    name = "layers.0.moe.experts.w_in"
+    with import_folder(folder) as found:
+        parts: Any = found.tensors._plan.parts
+        parts[name] = parts[name][:-1]
+        with pytest.raises(ConvertError, match="holds NaN"):
+            found.tensors[name]
+
+
+def test_nan_on_disk_is_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    sick = "model.layers.2.mlp.experts.1.up_proj.weight"
+    stored[sick][0, 0] = torch.nan
+    write_hub(folder, decoder_of("olmoe"), stored)
+    with import_folder(folder) as found:
+        with pytest.raises(ConvertError) as caught:
+            found.tensors["layers.2.moe.experts.w_in"]
+        assert caught.value.problems == (f"{sick} holds NaN",)
+
+
+def test_one_tensor_is_read_at_a_time(
+    olmoe: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored, shards=2)
+    reads: list[str] = []
+    read = Source.read
+    monkeypatch.setattr(Source, "read", lambda self, n: (reads.append(n), read(self, n))[1])
+    with import_folder(folder) as found:
+        assert reads == []
+        found.tensors["layers.1.attention.k_norm.weight"]
+        assert reads == ["model.layers.1.self_attn.k_norm.weight"]
+        reads.clear()
+        for name in found.tensors:
+            found.tensors[name]
+    assert sorted(reads) == sorted(stored)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    decoder = decoder_of("deepseek_v3")
+    stored = on_disk(decoder, weights_of(decoder))
+    stored["model.layers.3.embed_tokens.weight"] = torch.zeros(3)
+    stored["model.layers.3.mlp.experts.0.up_proj.weight"] = torch.zeros(3)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+    write_hub(tmp_path, decoder, stored, num_nextn_predict_layers=1)
+    with import_folder(tmp_path) as found:
+        said = "\n".join(found.notes)
+    assert "2 tensors left out, layers for multi-token prediction" in said
+    assert "1 tensors left out, rotary frequencies" in said
+
+
+def test_a_tied_head_may_be_stored_only_where_it_is_the_embedding(tmp_path: Path) -> None:
+    decoder = decoder_of("qwen3_moe")
+    stored = on_disk(decoder, weights_of(decoder))
+    embedding = stored["model.embed_tokens.weight"]
+    write_hub(tmp_path / "same", decoder, stored | {"lm_head.weight": embedding.clone()})
+    write_hub(tmp_path / "other", decoder, stored | {"lm_head.weight": embedding + 1})
+    with import_folder(tmp_path / "same") as found:
+        assert same_bits(found.tensors["embed.weight"], embedding)
+        assert "head.weight" not in found.tensors
+        assert any("the head is the embedding: lm_head.weight" in n for n in found.notes)
+    with (
+        import_folder(tmp_path / "other") as found,
+        pytest.raises(ConvertError, match="differs from the embedding"),
+    ):
+        found.tensors["embed.weight"]
+
+
+def test_fp8_is_multiplied_out_with_its_scales(tmp_path: Path) -> None:
+    decoder = decoder_of("deepseek_v3")
+    stored = on_disk(decoder, weights_of(decoder))
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    codes = (stored[name] * 50).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
+    stored |= {name: codes, name + "_scale_inv": scales}
+    quantised = {"quant_method": "fp8", "weight_block_size": [8, 4]}
+    write_hub(tmp_path, decoder, stored, quantization_config=quantised)
+    with import_folder(tmp_path) as found:
+        whole = found.tensors["layers.1.moe.experts.w_out"]
+        assert any("1 FP8 tensors" in n for n in found.notes)
+    assert codes.shape == (16, 6)
+    for row in range(16):
+        for column in range(6):
+            expected = codes[row, column].float() * scales[row // 8, column // 4]
+            assert whole[2, row, column] == expected
+    del stored[name + "_scale_inv"]
+    write_hub(tmp_path, decoder, stored, quantization_config=quantised)
+    assert problems(tmp_path) == [f"{name}_scale_inv is missing"]
+    write_hub(tmp_path, decoder, stored)
+    assert problems(tmp_path) == [f"{name} is FP8, and config.json has no block size for it"]
+
+
+# ---------------------------------------------------------------- hostile folders
+
+
+def test_names_stay_inside_the_folder(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored)
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    files = (
+        "../outside.safetensors",
+        "/etc/passwd",
+        "a\\b.safetensors",
+        "c:x.safetensors",
+        7,
+        "w.bin",
+    )
+    for file in files:
+        write_index(folder, dict.fromkeys(stored, file))
+        found = problems(folder)
+        assert len(found) == len(stored)
+        assert all("no file name inside the folder" in p for p in found)
+
+
+def test_the_index_and_the_files_agree(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored, shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    first, second = sorted(set(index.values()))
+    moved = next(n for n, f in index.items() if f == first)
+    write_index(folder, index | {moved: second, "ghost": first})
+    assert sorted(problems(folder)) == [
+        f"ghost: model.safetensors.index.json puts it in {first}, which lacks it",
+        f"{moved} lies in {first}, and model.safetensors.index.json does not say so",
+        f"{moved}: model.safetensors.index.json puts it in {second}, which lacks it",
+    ]
+    (folder / second).unlink()
+    write_index(folder, index)
+    assert problems(folder) == [f"{second} is missing"]
+    write_index(folder, {})
+    assert problems(folder) == ["model.safetensors.index.json has no weight_map"]
+
+
+def test_a_tensor_in_two_files_is_refused(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored, shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    first, second = sorted(set(index.values()))
+    held = {n: stored[n].contiguous() for n, f in index.items() if f == second}
+    double = next(n for n, f in index.items() if f == first)
+    save_file(held | {double: stored[double]}, folder / second)
+    assert f"{double} lies in {first} and in {second}" in problems(folder)
+
+
+def test_damaged_files_are_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged in (whole[:-5], whole[:100], b"", (10**15).to_bytes(8, "little") + whole[8:]):
+        path.write_bytes(damaged)
+        (found,) = problems(folder)
+        assert found.startswith("model.safetensors: ")
+    path.write_bytes((10**8 + 1).to_bytes(8, "little") + whole[8:])
+    assert "the header claims 100000001 bytes" in problems(folder)[0]
+
+
+def test_pickles_are_not_read(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored)
+    (folder / "pytorch_model.bin").write_bytes(b"not looked at")
+    with import_folder(folder) as found:
+        assert any("pickled files are not read: pytorch_model.bin" in n for n in found.notes)
+    (folder / "model.safetensors").unlink()
+    assert "only pickled weights (pytorch_model.bin)" in problems(folder)[0]
+    (folder / "pytorch_model.bin").unlink()
+    assert "neither model.safetensors nor" in problems(folder)[0]
+
+
+def test_code_in_the_folder_is_never_run(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    auto_map = {"AutoConfig": "planted.Config", "AutoModelForCausalLM": "planted.Model"}
+    write_hub(folder, decoder_of("olmoe"), stored, auto_map=auto_map)
+    (folder / "planted.py").write_text("raise SystemExit('run')\n")
+    with import_folder(folder) as found:
+        assert any("never run: planted.py" in n for n in found.notes)
+        assert any("auto_map" in n for n in found.notes)
+    assert "planted" not in sys.modules
+
+
+def test_both_kinds_of_weights_are_one_too_many(olmoe: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, stored = olmoe
+    write_hub(folder, decoder_of("olmoe"), stored)
+    write_index(folder, dict.fromkeys(stored, "model.safetensors"))
+    assert "both" in problems(folder)[0]

@@ -1,0 +1,212 @@
+"""Families turn a few sizes into a description, refuse what cannot be, and know their names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.config.check import check
+from moefold.config.problems import repair
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.model.config import MODEL, Decoder
+from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
+from moefold.model.families.base import Family
+from moefold.model.families.names import choose_layout, find, pieces
+from moefold.moe.config import Aux, Bias, Moe
+from moefold.run import Run, load_run
+
+SIZES = {"hidden": 32, "layers": 3, "heads": 4, "experts": 4, "top_k": 2, "expert_width": 12}
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"shape": SIZES | {"kv_heads": 2}},
+    "qwen3_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": [0]}},
+    "olmoe": {"shape": SIZES | {"kv_heads": 4}},
+    "deepseek_v3": {
+        "shape": SIZES | {"dense_layers": 1, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4},
+        "groups": {"count": 2, "keep": 1},
+    },
+}
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    """Build a family's record as a run file does."""
+    data = {"family": family, **MODELS[family], **changes}
+    return MODEL.kinds[family].model_validate(data)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_sizes_become_a_description_and_are_found_again_in_it(family: str) -> None:
+    model = model_of(family)
+    decoder = model.describe(100)
+    assert (decoder.vocab, decoder.hidden, len(decoder.blocks)) == (100, 32, 3)
+    found = type(model).of(decoder)
+    assert found.describe(100) == decoder
+    assert registry.family_of(decoder) is type(model)
+    assert Decoder.model_validate_json(decoder.model_dump_json()) == decoder
+
+
+def test_heads_widths_and_patterns() -> None:
+    qwen = model_of("qwen3_moe").describe(100)
+    first, *rest = qwen.blocks
+    assert isinstance(first.ffn, Dense)
+    assert first.ffn.width == 24
+    assert all(isinstance(b.ffn, Moe) and b.ffn.width == 12 for b in rest)
+    assert [s.repeat for s in qwen.stacks] == [1, 2]
+    assert isinstance(first.attention, Gqa)
+    assert first.attention.head_dim == 8
+    assert first.attention.qk_norm == "head"
+    assert model_of("olmoe").describe(9).blocks[0].attention.qk_norm == "projection"
+
+    deepseek = model_of("deepseek_v3").describe(100)
+    assert isinstance(deepseek.blocks[0].attention, Mla)
+    assert isinstance(deepseek.blocks[0].ffn, Dense)
+    assert deepseek.blocks[0].ffn.width == 2 * 12 + 12
+    sparse = deepseek.blocks[1].ffn
+    assert isinstance(sparse, Moe)
+    assert sparse.shared is not None
+    assert sparse.shared.width == 12
+    assert sparse.router.score == "sigmoid"
+    assert sparse.router.selection_bias
+    assert sparse.balance == (Bias(), Aux(over="sequence", coefficient=1e-4))
+
+
+def test_an_embedding_has_a_row_for_every_token() -> None:
+    roomy = model_of("mixtral", shape=MODELS["mixtral"]["shape"] | {"vocab": 128})
+    assert roomy.describe(100).vocab == 128
+    with pytest.raises(ValueError, match=r"model\.shape\.vocab is 128.*tokens, 200"):
+        roomy.describe(200)
+    (broken,) = roomy.misfits(200)
+    assert (broken.path, broken.nearest) == (("shape", "vocab"), 200)
+
+
+WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...], Any]] = [
+    ("mixtral", {"heads": 5}, ("shape", "hidden"), 30),
+    ("mixtral", {"hidden": 36}, ("shape", "hidden"), 32),
+    ("mixtral", {"kv_heads": 3}, ("shape", "kv_heads"), 2),
+    ("mixtral", {"kv_heads": 9}, ("shape", "kv_heads"), 4),
+    ("mixtral", {"head_dim": 7}, ("shape", "head_dim"), 8),
+    ("mixtral", {"top_k": 5}, ("shape", "top_k"), 4),
+    ("mixtral", {"top_k": 1}, ("shape", "top_k"), 2),
+    ("qwen3_moe", {"top_k": 1}, ("renormalise",), False),
+    ("qwen3_moe", {"dense_layers": [0, 1, 2]}, ("shape", "dense_layers"), [0, 1]),
+    ("qwen3_moe", {"dense_layers": [2, 7]}, ("shape", "dense_layers"), [2]),
+    ("qwen3_moe", {"dense_layers": [1, 0]}, ("shape", "dense_layers"), [0, 1]),
+    ("olmoe", {"hidden": 33}, ("shape", "hidden"), 32),
+    ("deepseek_v3", {"dense_layers": 3}, ("shape", "dense_layers"), 2),
+    ("deepseek_v3", {"shared_width": 20}, ("shape", "shared_width"), 24),
+    ("deepseek_v3", {"rope_dim": 5}, ("shape", "rope_dim"), 6),
+    ("deepseek_v3", {"experts": 3}, ("groups", "count"), 1),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "path", "nearest"), WRONG)
+def test_impossible_sizes_are_refused_with_one_that_is_possible(
+    family: str, change: dict[str, Any], path: tuple[Any, ...], nearest: Any
+) -> None:
+    data = {"family": family, **MODELS[family], "shape": MODELS[family]["shape"] | change}
+    record = MODEL.kinds[family]
+    verdict = check(record, data)
+    assert verdict.record is None
+    assert (path, nearest) in [(v.path, v.nearest) for v in verdict.violations]
+    assert check(record, repair(data, verdict.violations)).record is not None
+
+
+CLASHES = [
+    ("mixtral", {"balance": [{"kind": "bias"}]}, ("balance", 0)),
+    ("olmoe", {"balance": [{"kind": "z"}, {"kind": "z"}]}, ("balance", 1)),
+    ("mixtral", {"rope": {"layout": "interleaved"}}, ("rope", "layout")),
+    ("deepseek_v3", {"groups": {"count": 2, "keep": 1, "score": "max"}}, ("groups", "score")),
+    ("deepseek_v3", {"groups": {"count": 2, "keep": 1, "best": 1}}, ("groups", "best")),
+    (
+        "qwen3_moe",
+        {"rope": {"yarn": {"factor": 4, "original_length": 64, "mscale_all_dim": 1}}},
+        ("rope", "yarn", "mscale_all_dim"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "path"), CLASHES)
+def test_what_a_family_does_not_have_is_refused(
+    family: str, change: dict[str, Any], path: tuple[Any, ...]
+) -> None:
+    data = {"family": family, **MODELS[family], **change}
+    verdict = check(MODEL.kinds[family], data)
+    assert path in [v.path for v in verdict.violations]
+    assert check(MODEL.kinds[family], repair(data, verdict.violations)).record is not None
+
+
+def test_a_decoder_of_no_family_is_told_why() -> None:
+    decoder = model_of("olmoe").describe(100)
+    odd = decoder.model_copy(
+        update={"stacks": (*decoder.stacks, *model_of("mixtral").describe(9).stacks)}
+    )
+    with pytest.raises(ValueError, match="no family") as caught:
+        registry.family_of(odd)
+    for said in ("mixtral", "olmoe", "deepseek_v3", r"layers[0].attention.qk_norm"):
+        assert said in str(caught.value)
+
+
+def test_the_start_of_weights_is_no_part_of_a_family() -> None:
+    decoder = model_of("olmoe").describe(100).model_copy(update={"init_out_scale": 0.5})
+    assert registry.family_of(decoder).model_type == "olmoe"
+
+
+def test_custom_is_the_whole_description() -> None:
+    decoder = model_of("mixtral").describe(100)
+    data = {"family": "custom", "decoder": decoder.model_dump()}
+    model: Any = MODEL.kinds["custom"].model_validate(data)
+    assert model.describe(64) == decoder
+    with pytest.raises(ValueError, match=r"model\.decoder\.vocab is 100"):
+        model.describe(101)
+
+
+def test_a_run_file_may_leave_the_family_out_where_it_says_from(tmp_path: Path) -> None:
+    name = tmp_path / "olmoe-1b"
+    name.mkdir()
+    config = registry.by_model_type("olmoe").to_hf(model_of("olmoe").describe(600))
+    (name / "config.json").write_text(json.dumps(config))
+    run = load_run("tiny", [f"model={{from: '{name}', balance: [{{kind: z}}]}}"])
+    assert isinstance(run.model, folder.Folder)
+    decoder = run.decoder()
+    assert decoder.vocab == 600
+    moe = decoder.blocks[0].ffn
+    assert isinstance(moe, Moe)
+    assert [t.kind for t in moe.balance] == ["z"]  # type: ignore[attr-defined]
+
+    data = run.model_dump() | {"model": {"from": str(tmp_path / "olmoe-1")}}
+    verdict = check(Run, data)
+    assert [(v.path, v.nearest) for v in verdict.violations] == [(("model", "from"), str(name))]
+
+
+@pytest.mark.parametrize("family", registry.families().values(), ids=lambda f: f.model_type)
+def test_no_two_tensors_share_a_name(family: type[Family]) -> None:
+    for layout in ("per_expert", "packed"):
+        names: list[str] = []
+        for row in family.tensors:
+            shape = (3, 2, 4, 5) if row.ours.endswith("experts.w_in") else (3, 4, 5)
+            shape = shape if len(row.theirs) == 1 or "{e}" in row.theirs[0] else (2, 4, 5)
+            names += [p.name for p in pieces(row, 7, shape, layout)]  # type: ignore[arg-type]
+        assert len(set(names)) == len(names)
+        assert not [n for n in names if "{" in n]
+
+
+def test_pieces_fill_a_parameter_once_in_either_layout() -> None:
+    table = registry.by_model_type("mixtral").tensors
+    ours = "layers.2.moe.experts.w_in"
+    ((row, layer),) = find(table, [ours]).values()
+    assert layer == 2
+    apart = pieces(row, layer, (3, 2, 4, 5), "per_expert")
+    assert [p.index for p in apart] == [(e, g) for e in range(3) for g in range(2)]
+    assert apart[3].name == "model.layers.2.block_sparse_moe.experts.1.w3.weight"
+    assert {p.shape for p in apart} == {(4, 5)}
+    (whole,) = pieces(row, layer, (3, 2, 4, 5), "packed")
+    assert whole.shape == (3, 8, 5)
+    assert (whole.name, whole.index) == ("model.layers.2.mlp.experts.gate_up_proj", ())
+    assert choose_layout(row, layer, {whole.name: 0}) == "packed"
+    assert choose_layout(row, layer, {apart[0].name: 0}) == "per_expert"
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    table = registry.by_model_type("mixtral").tensors
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.q_norm\.weight, layers\.1\.odd"):
+        find(table, ["layers.1.odd", "norm.weight", "layers.0.attention.q_norm.weight"])
