@@ -1,0 +1,308 @@
+"""``moefold train``, ``sample``, ``report``, ``explain`` and ``demo`` as a person types them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moefold.cli.main import main
+from moefold.training.history import History
+from tests.cpu.runs import raw_run
+from tests.pure.test_training_history import Page
+
+WATCH = {
+    "evaluate": {"every": 4, "baselines": ["bigram", "xz"]},
+    "sample": {"every": 5, "prompts": ["token", "expert"], "tokens": 6},
+    "profile": {"steps": [2]},
+    "health": {"every": 2},
+    "experts_page": {"tokens": 64},
+    "metrics": {"tensorboard": "auto"},
+    "checkpoint": {"every": 4},
+}
+
+BARE = {
+    "evaluate": None,
+    "health": None,
+    "plots": None,
+    "experts_page": None,
+    "metrics": {"tensorboard": "off"},
+    "checkpoint": {"every": None},
+}
+
+
+def run_file(folder: Path, **changes: Any) -> Path:
+    """Write a tiny run on a tiny corpus."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(raw_run(folder, **{"watch": WATCH, **changes})))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained to its end: its folder, with ``run.yaml`` beside it."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["train", str(run_file(folder)), "--folder", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_the_folder_holds_what_was_asked_for(trained: Path) -> None:
+    """Every file a person looks for, and no draft."""
+    found = {str(path.relative_to(trained)) for path in trained.rglob("*") if path.is_file()}
+    wanted = {
+        "run.yaml", "metrics.jsonl", "expert_load.jsonl", "events.jsonl", "baselines.json",
+        "samples.txt", "loss.png", "expert_load.png", "experts.html", "profile/step_2.json",
+    }  # fmt: skip
+    assert wanted <= found, wanted - found
+    assert not [name for name in found if ".part" in name]
+    assert {path.name for path in trained.glob("step-*")} == {"step-00000004", "step-00000008"}
+
+
+def test_the_figures_have_their_names(trained: Path) -> None:
+    """Flat keys that programs rely on; each step once."""
+    lines = History.read(trained).lines
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    always = {
+        "tokens",
+        "lm_loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_s",
+        "mfu",
+        "step_time_s",
+        "router/z",
+    }
+    assert all(always <= line.keys() for line in lines)
+    assert {line["step"] for line in lines if "val/text/bits_per_byte" in line} == {4, 8}
+    assert "moe/1/load_max_over_mean" in lines[1] and "moe/1/load_max_over_mean" not in lines[2]
+
+
+def test_the_resolved_run_file_runs_as_it_is(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """Defaults are written out, so a later version of the defaults changes nothing."""
+    assert main(["explain", str(trained / "run.yaml"), "--json"]) == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert main(["explain", str(trained.parent / "run.yaml"), "--json"]) == 0
+    assert resolved["run"] == json.loads(capsys.readouterr().out)["run"]
+
+
+def test_samples_are_told_by_step_and_prompt(trained: Path) -> None:
+    """At the step that is due, and at the end."""
+    text = (trained / "samples.txt").read_text()
+    heads = re.findall(r"^=== step (\d+) · '(\w+)'\n(\w+)", text, re.MULTILINE)
+    assert [head[:2] for head in heads] == [
+        ("5", "token"), ("5", "expert"), ("8", "token"), ("8", "expert"),
+    ]  # fmt: skip
+    assert all(start.startswith(prompt) for _, prompt, start in heads)
+
+
+def test_a_trace_opens(trained: Path) -> None:
+    """Chrome's format: a list of events, forward and backward among them."""
+    trace = json.loads((trained / "profile" / "step_2.json").read_text())
+    assert any("backward" in str(event.get("name")).lower() for event in trace["traceEvents"])
+
+
+def test_the_page_shows_the_model_s_routing(trained: Path) -> None:
+    """Two layers of 4 experts, two a token; the text is the held-out text."""
+    found = Page((trained / "experts.html").read_text())
+    text = "".join(found.data["tokens"])
+    corpus = [path.read_text() for path in (trained.parent / "corpus").glob("*.txt")]
+    assert len(text) > 60 and any(document.startswith(text) for document in corpus)
+    assert [(x["name"], x["experts"], x["top_k"]) for x in found.data["layers"]] == [
+        ("0", 4, 2), ("1", 4, 2),
+    ]  # fmt: skip
+    assert all(sum(x["load"]) == pytest.approx(1, abs=1e-3) for x in found.data["layers"])
+
+
+def test_a_finished_run_says_so_and_goes_on_when_asked(trained: Path, capsys: Any) -> None:
+    """More steps are no other run; its past stays as it is."""
+    again = ["train", str(trained.parent / "run.yaml"), "--folder", str(trained)]
+    before = History.read(trained).lines
+    assert main(again) == 0
+    assert "step 8 is done already" in capsys.readouterr().out
+    assert main([*again, "train.steps=10", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step"] == 10 and answer["restarts"] == 1 and answer["status"] == 0
+    lines = History.read(trained).lines
+    assert lines[:8] == before and [line["step"] for line in lines[8:]] == [9, 10]
+
+
+def test_another_run_is_refused_and_can_be_forked(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The refusal names what differs; the fork starts from the weights and says where from."""
+    other = ["train", str(trained.parent / "run.yaml"), "--folder", str(trained), "optim.lr=0.02"]
+    assert main(other) == 2
+    said = capsys.readouterr().err
+    assert "optim.lr: 0.01 -> 0.02" in said and "--fork" in said
+    steps = ["train.steps=14", "--until", "12"]
+    assert main([*other, *steps, "--fork", str(tmp_path / "new")]) == 0
+    fork = json.loads((tmp_path / "new" / "fork.json").read_text())
+    first = History.read(tmp_path / "new").lines[0]
+    assert fork["changed"] == ["optim.lr: 0.01 -> 0.02"] and fork["step"] == first["step"] - 1
+    assert History.read(tmp_path / "new").lines[-1]["step"] == 12
+    assert main([*other, "--fork", str(tmp_path / "new")]) == 2
+    assert "name a new folder" in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_no_trace(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """The banner, in words and as figures; the folder it would write is not made."""
+    run = [
+        "train",
+        str(trained.parent / "run.yaml"),
+        "--folder",
+        str(tmp_path / "dry"),
+        "--dry-run",
+    ]
+    assert main(run) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("parameters", "aux_micro_batch: 0.01 in each of 2 layers, 0.02", "grouped_mm"):
+        assert words in said, words
+    assert main([*run, "--json", "train.steps=20", "--until", "15"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["folder"] == str(tmp_path / "dry") and facts["resumed_from"] is None
+    assert facts["last_step"] == 15 and facts["tokens_per_step"] == 64
+    assert [path.name for path in tmp_path.iterdir()] == [".prepared"]
+
+
+def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: Any) -> None:
+    """And changes nothing there."""
+    before = sorted(path.name for path in trained.iterdir())
+    run = [
+        "train",
+        str(trained.parent / "run.yaml"),
+        "--folder",
+        str(trained),
+        "--dry-run",
+        "--json",
+    ]
+    assert main([*run, "train.steps=99"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step"] >= 8 and "step-" in facts["resumed_from"]
+    assert sorted(path.name for path in trained.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nproc", "2"], "this version trains on one process"),
+        (["--nproc", "0"], "at least 1"),
+        (["--layout", "ep2"], "needs 2 ranks"),
+        (["--layout", "xp2"], "layout.sizes"),
+        (["--until", "99"], "its last is 8"),
+        (["--fork", "x"], "--folder OLD"),
+        (["train.step=9"], "steps"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, words: list[str], said: str
+) -> None:
+    """With status 2 and a sentence that says what to do."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(trained.parent / "run.yaml"), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_a_launcher_of_several_processes_is_refused(trained: Path, monkeypatch: Any) -> None:
+    """Each of them would train the same run into another folder."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="one of 4 processes"):
+        from moefold.cli._train import _one_process
+
+        _one_process(1)
+
+
+def test_collapsed_routing_stops_with_its_own_status(tmp_path: Path, capsys: Any) -> None:
+    """Alarm at a load that every step exceeds; the run is saved and can go on."""
+    health = {"every": 1, "patience": 2, "load_ratio": 1.0001, "action": "stop"}
+    run = run_file(tmp_path, watch={**BARE, "health": health})
+    command = ["train", str(run), "--folder", str(tmp_path / "out")]
+    assert main(command) == 3
+    said = capsys.readouterr().out
+    assert "routing alarm" in said and "watch.health.action is stop" in said
+    assert (tmp_path / "out" / "step-00000002").is_dir()
+    assert [line["step"] for line in History.read(tmp_path / "out").lines] == [1, 2]
+    assert main([*command, "watch.health.action=warn"]) == 0
+
+
+def test_a_step_that_is_not_finite_stops_with_that_status_too(tmp_path: Path, capsys: Any) -> None:
+    """Nothing is updated; the report stands on the console."""
+    huge = {"kind": "adamw", "lr": 1e30, "clip_norm": 1e30}
+    run = run_file(tmp_path, optim=huge, watch=BARE)
+    assert main(["train", str(run), "--folder", str(tmp_path / "out")]) == 3
+    assert "is not finite" in capsys.readouterr().out
+
+
+def test_text_from_a_checkpoint(trained: Path, capsys: Any) -> None:
+    """Prompt and what follows; the same seed gives the same, another one another."""
+    command = ["sample", str(trained), "--prompt", "token", "--tokens", "12", "--json"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main([*command, "--seed", seed]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        (sample,) = answer["samples"]
+        assert sample["prompt"] == "token" and 0 < sample["tokens"] <= 12 and answer["step"] >= 8
+        texts.append(sample["text"])
+    assert texts[0] == texts[1] != texts[2]
+    assert (
+        main(["sample", str(trained / "step-00000008"), "--prompt", "[red]x", "--tokens", "3"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("[red]x")
+
+
+@pytest.mark.parametrize(
+    "words", [["--tokens", "0"], ["--temperature", "-1"], ["--top-p", "0"], ["--top-p", "1.5"]]
+)
+def test_odd_wishes_for_text_are_refused(trained: Path, words: list[str], capsys: Any) -> None:
+    """With the range that is allowed."""
+    assert main(["sample", str(trained), *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_report_of_a_run(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """A page that needs nothing else; figures for programs; words for a wrong folder."""
+    page = tmp_path / "report.html"
+    assert main(["report", str(trained), "--html", str(page)]) == 0
+    found = Page(page.read_text())
+    assert found.fetched == [] and found.data["charts"] and found.data["heat"]
+    capsys.readouterr()
+    assert main(["report", str(trained), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["step"] >= 8 and set(facts["baselines"]) == {"bigram", "xz"}
+    assert 0 < facts["goodput"] <= 1
+    assert main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+
+
+def test_explain_shows_where_values_come_from(trained: Path, capsys: Any) -> None:
+    """File and line, override, default; and what follows from them."""
+    run = trained.parent / "run.yaml"
+    assert main(["explain", str(run), "train.steps=9", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["origins"]["train.steps"] == "override train.steps=9"
+    assert answer["origins"]["train.loss_chunk"] == "default"
+    assert re.search(r"run\.yaml:\d+$", answer["origins"]["data.seq"])
+    derived = answer["derived"]
+    assert derived["tokens_per_step"] == 64 and derived["tokens_in_all"] == 9 * 64
+    assert derived["parameters"] == sum(derived["parts"].values())
+    assert main(["explain", str(run), "--given", "--layout", "ep2"]) == 0
+    said = capsys.readouterr().out
+    assert "loss_chunk" not in said and "seq: 16" in said and "at least 2 ranks" in said
+
+
+def test_the_demo_ends_with_a_card(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Shrunk to seconds: the result beside the baselines, the folder, four commands that parse."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("moefold.cli._demo.RECIPE", str(run_file(tmp_path, name="demo")))
+    monkeypatch.setattr("moefold.cli._demo.program", lambda: "moefold")
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "kept").touch()
+    assert main(["demo", "seed=2"]) == 0
+    said = re.sub(r"[│\s]+", " ", capsys.readouterr().out.rpartition("done")[2])
+    assert "bits per byte on held-out" in said and "xz -9e" in said and "bigram table" in said
+    assert "runs/demo-2/experts.html" in said
+    assert [path.name for path in (tmp_path / "runs" / "demo").iterdir()] == ["kept"]
+    commands = re.findall(r"moefold (sample|report|export|train) ", said)
+    assert commands == ["sample", "report", "export", "train"]
