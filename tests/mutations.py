@@ -2,7 +2,7 @@
 
 ``mutations`` walks raw data beside its record class and yields copies of it, each with one value
 of a wrong type, out of range or misspelt, one key unknown, misspelt or missing, or one number
-moved so that relations may break. ``judge`` holds a way of loading to what is promised of it.
+moved so that relations may break. ``Judge`` holds a way of loading to what is promised of it.
 """
 
 import math
@@ -191,41 +191,55 @@ def _keys(data: Any, path: Spot, known: Mapping[str, Any], value: Any) -> Iterat
             yield Mutation("misspelt key", (*path, wrong), renamed, restores=not tag)
 
 
-def judge(
-    load: Callable[[Any], Any], original: Any, mutation: Mutation, seconds: float = 1.0
-) -> tuple[Violation, ...]:
-    """Hold a way of loading to its promises for one mutation.
+class Judge:
+    """Holds a way of loading to its promises, mutation by mutation."""
 
-    It is refused within ``seconds``, at the path or at one that has to do with it, with a rule and
-    a nearest value; and all nearest values together make it legal.
-    """
-    start = time.perf_counter()
-    try:
-        load(deepcopy(mutation.data))
-    except RunError as error:
-        taken = time.perf_counter() - start
-        _hold(load, original, mutation, error)
-        assert taken < seconds, f"{mutation}: refused only after {taken:.2f} s"
-        return error.violations
-    assert not mutation.refused, f"{mutation}: accepted"
-    return ()
+    def __init__(self, load: Callable[[Any], Any], original: Any, seconds: float = 1.0) -> None:
+        self.load = load
+        self.original = original
+        self.seconds = seconds
+        self.legal: set[str] = set()
+        load(deepcopy(original))
 
+    def __call__(self, mutation: Mutation) -> tuple[Violation, ...]:
+        """Hold to its promises for one mutation.
 
-def _hold(load: Callable[[Any], Any], original: Any, mutation: Mutation, error: RunError) -> None:
-    said = f"{mutation}:\n{error}"
-    assert error.violations, said
-    for item in error.violations:
-        assert item.rule.strip() and item.id, said
-        assert item.path, said
-    if mutation.refused:
-        paths = [item.path for item in error.violations]
-        size = len(mutation.path)
-        near = [path for path in paths if path[:size] == mutation.path[: len(path)]]
-        assert near, f"nothing is said of the place; {said}"
-    mended = repair(error.data, error.violations)
-    try:
-        load(deepcopy(mended))
-    except RunError as again:
-        raise AssertionError(f"{said}\nmended as it says, it is still refused: {again}") from again
-    if mutation.restores:
-        assert mended == original, f"what is suggested does not give back the original; {said}"
+        It is refused in time, at the path or at one that has to do with it, with a rule and a
+        nearest value; and all nearest values together make it legal.
+        """
+        start = time.perf_counter()
+        try:
+            self.load(deepcopy(mutation.data))
+        except RunError as error:
+            taken = time.perf_counter() - start
+            self._hold(mutation, error)
+            assert taken < self.seconds, f"{mutation}: refused only after {taken:.2f} s"
+            return error.violations
+        assert not mutation.refused, f"{mutation}: accepted"
+        return ()
+
+    def _hold(self, mutation: Mutation, error: RunError) -> None:
+        said = f"{mutation}:\n{error}"
+        assert error.violations, said
+        for item in error.violations:
+            assert item.rule.strip() and item.id, said
+            assert item.path, said
+        if mutation.refused:
+            size = len(mutation.path)
+            paths = [item.path for item in error.violations]
+            near = [path for path in paths if path[:size] == mutation.path[: len(path)]]
+            assert near, f"nothing is said of the place; {said}"
+        mended = repair(error.data, error.violations)
+        self._must_load(mended, said)
+        if mutation.restores:
+            assert mended == self.original, f"that does not give back the original; {said}"
+
+    def _must_load(self, mended: Any, said: str) -> None:
+        """Load mended data, unless just the same was loaded before."""
+        if repr(mended) in self.legal:
+            return
+        try:
+            self.load(deepcopy(mended))
+        except RunError as again:
+            raise AssertionError(f"{said}\nmended as it says, it is refused: {again}") from again
+        self.legal.add(repr(mended))

@@ -8,7 +8,6 @@ What it reports is therefore enough: ``repair(data, violations)`` is legal.
 
 import math
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -26,7 +25,17 @@ from moefold.config.fields import (
     walk,
 )
 from moefold.config.nearest import candidates, closest, homes, kind_for, known_keys, words
-from moefold.config.problems import REMOVE, Edit, Rename, Spot, Violation, amend, dotted, repair
+from moefold.config.problems import (
+    REMOVE,
+    Edit,
+    Rename,
+    Spot,
+    Violation,
+    amend,
+    copied,
+    dotted,
+    repair,
+)
 from moefold.config.records import plain
 from moefold.config.relations import broken_rules, others, rules_below
 from moefold.config.slot import Slot
@@ -70,7 +79,7 @@ class Verdict(Generic[R]):
 def check(cls: type[R], data: Any) -> Verdict[R]:
     """Judge raw data (mappings, lists, scalars; records are written out) by a record class."""
     given = plain(data)
-    judge = _Judge(cls, deepcopy(given))
+    judge = _Judge(cls, copied(given))
     record: R | None = None
     for _ in range(ROUNDS):
         record, refused = troubles(cls, judge.data)
@@ -128,7 +137,9 @@ class _Judge:
         """Return NaN and infinities that no field looked at."""
         found = []
         for path, value in leaves(self.data):
-            if isinstance(value, float) and not math.isfinite(value) and path not in known:
+            if not isinstance(value, float) or math.isfinite(value):
+                continue
+            if not any(path[:end] in known for end in range(len(path) + 1)):
                 gone = path and isinstance(path[-1], str)
                 nearest = REMOVE if gone else 0.0
                 rule = "must be a finite number"
@@ -190,7 +201,7 @@ class _Judge:
             if any(_same(candidate, other) for other in tried):
                 continue
             tried.append(candidate)
-            _, refused = troubles(holder, amend(deepcopy(inner), [Edit(rest, candidate)]))
+            _, refused = troubles(holder, amend(copied(inner), [Edit(rest, candidate)]))
             if any(spot[: len(rest)] == rest for spot in refused):
                 continue
             legal.append(candidate)
@@ -212,7 +223,7 @@ class _Judge:
 
     def _keeps_rules(self, path: Spot, value: Any) -> bool:
         """Whether a run with ``value`` at a path is legal in every way."""
-        record, _ = troubles(self.cls, amend(deepcopy(self.data), [Edit(path, value)]))
+        record, _ = troubles(self.cls, amend(copied(self.data), [Edit(path, value)]))
         return record is not None and not broken_rules(record)
 
     def _holder(self, path: Spot) -> tuple[type[Record], Spot]:
@@ -260,7 +271,7 @@ class _Judge:
             fallback = fallback or tried
             if self.suggested(spot, nearest):
                 continue
-            record, _ = troubles(self.cls, amend(deepcopy(self.data), edits))
+            record, _ = troubles(self.cls, amend(copied(self.data), edits))
             if record is None:
                 continue
             if sum(other.path == item.path for other in broken_rules(record)) < count:
@@ -311,7 +322,7 @@ def _edits(data: Any, whole: Any, path: Spot, value: Any) -> tuple[Edit, ...]:
     for i in range(1, len(path)):
         if not isinstance(at(data, path[:i]), Mapping | list):
             full = at(whole, path[:i])
-            full = deepcopy(full) if isinstance(full, Mapping | list) else {}
+            full = copied(full) if isinstance(full, Mapping | list) else {}
             return (Edit(path[:i], amend(full, [Edit(path[i:], value)])),)
     return (Edit(path, value),)
 

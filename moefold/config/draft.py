@@ -1,7 +1,6 @@
 """A run in the making: layers of raw data merged by class, each leaf with where it came from."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from moefold.config.fields import (
     step,
     walk,
 )
-from moefold.config.problems import REMOVE, Edit, PathPart, Spot, Violation, amend, dotted
+from moefold.config.problems import REMOVE, Edit, PathPart, Spot, Violation, amend, copied, dotted
 from moefold.config.records import plain
 
 
@@ -77,7 +76,8 @@ class Draft:
                 return merged
         elif isinstance(under, Mapping) and isinstance(over, Mapping):
             return under
-        self._forget(path)
+        if under is not MISSING:
+            self._forget(path)
         if isinstance(over, Mapping) and over:
             items = {
                 key: self._merge(
@@ -88,7 +88,7 @@ class Draft:
             return items
         for leaf, _ in leaves(over, path):
             self.origins[leaf] = layer.origin(leaf)
-        return deepcopy(over)
+        return copied(over)
 
     def origin(self, path: Spot) -> Origin:
         """Return where what stands at a path came from, or else what stands around it."""

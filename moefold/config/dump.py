@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:float", repr(value))
+    text = repr(value) if math.isfinite(value) else repr(value).replace("inf", ".inf")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text.replace("nan", ".nan"))
 
 
 def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:

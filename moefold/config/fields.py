@@ -8,7 +8,7 @@ overrides, suggestions, mutation in tests) goes through ``step``.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -53,7 +53,7 @@ class Place:
     default: Any = MISSING
     examples: tuple[Any, ...] = ()
 
-    @property
+    @cached_property
     def options(self) -> tuple[Option, ...]:
         """The ways in which this place can be filled, in the order of the annotation."""
         return tuple(_options(self.annotation, self.metadata))
@@ -74,6 +74,12 @@ def keys(record: type[BaseModel]) -> Mapping[str, FieldInfo]:
     return {info.alias or name: info for name, info in record.model_fields.items()}
 
 
+@cache
+def places(record: type[BaseModel]) -> Mapping[str, Place]:
+    """Return the place of each field of a record class by the key that a run file uses."""
+    return {key: place_of(info) for key, info in keys(record).items()}
+
+
 def place_of(info: FieldInfo) -> Place:
     """Return the place that a record's field is."""
     default = MISSING if info.is_required() else info.get_default(call_default_factory=True)
@@ -91,8 +97,7 @@ def step(place: Place, value: Any, part: PathPart) -> Place | None:
         return Place(option.of[part]) if part < len(option.of) else None
     record = record_at(place, value)
     if record is not None:
-        info = keys(record).get(part)
-        return None if info is None else place_of(info)
+        return places(record).get(part)
     option = place.option("map")
     return None if option is None else Place(option.of)
 
@@ -141,12 +146,12 @@ def record_at(place: Place, value: Any) -> type[BaseModel] | None:
 
 def _likeness(record: type[BaseModel], given: Mapping[str, Any]) -> tuple[int, int]:
     """How well a mapping fits a record: literals that agree, then keys known less unknown."""
-    known = keys(record)
+    known = places(record)
     agree = sum(
         value in option.of
         for key, value in given.items()
         if key in known and isinstance(value, str)
-        for option in place_of(known[key]).options
+        for option in known[key].options
         if option.what == "literal"
     )
     return agree, sum(1 if key in known else -1 for key in given)

@@ -13,7 +13,7 @@ from moefold.config.fields import (
     Option,
     Place,
     keys,
-    place_of,
+    places,
     record_at,
 )
 from moefold.config.records import plain
@@ -297,7 +297,7 @@ def _needs(record: type[BaseModel]) -> int:
 def _made_up_record(record: type[BaseModel], found: dict[str, Any]) -> dict[str, Any]:
     for key, info in keys(record).items():
         if info.is_required() and key not in found:
-            found[key] = made_up_at(place_of(info))
+            found[key] = made_up_at(places(record)[key])
     return found
 
 
@@ -312,10 +312,9 @@ def homes(place: Place, value: Any, key: str) -> Iterator[tuple[str, ...]]:
     record = record_at(place, value)
     if record is None or not isinstance(value, Mapping):
         return
-    for name, info in keys(record).items():
+    for name, below in places(record).items():
         if name == key:
             yield (name,)
-        below = place_of(info)
         inner = value.get(name, plain(below.default) if below.default is not MISSING else {})
         for path in homes(below, inner, key):
             yield (name, *path)

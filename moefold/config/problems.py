@@ -1,7 +1,6 @@
 """What is wrong with a run file, said so that a person can mend it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,10 +127,19 @@ def dotted(path: Iterable[PathPart]) -> str:
 
 def repair(data: Any, violations: Sequence[Violation]) -> Any:
     """Return a copy of raw ``data`` with the nearest legal value of each violation put in."""
-    mended = deepcopy(data)
+    mended = copied(data)
     for violation in violations:
         mended = amend(mended, edits_of(violation))
     return mended
+
+
+def copied(data: Any) -> Any:
+    """Return a copy of raw data in which no mapping or list stands at two places."""
+    if isinstance(data, dict):
+        return {key: copied(item) for key, item in data.items()}
+    if isinstance(data, list):
+        return [copied(item) for item in data]
+    return data
 
 
 def edits_of(violation: Violation) -> tuple[Edit, ...]:
@@ -148,7 +156,7 @@ def amend(data: Any, edits: Iterable[Edit]) -> Any:
     """Make changes to raw data in place and return it; missing mappings on the way are made."""
     for edit in edits:
         if not edit.path:
-            data = deepcopy(edit.value)
+            data = copied(edit.value)
             continue
         inside = data
         for part, following in zip(edit.path, edit.path[1:], strict=False):
@@ -173,12 +181,12 @@ def _set(inside: Any, key: PathPart, value: Any) -> None:
         if value == REMOVE:
             inside.pop(key, None)
         else:
-            inside[key] = deepcopy(value)
+            inside[key] = copied(value)
         return
     assert isinstance(inside, list) and isinstance(key, int)
     if value == REMOVE:
         del inside[key : key + 1]
     elif key == len(inside):
-        inside.append(deepcopy(value))
+        inside.append(copied(value))
     else:
-        inside[key] = deepcopy(value)
+        inside[key] = copied(value)

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from moefold.config.base import Record
 from moefold.config.problems import Spot
 
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
 
 def visit(record: Record) -> Iterator[tuple[Spot, Record]]:
     """Yield path and record of every record below ``record``, children first, itself last."""
@@ -17,6 +19,8 @@ def visit(record: Record) -> Iterator[tuple[Spot, Record]]:
 
 
 def _visit(value: Any, path: Spot) -> Iterator[tuple[Spot, Record]]:
+    if type(value) in _SCALARS:
+        return
     if isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
             yield from _visit(getattr(value, name), (*path, info.alias or name))
@@ -33,13 +37,16 @@ def _visit(value: Any, path: Spot) -> Iterator[tuple[Spot, Record]]:
 def plain(value: Any) -> Any:
     """Return records, tuples, sets, paths and enumerations as mappings, lists and scalars.
 
-    Every field is written out, defaults too, in the order of the class; sets are sorted.
+    Every field is written out, defaults too, in the order of the class; sets are sorted, and
+    keys are text.
     """
+    if type(value) in _SCALARS:
+        return value
     if isinstance(value, BaseModel):
         fields = type(value).model_fields.items()
         return {info.alias or name: plain(getattr(value, name)) for name, info in fields}
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=repr)
     if isinstance(value, list | tuple):

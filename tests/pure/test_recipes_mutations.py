@@ -1,0 +1,58 @@
+"""Every field of every recipe, broken by machine: refused in time, and what is suggested works."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.config.check import check
+from moefold.config.dump import dump_yaml
+from moefold.config.load import load
+from moefold.config.problems import RunError
+from moefold.config.reader import read_yaml
+from moefold.config.records import plain
+from moefold.run import Run, load_run, recipes
+from tests.mutations import Judge, mutations
+
+RECIPES = recipes()
+
+
+def test_there_are_recipes() -> None:
+    assert "demo" in RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_field_that_a_recipe_states(name: str) -> None:
+    data = read_yaml(RECIPES[name].read_bytes()).data
+    if "base" in data:
+        pytest.skip("states only what differs from its base; the resolved form covers it")
+    judge = Judge(lambda raw: load(Run, raw, (), RECIPES), data)
+    for mutation in mutations(Run, data):
+        judge(mutation)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_field_that_a_recipe_has(name: str) -> None:
+    def judged(raw: Any) -> Any:
+        verdict = check(Run, raw)
+        if verdict.record is None:
+            raise RunError(verdict.violations, raw)
+        return verdict.record
+
+    data = plain(load_run(name))
+    judge = Judge(judged, data)
+    for mutation in mutations(Run, data):
+        judge(mutation)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_some_fields_through_a_file(name: str, tmp_path: Path) -> None:
+    def from_file(raw: Any) -> Run:
+        file = tmp_path / "run.yaml"
+        file.write_text(dump_yaml(raw), "utf-8")
+        return load_run(file)
+
+    data = plain(load_run(name))
+    judge = Judge(from_file, data)
+    for mutation in list(mutations(Run, data))[::97]:
+        judge(mutation)
