@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moefold.data.config import DataError
 from moefold.data.order import spread
 from moefold.data.prepare import Prepared
 from moefold.data.tokens import Corpus
@@ -44,7 +45,9 @@ def baselines(prepared: Prepared, name: str | None = None) -> Baselines:
     Of larger data, documents spread evenly over it are taken: about 20 million tokens to count on
     and 16 MB to be charged for.
     """
-    part = next(p for p in prepared.valid if name in (None, p.name))
+    part = next((p for p in prepared.valid if name in (None, p.name)), None)
+    if part is None:
+        raise DataError(f"no held-out set{'' if name is None else f' {name!r}'} to measure on")
     size, spelling = prepared.tokenizer.size, prepared.tokenizer.token_bytes
     held = list(_documents(part.corpus, _TEXT_BYTES))
     share = max(_TRAIN_TOKENS // max(len(prepared.train), 1), 1)

@@ -77,13 +77,15 @@ class IndexWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        if kind is None:
-            self._publish()
-        for draft in self._drafts:
-            draft.unlink(missing_ok=True)
+        try:
+            with self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
+            if kind is None:
+                self._publish()
+        finally:
+            for draft in self._drafts:
+                draft.unlink(missing_ok=True)
 
     def add(self, ids_N: np.ndarray | Sequence[int], name: str = "") -> None:
         """Append one document of N >= 1 token ids; ``name`` is for the error message."""

@@ -7,7 +7,6 @@ records, tokenizer, and the files' paths, sizes and times. A folder under its fi
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -86,7 +85,8 @@ def prepare(data: Data, folder: str | Path, progress: Progress | None = None) ->
             return _open(final, data, sources)
         except DataError:  # damaged after it was made; everything in it can be made again
             shutil.rmtree(final)
-    draft = Path(tempfile.mkdtemp(prefix=".preparing-", dir=folder))
+    draft = folder / f".preparing-{final.name}-{os.getpid()}-{time.time_ns()}"
+    draft.mkdir()
     try:
         _make(draft, data, sources, progress or (lambda *_: None))
         _publish(draft, final)

@@ -9,7 +9,7 @@ import pytest
 from moefold.config.load import load
 from moefold.config.problems import RunError, repair
 from moefold.data.config import Data, DataError, FileTokenizer
-from tests.mutations import judge, mutations
+from tests.mutations import Judge, mutations
 
 FULL: dict[str, Any] = {
     "seq": 256,
@@ -39,10 +39,10 @@ def test_the_shape_of_the_run_file() -> None:
 
 
 def test_every_field_broken_is_refused_and_mended() -> None:
-    found = list(mutations(Data, FULL))
+    judge, found = Judge(lambda raw: load(Data, raw), FULL), list(mutations(Data, FULL))
     assert len(found) > 100
     for mutation in found:
-        judge(lambda raw: load(Data, raw), FULL, mutation)
+        judge(mutation)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,9 @@ def test_settings_stored_in_a_file_cut_and_pad_nothing(tmp_path: Path) -> None:
     inner.save(str(tmp_path / "tokenizer.json"))
     found = from_record(FileTokenizer(path=str(tmp_path)), sample)
     assert found.decode(found.encode(TEXT[0])) == TEXT[0]
-    (ids,) = found.encode_documents([TEXT[1]])
-    assert ids.tolist() == TRAINED.encode_documents([TEXT[1]])[0].tolist()
+    for text in (TEXT[1], "x = 1"):
+        (ids,), (own,) = (t.encode_documents([text]) for t in (found, TRAINED))
+        assert ids.tolist() == own.tolist()
 
 
 def test_a_normalizer_shows_in_the_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,86 @@
+"""``moefold data`` from the outside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.cli.main import main
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "a.jsonl"
+    texts = [f"document {i} says {'more ' * (i % 7)}" for i in range(80)]
+    rows = [json.dumps({"body": text}) for text in texts] + ['{"body": ""}']
+    file.write_text("\n".join(rows))
+    return file
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = main(["data", *words])
+    return status, capsys.readouterr().out
+
+
+def prepared(lines: Path, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    out = str(lines.parent / "out")
+    options = ("--field", "body", "--holdout", "0.2", "--vocab", "300", "--folder", out)
+    return ask(capsys, "prepare", "--jsonl", str(lines), *options, *words)
+
+
+def test_prepare_answers_for_people_and_for_programs(
+    lines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = prepared(lines, capsys)
+    assert status == 0 and "jsonl" in text and "1 documents left out, empty" in text
+    status, answer = prepared(lines, capsys, "--json")
+    facts = json.loads(answer)
+    assert status == 0 and [p["side"] for p in facts["parts"]] == ["train", "valid"]
+    assert sum(p["documents"] for p in facts["parts"]) == 80
+    assert facts["tokenizer"]["size"] == 300
+    for part in facts["parts"]:
+        assert Path(part["prefix"] + ".idx").is_file()
+        assert f"{part['tokens']:,}" in text
+
+
+def test_inspect_shows_documents_and_notices_damage(
+    lines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = json.loads(prepared(lines, capsys, "--json")[1])["parts"][0]
+    status, text = ask(capsys, "inspect", train["prefix"], "--document", "0")
+    assert status == 0 and "document 0 says" in text and "bytes: as written" in text
+    status, answer = ask(capsys, "inspect", train["prefix"], "--json")
+    facts = json.loads(answer)
+    assert status == 0 and facts["tokens"] == train["tokens"] and facts["as_written"] is True
+    file = Path(train["prefix"] + ".bin")
+    content = bytearray(file.read_bytes())
+    content[6] ^= 1
+    file.write_bytes(content)
+    status, text = ask(capsys, "inspect", str(file))
+    assert status == 1 and "DAMAGED" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prepare"], "nothing to read"),
+        (["prepare", "--stdlib", "--vocab", "300", "--tokenizer", "x"], "give one"),
+        (["prepare", "demo", "--stdlib"], "give a run, or sources"),
+        (["prepare", "--stdlib", "--vocab", "3"], "train the tokenizer|at least 257"),
+        (["prepare", "--text", "no/such.txt"], "no file matches"),
+        (["inspect", "no/such"], "no such file"),
+        (["inspect", "no/such", "--tokenizer", "no/such"], "tokenizer.json"),
+    ],
+)
+def test_wrong_input_is_explained(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", *words]) == 2
+    told = capsys.readouterr().err
+    assert any(part in told for part in said.split("|")), told
