@@ -18,8 +18,10 @@ def attention(
     repeat = heads // k_TGd.shape[1]
     k, v = k_TGd.repeat_interleave(repeat, 1), v_TGv.repeat_interleave(repeat, 1)
     covered = sum(lengths)
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(covered)
+    place = torch.arange(covered, device=q_THd.device)
+    counts, numbers = torch.tensor(lengths, dtype=torch.int64), torch.arange(len(lengths))
+    # Made on the host, where the lengths are known, and carried over once.
+    segment = numbers.repeat_interleave(counts, output_size=covered).to(place.device)
     sees = (segment[:, None] == segment[None]) & (place[:, None] >= place[None])
     scores = torch.einsum("qhd,khd->hqk", q_THd[:covered], k[:covered]) * scale
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
