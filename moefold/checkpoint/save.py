@@ -24,7 +24,7 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, Stored
 from moefold.checkpoint.meta import check_meta
 from moefold.checkpoint.shards import Piece, plan, write_shard
-from moefold.checkpoint.tensors import NAMES, TensorSource, check_storable
+from moefold.checkpoint.tensors import NAMES, TensorSource, Unread, check_storable
 
 POLICY = Policy()
 _log = logging.getLogger("moefold.checkpoint")
@@ -33,7 +33,7 @@ _log = logging.getLogger("moefold.checkpoint")
 def save(
     folder: str | Path,
     step: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | Unread],
     meta: dict[str, Any],
     policy: Policy = POLICY,
     *,
@@ -44,9 +44,10 @@ def save(
     """Write ``folder/step-…`` and return its path once it is on the medium and published.
 
     ``tensors`` may lie on any device and have any strides; besides them at most 64 MiB of host
-    memory is taken. ``meta`` is plain JSON. A checkpoint of the same step is replaced. ``lock`` is
-    the folder's, held by the caller; without it one is held during the call. ``say`` is told of
-    attempts that failed and of what could not be cleaned up.
+    memory is taken. An ``Unread`` one exists only while it is written. ``meta`` is plain JSON. A
+    checkpoint of the same step is replaced. ``lock`` is the folder's, held by the caller; without
+    it one is held during the call. ``say`` is told of attempts that failed and of what could not be
+    cleaned up.
 
     Raises ``CheckpointError`` for what cannot be stored, before anything is written; ``LockError``
     where another run holds the folder; ``SaveError``, with what is needed and what is free, where
@@ -74,11 +75,13 @@ def save(
     return work.final
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def _piece(name: str, tensor: Tensor | Unread) -> Piece:
     """Return a whole tensor as one piece."""
-    check_storable(name, tensor)
     shape = tuple(tensor.shape)
     at = (0,) * len(shape)
+    if isinstance(tensor, Unread):
+        return Piece(name, NAMES[tensor.dtype], shape, at, shape, tensor)
+    check_storable(name, tensor)
     return Piece(name, NAMES[tensor.dtype], shape, at, shape, TensorSource(tensor))
 
 

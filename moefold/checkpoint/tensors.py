@@ -1,6 +1,7 @@
 """Tensors as bytes: the data types there are, and blocks of bytes without a needless copy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,6 +66,22 @@ class TensorSource:
             if host.numel():
                 yield host_bytes(host)
             del host  # before the next block is made, so that never two of them exist
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A tensor that is read only when it is written, so that not all need exist at once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    """Returns the same values each time: a save that is tried again reads again."""
+
+    def blocks(self) -> Iterator[memoryview]:
+        """Read the tensor and yield its bytes in order."""
+        tensor = self.read()
+        assert (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape), tensor.shape
+        yield from TensorSource(tensor).blocks()
 
 
 def _blocks(tensor: Tensor, limit: int) -> Iterator[Tensor]:

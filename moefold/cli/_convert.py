@@ -1,19 +1,22 @@
 """What ``moefold import`` and ``moefold export`` do."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.text import Text
 from torch import Tensor
 
 from moefold.api import export
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.save import save
-from moefold.convert.importer import Imported, import_folder
+from moefold.checkpoint.tensors import Unread
+from moefold.convert.importer import FolderTensors, Imported, import_folder
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.training.stored import MODEL, describe
 
@@ -26,12 +29,13 @@ def bring_in(args: argparse.Namespace) -> int:
     with import_folder(args.source) as found:
         tokenizer = _tokenizer(args, found)
         meta = describe(found.decoder, tokenizer) | {"special_tokens": dict(found.special_tokens)}
-        tensors = {MODEL + name: tensor for name, tensor in _told(found.tensors, notes)}
-        path = save(folder, 0, tensors, meta)
+        with _bar(len(found.tensors), notes) as told:
+            tensors = {MODEL + n: _unread(found.tensors, n, told) for n in found.tensors}
+            path = save(folder, 0, tensors, meta)
         facts = {
             "checkpoint": str(path),
             "family": found.model.model_type,
-            "parameters": sum(t.numel() for t in tensors.values()),
+            "parameters": sum(math.prod(t.shape) for t in tensors.values()),
             "tensors": len(tensors),
             "notes": list(found.notes),
         }
@@ -71,13 +75,22 @@ def _tokenizer(args: argparse.Namespace, found: Imported) -> Tokenizer | None:
     return tokenizer
 
 
-def _told(tensors: Mapping[str, Tensor], console: Console) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors, with a bar on a terminal."""
-    names = track(
-        list(tensors), "reading", console=console, transient=True, disable=not console.is_terminal
-    )
-    for name in names:
-        yield name, tensors[name]
+@contextmanager
+def _bar(total: int, console: Console) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal; what is yielded is called for each tensor."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("importing", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _unread(tensors: FolderTensors, name: str, told: Callable[[], None]) -> Unread:
+    """Return a tensor of the folder that is read when it is written."""
+
+    def read() -> Tensor:
+        told()
+        return tensors[name]
+
+    return Unread(tensors.dtype(name), tensors.shape(name), read)
 
 
 def _answer(
