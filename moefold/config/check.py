@@ -266,8 +266,10 @@ class _Judge:
         fallback: Violation | None = None
         for spot, nearest in self._attempts(whole, item):
             edits = _edits(self.data, whole, spot, nearest)
-            tried = replace(item, path=spot, nearest=nearest, edits=edits)
-            tried = replace(tried, value=value if spot == item.path else at(whole, spot))
+            tried = replace(item, value=value, nearest=nearest, edits=edits)
+            if spot != item.path:
+                rule = f"{dotted(item.path)}: {item.rule}"
+                tried = replace(tried, path=spot, value=at(whole, spot), rule=rule)
             fallback = fallback or tried
             if self.suggested(spot, nearest):
                 continue

@@ -17,6 +17,7 @@ from moefold.config.fields import (
 )
 from moefold.config.problems import REMOVE, Edit, PathPart, Spot, Violation, amend, copied, dotted
 from moefold.config.records import plain
+from moefold.config.slot import Slot
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Draft:
             return problem
         above = walk(self.place, self.data, path[:-1])
         slot = None if above is None else slot_at(above)
-        if slot is not None and path[-1] == slot.tag and holder.get(slot.tag) != value:
+        if slot is not None and path[-1] == slot.tag and _changes(slot, holder, value):
             path, value = path[:-1], {slot.tag: value}
         here = walk(self.place, self.data, path) or Place(Any)
         value = expanded(here, value)
@@ -186,9 +187,14 @@ class Draft:
 
 def _other_kind(place: Place, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
     slot = slot_at(place)
-    if slot is None or slot.tag not in over or slot.tag not in under:
+    if slot is None or slot.tag not in under:
         return False
-    return over[slot.tag] != under[slot.tag]
+    return _changes(slot, under, over.get(slot.tag))
+
+
+def _changes(slot: Slot, under: Mapping[str, Any], kind: Any) -> bool:
+    """Whether a tag chooses another kind; a misspelt one may mean the same."""
+    return slot.lookup(kind) is not None and under.get(slot.tag) != kind
 
 
 def _enterable(holder: Any, part: PathPart, path: Spot, where: str) -> Violation | None:
@@ -197,7 +203,7 @@ def _enterable(holder: Any, part: PathPart, path: Spot, where: str) -> Violation
         if not isinstance(part, int):
             rule = f"{dotted(path[:-1])} is a list: name an item by its number, from 0"
         elif part > len(holder):
-            rule = f"{dotted(path[:-1])} has {len(holder)} items, so the next is {len(holder)}"
+            rule = f"{dotted(path[:-1])} has length {len(holder)}, so the next is {len(holder)}"
         else:
             return None
     elif isinstance(part, int):

@@ -16,8 +16,10 @@ from moefold.config.fields import (
     places,
     record_at,
 )
+from moefold.config.problems import show
 from moefold.config.records import plain
 from moefold.config.slot import Slot
+from moefold.config.troubles import troubles
 
 _YES = ("true", "yes", "on", "y", "1")
 _NO = ("false", "no", "off", "n", "0")
@@ -26,7 +28,8 @@ _NO = ("false", "no", "off", "n", "0")
 def words(place: Place) -> str:
     """Return what may stand at a place: ``a whole number of at least 1, or null``."""
     said = [_words(option) for option in place.options]
-    return " or ".join(dict.fromkeys(said)) or "nothing"
+    example = f", such as {show(plain(place.examples[0]))}" if place.examples else ""
+    return (" or ".join(dict.fromkeys(said)) or "nothing") + example
 
 
 def _words(option: Option) -> str:
@@ -36,7 +39,7 @@ def _words(option: Option) -> str:
 def _bound_words(option: Option) -> str:
     """Return the constraints of an option in words, with a space before them."""
     bounds = dict(option.bounds)
-    unit = {"str": "characters", "list": "items"}.get(option.what, "entries")
+    unit = {"str": "characters", "list": "items"}.get(option.what, "items")
     parts = []
     if "ge" in bounds and "le" in bounds:
         parts.append(f"from {bounds.pop('ge')} to {bounds.pop('le')}")
@@ -51,6 +54,7 @@ def _bound_words(option: Option) -> str:
         "pattern": "of the form {}",
     }
     parts += [said[name].format(bounds[name]) for name in said if name in bounds]
+    parts = [re.sub(r"\b1 (item|character)s$", r"1 \1", part) for part in parts]
     return " " + " and ".join(parts) if parts else ""
 
 
@@ -102,8 +106,8 @@ def _fold(name: Any) -> str:
 def kind_for(slot: Slot, place: Place, value: Any) -> str | None:
     """Return the kind that raw data at a slot most likely means.
 
-    That is the one closest in spelling, else the one that knows most of the keys given, else the
-    kind of the default, else the one that needs least.
+    That is the one closest in spelling, else the one that refuses least of what is given, else
+    the kind of the default, else the one that needs least.
     """
     given = value if isinstance(value, Mapping) else {}
     named = given.get(slot.tag, value)
@@ -111,10 +115,14 @@ def kind_for(slot: Slot, place: Place, value: Any) -> str | None:
         found = closest(named, slot.kinds)
         if found is not None:
             return found
-    others = [key for key in given if key != slot.tag]
-    fits = {kind: sum(key in keys(record) for key in others) for kind, record in slot.kinds.items()}
-    if fits and max(fits.values()) > 0:
-        return max(fits, key=lambda kind: fits[kind])
+    if any(key != slot.tag for key in given):
+        refused = {
+            kind: len(troubles(record, {**given, slot.tag: kind})[1])
+            for kind, record in slot.kinds.items()
+        }
+        best = min(refused, key=lambda kind: refused[kind], default=None)
+        if best is not None and refused[best] < len(given) - (slot.tag in given):
+            return best
     default = plain(place.default) if place.default is not MISSING else None
     if isinstance(default, Mapping) and default.get(slot.tag) in slot.kinds:
         return default[slot.tag]

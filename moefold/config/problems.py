@@ -90,7 +90,8 @@ def describe(violation: Violation) -> list[str]:
     where = f"  [{violation.where}]" if violation.where else ""
     silent = violation.value is None and violation.id in _SILENT
     said = "" if silent else f" = {show(violation.value)}"
-    lines = [f"  {dotted(violation.path) or '(whole file)'}{said}{where}"]
+    nowhere = "(override)" if violation.id == "override" else "(whole file)"
+    lines = [f"  {dotted(violation.path) or nowhere}{said}{where}"]
     lines.append(f"      {violation.rule}")
     if violation.edits != () or violation.nearest is not None:
         lines.append(f"      nearest: {show(violation.nearest)}")
