@@ -42,6 +42,10 @@ def demo(args: argparse.Namespace) -> int:
         print(json.dumps({"folder": str(folder), "status": status, **facts}, indent=2))
     elif status == ENDED:
         console.print(card(folder, facts))
+        console.print("type next", style="cyan")
+        for command in next_commands(folder):
+            # Not in the card: a line that is broken there cannot be copied.
+            console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
     return status
 
 
@@ -73,8 +77,6 @@ def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, Text]]:
     for number, (file, what) in enumerate(SHOWN.items()):
         if (folder / file).exists():
             yield "look at" if number == 0 else "", Text(f"{folder / file}  ({what})")
-    for number, command in enumerate(next_commands(folder)):
-        yield "type next" if number == 0 else "", Text(command, style="bold")
 
 
 def next_commands(folder: Path) -> list[str]:
@@ -85,7 +87,7 @@ def next_commands(folder: Path) -> list[str]:
         f"{moefold} sample {where} --prompt 'def '",
         f"{moefold} report {where}",
         f"{moefold} export {where} {shlex.quote(str(folder) + '-hf')}",
-        f"{moefold} train demo --folder {bigger} model.shape.layers=6 train.steps=2000",
+        f"{moefold} train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
     ]
 
 

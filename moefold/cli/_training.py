@@ -41,7 +41,8 @@ def go(job: Job, console: Console) -> int:
         final = job.train()
     except Interrupted as stopped:
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
-        console.print(f"continue with --folder {job.folder}", soft_wrap=True)
+        again = f"the same command and --folder {job.folder} go on from there"
+        console.print(again, soft_wrap=True, highlight=False)
         return SAVED_AND_STOPPED
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")

@@ -156,8 +156,8 @@ def _paths(job: Job) -> Iterator[Row]:
         where = "" if len(kernels) == 1 else f" in layers {layers}"
         yield "experts", f"{name}{where}: {why}"
     yield "attention", "scaled_dot_product_attention, document by document"
-    for kind, said in job.optimizer.describe().items():
-        yield "optimizer", f"{kind}: {said}"
+    for number, (kind, said) in enumerate(job.optimizer.describe().items()):
+        yield "" if number else "optimizer", f"{kind}: {said}"
     recompute = job.run.layout.recompute
     if recompute is not None:
         modules = ", ".join(getattr(recompute, "modules", ()))

@@ -92,7 +92,7 @@ def test_tensorboard_is_optional_unless_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_continued_run_goes_on_at_the_service(tmp_path: Any, monkeypatch: Any) -> None:
-    """The same id the second time; every step's figures; the end told. The service is a stand-in."""
+    """The same id the second time; every step's figures; the end told. It is a stand-in."""
     calls: list[tuple[str, Any]] = []
 
     class Run(SimpleNamespace):

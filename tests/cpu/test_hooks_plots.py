@@ -20,10 +20,8 @@ def write(folder: Path, steps: int = 60, layers: int = 3, experts: int = 4) -> H
         if step % 20 == 0:
             line |= {"val_loss": 2.0 + 2.0 / step, "val/code/bits_per_byte": 1.0 + 1.0 / step}
         lines.append(line)
-    loads = [
-        {"step": s, "load": {str(i): [0.4] + [0.6 / (experts - 1)] * (experts - 1) for i in range(layers)}}
-        for s in range(10, steps + 1, 10)
-    ]  # fmt: skip
+    load = {str(i): [0.4] + [0.6 / (experts - 1)] * (experts - 1) for i in range(layers)}
+    loads = [{"step": step, "load": load} for step in range(10, steps + 1, 10)]
     for name, content in ((METRICS_FILE, lines), (LOAD_FILE, loads)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in content))
     (folder / BASELINES_FILE).write_text('{"bigram": 2.6, "xz": 1.8}')
