@@ -139,6 +139,12 @@ class Deadly(Calls):
             self.die()
         super().write(fd, data)
 
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        moved = {path: target / path.relative_to(source) for path in self.unsynced
+                 if path.is_relative_to(source)}  # fmt: skip
+        self.unsynced = {moved.get(path, path) for path in self.unsynced}
+
     def die(self) -> None:
         if self.power_loss:
             for path in self.unsynced:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moefold.checkpoint.errors import LockError
-from moefold.checkpoint.lock import FILE, FolderLock, Holder
+from moefold.checkpoint.lock import FILE, FolderLock
 
 HOLD = """
 import sys, time
@@ -152,6 +152,24 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
         FolderLock(tmp_path / "file", "me").acquire()
 
 
+def test_one_that_judges_too_late_leaves_the_winner_alone(tmp_path: Path) -> None:
+    """Two find a dead holder's lock; the second acts on what it saw before the first took over."""
+    dead = FolderLock(tmp_path, "dead").me.model_copy(update={"pid": 2**22 + 1, "born": "1"})
+    (tmp_path / FILE).write_text(dead.model_dump_json())
+    winner = FolderLock(tmp_path, "winner", say=lambda text: None)
+
+    class Late(FolderLock):
+        def _judge(self) -> tuple[bytes | None, str]:
+            judged = super()._judge()
+            winner.acquire()
+            return judged
+
+    with pytest.raises(LockError, match="in use by 'winner'"):
+        Late(tmp_path, "late", say=pytest.fail).acquire()
+    winner.check()
+    winner.release()
+
+
 RACE = """
 import sys, time
 from pathlib import Path
@@ -169,8 +187,7 @@ except LockError:
 
 
 def test_of_many_that_find_a_dead_ones_lock_one_wins(tmp_path: Path) -> None:
-    dead = Holder(run="dead", token="t", host="h", place=FolderLock(tmp_path, "").me.place,
-                  pid=2**22 + 1, born="1")  # fmt: skip
+    dead = FolderLock(tmp_path, "dead").me.model_copy(update={"pid": 2**22 + 1, "born": "1"})
     (tmp_path / FILE).write_text(dead.model_dump_json())
     command = [sys.executable, "-c", RACE, str(tmp_path)]
     pipe = subprocess.PIPE
