@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.problems import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Size
 
@@ -97,7 +97,7 @@ class Capacity(Record):
     def copies(self, tokens: int, top_k: int, experts: int) -> int:
         """Return how many copies one expert takes at most of ``tokens`` valid tokens.
 
-        The factor is taken as it is written: 1.1 of 10 is 11, which binary floats make 12.
+        The factor is taken as it is written: 1.1 of 50 is 55, which binary floats make 56.
         """
         return ceil(Fraction(str(self.factor)) * tokens * top_k / experts)
 
@@ -146,6 +146,10 @@ class Bias(Record):
     owner = "moefold.moe.balance:BiasUpdate"
 
 
+FREE = {"coefficient": 0.0, "rate": 0.0}
+"""What two entries of one term may differ in and be one term all the same."""
+
+
 @FFN.register
 class Moe(Record):
     """A mixture-of-experts feed-forward: routed SwiGLU experts of ``width``, and a shared one."""
@@ -167,10 +171,10 @@ class Moe(Record):
             if isinstance(term, Bias) and not self.router.selection_bias:
                 rule = "kind bias moves the router's selection_bias, which is off"
                 yield Violation(("router", "selection_bias"), False, rule, True)
-            same = [t for t in seen if type(t) is type(term) and getattr(t, "over", None) == getattr(term, "over", None)]
-            if same:
-                yield Violation(("balance", i), term, "the same term stands in the list already; drop one", None)
-            seen.append(term)
+            if term.model_copy(update=FREE) in seen:
+                rule = "the same term stands in the list already"
+                yield Violation(("balance", i), term, rule, REMOVE)
+            seen.append(term.model_copy(update=FREE))
 
 
 @DISPATCH.register

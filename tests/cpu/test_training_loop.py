@@ -1,0 +1,314 @@
+"""The loop: resuming, signals, non-finite steps, accumulation, identity, determinism."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.checkpoint.lock import LockError
+from moefold.moe.config import Bias
+from moefold.training.loop import Interrupted, Job
+from moefold.training.nonfinite import NonFiniteStep
+from tests.cpu.runs import Notes, equal, job_of, raw_run, weights
+
+OPTIMIZERS = {
+    "adamw": {"kind": "adamw", "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}},
+    "muon": {"kind": "muon", "lr": 0.01, "schedule_lr": {"kind": "cosine", "warmup": 2}},
+}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "shape": {
+        "hidden": 16,
+        "layers": 2,
+        "heads": 2,
+        "kv_rank": 8,
+        "nope_dim": 8,
+        "rope_dim": 4,
+        "v_dim": 8,
+        "experts": 4,
+        "top_k": 2,
+        "expert_width": 16,
+        "shared_width": 16,
+        "dense_layers": 1,
+        "dense_width": 24,
+    },
+    "groups": {"count": 2, "keep": 1},
+    "balance": [{"kind": "bias"}, {"kind": "aux", "over": "sequence"}],
+}
+
+
+def finished(folder: Path, out: str, **changes: Any) -> dict[str, torch.Tensor]:
+    with job_of(folder, out, **changes) as job:
+        job.train()
+        return weights(job)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    notes = Notes()
+    with job_of(tmp_path, "out", notes, train={"steps": 30}) as job:
+        job.train()
+        held_out = job.evaluate()
+    assert notes.steps[-1]["lm_loss"] < notes.steps[0]["lm_loss"] - 1
+    assert [m["step"] for m in notes.steps] == list(range(1, 31))
+    assert notes.steps[-1]["tokens"] == 30 * 4 * 16
+    loss, bits = held_out["val/text/loss"], held_out["val/text/bits_per_byte"]
+    assert 0 < bits < 8 and loss == held_out["val_loss"]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("at", [1, 3, 7])
+def test_a_resumed_run_ends_bit_for_bit_as_the_unbroken_one(
+    tmp_path: Path, optim: str, at: int
+) -> None:
+    changes = {"optim": OPTIMIZERS[optim], "train": {"precision": "bf16"}}
+    whole = finished(tmp_path, "whole", **changes)
+    with job_of(tmp_path, "broken", **changes) as job:
+        job.last_step = at
+        job.train()
+    with job_of(tmp_path, "broken", **changes) as job:
+        assert job.step_number == at and job.resumed_from is not None
+        job.train()
+        assert equal(weights(job), whole) == []
+
+
+def test_bias_and_latent_models_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = finished(tmp_path, "whole", model=DEEPSEEK)
+    assert any("selection_bias" in name and tensor.any() for name, tensor in whole.items())
+    with job_of(tmp_path, "broken", model=DEEPSEEK) as job:
+        job.last_step = 4
+        job.train()
+    with job_of(tmp_path, "broken", model=DEEPSEEK) as job:
+        job.train()
+        assert equal(weights(job), whole) == []
+
+
+CHILD = """
+import json, sys, torch
+torch.set_num_threads(1)
+from moefold.config.load import load
+from moefold.run import Run
+from moefold.training.hooks.checkpoint import CheckpointHook
+from moefold.training.hooks.metrics import MetricsHook
+from moefold.training.loop import Job
+raw, out, cache = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+with Job(load(Run, raw).record, out, (MetricsHook(), CheckpointHook(1)), cache=cache) as job:
+    print("ready", flush=True)
+    job.train()
+"""
+
+
+def child(folder: Path, out: str, steps: int) -> subprocess.Popen[str]:
+    raw = json.dumps(raw_run(folder, train={"steps": steps, "precision": "fp32"}))
+    words = [sys.executable, "-c", CHILD, raw, str(folder / out), str(folder / "prepared")]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
+    """SIGKILL at different moments, a checkpoint after each step."""
+    steps = 60
+    whole = finished(tmp_path, "whole", train={"steps": steps, "precision": "fp32"})
+    kills = 0
+    for delay in (0.05, 0.2, 0.11, 0.31):
+        process = child(tmp_path, "killed", steps)
+        with process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(delay)
+            kills += process.poll() is None
+            process.kill()
+    with child(tmp_path, "killed", steps) as process:
+        assert process.wait() == 0
+    assert kills >= 2
+    with job_of(tmp_path, "killed", train={"steps": steps, "precision": "fp32"}) as job:
+        assert job.step_number == steps
+        assert equal(weights(job), whole) == []
+    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
+
+
+def test_a_signal_saves_and_ends_the_run(tmp_path: Path) -> None:
+    class Signal(Notes):
+        def on_step(self, job: Any, metrics: Any) -> None:
+            super().on_step(job, metrics)
+            if job.step_number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    notes = Signal()
+    with (
+        job_of(tmp_path, "out", notes) as job,
+        pytest.raises(Interrupted, match=r"SIGTERM.*step 3"),
+    ):
+        job.train()
+    assert len(notes.steps) == 3
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with job_of(tmp_path, "out") as job:
+        assert job.step_number == 3
+        job.train()
+        resumed = weights(job)
+    assert equal(resumed, finished(tmp_path, "whole")) == []
+
+
+class Poison:
+    """Makes the final norm give NaN at chosen places in the data's order, and nowhere else."""
+
+    def __init__(self, job: Job, places: set[int], value: float = math.nan) -> None:
+        self.seen: list[int] = []
+        plain = job.loader.step
+
+        def step(place: int) -> Any:
+            self.seen.append(place)
+            return plain(place)
+
+        def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * value if self.seen[-1] in places else out
+
+        job.loader.step = step  # type: ignore[method-assign]
+        job.model.norm.register_forward_hook(spoil)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_non_finite_step_stops_the_run_before_the_update(tmp_path: Path, value: float) -> None:
+    with job_of(tmp_path) as job:
+        Poison(job, {2}, value)
+        job.step()
+        job.step()
+        before = weights(job)
+        with pytest.raises(NonFiniteStep, match=r"(?s)step 3 .*documents: text \d+"):
+            job.step()
+        assert equal(weights(job), before) == [] and job.step_number == 2
+
+
+def test_skip_leaves_the_update_out_and_goes_on_up_to_its_limit(tmp_path: Path) -> None:
+    notes = Notes()
+    changes = {"train": {"on_nonfinite": {"kind": "skip", "limit": 2}}}
+    with job_of(tmp_path, "out", notes, **changes) as job:
+        Poison(job, {1, 4, 5, 6})
+        job.step()
+        before = weights(job)
+        job.step()
+        assert equal(weights(job), before) == []
+        with pytest.raises(NonFiniteStep, match="limit of 2 is used up"):
+            job.train()
+    assert [m.get("skipped", 0) for m in notes.steps] == [0, 1, 0, 0, 1, 1]
+
+
+def test_rewind_goes_back_and_leaves_the_data_out(tmp_path: Path) -> None:
+    notes = Notes()
+    changes = {"train": {"on_nonfinite": {"kind": "rewind", "limit": 2}, "steps": 5}}
+    with job_of(tmp_path, "out", notes, **changes) as job:
+        poison = Poison(job, {3})
+        job.step()
+        job.step()
+        job.save()
+        job.train()
+        assert poison.seen == [0, 1, 2, 3, 2, 4, 5]
+        assert job.progress.excluded == (3,) and notes.rewinds == 1
+    with job_of(tmp_path, "out", **changes) as job:
+        assert job.progress.excluded == (3,) and job.step_number == 5
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    found = []
+    for micro_batch in (1, 2, 4):
+        changes = {
+            "train": {"precision": "fp64", "micro_batch": micro_batch},
+            "model": {
+                **raw_run(tmp_path)["model"],
+                "balance": [{"kind": "aux", "over": "sequence"}, {"kind": "z"}],
+            },
+        }
+        with job_of(tmp_path, f"m{micro_batch}", **changes) as job:
+            job.step()
+            found.append({n: p.grad for n, p in job.model.named_parameters() if p.grad is not None})
+    for other in found[1:]:
+        for name, grad in found[0].items():
+            assert torch.allclose(other[name], grad, rtol=1e-9, atol=1e-13), name
+
+
+def test_b18_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path) -> None:
+    """Three micro-batches and an evaluation. Plant: update per micro-batch, or count in evaluation."""
+    changes = {"model": DEEPSEEK, "train": {"batch": 3, "micro_batch": 1, "precision": "fp32"}}
+    with job_of(tmp_path, **changes) as job:
+        (_, mixture), *_ = job.model.mixtures()
+        bias = mixture.router.selection_bias
+        assert bias is not None
+        rates = [term.rate for term in mixture.record.balance if isinstance(term, Bias)]
+        before = bias.clone()
+        job.step()
+        load_E = mixture.balance.counters.load_E.clone()
+        moved = bias - before
+        assert int(load_E.sum()) == 3 * 16 * mixture.record.router.top_k
+        want = (load_E.double().mean() - load_E).sign().float() * rates.pop()
+        assert torch.allclose(moved, want)
+        job.evaluate()
+        assert torch.equal(bias, before + moved)
+        assert torch.equal(mixture.balance.counters.load_E, load_E)
+
+
+def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.last_step = 2
+        job.train()
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.01 -> 0\.02[\s\S]*--fork"):
+        job_of(tmp_path, optim={**OPTIMIZERS["adamw"], "lr": 0.02})
+    with pytest.raises(ValueError, match=r"seed: 1 -> 2"):
+        job_of(tmp_path, seed=2)
+    with job_of(tmp_path, train={"steps": 12, "micro_batch": 1}, layout={"experts": "loop"}) as job:
+        assert job.step_number == 2
+
+
+def test_changed_data_is_noticed(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.last_step = 2
+        job.train()
+    (tmp_path / "corpus").joinpath("00.txt").write_text("other words entirely\n")
+    import tests.cpu.runs as runs
+
+    plain = runs.corpus
+    try:
+        runs.corpus = lambda folder, documents=12: folder / "*.txt"  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="tokens or the tokenizer"):
+            job_of(tmp_path)
+    finally:
+        runs.corpus = plain
+
+
+def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
+    with job_of(tmp_path), pytest.raises(LockError):
+        job_of(tmp_path)
+    job_of(tmp_path).close()
+
+
+def test_deterministic_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    try:
+        found = [finished(tmp_path, out, deterministic=True) for out in ("a", "b")]
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert equal(*found) == []
+
+
+def test_more_than_one_rank_is_refused_clearly(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layout\.sizes: 'tp2 ep4' needs 4 ranks"):
+        job_of(tmp_path, layout={"sizes": "tp2 ep4"})
+
+
+def test_recompute_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+    whole = finished(tmp_path, "none", model=DEEPSEEK)
+    modules = ["norms", "attention", "mla_up", "ffn", "shared", "experts"]
+    for name, record in (
+        ("full", {"kind": "full"}),
+        ("some", {"kind": "selective", "modules": modules}),
+    ):
+        assert (
+            equal(finished(tmp_path, name, model=DEEPSEEK, layout={"recompute": record}), whole)
+            == []
+        )
