@@ -2,10 +2,11 @@
 
 A layer kind is counted by one function per record class, so that a new kind brings its own.
 FLOPs count a multiply-add as 2, forward and backward as 3 forwards, no recompute, and leave out
-norms, embedding look-up and router (the convention of Megatron-LM's published figures).
+norms, embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's
+published figures).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,15 +58,21 @@ class Counts:
         """Parameters a token passes through, embedding and head included."""
         return self.total.parameters - self.total.idle
 
-    def flops_per_token(self, seq: int, causal: bool = True) -> float:
-        """Return forward and backward FLOPs per token of sequences of ``seq`` tokens.
+    def flops(self, lengths: Sequence[int], causal: bool = True) -> int:
+        """Return forward and backward FLOPs of sequences that attend within themselves.
 
         Args:
-            seq: tokens a sequence.
+            lengths: tokens of each sequence.
             causal: whether attention counts the half that the mask leaves, or all of it.
         """
         total = self.total
-        return 3 * 2 * (total.multiplied + total.attended * seq * (0.5 if causal else 1.0))
+        products = total.multiplied * sum(lengths)
+        pairs = total.attended * sum(length**2 for length in lengths)
+        return 6 * products + (3 if causal else 6) * pairs
+
+    def flops_per_token(self, seq: int, causal: bool = True) -> float:
+        """Return the FLOPs of one sequence of ``seq`` tokens, see :meth:`flops`, per token."""
+        return self.flops([seq], causal) / seq
 
 
 def count(decoder: Decoder) -> Counts:
@@ -124,8 +131,8 @@ def _moe(record: Moe, hidden: int) -> dict[str, Part]:
     )
     parts = {"experts": routed, "router": Part(parameters=router.experts * hidden)}
     if record.shared is not None:
-        gate = hidden if record.shared.gate else 0
-        parts["shared"] = _matrices(3 * hidden * record.shared.width + gate)
+        gate = Part(parameters=hidden if record.shared.gate else 0)
+        parts["shared"] = _matrices(3 * hidden * record.shared.width) + gate
     return parts
 
 
