@@ -6,7 +6,7 @@ then retention.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ class _Work:
         except OSError as error:
             raise SaveError(self.folder, f"the folder cannot be made: {error}") from error
 
-    def tidy(self, what: str, op: Any) -> None:
+    def tidy(self, what: str, op: Callable[[], None]) -> None:
         """Do what a checkpoint does not depend on; a failure is told and left to the next save."""
         try:
             op()

@@ -104,4 +104,4 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return a host tensor with no values yet."""
-    return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")

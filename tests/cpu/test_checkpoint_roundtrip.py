@@ -160,6 +160,13 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert disk.read_bytes == (path / "manifest.json").stat().st_size + 40
 
 
+def test_loading_is_on_the_host_whatever_the_default_device(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, state(1), {})
+    with torch.device("meta"):
+        loaded, _ = load(path)
+    assert same(loaded, state(1))
+
+
 def test_names_that_are_not_there_are_all_told(tmp_path: Path) -> None:
     path = save(tmp_path, 1, state(1), {})
     with pytest.raises(MismatchError) as caught:
