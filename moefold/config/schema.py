@@ -80,12 +80,16 @@ def _expanded(value: Any, slots: list[Slot], refs: dict[type[Record], JsonSchema
 
 def _choice(slot: Slot, refs: dict[type[Record], JsonSchemaValue]) -> JsonSchemaValue:
     mapping = {kind: refs[record]["$ref"] for kind, record in slot.kinds.items()}
+    implied = set(slot.implied.values())  # its key says the kind, so the tag may be left out
     choices: list[JsonSchemaValue] = [
-        {"$ref": ref, "required": [slot.tag]} for ref in mapping.values()
+        {"$ref": ref} if kind in implied else {"$ref": ref, "required": [slot.tag]}
+        for kind, ref in mapping.items()
     ]
     simple = [kind for kind, record in slot.kinds.items() if _needs_nothing(record)]
     if simple:
         choices.append({"enum": simple})
+    if not choices:  # only parts from outside the package stand there
+        return {"type": ["object", "string"]}
     return {"oneOf": choices, "discriminator": {"propertyName": slot.tag, "mapping": mapping}}
 
 

@@ -24,7 +24,7 @@ from tests.cpu.families import (
     width_of,
 )
 
-DRAWS = 4
+DRAWS = 6
 LOSS_SPREAD = 9.5e-7
 """Absolute, as stored beside the reference numbers."""
 SPREAD = 2.3e-7

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from moefold.config.check import check
 from moefold.config.problems import repair
+from moefold.config.schema import json_schema
 from moefold.layers.config import Dense, Gqa, Mla
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
@@ -210,3 +212,14 @@ def test_a_parameter_without_a_name_is_refused() -> None:
     table = registry.by_model_type("mixtral").tensors
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.q_norm\.weight, layers\.1\.odd"):
         find(table, ["layers.1.odd", "norm.weight", "layers.0.attention.q_norm.weight"])
+
+
+def test_an_editor_accepts_from_without_the_family() -> None:
+    whole = json_schema(Run)
+    schema = {"$defs": whole["$defs"], **whole["properties"]["model"]}
+    jsonschema.validate({"from": "./folder"}, schema)
+    jsonschema.validate({"family": "folder", "from": "./folder"}, schema)
+    jsonschema.validate({"family": "mixtral", **MODELS["mixtral"]}, schema)
+    for wrong in (MODELS["mixtral"], {"family": "olmoe", "from": "./folder"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
