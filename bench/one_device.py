@@ -153,8 +153,10 @@ def cpu_name() -> str:
 
 def main() -> None:
     """Measure and print; ``--save`` writes the figures beside this machine's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    both = ["bf16", "fp32"]
+    parser.add_argument("--precision", nargs="+", choices=both, default=both)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true")

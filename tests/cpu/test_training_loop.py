@@ -80,12 +80,14 @@ def test_a_resumed_run_ends_bit_for_bit_as_the_unbroken_one(
 
 
 def test_bias_and_latent_models_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = finished(tmp_path, "whole", model=DEEPSEEK)
+    # An odd number of moves of one size never ends at zero.
+    changes = {"model": DEEPSEEK, "train": {"steps": 7, "precision": "fp32"}}
+    whole = finished(tmp_path, "whole", **changes)
     assert any("selection_bias" in name and tensor.any() for name, tensor in whole.items())
-    with job_of(tmp_path, "broken", model=DEEPSEEK) as job:
+    with job_of(tmp_path, "broken", **changes) as job:
         job.last_step = 4
         job.train()
-    with job_of(tmp_path, "broken", model=DEEPSEEK) as job:
+    with job_of(tmp_path, "broken", **changes) as job:
         job.train()
         assert equal(weights(job), whole) == []
 
@@ -234,7 +236,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def test_b18_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path) -> None:
-    """Three micro-batches and an evaluation. Plant: update per micro-batch, or count in evaluation."""
+    """Three micro-batches and an evaluation. Plant: update per micro-batch."""
     changes = {"model": DEEPSEEK, "train": {"batch": 3, "micro_batch": 1, "precision": "fp32"}}
     with job_of(tmp_path, **changes) as job:
         (_, mixture), *_ = job.model.mixtures()
