@@ -24,7 +24,7 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, Stored
 from moefold.checkpoint.meta import check_meta
 from moefold.checkpoint.shards import Piece, plan, write_shard
-from moefold.checkpoint.tensors import NAMES, TensorSource, Unread, check_storable
+from moefold.checkpoint.tensors import NAMES, TensorSource, Unread, check_dtype, check_storable
 
 POLICY = Policy()
 _log = logging.getLogger("moefold.checkpoint")
@@ -80,6 +80,7 @@ def _piece(name: str, tensor: Tensor | Unread) -> Piece:
     shape = tuple(tensor.shape)
     at = (0,) * len(shape)
     if isinstance(tensor, Unread):
+        check_dtype(name, tensor.dtype)
         return Piece(name, NAMES[tensor.dtype], shape, at, shape, tensor)
     check_storable(name, tensor)
     return Piece(name, NAMES[tensor.dtype], shape, at, shape, TensorSource(tensor))

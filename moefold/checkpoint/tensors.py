@@ -38,14 +38,19 @@ BLOCK_BYTES = 64 * 2**20
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """Raise ``CheckpointError`` naming the tensor where its values cannot be written."""
-    if tensor.dtype not in NAMES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
-        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; a checkpoint holds {known}")
+    check_dtype(name, tensor.dtype)
     if tensor.is_meta:
         raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
     if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
         kind = f"{type(tensor).__name__} of layout {tensor.layout}"
         raise CheckpointError(f"tensor {name!r} is a {kind}; pass its plain, whole tensor")
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ``CheckpointError`` naming the tensor where its data type has no place in a file."""
+    if dtype not in NAMES:
+        known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
+        raise CheckpointError(f"tensor {name!r} is {dtype}; a checkpoint holds {known}")
 
 
 class TensorSource:

@@ -3,9 +3,11 @@
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import Unread
@@ -30,3 +32,8 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     assert set(tensors) == {*sources, "plain"}
     for n in range(5):
         assert torch.equal(tensors[f"t{n}"], read(n))
+
+
+def test_an_unread_tensor_of_no_known_type_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'bad one' is torch\.complex128"):
+        save(tmp_path, 1, {"bad one": Unread(torch.complex128, (1,), lambda: torch.ones(1))}, {})
