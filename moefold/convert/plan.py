@@ -29,10 +29,6 @@ class Plan:
     scales: Mapping[str, str]
     """The scales that belong to each FP8 tensor on disk."""
 
-    def packed(self) -> bool:
-        """Whether any parameter lies packed on disk."""
-        return any(len(p) == 1 and not p[0].index for n, p in self.parts.items() if "experts" in n)
-
 
 def make_plan(
     where: Path,
