@@ -48,15 +48,16 @@ class Observed:
         return probabilities(self.logits_TE, self._scores_TE, self._record)
 
     @cached_property
-    def whole_T(self) -> Tensor:
-        """int64 0 for valid rows, 1 for the others: all valid rows are one population."""
-        return (~self.rows.valid_T).to(torch.int64)
-
-    @cached_property
-    def segment_T(self) -> Tensor:
-        """int64 number of each row's segment, and the number of segments for rows in none."""
-        rows_T = torch.arange(self.rows.rows, device=self.logits_TE.device)
+    def segment_T(self) -> Tensor | None:
+        """int64 number of each valid row's segment; None where there is only one."""
+        if len(self.rows.lengths) <= 1:
+            return None
+        rows_T = torch.arange(self.rows.n_valid, device=self.logits_TE.device)
         return torch.searchsorted(self.rows.cu_seqlens[1:], rows_T, right=True)
+
+    def valid(self, values_TX: Tensor) -> Tensor:
+        """Return the valid rows: they come first, so that no mask is needed."""
+        return valid_rows(values_TX, self.rows)
 
 
 class Term(ABC):
@@ -100,22 +101,21 @@ class AuxLoss(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the value, in the logits' dtype."""
-        rows, (_, experts) = observed.rows, observed.logits_TE.shape
-        if self.over == "sequence":
-            population_T, populations = observed.segment_T, len(rows.lengths)
-        else:
-            population_T, populations = observed.whole_T, 1
-        counts_NE, top_k = self._counts(observed, population_T, populations)
-        probability_NE = sum_by(observed.probability_TE, population_T, populations)
+        probability_TE = observed.valid(observed.probability_TE)
+        segment_T = observed.segment_T if self.over == "sequence" else None
+        populations = 1 if segment_T is None else len(observed.rows.lengths)
+        counts_NE, top_k = self._counts(observed, segment_T, populations)
+        probability_NE = sum_by(probability_TE, segment_T, populations)
         # Each token makes top_k choices, so the counts say how many tokens they are of.
         tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
         share_NE = counts_NE.to(probability_NE.dtype) / tokens_N1
         # In this order uniform routing gives exactly one where 1 / E is a binary fraction.
-        value = (share_NE * probability_NE).sum() / max(rows.n_valid, 1) * experts / top_k
+        total = (share_NE * probability_NE).sum() / max(observed.rows.n_valid, 1)
+        value = total * probability_TE.shape[1] / top_k
         return value.to(observed.logits_TE.dtype)
 
     def _counts(
-        self, observed: Observed, population_T: Tensor, populations: int
+        self, observed: Observed, segment_T: Tensor | None, populations: int
     ) -> tuple[Tensor, int]:
         """Return the int64 counts [N, E] behind f, and K."""
         plain_TK, plain_E = observed.decision.plain_TK, observed.decision.plain_E
@@ -123,8 +123,8 @@ class AuxLoss(Term):
         if self.reads_step:
             assert plain_E is not None
             return plain_E[None], plain_TK.shape[1]
-        experts = observed.logits_TE.shape[1]
-        return count_by(plain_TK, population_T, populations, experts), plain_TK.shape[1]
+        plain_TK, experts = observed.valid(plain_TK), observed.logits_TE.shape[1]
+        return count_by(plain_TK, segment_T, populations, experts), plain_TK.shape[1]
 
 
 class ZLoss(Term):
@@ -136,9 +136,9 @@ class ZLoss(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the value, in the logits' dtype."""
-        square_T = observed.logits_TE.logsumexp(1).square()
-        total_N = sum_by(square_T, observed.whole_T, 1)
-        return (total_N.sum() / max(observed.rows.n_valid, 1)).to(square_T.dtype)
+        square_T = observed.valid(observed.logits_TE).logsumexp(1).square()
+        total = sum_by(square_T, None, 1).sum()
+        return (total / max(observed.rows.n_valid, 1)).to(square_T.dtype)
 
 
 class BiasUpdate(Update):
@@ -247,9 +247,7 @@ class Balance(nn.Module):
         counters.sent_E.add_(routing.counts_E)
         counters.tokens.add_(rows.n_valid)
         probability_TE = probabilities(routed.logits_TE, routed.scores_TE, self.record.router)
-        if flow.valid_T is not None:
-            probability_TE = torch.where(flow.valid_T[:, None], probability_TE, 0)
-        counters.probability_E.add_(probability_TE.sum(0))
+        counters.probability_E.add_(valid_rows(probability_TE, rows).sum(0))
         decision = replace(routed.decision, counted=True)
         if self._choices and decision.plain_TK is None:
             top_k = self.record.router.top_k
@@ -288,43 +286,54 @@ class Balance(nn.Module):
         return figures
 
 
-def sum_by(values_TX: Tensor, population_T: Tensor, populations: int) -> Tensor:
+def valid_rows(values_TX: Tensor, rows: MicroBatch) -> Tensor:
+    """Return the rows that are not padding, which comes last: the shorter run's very bits."""
+    return values_TX if rows.n_valid == rows.rows else values_TX[: rows.n_valid]
+
+
+def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> Tensor:
     """Return the sum [N, ...] of each population's rows, in the widest dtype of the device.
 
-    Rows of population N and above are left out whatever they hold. On a CPU rows are added in
-    their order, so rows that are left out change no bit; on a CUDA device the order is open unless
-    torch runs deterministically (which moves the last bits of values only: no term's gradient
-    depends on a sum).
+    Without ``population_T`` all rows are one. With it, a CUDA device adds in any order unless torch
+    runs deterministically; that moves the last bits of values only, as no term's gradient depends
+    on such a sum.
     """
     return _SumBy.apply(values_TX, population_T, populations)  # type: ignore[no-any-return]
 
 
 class _SumBy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_TX: Tensor, population_T: Tensor, populations: int) -> Tensor:
+    def forward(
+        ctx: Any, values_TX: Tensor, population_T: Tensor | None, populations: int
+    ) -> Tensor:
         ctx.save_for_backward(population_T)
-        ctx.dtype = values_TX.dtype
-        shape = (populations + 1, *values_TX.shape[1:])
-        sums = torch.zeros(shape, dtype=_wide(values_TX), device=values_TX.device)
-        return sums.index_add_(0, population_T, values_TX.to(sums.dtype))[:populations]
+        ctx.dtype, ctx.rows = values_TX.dtype, values_TX.shape[0]
+        dtype = _wide(values_TX)
+        if population_T is None:
+            return values_TX.sum(0, keepdim=True, dtype=dtype)
+        shape = (populations, *values_TX.shape[1:])
+        sums_NX = torch.zeros(shape, dtype=dtype, device=values_TX.device)
+        return sums_NX.index_add_(0, population_T, values_TX.to(dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dsums_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (population_T,) = ctx.saved_tensors
-        nothing_1X = dsums_NX.new_zeros((1, *dsums_NX.shape[1:]))
-        padded = torch.cat((dsums_NX, nothing_1X)).to(ctx.dtype)
-        return padded.index_select(0, population_T), None, None
+        dsums_NX = dsums_NX.to(ctx.dtype)
+        if population_T is None:
+            return dsums_NX.expand(ctx.rows, *dsums_NX.shape[1:]), None, None
+        return dsums_NX.index_select(0, population_T), None, None
 
 
 @torch.no_grad()
-def count_by(experts_TK: Tensor, population_T: Tensor, populations: int, experts: int) -> Tensor:
-    """Return int64 [N, E]: the choices of each expert in each population."""
-    cell_C = (population_T[:, None] * experts + experts_TK).flatten()
-    # Rows in no population have number N and expert E: one cell past the table of N + 1 rows.
-    counts = torch.zeros((populations + 1) * experts + 1, dtype=torch.int64, device=cell_C.device)
-    counts.scatter_add_(0, cell_C, torch.ones_like(cell_C))
-    return counts[: populations * experts].view(populations, experts)
+def count_by(
+    experts_TK: Tensor, population_T: Tensor | None, populations: int, experts: int
+) -> Tensor:
+    """Return int64 [N, E]: the choices of each expert in each population; all rows are valid."""
+    if population_T is None:
+        return count(experts_TK, experts)[None]
+    cell_TK = population_T[:, None] * experts + experts_TK
+    return count(cell_TK, populations * experts).view(populations, experts)
 
 
 def _wide(values: Tensor) -> torch.dtype:

@@ -236,7 +236,8 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: RouterRecord) -> Tens
     if record.order == "topk_first":
         weights_TK = weights_TK.softmax(1)
     elif record.renormalise:
-        weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + record.epsilon)
+        total_T1 = weights_TK.sum(1, keepdim=True)
+        weights_TK = weights_TK / (total_T1 + record.epsilon if record.epsilon else total_T1)
     return weights_TK if record.scale == 1.0 else weights_TK * record.scale
 
 
