@@ -142,6 +142,8 @@ def test_another_run_is_refused_and_can_be_forked(
     first = History.read(tmp_path / "new").lines[0]
     assert fork["changed"] == ["optim.lr: 0.01 -> 0.02"] and fork["step"] == first["step"] - 1
     assert History.read(tmp_path / "new").lines[-1]["step"] == 12
+    # Killed before its first own checkpoint, it would otherwise start from nothing.
+    assert (tmp_path / "new" / f"step-{fork['step']:08d}").is_dir()
     assert main([*other, "--fork", str(tmp_path / "new")]) == 2
     assert "name a new folder" in capsys.readouterr().err
 
