@@ -125,7 +125,7 @@ def _rate(dtype: "torch.dtype") -> float:
     best = float("inf")
     for _ in range(6):
         started = time.perf_counter()
-        x @ x
+        torch.mm(x, x)
         best = min(best, time.perf_counter() - started)
     return 2 * PROBE_SIZE**3 / best / 1e9
 
@@ -164,6 +164,7 @@ def _gloo() -> Finding:
 
 def _nccl() -> Finding:
     import torch
+    import torch.cuda.nccl
     import torch.distributed as dist
 
     there = dist.is_available() and dist.is_nccl_available()

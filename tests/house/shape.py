@@ -16,6 +16,7 @@ RECORD_BOOLEANS = 4
 NOT_HANDED_ON = {"Result", "free_folder"}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = FunctionNode | ast.ClassDef
 
 
 def file_sizes(root: Path) -> list[str]:
@@ -192,7 +193,7 @@ def handed_on(root: Path) -> list[str]:
         if home not in known or name not in _defines(known[home])
     ]
     breaches += [
-        package.at(1, f"does not hand on {name} of {api.path}")
+        package.at(1, f"does not hand on {name} of moefold/api.py")
         for name in (_defines(api) if api else [])
         if not name.startswith("_") and name not in NOT_HANDED_ON
         if homes.get(name) != "moefold.api"
@@ -201,8 +202,7 @@ def handed_on(root: Path) -> list[str]:
 
 
 def _defines(module: Module) -> list[str]:
-    kinds = FunctionNode | ast.ClassDef
-    return [node.name for node in module.syntax.body if isinstance(node, kinds)]
+    return [node.name for node in module.syntax.body if isinstance(node, Definition)]
 
 
 def documented(root: Path) -> list[str]:
@@ -234,13 +234,15 @@ def annotated(root: Path) -> list[str]:
 
 def public(
     module: Module, with_init: bool = False
-) -> Iterator[tuple[ast.ClassDef | None, ast.ClassDef | FunctionNode]]:
+) -> Iterator[tuple[ast.ClassDef | None, Definition]]:
     """Yield what a file offers: top-level functions and classes, and public classes' methods."""
     for node in module.syntax.body:
-        if not isinstance(node, FunctionNode | ast.ClassDef) or node.name.startswith("_"):
+        if not isinstance(node, Definition) or node.name.startswith("_"):
             continue
         yield None, node
-        for item in node.body if isinstance(node, ast.ClassDef) else []:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for item in node.body:
             if not isinstance(item, FunctionNode) or _is_overload(item):
                 continue
             if not item.name.startswith("_") or (with_init and item.name == "__init__"):
@@ -254,7 +256,7 @@ def _is_overload(node: FunctionNode) -> bool:
 def _inherits(
     module: Module,
     owner: ast.ClassDef | None,
-    node: ast.ClassDef | FunctionNode,
+    node: Definition,
     classes: dict[str, tuple[Module, ast.ClassDef]],
 ) -> bool:
     """Say whether a method fulfils one that a base class of the package documents."""
