@@ -41,11 +41,12 @@ class Layer:
     lines: Mapping[Spot, int] | None = None
 
     def origin(self, path: Spot) -> Origin:
-        """Return where a leaf of this layer stands."""
+        """Return where what this layer has at a path begins."""
         lines = self.lines or {}
-        for end in range(len(path), -1, -1):
-            if path[:end] in lines:
-                return Origin(self.sort, f"{self.name}:{lines[path[:end]]}")
+        below = [line for leaf, line in lines.items() if leaf[: len(path)] == path]
+        around = [lines[path[:end]] for end in range(len(path)) if path[:end] in lines]
+        if below or around:
+            return Origin(self.sort, f"{self.name}:{min(below or around)}")
         return Origin(self.sort, self.name)
 
 

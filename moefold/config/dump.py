@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,8 +32,10 @@ _Dumper.yaml_implicit_resolvers = {
 
 
 def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    text = repr(value) if math.isfinite(value) else repr(value).replace("inf", ".inf")
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text.replace("nan", ".nan"))
+    text = repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    if "." not in text:
+        text = text.replace("e", ".0e")  # what YAML 1.1 asks of a number with an exponent
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
 def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
@@ -42,6 +43,14 @@ def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=scalars)
 
 
+def _write_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    """Write text; line ends other than ``\\n`` survive in double quotes alone."""
+    style = '"' if _LINE_ENDS & set(value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_LINE_ENDS = frozenset("\r\x85\u2028\u2029")
+_Dumper.add_representer(str, _write_text)
 _Dumper.add_representer(float, _write_float)
 _Dumper.add_representer(list, _write_list)
 

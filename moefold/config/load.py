@@ -82,7 +82,7 @@ def parse_override(text: str) -> tuple[Spot, str, Any]:
     if match is None:
         rule = f"{text!r} is not an override; write path=value, such as train.steps=100"
         raise RunError([Violation((), text, rule, id="override", where=text, edits=())])
-    parts = re.split(r"\.|\[|\]\.?", match[1].rstrip("]"))
+    parts = re.findall(r"[^.\[\]]+", match[1])
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
     try:
         return path, match[2], read_value(match[3].strip())
@@ -143,8 +143,9 @@ class _Reading:
             except RunError as error:
                 self.violations += error.violations
                 continue
-            if path == (USES,) and USES in keys(self.cls) and _names(value):
-                self._bring(value, Path.cwd(), Origin("override", text))
+            used = [value] if isinstance(value, str) else value
+            if path == (USES,) and USES in keys(self.cls) and _names(used):
+                self._bring(used, Path.cwd(), Origin("override", text))
                 continue
             self.overrides.append((text, path, operator, value))
 
@@ -196,9 +197,9 @@ class _Reading:
             item = Violation((), parsed.data, rule, id="syntax", where=name, edits=())
             raise RunError([item], source=name)
         self.violations += parsed.violations
-        self.sources.append(path)
         layer = Layer(parsed.data, "base" if sort == "base" else "file", name, parsed.lines)
         self._layer(parsed.data, path.parent, layer, (*chain, path))
+        self.sources.append(path)
 
     def _layer(
         self, data: dict[str, Any], folder: Path, layer: Layer, chain: tuple[Path, ...]

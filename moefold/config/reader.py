@@ -198,6 +198,7 @@ def _key(node: Node, source: str) -> str:
     if node.tag == _CORE + "merge" or (node.value == "<<" and node.style is None):
         rule = "merge keys (<<) are not supported; use base: to build on another file"
         raise _refuse(source, node.start_mark.line + 1, rule, "syntax")
+    _check_tag(node, source)
     return _text(node, source)
 
 

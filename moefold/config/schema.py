@@ -79,6 +79,8 @@ def _expanded(value: Any, slots: list[Slot], refs: dict[type[Record], JsonSchema
 
 
 def _choice(slot: Slot, refs: dict[type[Record], JsonSchemaValue]) -> JsonSchemaValue:
+    if not slot.kinds:
+        return {"not": {}}
     mapping = {kind: refs[record]["$ref"] for kind, record in slot.kinds.items()}
     implied = set(slot.implied.values())  # its key says the kind, so the tag may be left out
     choices: list[JsonSchemaValue] = [

@@ -1,6 +1,7 @@
 """Parts from outside the package: importing Python files that register records of their own."""
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterable
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,7 +38,7 @@ def _bring(path: Path) -> str:
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     place = hashlib.sha256(str(path).encode()).hexdigest()
-    name = f"moefold_outside.{path.stem}_{place[:8]}_{digest[:8]}".replace("-", "_")
+    name = re.sub(r"\W", "_", f"outside_{path.stem}_{place[:8]}_{digest[:8]}")
     if name in sys.modules:
         return digest
     spec = spec_from_file_location(name, path)

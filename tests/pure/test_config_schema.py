@@ -1,0 +1,113 @@
+"""JSON schemas: they accept what loads, refuse what does not, and know every kind."""
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from moefold.config.base import Record
+from moefold.config.records import plain
+from moefold.config.schema import json_schema
+from moefold.config.slot import Slot
+from moefold.run import Run, load_run, recipes
+from tests.config_toys import Train, full, smallest
+
+TREE = Slot("tree")
+
+
+@TREE.register
+class Node(Record):
+    """Points at its own slot."""
+
+    kind: Literal["node"] = "node"
+    left: Annotated[Record, TREE] | None = None
+    twin: "Node | None" = None
+    """The same again."""
+
+
+@TREE.register
+class Leaf(Record):
+    """Needs a weight."""
+
+    kind: Literal["leaf"] = "leaf"
+    weight: int
+
+
+def checked(schema: dict[str, Any], data: Any) -> None:
+    Draft202012Validator.check_schema(schema)
+    Draft202012Validator(schema).validate(data)
+
+
+def test_what_loads_is_accepted() -> None:
+    for data in (full(), smallest(), plain(Train.model_validate(full()))):
+        checked(json_schema(Train), data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("engine", {"kind": "sail"}),
+        ("engine", {"kind": "steam", "litres": 3.0}),
+        ("engine", {"pressure": 3.0}),
+        ("engine", "diesel"),
+        ("wheels", [{"family": "iron", "spokes": "8"}]),
+        ("crew", 0),
+        ("colour", "blue"),
+        ("no_such_key", 1),
+    ],
+)
+def test_what_does_not_load_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        checked(json_schema(Train), {**full(), key: value})
+
+
+def test_a_slot_is_a_choice_with_a_discriminator() -> None:
+    schema = json_schema(Train)
+    engine = schema["properties"]["engine"]
+    refs = {"steam": "#/$defs/Steam", "diesel": "#/$defs/Diesel"}
+    assert engine["discriminator"] == {"propertyName": "kind", "mapping": refs}
+    assert [choice.get("$ref") for choice in engine["oneOf"]] == [*refs.values(), None]
+    assert engine["oneOf"][-1] == {"enum": ["steam"]}, "kinds that need nothing, by name"
+    assert schema["$defs"]["Iron"]["description"] == "A kind told apart by another tag."
+
+
+def test_records_that_point_at_themselves() -> None:
+    tree = {"left": {"kind": "node", "left": {"kind": "leaf", "weight": 1}}, "twin": {"left": None}}
+    checked(json_schema(Node), tree)
+    with pytest.raises(ValidationError):
+        checked(json_schema(Node), {"left": {"kind": "leaf"}})
+    assert json_schema(Node)["properties"]["twin"]["description"] == "The same again."
+
+
+def test_kinds_registered_later_are_in_the_schema_at_once() -> None:
+    slot = Slot("late")
+
+    class Choice(Record):
+        """Offers it."""
+
+        part: Annotated[Record, slot]
+
+    class Late(Record):
+        """Comes after."""
+
+        kind: Literal["late"] = "late"
+
+    with pytest.raises(ValidationError):
+        checked(json_schema(Choice), {"part": {"kind": "late"}})
+    slot.register(Late)
+    checked(json_schema(Choice), {"part": {"kind": "late"}})
+
+
+def test_a_partial_file_needs_nothing_and_may_have_a_base() -> None:
+    schema = json_schema(Train, partial=True)
+    checked(schema, {"base": "demo", "engine": {"litres": 3.0}, "wheels": ["iron"]})
+    checked(schema, {"base": ["a.yaml", "b.yaml"]})
+    for wrong in ({"base": 3}, {"engine": {"no_such_key": 1}}, {"crew": "x"}, {"bse": "demo"}):
+        with pytest.raises(ValidationError):
+            checked(schema, wrong)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_schema_of_a_run_accepts_every_recipe(name: str) -> None:
+    checked(json_schema(Run), plain(load_run(name)))
