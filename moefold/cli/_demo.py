@@ -1,7 +1,6 @@
 """What ``moefold demo`` does: trains the recipe and ends with a card."""
 
 import argparse
-import json
 import shlex
 import shutil
 import sys
@@ -15,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.api import free_folder
-from moefold.cli._training import ENDED, go, open_job
+from moefold.cli._training import ENDED, answer, go, open_job
 from moefold.run import load_run
 from moefold.training.history import History
 from moefold.training.report import BASELINES, summary
@@ -37,11 +36,10 @@ def demo(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     with open_job(run, folder, console) as job:
         status = go(job, console)
-    facts = summary(History.read(folder))
     if args.json:
-        print(json.dumps({"folder": str(folder), "status": status, **facts}, indent=2))
+        print(answer(folder, status))
     elif status == ENDED:
-        console.print(card(folder, facts))
+        console.print(card(folder, summary(History.read(folder))))
         console.print("type next", style="cyan")
         for command in next_commands(folder):
             # Not in the card: a line that is broken there cannot be copied.

@@ -9,15 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from moefold.api import free_folder
+from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import newest
-from moefold.cli._training import go, open_job
+from moefold.cli._training import answer, go, open_job
 from moefold.config.records import plain
 from moefold.run import Run, load_run
 from moefold.training.banner import facts, panel
-from moefold.training.history import History
 from moefold.training.loop import Job
-from moefold.training.report import summary
 from moefold.training.state import differences, restore
 
 FORK_FILE = "fork.json"
@@ -42,8 +41,7 @@ def train(args: argparse.Namespace) -> int:
         _until(job, args.until)
         status = go(job, console)
     if args.json:
-        answer = {"folder": str(folder), "status": status, **summary(History.read(folder))}
-        print(json.dumps(answer, indent=2))
+        print(answer(folder, status))
     return status
 
 
@@ -105,8 +103,9 @@ def _fork(job: Job, old: Path, console: Console) -> None:
     path = newest(old)
     if path is None:
         raise CheckpointError(f"--folder {old} holds no checkpoint to fork from")
-    job.progress, meta = restore(path, job.model, job.optimizer)
+    meta = manifest.read(path).meta
     changed = differences(meta["run"], plain(job.run))
+    job.progress = restore(path, job.model, job.optimizer)
     said = {"from": str(path), "step": job.step_number, "changed": changed}
     (job.folder / FORK_FILE).write_text(json.dumps(said, indent=2) + "\n")
     job.save()

@@ -1,5 +1,6 @@
 """What the commands share that train: opening a run, the banner, the end and its exit status."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from moefold.data.prepare import Progress as Told
 from moefold.data.prepare import prepare
 from moefold.run import Run
 from moefold.training.banner import panel
+from moefold.training.history import History
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.health import RoutingCollapse
 from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.report import summary
 from moefold.training.words import count
 
 ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
@@ -54,6 +57,13 @@ def go(job: Job, console: Console) -> int:
         highlight=False,
     )
     return ENDED
+
+
+def answer(folder: Path, status: int) -> str:
+    """Return what a command that trains answers with ``--json``."""
+    history = History.read(folder)
+    figures = summary(history) if history.lines else {}
+    return json.dumps({"folder": str(folder), "status": status, **figures}, indent=2)
 
 
 @contextmanager

@@ -308,3 +308,42 @@ def test_the_demo_ends_with_a_card(tmp_path: Path, monkeypatch: Any, capsys: Any
     assert [path.name for path in (tmp_path / "runs" / "demo").iterdir()] == ["kept"]
     commands = re.findall(r"moefold (sample|report|export|train) ", said)
     assert commands == ["sample", "report", "export", "train"]
+
+
+OUTSIDE = '''
+"""A hook from outside that has the process stopped, as a cluster does."""
+import os, signal
+from typing import Literal
+from moefold.config.base import Record
+from moefold.training.hooks.base import Hook
+from moefold.training.hooks.config import HOOKS
+
+class Preempted(Hook):
+    def __init__(self, record):
+        self.step = record.step
+
+    def on_step(self, job, metrics):
+        metrics["outside/seen"] = job.step_number
+        if job.step_number == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+@HOOKS.register
+class PreemptedRecord(Record):
+    kind: Literal["preempted"] = "preempted"
+    step: int = 3
+    owner = Preempted
+'''
+
+
+def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> None:
+    """Sent by a hook of the run's own; the same command goes on to the end."""
+    (tmp_path / "preempted.py").write_text(OUTSIDE)
+    watch = {**BARE, "hooks": [{"kind": "preempted"}]}
+    run = run_file(tmp_path, watch=watch, uses=["./preempted.py"])
+    command = ["train", str(run), "--folder", str(tmp_path / "out")]
+    assert main(command) == 75
+    assert "received SIGTERM; saved step 3" in capsys.readouterr().out
+    assert (tmp_path / "out" / "step-00000003").is_dir()
+    assert main(command) == 0
+    lines = History.read(tmp_path / "out").lines
+    assert [line["outside/seen"] for line in lines] == list(range(1, 9))

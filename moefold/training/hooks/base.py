@@ -13,15 +13,21 @@ class JobView(Protocol):
     run: Any
     """The run's record."""
     folder: Path
-    step_number: int
-    """Optimizer steps done, counted from the start of the run and not of this process."""
     last_step: int
     """The step at which this process ends."""
-    tokens: int
-    """Valid tokens trained on so far."""
     model: Any
     loader: Any
     tokenizer: Any
+
+    @property
+    def step_number(self) -> int:
+        """Optimizer steps done, counted from the start of the run and not of this process."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens trained on so far."""
+        ...
 
     def health(self) -> list[dict[str, Any]]:
         """Figures of each MoE layer's routing since they were last asked for."""
