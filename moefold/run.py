@@ -4,9 +4,10 @@
 ``layout`` says where and never changes the maths; ``watch`` says what is seen.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -71,8 +72,7 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Load a run.
 
     Args:
-        source: a run file, a recipe's name, or a Hugging Face folder (fine-tuned on the
-            ``finetune`` recipe's data unless overridden).
+        source: a run file, a recipe's name, or a Hugging Face folder to train further.
         overrides: ``path=value`` on top, such as ``train.steps=10``.
 
     Raises:
@@ -85,10 +85,24 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
     """Load a run together with where each of its values came from; see :func:`load_run`."""
     path = Path(source)
     if (path / "config.json").is_file():
-        overrides = [
-            f"model={{family: folder, from: '{path}'}}",
-            f"name={path.resolve().name}",
-            *overrides,
-        ]
-        return load(Run, "finetune", overrides, recipes())
+        return load(Run, finetuning(path), overrides, recipes())
     return load(Run, source, overrides, recipes())
+
+
+def finetuning(folder: Path) -> dict[str, Any]:
+    """Return the raw run that trains a Hugging Face folder's weights further.
+
+    The tokenizer is the folder's. The data is the standard library's sources until an override
+    names one's own: ``data.train=[{source: jsonl, files: [chats.jsonl]}]``.
+    """
+    return {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("-._") or "finetune",
+        "model": {"family": "folder", "from": str(folder)},
+        "data": {
+            "seq": 1024,
+            "tokenizer": {"kind": "file", "path": str(folder)},
+            "train": [{"source": "python_stdlib", "holdout": 0.05}],
+        },
+        "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
+        "train": {"steps": 200, "batch": 8, "micro_batch": 1},
+    }

@@ -3,6 +3,7 @@
 What is not the step is a hook; the loop knows none of them by name.
 """
 
+import logging
 import math
 import signal
 import threading
@@ -15,11 +16,14 @@ from typing import Any
 
 import torch
 
+from moefold.checkpoint import manifest
+from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.config.records import plain
 from moefold.config.slot import build
+from moefold.config.uses import bring
 from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
@@ -40,6 +44,7 @@ from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import describe, fill
 
 FORMAT = 1
+_log = logging.getLogger("moefold.training")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -78,6 +83,7 @@ class Job:
             )
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
         self.last_step = run.train.steps
+        self.parts = {f"uses: {path}": digest for path, digest in bring(run.uses).items()}
         if run.deterministic:
             torch.use_deterministic_algorithms(True)
         self.lock = FolderLock(self.folder, run.name)
@@ -102,10 +108,9 @@ class Job:
         self.machine = Machine.measured(self.model.recipe.dtype, self.device)
         self.counts = count(self.decoder)
         self._strikes = 0
+        self._running = False
         self._stop_reason: str | None = None
-        self.resumed_from = newest(self.folder)
-        if self.resumed_from is not None:
-            self._resume(self.resumed_from)
+        self.resumed_from = self._resume()
 
     def start_values(self) -> None:
         """Give the model its values before step one: drawn, or a folder's weights."""
@@ -116,9 +121,27 @@ class Job:
         else:
             initialise(self.model, self.decoder, self.run.seed)
 
-    def _resume(self, path: Path) -> None:
-        self.progress, meta = restore(path, self.model, self.optimizer)
+    def _resume(self) -> Path | None:
+        """Go on from the newest checkpoint whose every byte is as written; return it."""
+        path = newest(self.folder)
+        while path is not None:
+            stored = manifest.read(path)
+            self._check_same(path, stored.meta)
+            try:
+                self.progress = restore(path, self.model, self.optimizer)
+                return path
+            except DamagedError as error:
+                older = newest(self.folder, before=stored.step)
+                if older is None:
+                    raise
+                _log.warning("%s. Falling back to %s", error, older.name)
+                path = older
+        return None
+
+    def _check_same(self, path: Path, meta: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of a run that computes something else, and say what."""
         changed = differences(meta["run"], plain(self.run))
+        changed += differences(meta["parts"], self.parts, tuple(self.parts | meta["parts"]))
         if meta["data"] != self.loader.fingerprint():
             changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
         if changed:
@@ -149,8 +172,7 @@ class Job:
         error: BaseException | None = None
         with _signals(self.request_stop):
             try:
-                for hook in self.hooks:
-                    hook.on_start(self)
+                self._start()
                 while self.progress.step < self.last_step and self._stop_reason is None:
                     metrics = self.step()
                 self.save()
@@ -160,9 +182,21 @@ class Job:
                 error = caught
                 raise
             finally:
-                for hook in self.hooks:
-                    hook.on_stop(self, error)
+                self._stop(error)
         return metrics
+
+    def _start(self) -> None:
+        """Tell the hooks once, before the first step of this process."""
+        if not self._running:
+            self._running = True
+            for hook in self.hooks:
+                hook.on_start(self)
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self._running:
+            self._running = False
+            for hook in self.hooks:
+                hook.on_stop(self, error)
 
     def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
         """Make one optimizer step and return its figures.
@@ -170,6 +204,7 @@ class Job:
         Args:
             batches: micro-batches to train on; default those of the data's order.
         """
+        self._start()
         started = time.perf_counter()
         run, place = self.run, self.progress.place()
         if batches is None:
@@ -237,7 +272,7 @@ class Job:
             self.optimizer = build(self.run.optim, dict(self.model.named_parameters()))
             self.progress = Progress()
         else:
-            self.progress, _ = restore(path, self.model, self.optimizer)
+            self.progress = restore(path, self.model, self.optimizer)
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
         for hook in self.hooks:
             hook.on_rewind(self)
@@ -276,6 +311,7 @@ class Job:
             "format": FORMAT,
             "run": plain(self.run),
             **describe(self.decoder, self.tokenizer),
+            "parts": self.parts,
             "data": self.loader.fingerprint(),
             "progress": {
                 "step": progress.step,
@@ -304,8 +340,11 @@ class Job:
         self._stop_reason = reason
 
     def close(self) -> None:
-        """Give the folder back."""
-        self.lock.release()
+        """Tell the hooks that the run ends here, and give the folder back."""
+        try:
+            self._stop(None)
+        finally:
+            self.lock.release()
 
     def __enter__(self) -> "Job":
         return self

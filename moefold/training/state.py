@@ -4,7 +4,7 @@ Nothing random is stored: initial values are a function of (seed, name), the dat
 and no step draws anything else. Counters start anew with each step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,20 +44,24 @@ def tensors_of(model: DecoderModel, optimizer: Optimizer) -> dict[str, Tensor]:
     return model_tensors(model) | optimizer.state()
 
 
-def restore(
-    path: Path, model: DecoderModel, optimizer: Optimizer
-) -> tuple[Progress, Mapping[str, Any]]:
-    """Fill model and optimizer from a checkpoint, and return how far it is and its meta."""
+def restore(path: Path, model: DecoderModel, optimizer: Optimizer) -> Progress:
+    """Fill model and optimizer from a checkpoint, and return how far it is.
+
+    Raises:
+        DamagedError: where a byte is not as written; model and optimizer then hold a mixture.
+        MismatchError: where the tensors are not these; nothing is changed then.
+    """
     with torch.no_grad():
-        meta = load_into(path, tensors_of(model, optimizer))
-    progress = meta["progress"]
-    return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"])), meta
+        progress = load_into(path, tensors_of(model, optimizer))["progress"]
+    return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
 
 
-def differences(stored: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+def differences(
+    stored: Mapping[str, Any], present: Mapping[str, Any], keys: Sequence[str] = IDENTITY
+) -> list[str]:
     """Return, as ``path: stored -> present``, where two runs do not compute the same."""
     lines: list[str] = []
-    for key in IDENTITY:
+    for key in keys:
         _compare((key,), stored.get(key), present.get(key), lines)
     return lines
 

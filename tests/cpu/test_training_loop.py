@@ -267,6 +267,24 @@ def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
         assert job.step_number == 2
 
 
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = finished(tmp_path, "whole")
+    with job_of(tmp_path) as job:
+        for step in (2, 4):
+            job.last_step = step
+            job.train()
+    shard = next((tmp_path / "out" / "step-00000004").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    with job_of(tmp_path) as job:
+        assert job.step_number == 2 and "Falling back to step-00000002" in caplog.text
+        job.train()
+        assert equal(weights(job), whole) == []
+
+
 def test_changed_data_is_noticed(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.last_step = 2
