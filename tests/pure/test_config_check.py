@@ -195,6 +195,34 @@ class Holder(Record):
         yield from ()
 
 
+class Roundabout(Record):
+    """Has rules whose own suggestions lead in a circle."""
+
+    x: Annotated[int, Field(ge=0, le=3)] = 0
+    y: Annotated[int, Field(ge=0, le=3)] = 0
+
+    def rules(self) -> Iterator[Violation]:
+        """Both below two is not legal; each corner points to the next."""
+        following = {(0, 0): ("x", 1), (1, 0): ("y", 1), (1, 1): ("x", 0), (0, 1): ("y", 0)}
+        if (self.x, self.y) in following:
+            key, nearest = following[self.x, self.y]
+            yield Violation((key,), getattr(self, key), "leave the corner", nearest)
+
+
+def test_suggestions_that_lead_in_a_circle_are_left() -> None:
+    verdict = check(Roundabout, {"x": 0})
+    assert verdict.mended_record is not None and len(verdict.violations) < 6
+    assert check(Roundabout, repair({"x": 0}, verdict.violations)).record is not None
+
+
+def test_repair_changes_one_place_where_data_is_shared() -> None:
+    coach = {"seats": 9, "rows": 3}
+    data = {"coaches": [coach, coach]}
+    mended = repair(data, [Violation(("coaches", 1, "rows"), 3, "one", 1)])
+    assert mended == {"coaches": [{"seats": 9, "rows": 3}, {"seats": 9, "rows": 1}]}
+    assert data == {"coaches": [coach, coach]} and coach["rows"] == 3
+
+
 def test_where_nothing_at_a_path_helps_what_is_around_it_is_replaced() -> None:
     (item,) = check(Holder, {"choice": {"kind": "never"}}).violations
     assert (item.path, item.nearest) == (("choice",), {"kind": "always"})

@@ -106,6 +106,19 @@ def test_choosing_another_kind_leaves_the_old_knobs_behind(tmp_path: Path) -> No
     assert load(Train, paths["e"]).record.engine == Diesel(litres=9.0, cylinders=6)
 
 
+def test_where_a_value_came_from_goes_with_the_part_that_held_it(tmp_path: Path) -> None:
+    spare = "engine: {{kind: diesel, litres: 9.0, spare: {}}}\n"
+    paths = write(
+        tmp_path,
+        a="name: a\ncoaches: [{seats: 8}]\n" + spare.format("{kind: steam, pressure: 3.0}"),
+        b="base: a.yaml\n" + spare.format("{kind: diesel, litres: 7.0}"),
+        c="base: b.yaml\n" + spare.format("steam"),
+    )
+    loaded = load(Train, paths["c"])
+    assert origin(loaded, "engine", "spare", "kind") == f"file {paths['c']}:2"
+    assert origin(loaded, "engine", "spare", "pressure") == "default"
+
+
 def test_a_misspelt_kind_keeps_the_knobs_that_it_means(tmp_path: Path) -> None:
     paths = write(
         tmp_path,
