@@ -28,7 +28,7 @@ class SwiGlu(nn.Module):
 
         def ffn(x_TD: Tensor) -> Tensor:
             w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
-            y_TD = gated_ffn(x_TD, w_in, w_out, dense_products(flow.valid_T), flow.sink)
+            y_TD = gated_ffn(x_TD, w_in, w_out, dense_products(flow.n_valid), flow.sink)
             return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
 
         return flow.recompute.run(self._kind, ffn, x_TD)

@@ -36,6 +36,11 @@ class Flow:
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     @property
+    def n_valid(self) -> int | None:
+        """How many rows count, all of them first; None where all do."""
+        return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid
+
+    @property
     def valid_T(self) -> Tensor | None:
         """bool mask of rows that count, None where all do (known on the host)."""
         return None if self.rows.n_valid == self.rows.rows else self.rows.valid_T

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.linear.product import linear, only_valid
+from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
 
 
@@ -20,7 +20,7 @@ class Linear(nn.Module):
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return [T, outputs] in the compute dtype."""
-        return linear(x_TI, flow.operand(self.weight), valid_T=flow.valid_T, sink=flow.sink)
+        return linear(x_TI, flow.operand(self.weight), n_valid=flow.n_valid, sink=flow.sink)
 
 
 class Embedding(nn.Module):
@@ -32,33 +32,34 @@ class Embedding(nn.Module):
 
     def forward(self, flow: Flow) -> Tensor:
         """Return the micro-batch's rows [T, hidden] in the compute dtype."""
-        rows = _Lookup.apply(self.weight, flow.rows.ids_T, flow.valid_T, flow.sink)
+        rows = _Lookup.apply(self.weight, flow.rows.ids_T, flow.n_valid, flow.sink)
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, table_VD: Tensor, ids_T: Tensor, valid_T: Tensor | None, sink: GradientSink
+        ctx: Any, table_VD: Tensor, ids_T: Tensor, n_valid: int | None, sink: GradientSink
     ) -> Tensor:
-        ctx.save_for_backward(ids_T, valid_T)
-        ctx.table, ctx.sink = table_VD, sink
+        ctx.save_for_backward(ids_T)
+        ctx.table, ctx.n_valid, ctx.sink = table_VD, n_valid, sink
         return table_VD.index_select(0, ids_T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ids_T, valid_T = ctx.saved_tensors
+        (ids_T,) = ctx.saved_tensors
+        n_valid = ctx.n_valid
         table: Tensor = ctx.table
 
         def product(into_VD: Tensor | None) -> Tensor:
-            rows = only_valid(dx_TD, valid_T).to(table.dtype)
+            ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)
             if into_VD is None:
                 into_VD = torch.zeros_like(table)
             if rows.is_cuda:  # index_add_ adds in any order there; this one sorts
                 return into_VD.add_(
-                    torch.ops.aten.embedding_dense_backward(rows, ids_T, table.shape[0], -1, False)
+                    torch.ops.aten.embedding_dense_backward(rows, ids, table.shape[0], -1, False)
                 )
-            return into_VD.index_add_(0, ids_T, rows)
+            return into_VD.index_add_(0, ids, rows)
 
         return ctx.sink.deliver(table, product), None, None, None

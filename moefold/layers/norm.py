@@ -19,6 +19,6 @@ class RmsNorm(nn.Module):
         """Return the normed rows; x is [T, ..., width]."""
 
         def normed(x: Tensor) -> Tensor:
-            return rms_norm(x, self.weight, self.epsilon, valid_T=flow.valid_T, sink=flow.sink)
+            return rms_norm(x, self.weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
         return flow.recompute.run("norms", normed, x)

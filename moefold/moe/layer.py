@@ -47,11 +47,7 @@ class MoeFfn(nn.Module):
         routed = self.router(y_TD, flow, flow.decisions.get(self._key))
         flow.decisions[self._key], terms = self.balance(routed, flow)
         terms_N = torch.stack(list(terms.values())) if terms else y_TD.new_zeros(0)
-        routing = routed.routing
-        experts_TK = routing.experts_TK
-        if routing.kept_TK is not None:
-            experts_TK = torch.where(routing.kept_TK, experts_TK, self.record.router.experts)
-        return x_TD, y_TD, terms_N, routing.weights_TK, experts_TK
+        return x_TD, y_TD, terms_N, routed.routing.weights_TK, routed.routing.sent_TK
 
     def _dispatch(
         self,

@@ -106,7 +106,7 @@ class Router(ExactBuffers):
         """Return [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
         operand = Operand(self.weight, self.weight.detach().to(dtype))
-        logits_TE = linear(x_TD, operand, valid_T=flow.valid_T, sink=flow.sink)
+        logits_TE = linear(x_TD, operand, n_valid=flow.n_valid, sink=flow.sink)
         if flow.valid_T is None:
             return logits_TE
         # Selection, not multiplication: a NaN in a padding row must not reach any sum or gradient.

@@ -1,7 +1,7 @@
 """The one linear product ``y_TO = x_TI w_OI^T`` and its two gradients.
 
-T rows, I in, O out. Rows that are not valid are taken out of the weight's gradient by selection,
-never by multiplication, so that a NaN in a padding row stays in its row.
+T rows, I in, O out. Padding rows come last and are cut off before the weight's gradient: never
+masked by multiplication, so that a NaN in one stays in its row, and no bit depends on their number.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ def linear(
     x_TI: Tensor,
     weight: Operand,
     *,
-    valid_T: Tensor | None = None,
+    n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
     """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype.
@@ -26,10 +26,10 @@ def linear(
     Args:
         x_TI: rows, in the operand's dtype or narrower (then widened inside and kept narrow).
         weight: operand [O, I].
-        valid_T: rows that count in the weight's gradient; None where all do.
+        n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _Linear.apply(x_TI, weight.master, weight.value, valid_T, sink)  # type: ignore[no-any-return]
+    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)  # type: ignore[no-any-return]
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
@@ -41,11 +41,6 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
     return into_OI.add_(dy_TO.t() @ x_TI)
 
 
-def only_valid(rows_TN: Tensor, valid_T: Tensor | None) -> Tensor:
-    """Return the rows with those that are not valid set to zero."""
-    return rows_TN if valid_T is None else torch.where(valid_T[:, None], rows_TN, 0)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -53,24 +48,24 @@ class _Linear(torch.autograd.Function):
         x_TI: Tensor,
         master: Tensor,
         value_OI: Tensor,
-        valid_T: Tensor | None,
+        n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.save_for_backward(x_TI, value_OI, valid_T)
-        ctx.master, ctx.sink = master, sink
+        ctx.save_for_backward(x_TI, value_OI)
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return x_TI.to(value_OI.dtype) @ value_OI.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_TI, value_OI, valid_T = ctx.saved_tensors
+        x_TI, value_OI = ctx.saved_tensors
+        n_valid = ctx.n_valid
         dx = (dy_TO @ value_OI).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
 
             def product(into: Tensor | None) -> Tensor:
-                x, dy = only_valid(x_TI, valid_T).to(dy_TO.dtype), only_valid(dy_TO, valid_T)
-                return weight_gradient(dy, x, into)
+                return weight_gradient(dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype), into)
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx, dw, None, None, None

@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467) over the last dim; keeps its input and one number per row.
 
-T rows (any leading dims), D width. The statistics are fp32 (or fp64). Rows that are not valid
-are taken out of the weight's gradient by selection.
+T rows (any leading dims), D width. The statistics are fp32 (or fp64). Padding rows come
+last and are cut off before the weight's gradient.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ def rms_norm(
     weight_D: Tensor,
     epsilon: float,
     *,
-    valid_T: Tensor | None = None,
+    n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
     """Return ``x / rms(x) * weight`` in the dtype of ``x`` ([..., D], first dim T)."""
-    return _RmsNorm.apply(x, weight_D, epsilon, valid_T, sink)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight_D, epsilon, n_valid, sink)  # type: ignore[no-any-return]
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -40,29 +40,27 @@ class _RmsNorm(torch.autograd.Function):
         x: Tensor,
         weight_D: Tensor,
         epsilon: float,
-        valid_T: Tensor | None,
+        n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
         wide = _wide(x)
         y, rstd = torch.ops.aten._fused_rms_norm(
             wide, [x.shape[-1]], weight_D.to(wide.dtype), epsilon
         )
-        ctx.save_for_backward(x, rstd, weight_D, valid_T)
+        ctx.save_for_backward(x, rstd, weight_D)
         # The parameter itself: what saved tensors give back may be another tensor of equal value.
-        ctx.master, ctx.sink = weight_D, sink
+        ctx.master, ctx.n_valid, ctx.sink = weight_D, n_valid, sink
         return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, rstd, weight_D, valid_T = ctx.saved_tensors
+        x, rstd, weight_D = ctx.saved_tensors
         wide, dy = _wide(x), _wide(dy)
         normed = wide * rstd
         dw = None
         if ctx.needs_input_grad[1]:
-            kept = dy * normed
-            if valid_T is not None:
-                kept = torch.where(valid_T.view(-1, *[1] * (kept.dim() - 1)), kept, 0)
+            kept = dy[: ctx.n_valid] * normed[: ctx.n_valid]
 
             def product(into: Tensor | None) -> Tensor:
                 dw_D = kept.flatten(0, -2).sum(0)

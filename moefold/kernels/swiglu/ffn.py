@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.grouped.choose import GroupedKernel
-from moefold.kernels.linear import product as dense
+from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import Operand
 from moefold.kernels.swiglu import pieces
 
@@ -29,14 +29,12 @@ class Products:
     weight_gradient: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def dense_products(valid_T: Tensor | None) -> Products:
-    """Return the products of one matrix [O, I]; only valid rows enter its gradient."""
+def dense_products(n_valid: int | None) -> Products:
+    """Return the products of one matrix [O, I]; only the valid rows enter its gradient."""
     return Products(
         product=lambda x, w: x @ w.t(),
         input_gradient=lambda dy, w: dy @ w,
-        weight_gradient=lambda dy, x, into: dense.weight_gradient(
-            dense.only_valid(dy, valid_T), dense.only_valid(x, valid_T), into
-        ),
+        weight_gradient=lambda dy, x, into: weight_gradient(dy[:n_valid], x[:n_valid], into),
     )
 
 
