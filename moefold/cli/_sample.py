@@ -12,6 +12,7 @@ from moefold.checkpoint.errors import CheckpointError
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import generate
 from moefold.training.stored import StoredModel
+from moefold.training.words import harmless
 
 
 def sample(args: argparse.Namespace) -> int:
@@ -53,7 +54,8 @@ def sample(args: argparse.Namespace) -> int:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             console.rule(style="dim")
-        console.print(Text.assemble((prompt, "bold"), text))
+        shown = harmless(text) if console.is_terminal else text
+        console.print(Text.assemble((prompt, "bold"), shown))
     return 0
 
 

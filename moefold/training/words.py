@@ -1,4 +1,7 @@
-"""Numbers as people read them."""
+"""Numbers and text as people read them."""
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
 
 def clock(seconds: float) -> str:
@@ -30,6 +33,11 @@ def si(number: float) -> str:
     """Write a number before its unit: ``10.6 M``, ``434 G``, ``1.20 T``."""
     text = count(number).replace("B", "G")
     return f"{text[:-1]} {text[-1]}" if text[-1].isalpha() else f"{text} "
+
+
+def harmless(text: str) -> str:
+    """Return text with control characters as pictures, so that no terminal obeys a model."""
+    return text.translate(_PICTURES)
 
 
 def plural(number: int, noun: str, ending: str = "s") -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.training.words import clock, count, size
+from moefold.training.words import clock, count, harmless, plural, si, size
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,34 @@ def test_durations(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0 B"), (512, "512 B"), (1536, "1.50 KiB"), (12.3 * 2**20, "12.3 MiB"), (2**32, "4.00 GiB")],
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1536, "1.50 KiB"),
+        (12.3 * 2**20, "12.3 MiB"),
+        (2**32, "4.00 GiB"),
+    ],
 )
 def test_bytes(number: float, text: str) -> None:
     """Powers of 1024."""
     assert size(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(12, "12 "), (1.06e7, "10.6 M"), (4.34e11, "434 G"), (2e3, "2.00 k")]
+)
+def test_prefixes_of_units(number: float, text: str) -> None:
+    """10^9 is G before a unit, where a count says B."""
+    assert si(number) == text
+
+
+def test_one_thing_is_no_plural() -> None:
+    """Thousands are told apart."""
+    assert [plural(1, "step"), plural(0, "step"), plural(1200, "batch", "es")] == [
+        "1 step", "0 steps", "1,200 batches",
+    ]  # fmt: skip
+
+
+def test_no_terminal_obeys_a_model() -> None:
+    """Escape, bell, return and the C1 codes are shown; line ends, tabs and letters stay."""
+    assert harmless("a\x1b[2J\x07\r\x9b\x7f\tä\n") == "a␛[2J␇␍\ufffd␡\tä\n"

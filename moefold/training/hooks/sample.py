@@ -9,6 +9,7 @@ from rich.text import Text
 from moefold.model.generate import generate
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Sample
+from moefold.training.words import harmless
 
 SAMPLES_FILE = "samples.txt"
 SHOWN_LINES = 8
@@ -54,7 +55,7 @@ class SampleHook(Hook):
                 self._show(step, prompt, text)
 
     def _show(self, step: int, prompt: str, text: str) -> None:
-        lines = (prompt + text).splitlines()
+        lines = harmless(prompt + text).split("\n")
         shown = "\n".join(lines[:SHOWN_LINES]) + ("\n…" if len(lines) > SHOWN_LINES else "")
         whole = Text.assemble((f"sample step {step}", "cyan"), "\n", shown)
         whole.stylize("bold", len(f"sample step {step}\n"), len(f"sample step {step}\n{prompt}"))
