@@ -1,0 +1,196 @@
+"""Kernels on a device: beyond 31-bit counts, without waiting for the host, on dirty memory."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.data.batch import MicroBatch, from_ids
+from moefold.kernels.gradients import Accumulated
+from moefold.kernels.grouped.choose import choose
+from moefold.layers.config import Dense
+from moefold.layers.flow import Flow
+from moefold.model.config import Decoder
+from moefold.model.decoder import DecoderModel
+from moefold.moe.config import Capacity, Moe, Router, Shared
+from moefold.moe.layer import MoeFfn
+from moefold.policies.config import Full
+from moefold.training.step import gradients
+from tests.cpu.small import DEEP, GQA, MLA, decoder, ids_of, model_of, moe, padded_rows, relative
+from tests.large_rows import Size, check
+
+DEVICE = "cuda"
+# 2**19 + 128 rows of 4096: 2**31 + 2**19 elements, 4.3 GB in bf16; about 30 GB at the peak.
+LARGE = Size(tokens=2**18 + 64, copies=2, hidden=4096, width=128, experts=16, device=DEVICE)
+ROOM = 48 << 30
+
+
+def test_b31_more_elements_than_31_bits_count() -> None:
+    """Permute, grouped products and combine. Plant: 32-bit places of elements."""
+    assert LARGE.tokens * LARGE.copies * LARGE.hidden > 2**31
+    if torch.cuda.mem_get_info()[0] < ROOM:
+        pytest.skip("needs 48 GB of free device memory")
+    check(LARGE, choose("grouped", torch.bfloat16, LARGE.hidden, LARGE.width))
+    torch.cuda.empty_cache()
+
+
+def on_device(record: Decoder, precision: str, **layout: str) -> DecoderModel:
+    """Return a model with drawn values, moved to the device as a whole."""
+    return model_of(record, precision, **layout).to(DEVICE)
+
+
+def grads(model: DecoderModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# All experts are chosen, so that rounding moves no choice.
+ALL = Router(experts=4, top_k=4)
+SMOOTH = {
+    "gqa": decoder(GQA, Dense(width=32), moe(router=ALL, shared=Shared(width=16, gate=True))),
+    "mla": decoder(MLA.model_copy(update={"v_dim": 8}), moe(router=ALL), Dense(width=24)),
+    "tied": decoder(GQA, moe(router=ALL), tied=True),
+}
+
+
+@pytest.mark.parametrize("shape", SMOOTH)
+def test_a_step_in_bf16_follows_fp64_within_its_rounding(shape: str) -> None:
+    rows = padded_rows((40, 17), 7)
+    reference = model_of(SMOOTH[shape], "fp64")
+    want = gradients(reference, [rows], None, 32)
+    model = on_device(SMOOTH[shape], "bf16", experts="grouped")
+    found = gradients(model, [rows.to(DEVICE)], None, 32)
+    assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-2)
+    theirs = grads(reference)
+    errors = {name: relative(grad.cpu(), theirs[name]) for name, grad in grads(model).items()}
+    assert errors.keys() == theirs.keys()
+    assert max(errors.values()) < 16 * torch.finfo(torch.bfloat16).eps, errors
+
+
+SPARSE = {
+    "gqa": decoder(),
+    "mla": decoder(MLA, Dense(width=24), moe(router=DEEP)),
+    "capacity": decoder(GQA, moe(capacity=Capacity(factor=0.75)), moe()),
+}
+
+
+@pytest.mark.parametrize("shape", SPARSE)
+def test_a_step_in_fp64_is_the_same_on_both_devices(shape: str) -> None:
+    """Choices, drops, counts and gradients."""
+    rows, batches = padded_rows((20, 9), 3), []
+    for device in ("cpu", DEVICE):
+        model = model_of(SPARSE[shape], "fp64").to(device)
+        figures = gradients(model, [rows.to(device)], None, 16)
+        counts = [m.balance.counters.sent_E.tolist() for _, m in model.mixtures()]
+        batches.append((figures, counts, {n: g.cpu() for n, g in grads(model).items()}))
+    (want, counts, theirs), (found, ours_counts, ours) = batches
+    assert ours_counts == counts
+    # Rotary angles are fp32 everywhere, and their sines differ in the last bit.
+    assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-5)
+    assert found.router_terms == pytest.approx(want.router_terms, rel=1e-5)
+    assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-4
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+def set_mode(mode: str) -> None:
+    """Set what a wait for the device does; the call warns that it is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def run_mixture(mixture: MoeFfn, model: DecoderModel, rows: MicroBatch, x_TD: Tensor) -> Tensor:
+    """Run the four segments forward and backward; returns the gradient of the rows."""
+    flow = Flow(rows, model.recipe, Accumulated())
+    mixture.balance.start_step()
+    x_TD = x_TD.detach().requires_grad_()
+    state: tuple[Tensor, ...] = (x_TD, x_TD)
+    for segment in mixture.segments():
+        state = segment(flow, *state)
+    out_TD, terms_N = state
+    upstream = [torch.ones_like(out_TD), torch.ones_like(terms_N)]
+    kept = [(t, g) for t, g in zip(state, upstream, strict=True) if t.requires_grad]
+    torch.autograd.backward([t for t, _ in kept], [g for _, g in kept])
+    assert x_TD.grad is not None
+    return x_TD.grad
+
+
+MIXTURES: dict[str, Moe] = {
+    "dropless": moe(shared=Shared(width=16, gate=True)),
+    "capacity": moe(capacity=Capacity(factor=0.75)),
+    "capacity by position": moe(capacity=Capacity(factor=0.75, drop="position")),
+    "groups and bias": moe(router=DEEP),
+}
+
+
+@pytest.mark.parametrize("pads", [0, 8])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_mixture_never_waits_for_the_device(kind: str, pads: int) -> None:
+    """Forward, backward, counters and all terms. The first runs load kernels and make room."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("older devices run grouped products one by one, and read the offsets for it")
+    model = on_device(decoder(GQA, MIXTURES[kind]), "bf16", experts="grouped")
+    (_, mixture), *_ = model.mixtures()
+    x_TD = torch.randn(56 + pads, 16, device=DEVICE).to(torch.bfloat16)
+    for _ in range(2):
+        want = run_mixture(mixture, model, padded_rows((40, 16), pads).to(DEVICE), x_TD)
+    rows = padded_rows((40, 16), pads).to(DEVICE)
+    for parameter in mixture.parameters():
+        parameter.grad = None
+    with waiting_is_an_error():
+        found = run_mixture(mixture, model, rows, x_TD)
+    assert relative(found.cpu(), want.cpu()) < 1e-2
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in mixture.parameters())
+
+
+def test_waiting_is_noticed() -> None:
+    x = torch.ones(4, device=DEVICE)
+    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchroniz"):
+        x.sum().item()
+
+
+@pytest.mark.parametrize("kernel", ["grouped", "loop"])
+def test_b14_dirty_memory_reaches_nothing(kernel: str) -> None:
+    """The allocator hands out NaN; two steps in a row. Plant: read rows past the last offset."""
+    record = decoder(GQA, moe(capacity=Capacity(factor=0.5)), moe())
+    model, rows = on_device(record, "bf16", experts=kernel), padded_rows((40, 16), 8).to(DEVICE)
+    want = gradients(model, [rows], None, 32)
+    theirs = grads(model)
+    for policy in (None, Full()):
+        sizes = [2**power for power in range(9, 27)]
+        dirty = [torch.full((size // 4,), float("nan"), device=DEVICE) for size in sizes * 8]
+        torch.cuda.synchronize()
+        del dirty
+        found = gradients(model, [rows], policy, 32)
+        assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-3)
+        ours = grads(model)
+        assert all(bool(grad.isfinite().all()) for grad in ours.values())
+        assert max(relative(ours[n].cpu(), theirs[n].cpu()) for n in theirs) < 1e-2
+
+
+def test_a_whole_step_gives_the_same_bits_twice_when_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    model = on_device(decoder(GQA, moe()), "bf16", experts="grouped")
+    rows = from_ids(ids_of(4, 32)).to(DEVICE)
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients(model, [rows], None, 32)
+        first = grads(model)
+        gradients(model, [rows], None, 32)
+        second = grads(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [n for n in first if not torch.equal(first[n], second[n])] == []
