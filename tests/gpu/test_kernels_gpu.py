@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.data.batch import MicroBatch, from_ids
-from moefold.kernels.gradients import Accumulated
+from moefold.data.batch import from_ids
 from moefold.kernels.grouped.choose import choose
 from moefold.layers.config import Dense
-from moefold.layers.flow import Flow
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.moe.config import Capacity, Moe, Router, Shared
-from moefold.moe.layer import MoeFfn
+from moefold.moe.config import Capacity, Router, Shared
 from moefold.policies.config import Full
 from moefold.training.step import gradients
+from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import DEEP, GQA, MLA, decoder, ids_of, model_of, moe, padded_rows, relative
 from tests.large_rows import Size, check
 
@@ -110,30 +108,6 @@ def set_mode(mode: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def run_mixture(mixture: MoeFfn, model: DecoderModel, rows: MicroBatch, x_TD: Tensor) -> Tensor:
-    """Run the four segments forward and backward; returns the gradient of the rows."""
-    flow = Flow(rows, model.recipe, Accumulated())
-    mixture.balance.start_step()
-    x_TD = x_TD.detach().requires_grad_()
-    state: tuple[Tensor, ...] = (x_TD, x_TD)
-    for segment in mixture.segments():
-        state = segment(flow, *state)
-    out_TD, terms_N = state
-    upstream = [torch.ones_like(out_TD), torch.ones_like(terms_N)]
-    kept = [(t, g) for t, g in zip(state, upstream, strict=True) if t.requires_grad]
-    torch.autograd.backward([t for t, _ in kept], [g for _, g in kept])
-    assert x_TD.grad is not None
-    return x_TD.grad
-
-
-MIXTURES: dict[str, Moe] = {
-    "dropless": moe(shared=Shared(width=16, gate=True)),
-    "capacity": moe(capacity=Capacity(factor=0.75)),
-    "capacity by position": moe(capacity=Capacity(factor=0.75, drop="position")),
-    "groups and bias": moe(router=DEEP),
-}
-
-
 @pytest.mark.parametrize("pads", [0, 8])
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_the_mixture_never_waits_for_the_device(kind: str, pads: int) -> None:
@@ -144,12 +118,12 @@ def test_the_mixture_never_waits_for_the_device(kind: str, pads: int) -> None:
     (_, mixture), *_ = model.mixtures()
     x_TD = torch.randn(56 + pads, 16, device=DEVICE).to(torch.bfloat16)
     for _ in range(2):
-        want = run_mixture(mixture, model, padded_rows((40, 16), pads).to(DEVICE), x_TD)
+        want = run_mixture(mixture, model.recipe, padded_rows((40, 16), pads).to(DEVICE), x_TD)
     rows = padded_rows((40, 16), pads).to(DEVICE)
     for parameter in mixture.parameters():
         parameter.grad = None
     with waiting_is_an_error():
-        found = run_mixture(mixture, model, rows, x_TD)
+        found = run_mixture(mixture, model.recipe, rows, x_TD)
     assert relative(found.cpu(), want.cpu()) < 1e-2
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in mixture.parameters())
 
