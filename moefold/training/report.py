@@ -21,7 +21,7 @@ LAYER_CURVES = {
     "load_max_over_mean": "Busiest expert, load over the mean",
     "dead_experts": "Experts without a token",
     "load_entropy": "Evenness of the load (1 = even)",
-    "probability_entropy": "Evenness of the router's probabilities (1 = even)",
+    "probability_entropy": "Evenness of router probabilities (1 = even)",
     "drop_rate": "Share of choices dropped",
     "bias_range": "Selection bias, largest less smallest",
 }
@@ -39,8 +39,8 @@ def summary(history: History) -> dict[str, Any]:
     out: dict[str, Any] = {"step": newest["step"], "tokens": newest.get("tokens")}
     for name, key in history.sets():
         curve = history.curve(key)
-        out[f"{key}"] = curve.last
-        out[f"best {name} step"] = int(curve.steps[np.nanargmin(curve.values)])
+        out[key] = curve.last
+        out[f"best_step/{name}"] = int(curve.steps[np.nanargmin(curve.values)])
     for key in ("lm_loss", "val_loss"):
         curve = history.curve(key)
         if len(curve):
