@@ -82,7 +82,7 @@ def next_commands(folder: Path) -> list[str]:
     moefold, where = program(), shlex.quote(str(folder))
     bigger = shlex.quote(str(folder.parent / "bigger"))
     return [
-        f"{moefold} sample {where} --prompt 'def '",
+        f"{moefold} sample {where} --prompt 'class Queue:'",
         f"{moefold} report {where}",
         f"{moefold} export {where} {shlex.quote(str(folder) + '-hf')}",
         f"{moefold} train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
