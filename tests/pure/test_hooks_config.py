@@ -29,7 +29,8 @@ def test_each_baseline_stands_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"prompts": ()}, {"prompts": ("a",), "temperature": -1.0}, {"prompts": ("a",), "top_p": 0.0}]
+    "given",
+    [{"prompts": ()}, {"prompts": ("a",), "temperature": -1.0}, {"prompts": ("a",), "top_p": 0.0}],
 )
 def test_samples_need_a_prompt_and_a_distribution(given: dict) -> None:
     """No prompt, a negative temperature, or nothing to draw from."""
