@@ -1,6 +1,7 @@
 """Rules about words: where features are named, what stalls a device, what is not left behind."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,11 +174,18 @@ def _is_mask(node: ast.expr, names: set[str]) -> bool:
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:
     """Yield path and text of every file a person writes below ``root``."""
-    for file in sorted(root.rglob("*")):
-        path = file.relative_to(root)
-        hidden = SKIPPED.intersection(path.parts) or re.search(r"egg-info|^tests/data/", str(path))
-        if not hidden and file.suffix in TEXT and file.is_file():
-            yield path.as_posix(), file.read_text(encoding="utf-8")
+    for folder, inner, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        inner[:] = sorted(name for name in inner if not _is_skipped(here / name))
+        for name in sorted(names):
+            if Path(name).suffix in TEXT:
+                path = here / name
+                yield path.as_posix(), (root / path).read_text("utf-8", "replace")
+
+
+def _is_skipped(folder: Path) -> bool:
+    built = folder.name in SKIPPED or folder.name.endswith(".egg-info")
+    return built or folder == Path("tests/data")
 
 
 def nothing_left_behind(root: Path) -> list[str]:
