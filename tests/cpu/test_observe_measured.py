@@ -133,24 +133,28 @@ def test_recompute_adds_one_forward_of_the_blocks_alone() -> None:
     assert (twice - once) * 3 == once - head
 
 
-def test_dropped_copies_and_padding_are_not_multiplied_by_experts() -> None:
-    """Padding rows do enter the other products: attention, router and head."""
-    record = of((GQA, NARROW))
+def test_experts_multiply_no_dropped_copy() -> None:
     tight = of((GQA, NARROW.model_copy(update={"capacity": Capacity(factor=0.5)})))
-    expert = 6 * 3 * HIDDEN * NARROW.width
     model = model_of(tight, experts="loop")
     with Products() as products:
         gradients(model, [from_ids(ids_of(1, 12))], None, 8)
     sent = int(next(model.mixtures())[1].balance.counters.sent_E.sum())
     assert sent < 12 * 3
-    assert measured(record, (12,)) - 2 * products.multiply_adds == (12 * 3 - sent) * expert
-    model = model_of(record, experts="loop")
-    with Products() as products:
-        gradients(model, [padded_rows((12,), 4)], None, 8)
-    shapes = dict(model.named_parameters())
-    rows = sum(p.numel() for n, p in shapes.items() if "attention." in n and "norm" not in n)
-    rows += shapes["layers.0.moe.router.weight"].numel() + shapes["head.weight"].numel()
-    assert 2 * products.multiply_adds - measured(record, (12,)) == 4 * 6 * rows
+    less = measured(of((GQA, NARROW)), (12,)) - 2 * products.multiply_adds
+    assert less == (12 * 3 - sent) * 6 * 3 * HIDDEN * NARROW.width
+
+
+@pytest.mark.parametrize("pads", [0, 4])
+def test_experts_multiply_no_padding(pads: int) -> None:
+    """What experts of twice the width add is the same with padding rows and without."""
+    found = []
+    for width in (NARROW.width, 2 * NARROW.width):
+        record = of((GQA, NARROW.model_copy(update={"width": width})))
+        model = model_of(record, experts="loop")
+        with Products() as products:
+            gradients(model, [padded_rows((12,), pads)], None, 8)
+        found.append(2 * products.multiply_adds)
+    assert found[1] - found[0] == 12 * 3 * 6 * 3 * HIDDEN * NARROW.width
 
 
 def test_the_counter_counts() -> None:
