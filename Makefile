@@ -9,7 +9,7 @@ RUN    := $(VENV)/.installed
 TEST   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format golden clean
+.PHONY: help demo test lint types pytest format golden plants clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ format: $(TEST)  ## write the formatting and the safe fixes that lint asks for
 
 golden: $(TEST)  ## rewrite the golden dumps of the recipes; look at the difference
 	@$(PY) -m tests.refresh_golden
+
+plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: several minutes
+	@$(PY) -m tests.plants $(ARGS)
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,93 @@
+"""Plants bugs in a copy of the project and shows that tests fail: ``python -m tests.plants``.
+
+Words after it choose plants: a class (``b12``), or part of a plant's or a test's name. Each test
+is run once without a bug, where it must pass, and once with each bug, where it must fail.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.plants.plant import Plant
+from tests.plants.table import PLANTS
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("moefold", "tests", "pyproject.toml")
+FAILED = 1
+"""pytest's exit status where tests ran and failed; code that cannot be imported shows nothing."""
+SECONDS = 300
+
+
+def copy_project(folder: Path) -> None:
+    """Copy what tests need, without what earlier runs left behind."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".hypothesis")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run_test(folder: Path, test: str) -> tuple[int, str]:
+    """Run a test in a copy; returns pytest's exit status and why it failed, in a line."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
+    # No byte code: a plant and its removal may fall into one second of a file's time.
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"took more than {SECONDS} s"
+    lines = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E  ")]
+    return done.returncode, next((line for line in lines if line), "")
+
+
+def try_plant(folder: Path, plant: Plant) -> tuple[bool, str]:
+    """Plant one bug, run its test, take the bug out; returns whether it was noticed, and how."""
+    file = folder / plant.path
+    sound = file.read_text("utf-8")
+    file.write_text(plant.into(sound), "utf-8")
+    try:
+        status, why = run_test(folder, plant.test)
+    finally:
+        file.write_text(sound, "utf-8")
+    return status == FAILED, why if status == FAILED else f"pytest's exit status is {status}. {why}"
+
+
+def chosen(words: Sequence[str]) -> list[Plant]:
+    """Return the plants that any of the words names; all without words."""
+    said = [(p, f"{p.bug} {p.said} {p.test} {p.file}") for p in PLANTS]
+    return [plant for plant, text in said if not words or any(w in text for w in words)]
+
+
+def main(words: Sequence[str]) -> int:
+    """Try plants one after another and print a table; returns how many went unnoticed."""
+    plants, missed = chosen(words), list[str]()
+    with tempfile.TemporaryDirectory(prefix="plants-") as name:
+        folder = Path(name)
+        copy_project(folder)
+        for test in dict.fromkeys(plant.test for plant in plants):
+            status, why = run_test(folder, test)
+            if status != 0:
+                missed.append(test)
+                print(f"FAILS WITHOUT A BUG  {test}\n    {why}", flush=True)
+        for plant in plants:
+            noticed, why = try_plant(folder, plant)
+            if not noticed:
+                missed.append(plant.said)
+            word = "noticed " if noticed else "UNNOTICED"
+            print(f"{word} {plant.bug} {plant.said}", flush=True)
+            print(
+                f"         {plant.path}, {plant.test.partition('::')[2]}: {why[:120]}", flush=True
+            )
+    print(f"{len(plants)} plants, {len(missed)} problems")
+    return len(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1:]) else 0)

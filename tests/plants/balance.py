@@ -1,0 +1,227 @@
+"""Plants B05 to B11, B17 and B18: balance terms, what is counted, when biases move."""
+
+from tests.plants.plant import Plant
+
+BALANCE = "tests/cpu/test_moe_balance.py::"
+STEP = "tests/cpu/test_training_step.py::"
+MODEL = "tests/cpu/test_model.py::"
+HUB = "tests/pure/test_families_hub.py::"
+LOOP = "tests/cpu/test_training_loop.py::"
+
+PLANTS = (
+    Plant(
+        "b05",
+        "the global-batch load is divided by one micro-batch's tokens",
+        BALANCE + "test_b05_repeating_a_micro_batch_changes_no_gradient",
+        "moe/balance.py",
+        "tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)",
+        "tokens_N1 = max(observed.rows.n_valid, 1)",
+    ),
+    Plant(
+        "b05",
+        "each micro-batch adds its terms whole",
+        STEP + "test_b05_a_step_of_equal_micro_batches_is_that_of_one",
+        "training/step.py",
+        "starts.append(torch.full_like(weighted, share))",
+        "starts.append(torch.ones_like(weighted))",
+    ),
+    Plant(
+        "b05",
+        "micro-batches weigh the same whatever they hold",
+        STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
+        "training/step.py",
+        "1 / labels, batch.n_valid / rows, loss_chunk)",
+        "1 / labels, 1 / len(batches), loss_chunk)",
+    ),
+    Plant(
+        "b06",
+        "the probabilities are detached",
+        BALANCE + "test_b06_a_term_reaches_the_router_in_proportion_to_its_coefficient",
+        "moe/balance.py",
+        "probability_TE = observed.valid(observed.probability_TE)",
+        "probability_TE = observed.valid(observed.probability_TE).detach()",
+    ),
+    Plant(
+        "b06",
+        "training's backward leaves the terms out",
+        STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
+        "training/step.py",
+        "        roots.append(weighted)\n",
+        "        roots.append(weighted.detach().requires_grad_())\n",
+    ),
+    Plant(
+        "b06",
+        "the coefficients are not used",
+        STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
+        "model/decoder.py",
+        "weighted = value * coefficient",
+        "weighted = value * (coefficient > 0)",
+    ),
+    Plant(
+        "b07",
+        "the model's reported loss holds the terms",
+        MODEL + "test_b07_the_reported_loss_holds_no_router_term",
+        "model/decoder.py",
+        "        values, weighted = self.router_terms(terms)\n",
+        "        values, weighted = self.router_terms(terms)\n"
+        "        lm_loss = lm_loss if weighted is None else lm_loss + weighted\n",
+    ),
+    Plant(
+        "b07",
+        "the step's reported loss holds the terms",
+        STEP + "test_b07_a_step_reports_loss_and_terms_apart",
+        "training/step.py",
+        "    if x_TD.requires_grad:\n        torch.autograd.backward(roots, starts)\n",
+        "    if x_TD.requires_grad:\n        torch.autograd.backward(roots, starts)\n"
+        "    if weighted is not None:\n        loss = loss + weighted.detach()\n",
+    ),
+    Plant(
+        "b07",
+        "a coefficient of zero still makes a term",
+        BALANCE + "test_b07_a_coefficient_of_zero_is_a_term_that_is_not_there",
+        "moe/balance.py",
+        "isinstance(p, Term) and p.coefficient > 0)",
+        "isinstance(p, Term))",
+    ),
+    Plant(
+        "b07",
+        "terms run in evaluation too",
+        BALANCE + "test_b07_a_coefficient_of_zero_is_a_term_that_is_not_there",
+        "moe/balance.py",
+        "            return routed.decision, {}\n        decision = routed.decision\n",
+        "            pass\n        decision = routed.decision\n",
+    ),
+    Plant(
+        "b07",
+        "a folder without the field trains without the term",
+        HUB + "test_b07_a_missing_coefficient_is_the_documented_default_and_said",
+        "model/families/hub.py",
+        'coefficient = config.take("router_aux_loss_coef", float, default)',
+        'coefficient = config.take("router_aux_loss_coef", float, 0.0)',
+    ),
+    Plant(
+        "b07",
+        "the default is taken without a word",
+        HUB + "test_b07_deepseek_says_its_balance_too",
+        "model/families/deepseek_v3.py",
+        'if not config.present("aux_loss_alpha"):',
+        'if config.null("aux_loss_alpha"):',
+    ),
+    Plant(
+        "b08",
+        "the term pools the layers it has seen",
+        BALANCE + "test_b08_layers_that_collapse_differently_do_not_cancel",
+        "moe/balance.py",
+        "        probability_NE = sum_by(probability_TE, segment_T, populations)\n",
+        "        probability_NE = sum_by(probability_TE, segment_T, populations)\n"
+        "        seen = AuxLoss.__dict__.get('seen', ()) + ((counts_NE, probability_NE),)\n"
+        "        counts_NE, probability_NE = (sum(part) for part in zip(*seen))\n"
+        "        probability_NE, AuxLoss.seen = probability_NE / len(seen), seen\n",
+    ),
+    Plant(
+        "b08",
+        "all layers share one set of counters",
+        STEP + "test_b08_layers_that_collapse_onto_different_experts_do_not_cancel",
+        "moe/balance.py",
+        "        self.counters = Counters(record.router.experts)\n",
+        "        Balance.one = Balance.__dict__.get('one') or Counters(record.router.experts)\n"
+        "        self.counters = Balance.one\n",
+    ),
+    Plant(
+        "b08",
+        "all layers replay the first one's decision",
+        STEP + "test_b08_layers_that_collapse_onto_different_experts_do_not_cancel",
+        "moe/layer.py",
+        'self._key = f"layers.{layer}"',
+        'self._key = "layers"',
+    ),
+    Plant(
+        "b09",
+        "the load is counted after drops",
+        BALANCE + "test_b09_the_load_is_counted_before_drops_bias_and_groups",
+        "moe/router.py",
+        "            decision = replace(decision, kept_TK=self._drop("
+        "decision, weights_TK, flow.rows))\n",
+        "            decision = replace(decision, kept_TK=self._drop("
+        "decision, weights_TK, flow.rows))\n"
+        "            left_TK = torch.where(\n"
+        "                decision.kept_TK, decision.experts_TK, self.record.experts\n"
+        "            )\n"
+        "            decision = replace(decision, plain_TK=left_TK)\n",
+    ),
+    Plant(
+        "b09",
+        "the load is counted after bias and groups",
+        BALANCE + "test_b09_the_load_is_counted_before_drops_bias_and_groups",
+        "moe/balance.py",
+        "plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)",
+        "plain_TK = routing.experts_TK",
+    ),
+    Plant(
+        "b11",
+        "a pack is one sequence",
+        BALANCE + "test_b11_sequences_of_a_pack_are_told_apart",
+        "moe/balance.py",
+        'segment_T = observed.segment_T if self.over == "sequence" else None',
+        "segment_T = None",
+    ),
+    Plant(
+        "b17",
+        "every run of a layer counts",
+        MODEL + "test_b17_recompute_counts_tokens_once",
+        "moe/balance.py",
+        "        if not decision.counted:\n",
+        "        if decision is not None:\n",
+    ),
+    Plant(
+        "b17",
+        "the decision that is kept does not say that it was counted",
+        BALANCE + "test_b17_a_rerun_counts_nothing",
+        "moe/balance.py",
+        "decision = replace(routed.decision, counted=True)",
+        "decision = replace(routed.decision, counted=False)",
+    ),
+    Plant(
+        "b18",
+        "the bias moves after every micro-batch",
+        LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
+        "training/step.py",
+        "        losses.append(loss)\n",
+        "        losses.append(loss)\n"
+        "        for _, mixture in model.mixtures():\n"
+        "            mixture.balance.finish_step(mixture.router)\n",
+    ),
+    Plant(
+        "b18",
+        "a layer without an update ends the round of updates",
+        STEP + "test_b18_every_layer_moves_its_bias_once_a_step",
+        "training/loop.py",
+        "                mixture.balance.finish_step(mixture.router)\n",
+        "                if not mixture.balance.updates:\n                    break\n"
+        "                mixture.balance.finish_step(mixture.router)\n",
+    ),
+    Plant(
+        "b18",
+        "evaluation counts",
+        LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
+        "training/step.py",
+        "x_TD, _ = model(Flow(batch, model.recipe, training=False))",
+        "x_TD, _ = model(Flow(batch, model.recipe))",
+    ),
+    Plant(
+        "b18",
+        "a layer counts whether it trains or not",
+        BALANCE + "test_b18_an_evaluation_alone_moves_nothing",
+        "moe/balance.py",
+        "            return routed.decision, {}\n        decision = routed.decision\n",
+        "            return self._count(routed, flow), {}\n        decision = routed.decision\n",
+    ),
+    Plant(
+        "b18",
+        "counts of the last step stay",
+        BALANCE + "test_b18_one_update_per_step_from_the_whole_batch",
+        "moe/balance.py",
+        "            buffer.zero_()\n",
+        "            buffer.mul_(1)\n",
+    ),
+)

@@ -1,0 +1,187 @@
+"""Plants B13, B14, B31 and B36: empty experts, fresh memory, indices, FLOPs."""
+
+from tests.plants.plant import Plant
+
+MODEL = "tests/cpu/test_model.py::"
+ADAMW = "tests/cpu/test_optim_adamw.py::"
+MUON = "tests/cpu/test_optim_muon.py::"
+B14 = MODEL + "test_b14_uninitialised_memory_reaches_nothing"
+MEASURED = "tests/cpu/test_observe_measured.py::"
+B36_PLANNED = "tests/pure/test_planner_count.py::test_b36_flops_are_those_of_megatron"
+B36_BUILT = "tests/cpu/test_observe_flops.py::test_b36_a_built_model_counts_as_published"
+B36_REAL = MEASURED + "test_b36_flops_are_those_of_a_real_step"
+B31_STATIC = "tests/pure/test_kernels_indices.py::test_b31_no_product_and_no_index_is_narrow"
+B31_RUNNING = "tests/cpu/test_kernels_indices.py::test_b31_a_step_indexes_by_int64_alone"
+
+PLANTS = (
+    Plant(
+        "b13",
+        "what no token reached has no gradient",
+        MODEL + "test_b13_an_expert_without_tokens_gets_zeros",
+        "training/step.py",
+        "            parameter.grad = torch.zeros_like(parameter)\n",
+        "            continue\n",
+    ),
+    Plant(
+        "b13",
+        "an empty expert takes its neighbour's row",
+        MODEL + "test_b13_an_expert_without_tokens_gets_zeros",
+        "kernels/grouped/loop.py",
+        "        if start == end:\n            continue\n",
+        "        if start == end:\n            start, end = 0, 1\n",
+    ),
+    Plant(
+        "b13",
+        "the mean over no label",
+        MODEL + "test_b13_a_micro_batch_without_valid_rows_gives_zeros",
+        "training/step.py",
+        "labels = max(sum(b.n_labels for b in batches), 1)",
+        "labels = sum(b.n_labels for b in batches)",
+    ),
+    Plant(
+        "b13",
+        "AdamW leaves a parameter out whose gradient is zero",
+        ADAMW + "test_b13_a_zero_gradient_is_a_gradient",
+        "optim/adamw.py",
+        "        for count in self._steps.values():\n            count += 1\n",
+        "        for name, count in self._steps.items():\n"
+        "            count += int(grads[name].any())\n",
+    ),
+    Plant(
+        "b13",
+        "Muon divides by the norm of a zero matrix",
+        MUON + "test_b13_an_expert_without_tokens_keeps_its_momentum_and_decays",
+        "optim/muon.py",
+        "torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True).clamp_(min=EPS)",
+        "torch.linalg.vector_norm(x_Nmn, dim=(-2, -1), keepdim=True)",
+    ),
+    Plant(
+        "b14",
+        "the gradient of an empty expert is whatever memory held",
+        B14,
+        "kernels/grouped/loop.py",
+        "into_EOI = x_RI.new_zeros(",
+        "into_EOI = x_RI.new_empty(",
+    ),
+    Plant(
+        "b14",
+        "rows past the last offset are summed",
+        B14,
+        "kernels/permute/gather.py",
+        "        picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)\n",
+        "",
+    ),
+    Plant(
+        "b14",
+        "rows past the last offset give weights a gradient",
+        B14,
+        "kernels/permute/gather.py",
+        "        return torch.where(row_TK < last, picked, 0), None, None\n",
+        "        return picked, None, None\n",
+    ),
+    Plant(
+        "b14",
+        "missing copies are multiplied by zero",
+        B14,
+        "kernels/permute/gather.py",
+        "picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)",
+        "picked = picked * (row_TK < last).reshape(-1, 1)",
+    ),
+    Plant(
+        "b14",
+        "the head's gradient starts from fresh memory",
+        B14,
+        "kernels/cross_entropy/chunked.py",
+        "        into_VD = torch.zeros(\n            vocab, hidden,",
+        "        into_VD = torch.empty(\n            vocab, hidden,",
+    ),
+    Plant(
+        "b31",
+        "rows are gathered by 32-bit numbers",
+        B31_STATIC,
+        "kernels/permute/gather.py",
+        "        0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))\n",
+        "        0, token_R.int() if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))\n",
+    ),
+    Plant(
+        "b31",
+        "places of elements come from 32-bit offsets",
+        B31_STATIC,
+        "moe/dispatch/local.py",
+        "        row_TK = row_TK.view(tokens, copies)\n",
+        "        places_E = offs_E * x_TD.shape[1]\n        row_TK = row_TK.view(tokens, copies)\n",
+    ),
+    Plant(
+        "b31",
+        "the dispatcher hands on 32-bit indices",
+        B31_RUNNING,
+        "moe/dispatch/local.py",
+        "token_R = copy_R // copies",
+        "token_R = (copy_R // copies).to(torch.int32)",
+    ),
+    Plant(
+        "b36",
+        "every expert's products are counted",
+        B36_PLANNED,
+        "planner/count.py",
+        "multiplied=expert * router.top_k,",
+        "multiplied=expert * router.experts,",
+    ),
+    Plant(
+        "b36",
+        "a shared expert counts with a routed one's width",
+        B36_PLANNED,
+        "planner/count.py",
+        "_matrices(3 * hidden * record.shared.width)",
+        "_matrices(3 * hidden * record.width)",
+    ),
+    Plant(
+        "b36",
+        "attention counts key heads only",
+        B36_PLANNED,
+        "planner/count.py",
+        "attended = Part(attended=2 * record.heads * dim)",
+        "attended = Part(attended=2 * record.kv_heads * dim)",
+    ),
+    Plant(
+        "b36",
+        "the built model's count takes every expert for active",
+        B36_BUILT,
+        "observe/flops.py",
+        "experts.parameters, experts.active * top_k // among, experts.multiplied * top_k // among",
+        "experts.parameters, experts.active, experts.multiplied",
+    ),
+    Plant(
+        "b36",
+        "the built model's count puts the router in",
+        B36_BUILT,
+        "observe/flops.py",
+        'and role not in ("router", "gate"))',
+        'and role != "gate")',
+    ),
+    Plant(
+        "b36",
+        "every expert multiplies every row",
+        B36_REAL,
+        "kernels/grouped/loop.py",
+        "        torch.mm(x_RI[start:end], w_EOI[e].t(), out=y_RO[start:end])\n",
+        "        y_RO[start:end] = (x_RI @ w_EOI[e].t())[start:end]\n",
+    ),
+    Plant(
+        "b36",
+        "the head's gradient is multiplied twice",
+        B36_REAL,
+        "kernels/cross_entropy/chunked.py",
+        "            dx_TD[rows] = dlogits_CV @ value\n",
+        "            dx_TD[rows] = dlogits_CV @ value\n            _ = dlogits_CV.t() @ x_CD\n",
+    ),
+    Plant(
+        "b36",
+        "the grouped product runs over rows twice",
+        MEASURED + "test_b36_the_grouped_product_multiplies_no_more",
+        "kernels/grouped/grouped.py",
+        "    return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=offs_E)\n",
+        "    twice = torch.cat([x_RI, x_RI])\n"
+        "    return F.grouped_mm(twice, w_EOI.transpose(1, 2), offs=offs_E)[: len(x_RI)]\n",
+    ),
+)
