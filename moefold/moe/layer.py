@@ -18,7 +18,7 @@ from moefold.training.config import Layout
 
 
 class MoeFfn(nn.Module):
-    """Routed experts and an optional shared one, as four segments that a schedule can interleave."""
+    """Routed experts and an optional shared one: four segments that a schedule can interleave."""
 
     def __init__(self, record: Moe, hidden: int, layer: int, layout: Layout) -> None:
         super().__init__()
