@@ -25,6 +25,8 @@ from tests.cpu.families import (
 )
 
 DRAWS = 6
+EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+"""Groups of which some are left out, which drawn ones seldom are."""
 LOSS_SPREAD = 9.5e-7
 """Absolute, as stored beside the reference numbers."""
 SPREAD = 2.3e-7
@@ -88,6 +90,8 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
     """Sizes, K, groups, renormalisation, ties and YaRN are drawn."""
     double = precision == "fp64"
     config = draw(model_type, Random(f"{model_type} {seed}"))
+    if model_type == "deepseek_v3" and seed % 2:
+        config |= EXCLUDING
     theirs = reference(model_type, config, seed)
     if double:
         theirs = theirs.double()

@@ -244,6 +244,15 @@ def test_missing_copies_count_as_zero_whatever_stands_in_their_rows() -> None:
     assert torch.equal(spread(out, token_R, row_TK)[:2], out[:2])
 
 
+def test_b14_a_missing_copy_gets_no_weight_gradient_from_memory() -> None:
+    """Its row past the last offset holds anything. Plant: read it."""
+    copy_R, row_TK = torch.tensor([0, 2, 1, 3]), torch.tensor([[0, 4], [1, 4]])
+    weights = drawn(2, 2)
+    dp_R = torch.tensor([3.0, 5.0, float("nan"), float("nan")], dtype=torch.float64)
+    (dweights,) = torch.autograd.grad(pick(weights, copy_R, row_TK), weights, dp_R)
+    assert torch.equal(dweights, torch.tensor([[3.0, 0], [5, 0]], dtype=torch.float64))
+
+
 @pytest.mark.parametrize("chunk", [16, 7, 64])
 def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
     x, w = drawn(40, 6), drawn(50, 6)

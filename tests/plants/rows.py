@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 MODEL = "tests/cpu/test_model.py::"
+KERNELS = "tests/cpu/test_kernels.py::"
 ADAMW = "tests/cpu/test_optim_adamw.py::"
 MUON = "tests/cpu/test_optim_muon.py::"
 B14 = MODEL + "test_b14_uninitialised_memory_reaches_nothing"
@@ -74,7 +75,7 @@ PLANTS = (
     Plant(
         "b14",
         "rows past the last offset give weights a gradient",
-        B14,
+        KERNELS + "test_b14_a_missing_copy_gets_no_weight_gradient_from_memory",
         "kernels/permute/gather.py",
         "        return torch.where(row_TK < last, picked, 0), None, None\n",
         "        return picked, None, None\n",
