@@ -13,6 +13,7 @@ from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
 from moefold.kernels.grouped import grouped, loop
 from moefold.kernels.grouped.choose import choose
 from moefold.kernels.linear.product import linear
+from moefold.kernels.norm import rms
 from moefold.kernels.norm.rms import reference as plain_norm
 from moefold.kernels.norm.rms import rms_norm
 from moefold.kernels.operand import Operand
@@ -168,7 +169,9 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
     assert rows == [(64,), (64, 8), (64, 32)]
 
 
-def test_rms_norm_equals_the_reference() -> None:
+@pytest.mark.parametrize("piece", [8, 40, 1 << 18])
+def test_rms_norm_equals_the_reference(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms, "PIECE", piece)
     x, w = drawn(7, 3, 8), drawn(8)
     assert relative(rms_norm(x, w, 1e-6), plain_norm(x, w, 1e-6)) < 1e-14
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))

@@ -1,7 +1,12 @@
 """RMSNorm (arXiv 1910.07467) over the last dim; keeps its input and one number per row.
 
-T rows (any leading dims), D width. The statistics are fp32 (or fp64). Padding rows come
-last and are cut off before the weight's gradient.
+N rows (all leading dims), D width. The statistics are fp32 (or fp64). Padding rows come last and
+are cut off before the weight's gradient. With r = 1 / rms(x) and g = dy * w:
+
+    y = x * r * w      dw = sum over rows of r * (dy * x)
+    dx = r * g - x * r^3 * mean(g * x)
+
+Rows are taken in pieces that stay in cache: on a CPU memory traffic is what limits this kernel.
 """
 
 from typing import Any
@@ -12,6 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import RETURNED, GradientSink
 
+PIECE = 1 << 18
+"""Elements of one piece, a megabyte of fp32."""
+
 
 def rms_norm(
     x: Tensor,
@@ -21,16 +29,23 @@ def rms_norm(
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
-    """Return ``x / rms(x) * weight`` in the dtype of ``x`` ([..., D], first dim T)."""
+    """Return ``x / rms(x) * weight`` in the dtype of ``x`` ([T, ..., D]).
+
+    Args:
+        x: rows.
+        weight_D: the scale, fp32 or fp64.
+        epsilon: added to the mean square.
+        n_valid: the first so many of T count in the weight's gradient; None where all do.
+        sink: where the weight's gradient goes.
+    """
     return _RmsNorm.apply(x, weight_D, epsilon, n_valid, sink)  # type: ignore[no-any-return]
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """The same by autograd, in fp64."""
     wide = x.double()
-    return (
-        wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * weight_D.double()
-    ).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (normed * weight_D.double()).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -43,34 +58,53 @@ class _RmsNorm(torch.autograd.Function):
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        wide = _wide(x)
-        y, rstd = torch.ops.aten._fused_rms_norm(
-            wide, [x.shape[-1]], weight_D.to(wide.dtype), epsilon
-        )
-        ctx.save_for_backward(x, rstd, weight_D)
+        x_ND = x.flatten(0, -2)
+        y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
+        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=_wide_dtype(x), device=x.device)
+        scale_D = weight_D.to(rstd_N1.dtype)
+        for rows in _pieces(x_ND):
+            x_nD = x_ND[rows].to(rstd_N1.dtype)
+            square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
+            rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+            y_ND[rows] = (x_nD * rstd_N1[rows]).mul_(scale_D)
+        ctx.save_for_backward(x, rstd_N1, weight_D)
         # The parameter itself: what saved tensors give back may be another tensor of equal value.
         ctx.master, ctx.n_valid, ctx.sink = weight_D, n_valid, sink
-        return y.to(x.dtype)
+        return y_ND.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, rstd, weight_D = ctx.saved_tensors
-        wide, dy = _wide(x), _wide(dy)
-        normed = wide * rstd
+        x, rstd_N1, weight_D = ctx.saved_tensors
+        x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
+        dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
+        scale_D = weight_D.to(wide)
+        for rows in _pieces(x_ND):
+            x_nD, rstd_n1 = x_ND[rows].to(wide), rstd_N1[rows]
+            g_nD = dy_ND[rows] * scale_D
+            mean_n1 = torch.linalg.vecdot(g_nD, x_nD)[:, None].mul_(-1 / x.shape[-1])
+            g_nD.addcmul_(x_nD, mean_n1.mul_(rstd_n1).mul_(rstd_n1))
+            dx_ND[rows] = g_nD.mul_(rstd_n1)
         dw = None
         if ctx.needs_input_grad[1]:
-            kept = dy[: ctx.n_valid] * normed[: ctx.n_valid]
+            per_row = x_ND.shape[0] // max(x.shape[0], 1)
+            counted = None if ctx.n_valid is None else ctx.n_valid * per_row
 
-            def product(into: Tensor | None) -> Tensor:
-                dw_D = kept.flatten(0, -2).sum(0)
-                return dw_D if into is None else into.add_(dw_D)
+            def product(into_D: Tensor | None) -> Tensor:
+                dw_D = torch.zeros_like(scale_D) if into_D is None else into_D
+                for rows in _pieces(x_ND[:counted]):
+                    x_nD, rstd_n = x_ND[:counted][rows].to(wide), rstd_N1[:counted][rows, 0]
+                    dw_D.addmv_((dy_ND[:counted][rows] * x_nD).t(), rstd_n)
+                return dw_D
 
             dw = ctx.sink.deliver(ctx.master, product)
-        dn = dy.mul(weight_D)
-        dx = torch.addcmul(dn, normed, (dn * normed).mean(-1, keepdim=True), value=-1).mul_(rstd)
-        return dx.to(x.dtype), dw, None, None, None
+        return dx_ND.view(x.shape), dw, None, None, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _pieces(x_ND: Tensor) -> list[slice]:
+    step = max(1, PIECE // x_ND.shape[1])
+    return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
