@@ -46,7 +46,8 @@ def generate(
     if any(not len(p) for p in prompts):
         raise ValueError("a prompt has no tokens; give at least one character to go on from")
     device = model.embed.weight.device
-    draws = torch.Generator().manual_seed(seed)
+    # One stream a prompt: what one writes does not depend on the others beside it.
+    draws = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, open_ = [list(p) for p in prompts], list(range(len(prompts)))
     for _ in range(tokens):
         if not open_:
@@ -54,7 +55,8 @@ def generate(
         rows = pack([texts[i][-(window or 0) :] for i in open_]).to(device)
         x_TD, _ = model(Flow(rows, model.recipe, training=False))
         logits_PV = linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], model.head_operand())
-        drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, draws)
+        streams = [draws[i] for i in open_]
+        drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, streams)
         for i, token in zip(open_, drawn, strict=True):
             texts[i].append(token)
         open_ = [i for i in open_ if texts[i][-1] != end]
@@ -62,7 +64,9 @@ def generate(
     return [text[:-1] if text and text[-1] == end else text for text in written]
 
 
-def _draw(logits_PV: Tensor, temperature: float, top_p: float, draws: torch.Generator) -> list[int]:
+def _draw(
+    logits_PV: Tensor, temperature: float, top_p: float, draws: Sequence[torch.Generator]
+) -> list[int]:
     if temperature == 0:
         return logits_PV.argmax(-1).tolist()
     probability_PV = (logits_PV / temperature).softmax(-1)
@@ -72,4 +76,5 @@ def _draw(logits_PV: Tensor, temperature: float, top_p: float, draws: torch.Gene
         probability_PV = torch.zeros_like(probability_PV).scatter_(
             -1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0)
         )
-    return torch.multinomial(probability_PV, 1, generator=draws)[:, 0].tolist()
+    rows = zip(probability_PV, draws, strict=True)
+    return [int(torch.multinomial(p_V, 1, generator=stream)) for p_V, stream in rows]

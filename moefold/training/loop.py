@@ -193,10 +193,20 @@ class Job:
                 hook.on_start(self)
 
     def _stop(self, error: BaseException | None) -> None:
-        if self._running:
-            self._running = False
-            for hook in self.hooks:
+        """Tell every hook that the run ends; one that fails keeps none of the others from it."""
+        if not self._running:
+            return
+        self._running = False
+        failed: list[Exception] = []
+        for hook in self.hooks:
+            try:
                 hook.on_stop(self, error)
+            except Exception as caught:
+                failed.append(caught)
+        for caught in failed:
+            if error is None:
+                raise caught
+            _log.warning("a hook failed while the run ended: %s", caught)
 
     def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
         """Make one optimizer step and return its figures.

