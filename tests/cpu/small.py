@@ -105,4 +105,5 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> No
     assert ours.keys() == theirs.keys()
     errors = {name: relative(ours[name], theirs[name]) for name in theirs}
     # Not `error > bound`: that would let a NaN pass.
-    assert {name: error for name, error in errors.items() if not error <= bound} == {}
+    broken = {name: error for name, error in errors.items() if not error <= bound}
+    assert not broken, broken

@@ -202,7 +202,10 @@ def test_masking_equals_shortening_bit_for_bit(shape: str, precision: str) -> No
 @pytest.mark.parametrize("fill", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_b15_what_stands_in_padding_rows_leaks_nowhere(shape: str, fill: float) -> None:
-    """NaN in the padding rows of every module's output. Plant: mask by multiplication."""
+    """NaN in the padding rows of every module's output, and of the gradient that comes back to it.
+
+    Plant: mask by multiplication.
+    """
     model, rows = model_of(SHAPES[shape]), padded_rows((9, 5), 4)
     want = gradients(model, [rows], None, 16)
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -214,6 +217,8 @@ def test_b15_what_stands_in_padding_rows_leaks_nowhere(shape: str, fill: float) 
                 return None
             poisoned.append(name)
             pad = ~rows.valid_T.view(-1, *[1] * (out.dim() - 1))
+            if out.requires_grad:
+                out.register_hook(lambda grad: torch.where(pad, fill, grad))
             return torch.where(pad, fill, out)
 
         return hook

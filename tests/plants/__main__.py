@@ -44,16 +44,18 @@ def run_test(folder: Path, test: str) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return -1, f"took more than {SECONDS} s"
     lines = [line[1:].strip() for line in done.stdout.splitlines() if line.startswith("E  ")]
-    return done.returncode, next((line for line in lines if line), "")
+    return done.returncode, next((line for line in lines if line not in ("", "AssertionError")), "")
 
 
 def try_plant(folder: Path, plant: Plant) -> tuple[bool, str]:
     """Plant one bug, run its test, take the bug out; returns whether it was noticed, and how."""
     file = folder / plant.path
     sound = file.read_text("utf-8")
-    file.write_text(plant.into(sound), "utf-8")
     try:
+        file.write_text(plant.into(sound), "utf-8")
         status, why = run_test(folder, plant.test)
+    except ValueError as error:
+        return False, str(error)
     finally:
         file.write_text(sound, "utf-8")
     return status == FAILED, why if status == FAILED else f"pytest's exit status is {status}. {why}"

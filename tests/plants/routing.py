@@ -56,10 +56,10 @@ PLANTS = (
     Plant(
         "b12",
         "padding rows enter the mean probability",
-        B12_MODEL,
+        B12_TERMS,
         "moe/balance.py",
-        "    return values_TX if rows.n_valid == rows.rows else values_TX[: rows.n_valid]\n",
-        "    return values_TX\n",
+        "counters.probability_E.add_(valid_rows(probability_TE, rows).sum(0))",
+        "counters.probability_E.add_(probability_TE.sum(0))",
     ),
     Plant(
         "b15",
@@ -92,8 +92,16 @@ PLANTS = (
         "padding rows enter the gradient of a norm",
         B15_MODEL,
         "kernels/norm/rms.py",
-        "kept = dy[: ctx.n_valid] * normed[: ctx.n_valid]",
-        "kept = dy * normed",
+        "counted = None if ctx.n_valid is None else ctx.n_valid * per_row",
+        "counted = None",
+    ),
+    Plant(
+        "b15",
+        "padding rows enter the gradient of a dense feed-forward",
+        B15_MODEL,
+        "kernels/swiglu/ffn.py",
+        "weight_gradient(dy[:n_valid], x[:n_valid], into)",
+        "weight_gradient(dy, x, into)",
     ),
     Plant(
         "b15",
