@@ -18,7 +18,8 @@ from moefold.data.config import Data, DataError
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
 from moefold.optim.config import OPTIMIZER, Optim
-from moefold.training.config import Layout, Train
+from moefold.parallel.config import Layout
+from moefold.training.config import Train
 from moefold.training.hooks.config import Watch
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -20,9 +20,9 @@ from moefold.layers.norm import RmsNorm
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.moe.layer import MoeFfn
+from moefold.parallel.config import Layout
 from moefold.precision.config import Precision
 from moefold.precision.recipe import Recipe
-from moefold.training.config import Layout
 
 LAYOUT = Layout()
 LOSS_CHUNK = 1024

@@ -14,7 +14,7 @@ from moefold.moe.config import Moe
 from moefold.moe.dispatch.base import Dispatcher
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
-from moefold.training.config import Layout
+from moefold.parallel.config import Layout
 
 
 class MoeFfn(nn.Module):

@@ -1,4 +1,4 @@
-"""Records of the training step and of where it runs."""
+"""Records of the training step: how long, how much at once, and what a non-finite one does."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -9,9 +9,6 @@ from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import Size
-from moefold.mesh.config import Sizes, SizesText
-from moefold.moe.config import DISPATCH, Local
-from moefold.policies.config import RECOMPUTE
 from moefold.precision.config import Precision
 
 NONFINITE = Slot("policy on a non-finite step")
@@ -62,29 +59,3 @@ class Train(Record):
             yield Violation(
                 ("micro_batch",), self.micro_batch, f"divides batch ({self.batch})", nearest
             )
-
-
-class Layout(Record):
-    """Where the run's parts live and what is kept; never changes the maths."""
-
-    sizes: SizesText = ""
-    """Axis sizes such as ``tp2 pp2 ep4``; an axis left out is 1."""
-    dispatch: Annotated[Record, DISPATCH] = Local()
-    recompute: Annotated[Record, RECOMPUTE] | None = None
-    experts: Literal["auto", "grouped", "loop"] = "auto"
-    """Kernel of the experts' products."""
-
-    def rules(self) -> Iterator[Violation]:
-        """Each axis is named once."""
-        words = self.sizes.split()
-        axes = [w.rstrip("0123456789") for w in words]
-        if len(set(axes)) < len(axes):
-            kept = dict(zip(axes, words, strict=True))
-            yield Violation(
-                ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
-            )
-
-    @property
-    def split(self) -> Sizes:
-        """The sizes as numbers."""
-        return Sizes.parse(self.sizes)

@@ -15,8 +15,8 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
+from moefold.parallel.config import Layout
 from moefold.policies.recompute import Recompute
-from moefold.training.config import Layout
 
 VOCAB, HIDDEN = 64, 16
 GQA = Gqa(heads=4, kv_heads=2, head_dim=8, qk_norm="head")

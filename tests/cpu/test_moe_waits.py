@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moefold.moe.layer import MoeFfn
+from moefold.parallel.config import Layout
 from moefold.precision.recipe import Recipe
-from moefold.training.config import Layout
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import HIDDEN, padded_rows
 
