@@ -101,8 +101,8 @@ PLANTS = (
         "rows are gathered by 32-bit numbers",
         B31_STATIC,
         "kernels/permute/gather.py",
-        "        0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))\n",
-        "        0, token_R.int() if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))\n",
+        "    return _rows(x_TD, token_R)\n",
+        "    return _rows(x_TD, token_R.int())\n",
     ),
     Plant(
         "b31",

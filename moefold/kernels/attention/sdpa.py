@@ -22,7 +22,7 @@ def attention(
     v_dim, qk_dim = v_TGv.shape[-1], q_THd.shape[-1]
     if v_dim < qk_dim:
         v_TGv = F.pad(v_TGv, (0, qk_dim - v_dim))
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    runs = [(length, len(list(same))) for length, same in groupby(lengths) if length]
     rows = [length * count for length, count in runs]
     tail = q_THd.shape[0] - sum(rows)
     parts = [*rows, tail] if tail else rows
@@ -30,6 +30,10 @@ def attention(
     out = [
         _run(q, k, v, length, scale) for (length, _), (q, k, v) in zip(runs, pieces, strict=False)
     ]
+    if not out:
+        # Zeros that lead back to the rows: their weights get gradients of zero, never none.
+        zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
+        return zero.expand(tail, q_THd.shape[1], v_dim)
     if tail:
         out.append(q_THd.new_zeros(tail, q_THd.shape[1], v_TGv.shape[-1]))
     joined = out[0] if len(out) == 1 else torch.cat(out)

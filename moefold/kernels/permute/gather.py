@@ -29,21 +29,27 @@ def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = Fals
 
 
 def _take(x_TD: Tensor, token_R: Tensor, complete: bool) -> Tensor:
-    return x_TD.index_select(
-        0, token_R if complete else token_R.clamp(max=max(x_TD.shape[0] - 1, 0))
-    )
+    if not complete:
+        token_R = token_R.clamp(max=x_TD.shape[0] - 1)
+    return _rows(x_TD, token_R)
+
+
+def _rows(values_NX: Tensor, index: Tensor) -> Tensor:
+    """Return the named rows; zeros where there is no row to name."""
+    if values_NX.shape[0] == 0:
+        return values_NX.new_zeros(index.shape[0], *values_NX.shape[1:])
+    return values_NX.index_select(0, index)
 
 
 def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
-    rows, copies = row_TK.shape
     if complete:
-        picked = y_RD.index_select(0, row_TK.reshape(-1))
+        picked = _rows(y_RD, row_TK.reshape(-1))
     else:
         last = y_RD.shape[0]
-        picked = y_RD.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0)))
+        picked = _rows(y_RD, row_TK.reshape(-1).clamp(max=last - 1))
         # Selection, not multiplication: what stands in a missing row may be anything.
         picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)
-    return picked.view(rows, copies, -1).sum(1)
+    return picked.view(*row_TK.shape, y_RD.shape[1]).sum(1)
 
 
 class _Spread(torch.autograd.Function):
@@ -93,7 +99,5 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (row_TK,) = ctx.saved_tensors
         last = dp_R.shape[0]
-        picked = dp_R.index_select(0, row_TK.reshape(-1).clamp(max=max(last - 1, 0))).view(
-            row_TK.shape
-        )
+        picked = _rows(dp_R, row_TK.reshape(-1).clamp(max=last - 1)).view(row_TK.shape)
         return torch.where(row_TK < last, picked, 0), None, None
