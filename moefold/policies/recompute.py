@@ -40,7 +40,7 @@ class Recompute:
         self.kinds = (
             frozenset(record.modules) if isinstance(record, Selective) else frozenset[str]()
         )
-        self._made: dict[tuple[int, int], tuple[weakref.ref[Tensor], _Made, int]] = {}
+        self._made: dict[tuple[int, int], _Output] = {}
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
@@ -64,16 +64,15 @@ class Recompute:
         outputs = result if isinstance(result, tuple) else (result,)
         made = _Made(function, tuple(t.detach() for t in tensors))
         for index, output in enumerate(outputs):
-            self._made[_place(output)] = (weakref.ref(output), made, index)
+            self._made[_place(output)] = _Output(weakref.ref(output), output._version, made, index)
         return result
 
     def _keep(self, tensor: Tensor) -> Any:
-        alive, made, index = self._made.get(_place(tensor), (None, None, 0))
-        # Memory of a dead output may have been given to another tensor.
-        if made is None or alive is None or alive() is None:
+        output = self._made.get(_place(tensor))
+        if output is None or not output.is_seen_by(tensor):
             return tensor
-        made.waiting += 1
-        return _Kept(made, index, tensor.size(), tensor.stride())
+        output.made.waiting += 1
+        return _Kept(output.made, output.index, tensor.size(), tensor.stride())
 
 
 def _take(kept: Any) -> Tensor:
@@ -103,6 +102,27 @@ class _Made:
         if self.waiting <= 0:
             self._again = None
         return output
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A discarded output while the pass still holds it."""
+
+    alive: weakref.ref[Tensor]
+    version: int
+    made: _Made
+    index: int
+
+    def is_seen_by(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, found at the output's place, is the output as it was made.
+
+        Memory of a dead output may have been given to another tensor, all tensors without elements
+        share a place, and what was changed in place is not what would be made again.
+        """
+        output = self.alive()
+        if output is None or not tensor.numel() or tensor.dtype != output.dtype:
+            return False
+        return tensor._version == self.version
 
 
 @dataclass(frozen=True)
