@@ -41,10 +41,15 @@ def generate(
         window: the model sees at most so many of the newest tokens.
 
     Raises:
-        ValueError: for an empty prompt.
+        ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].
     """
     if any(not len(p) for p in prompts):
         raise ValueError("a prompt has no tokens; give at least one character to go on from")
+    if not (temperature >= 0 and 0 < top_p <= 1):
+        raise ValueError(
+            f"temperature {temperature} and top_p {top_p}: the first is at least 0, the second "
+            f"above 0 and at most 1"
+        )
     device = model.embed.weight.device
     # One stream a prompt: what one writes does not depend on the others beside it.
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]

@@ -26,13 +26,14 @@ class Recipe:
     def operand(self, weight: Tensor) -> Operand:
         """Return the weight as products take it.
 
-        The copy is renewed when the parameter's version counter has moved: every in-place
-        update moves it, an optimizer's or a checkpoint's alike.
+        The copy is renewed when the parameter's version counter has moved (every in-place update
+        moves it, an optimizer's or a checkpoint's alike) or when it lies in other memory. Writing
+        through ``weight.data`` moves neither: update under ``torch.no_grad()`` instead.
         """
         if weight.dtype == self.dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
-        if held is None or held[0] != weight._version or held[1].device != weight.device:
-            held = (weight._version, weight.detach().to(self.dtype))
+        if held is None or held[0] != weight._version or not weight.is_set_to(held[1]):
+            held = (weight._version, weight.detach(), weight.detach().to(self.dtype))
             self._copies[weight] = held
-        return Operand(weight, held[1])
+        return Operand(weight, held[2])

@@ -52,7 +52,8 @@ def gradients(
         loss_chunk: rows whose logits exist at once.
     """
     labels = max(sum(b.n_labels for b in batches), 1)
-    rows = max(sum(b.n_valid for b in batches), 1)
+    tokens = sum(b.n_valid for b in batches)
+    rows = max(tokens, 1)
     for parameter in model.parameters():
         parameter.grad = None
     for _, mixture in model.mixtures():
@@ -73,7 +74,7 @@ def gradients(
     loss, norm, *figures = read_scalars(
         torch.stack(losses).sum(), norm_squared.sqrt().to(losses[0].device), *terms.values()
     )
-    return StepFigures(loss / labels, norm, dict(zip(terms, figures, strict=True)), rows)
+    return StepFigures(loss / labels, norm, dict(zip(terms, figures, strict=True)), tokens)
 
 
 def _micro_batch(

@@ -9,8 +9,8 @@ the head's gradient, which is added to ``.grad`` in place: three products.
 ``cross_entropy_sum`` is differentiable like any other function; its backward computes the logits
 again: four products, but free of assumptions.
 
-Rows without a label are taken out before any product: they cost nothing, and what stands in
-them (padding may hold anything) reaches nothing.
+Rows without a label enter each product as zeros, selected and not multiplied: what stands in them
+(padding may hold anything) reaches nothing.
 """
 
 from functools import partial
@@ -78,7 +78,7 @@ def _log_softmax(x_CD: Tensor, value_VD: Tensor) -> Tensor:
 
 
 def _chunk(
-    x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float
+    x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss and ``scale * d loss / d logits`` in the operands' dtype."""
     logp_CV = _log_softmax(x_CD, value_VD)
@@ -129,16 +129,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TD, value_VD, labels_T = ctx.saved_tensors
-        dx_TD, dw_VD = torch.zeros_like(x_TD), None
+        dx_TD = torch.zeros_like(x_TD)
+        dw_VD = torch.zeros_like(ctx.master) if ctx.needs_input_grad[1] else None
         for rows in _chunks(x_TD.shape[0], ctx.chunk):
             labels_C = labels_T[rows]
             counted_C = labels_C != ctx.ignored
             x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
-            _, dlogits_CV = _chunk(x_CD, value_VD, labels_C, counted_C, 1.0)
-            dlogits_CV = dlogits_CV * dloss.to(dlogits_CV.dtype)
+            _, dlogits_CV = _chunk(x_CD, value_VD, labels_C, counted_C, dloss)
             dx_TD[rows] = dlogits_CV @ value_VD
-            if ctx.needs_input_grad[1]:
-                if dw_VD is None:
-                    dw_VD = torch.zeros_like(ctx.master)
+            if dw_VD is not None:
                 _head_gradient(dlogits_CV, x_CD, dw_VD)
         return dx_TD, dw_VD, None, None, None, None

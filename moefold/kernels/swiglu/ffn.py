@@ -98,7 +98,8 @@ class _GatedFfn(torch.autograd.Function):
         dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
 
         def product_in(into: Tensor | None) -> Tensor:
-            flat = None if into is None else into.flatten(-3, -2)
+            # A view or an error: a copy would take the gradient and keep it.
+            flat = None if into is None else into.view(*into.shape[:-3], -1, into.shape[-1])
             return products.weight_gradient(dh_N2F, x_ND, flat).unflatten(-2, (2, -1))
 
         def product_out(into: Tensor | None) -> Tensor:
