@@ -16,16 +16,21 @@ from moefold.model.config import Decoder
 BLOCK = 1 << 16
 """Elements drawn from one key."""
 
-WRITES_RESIDUAL = ("o.weight", "w_out")
+WRITES_RESIDUAL = (".o.weight", ".w_out")
 
 
 def initialise(model: nn.Module, decoder: Decoder, seed: int) -> None:
-    """Fill every parameter in place: norms with ones, the rest with normals."""
+    """Fill parameters and buffers in place.
+
+    Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals.
+    """
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
     with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(1.0)
+                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             std = decoder.init_std * (out_scale if name.endswith(WRITES_RESIDUAL) else 1.0)
             parameter.copy_(normal(seed, name, tuple(parameter.shape), std))

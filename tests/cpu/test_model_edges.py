@@ -1,0 +1,151 @@
+"""The model at the edges: no rows, no labels, chunks and tiles of any size, weights swapped."""
+
+import pytest
+import torch
+
+from moefold.config.base import Record
+from moefold.data.batch import from_ids, pack
+from moefold.kernels.cross_entropy import chunked
+from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.layers.config import Dense
+from moefold.model.generate import generate
+from moefold.model.init import initialise
+from moefold.moe.config import Capacity
+from moefold.policies.config import Full, Selective
+from moefold.policies.recompute import Recompute
+from moefold.training.step import evaluate, gradients
+from tests.cpu.small import DEEP, GQA, MLA, decoder, ids_of, model_of, moe, padded_rows, same
+
+SHAPES = {
+    "gqa": decoder(),
+    "mla": decoder(MLA, Dense(width=24), moe(router=DEEP)),
+    "capacity": decoder(GQA, moe(capacity=Capacity(factor=0.75))),
+    "tied": decoder(tied=True),
+}
+SOME = Selective(modules=("norms", "attention", "mla_up", "ffn", "shared", "experts"))
+
+
+@pytest.mark.parametrize("policy", [None, Full(), Selective(modules=("norms", "mla_up")), SOME])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_micro_batch_without_any_row_gives_zeros(shape: str, policy: Record | None) -> None:
+    model, rows = model_of(SHAPES[shape]), padded_rows((9, 5), 2)
+    found = gradients(model, [pack([])], policy, 16)
+    assert (found.lm_loss, found.grad_norm, found.tokens) == (0, 0, 0)
+    alone = gradients(model, [rows], policy, 16)
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    beside = gradients(model, [pack([]), rows], policy, 16)
+    assert beside == alone
+    same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 0.0)
+    assert evaluate(model, [pack([])], 16) == (0.0, 0)
+    assert model.logits(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 64)
+
+
+@pytest.mark.parametrize("pads", [0, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_valid_rows_every_weight_gets_a_gradient_of_zero(shape: str, pads: int) -> None:
+    """From autograd itself: a rank that gave none would leave the others waiting for it."""
+    model = model_of(SHAPES[shape])
+    model.loss_of(padded_rows((), pads)).loss.backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert missing == []
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_an_expert_rank_without_rows_gives_zeros() -> None:
+    """Two tokens whose copies all went elsewhere, and rows that hold none of no tokens."""
+    x_TD = torch.randn(2, 4, requires_grad=True)
+    none_R, none_TK = torch.zeros(0, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+    y_RD = spread(x_TD, none_R, none_TK)
+    out_TD = collect(y_RD, none_R, none_TK)
+    assert y_RD.shape == (0, 4) and torch.equal(out_TD, torch.zeros(2, 4))
+    out_TD.sum().backward()
+    assert x_TD.grad is not None and not x_TD.grad.any()
+    weights_TK = torch.randn(2, 2, requires_grad=True)
+    pick(weights_TK, none_R, none_TK).sum().backward()
+    assert weights_TK.grad is not None and not weights_TK.grad.any()
+    static_R = torch.zeros(3, dtype=torch.int64)
+    assert spread(x_TD[:0], static_R, none_TK[:0]).shape == (3, 4)
+
+
+def test_rows_without_a_single_label_give_zeros() -> None:
+    model, ids = model_of(decoder(GQA, moe(balance=()))), ids_of(2, 8)
+    found = gradients(model, [from_ids(ids, torch.full_like(ids, -100))], None, 16)
+    assert found.lm_loss == 0 and found.grad_norm == 0 and found.tokens == 16
+
+
+def test_neither_chunks_nor_tiles_change_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that divide the rows or do not, and tiles of one word and of the whole vocabulary."""
+    model, rows = model_of(decoder(tied=True)), padded_rows((20, 13), 6)
+    want = gradients(model, [rows], None, 4096)
+    kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for chunk, tile in ((1, 16), (13, 16 * 5), (39, 16 * 64), (40, 1)):
+        monkeypatch.setattr(chunked, "TILE", tile)
+        found = gradients(model, [rows], None, chunk)
+        assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-14)
+        same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 1e-13)
+
+
+def test_the_loss_rounds_its_scale_no_more_than_a_step_does() -> None:
+    """bf16 holds one over the number of labels to two digits only."""
+    model, rows = model_of(decoder(GQA, Dense(width=24)), "bf16"), from_ids(ids_of(3, 12))
+    model.loss_of(rows).loss.backward()
+    assert model.head is not None and model.head.weight.grad is not None
+    found = model.head.weight.grad.clone()
+    gradients(model, [rows], None, 1024)
+    assert torch.equal(found, model.head.weight.grad)
+
+
+def test_compute_copies_follow_weights_that_are_swapped() -> None:
+    model, ids = model_of(decoder(GQA, moe()), "bf16"), ids_of(2, 8)
+    model.logits(ids)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.25
+    fresh = model_of(decoder(GQA, moe()), "bf16", seed=2)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model.logits(ids), fresh.logits(ids))
+
+
+def test_what_is_changed_in_place_is_kept_not_made_again() -> None:
+    recompute = Recompute(Selective(modules=("norms",)))
+    x = torch.randn(4, requires_grad=True)
+    with recompute.keeping():
+        y = recompute.run("norms", lambda x: x * 2, x)
+        y.add_(1)
+        total = (y * y).sum()
+    total.backward()
+    assert x.grad is not None and torch.allclose(x.grad, 4 * (2 * x.detach() + 1))
+
+
+def test_discarded_outputs_are_made_again_for_each_backward() -> None:
+    found, recompute = [], Recompute(SOME)
+    x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    with recompute.keeping():
+        total = (recompute.run("norms", torch.tanh, x) ** 3).sum()
+    for _ in range(2):
+        x.grad = None
+        total.backward(retain_graph=True)
+        assert x.grad is not None
+        found.append(x.grad.clone())
+    assert torch.equal(*found)
+
+
+def test_start_values_reset_what_training_moved() -> None:
+    """A rewind to the start finds the biases and counts of the start."""
+    record = decoder(GQA, moe(router=DEEP))
+    model = model_of(record)
+    fresh = {name: t.clone() for name, t in model.state_dict().items()}
+    for _, mixture in model.mixtures():
+        assert mixture.router.selection_bias is not None
+        mixture.router.selection_bias.add_(0.5)
+        mixture.balance.counters.load_E.add_(3)
+    initialise(model, model.record, 1)
+    for _, mixture in model.mixtures():
+        assert mixture.router.selection_bias is not None
+        assert not mixture.router.selection_bias.any() and not mixture.balance.counters.load_E.any()
+    assert torch.equal(model.state_dict()["head.weight"], fresh["head.weight"])
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.0), (1.0, 1.5), (-1.0, 1.0)])
+def test_sampling_knobs_out_of_range_are_refused(temperature: float, top_p: float) -> None:
+    with pytest.raises(ValueError, match=rf"temperature {temperature} and top_p {top_p}"):
+        generate(model_of(decoder()), [[1, 2]], 2, temperature=temperature, top_p=top_p)
