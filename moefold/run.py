@@ -25,8 +25,9 @@ from moefold.training.hooks.config import Watch
 RECIPES = Path(__file__).parent / "recipes"
 IDENTITY = ("seed", "model", "data", "optim", "train")
 """Fields that say what is computed; a folder of checkpoints continues only where they agree."""
-FREE_IN_IDENTITY = (("train", "steps"), ("train", "micro_batch"), ("train", "loss_chunk"))
-"""Fields inside those that may change all the same."""
+FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"))
+"""Fields inside those that may change all the same. Not the micro-batch: balance terms and
+capacity are decided over it."""
 KNOWN = (registry, custom, folder)
 """Imported so that every family stands in its slot."""
 

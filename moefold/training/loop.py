@@ -107,7 +107,7 @@ class Job:
         self.progress = Progress()
         self.machine = Machine.measured(self.model.recipe.dtype, self.device)
         self.counts = count(self.decoder)
-        self._strikes = 0
+        self._strikes = self._struck_at = 0
         self._running = False
         self._stop_reason: str | None = None
         self.resumed_from = self._resume()
@@ -176,8 +176,9 @@ class Job:
                 while self.progress.step < self.last_step and self._stop_reason is None:
                     metrics = self.step()
                 self.save()
-                if self._stop_reason is not None:
-                    raise Interrupted(f"{self._stop_reason}; saved step {self.progress.step}")
+                reason, self._stop_reason = self._stop_reason, None
+                if reason is not None:
+                    raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
                 error = caught
                 raise
@@ -258,9 +259,11 @@ class Job:
 
     def _judge(self, figures: StepFigures, place: int, batches: Sequence[MicroBatch]) -> Verdict:
         if figures.finite:
-            self._strikes = 0
+            # Steps made again after a rewind prove nothing: only getting past the bad one does.
+            if self.progress.step >= self._struck_at:
+                self._strikes = 0
             return Verdict.UPDATE
-        self._strikes += 1
+        self._strikes, self._struck_at = self._strikes + 1, self.progress.step
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         sources = [origin for batch in batches for origin in batch.sources]
         return judge(
@@ -276,13 +279,10 @@ class Job:
     def _rewind(self, place: int) -> None:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
         excluded = tuple(sorted({*self.progress.excluded, place}))
-        path = newest(self.folder)
-        if path is None:
+        if self._resume() is None:
             self.start_values()
             self.optimizer = build(self.run.optim, dict(self.model.named_parameters()))
             self.progress = Progress()
-        else:
-            self.progress = restore(path, self.model, self.optimizer)
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
         for hook in self.hooks:
             hook.on_rewind(self)
@@ -379,4 +379,5 @@ def _signals(request_stop: Any) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None stands for a handler that Python did not install and cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -34,7 +34,7 @@ def judge(
 
     Args:
         policy: the run's record.
-        strikes: such steps in a row, or rewinds since the last good step, this one included.
+        strikes: such steps in a row, or rewinds since the run last got past one, this one included.
         step: number of the step.
         place: its place in the data's order.
         figures: what was not finite.

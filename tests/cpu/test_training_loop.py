@@ -220,6 +220,55 @@ def test_rewind_goes_back_and_leaves_the_data_out(tmp_path: Path) -> None:
         assert job.progress.excluded == (3,) and job.step_number == 5
 
 
+def test_rewinds_end_where_other_data_does_not_help(tmp_path: Path) -> None:
+    """A step that fails on any data: good steps made again before it must not reset the limit."""
+    notes = Notes()
+    changes = {"train": {"on_nonfinite": {"kind": "rewind", "limit": 2}}}
+    with job_of(tmp_path, "out", notes, **changes) as job:
+
+        def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+            assert len(notes.steps) < 20, "rewinds without end"
+            return out * math.nan if job.step_number == 3 else out
+
+        job.model.norm.register_forward_hook(spoil)
+        with pytest.raises(NonFiniteStep, match="limit of 2 is used up"):
+            job.train()
+    assert notes.rewinds == 2 and [m["step"] for m in notes.steps] == [1, 2, 3] * 3
+
+
+def test_a_rewind_passes_over_a_damaged_checkpoint(tmp_path: Path) -> None:
+    changes = {"train": {"on_nonfinite": {"kind": "rewind"}, "steps": 6}}
+    with job_of(tmp_path, "out", **changes) as job:
+        Poison(job, {4})
+        for step in (2, 4):
+            job.last_step = step
+            job.train()
+        damage(tmp_path / "out" / "step-00000004")
+        job.step()
+        assert job.step_number == 2 and job.progress.excluded == (4,)
+
+
+def test_a_rewind_to_the_start_finds_the_biases_of_the_start(tmp_path: Path) -> None:
+    changes = {"model": DEEPSEEK, "train": {"on_nonfinite": {"kind": "rewind"}}}
+    with job_of(tmp_path, "out", **changes) as job:
+        before = weights(job)
+        Poison(job, {3})
+        for _ in range(3):
+            job.step()
+        assert any("bias" in name for name in equal(weights(job), before))
+        job.step()
+        assert job.step_number == 0 and equal(weights(job), before) == []
+
+
+def test_a_run_that_was_stopped_can_go_on_in_the_same_process(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.step()
+        job.request_stop("asked")
+        with pytest.raises(Interrupted, match="asked; saved step 1"):
+            job.train()
+        assert job.train()["step"] == 8
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     found = []
     for micro_batch in (1, 2, 4):
@@ -258,6 +307,14 @@ def test_b18_the_bias_moves_once_a_step_whatever_runs_in_between(tmp_path: Path)
         assert torch.equal(mixture.balance.counters.load_E, load_E)
 
 
+def damage(checkpoint: Path) -> None:
+    """Flip one bit of a checkpoint's weights."""
+    shard = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+
+
 def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.last_step = 2
@@ -266,7 +323,9 @@ def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
         job_of(tmp_path, optim={**OPTIMIZERS["adamw"], "lr": 0.02})
     with pytest.raises(ValueError, match=r"seed: 1 -> 2"):
         job_of(tmp_path, seed=2)
-    with job_of(tmp_path, train={"steps": 12, "micro_batch": 1}, layout={"experts": "loop"}) as job:
+    with pytest.raises(ValueError, match=r"train\.micro_batch: 2 -> 1"):
+        job_of(tmp_path, train={"micro_batch": 1})
+    with job_of(tmp_path, train={"steps": 12, "loss_chunk": 16}, layout={"experts": "loop"}) as job:
         assert job.step_number == 2
 
 
@@ -278,10 +337,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         for step in (2, 4):
             job.last_step = step
             job.train()
-    shard = next((tmp_path / "out" / "step-00000004").glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
+    damage(tmp_path / "out" / "step-00000004")
     with job_of(tmp_path) as job:
         assert job.step_number == 2 and "Falling back to step-00000002" in caplog.text
         job.train()
