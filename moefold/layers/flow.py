@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from moefold.data.batch import MicroBatch
@@ -45,9 +46,9 @@ class Flow:
         """bool mask of rows that count, None where all do (known on the host)."""
         return None if self.rows.n_valid == self.rows.rows else self.rows.valid_T
 
-    def operand(self, weight: Tensor) -> Operand:
-        """Return a parameter as products take it."""
-        return self.recipe.operand(weight)
+    def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
+        """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""
+        return self.recipe.operand(weight, dtype)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass and kind."""

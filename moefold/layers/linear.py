@@ -32,17 +32,23 @@ class Embedding(nn.Module):
 
     def forward(self, flow: Flow) -> Tensor:
         """Return the micro-batch's rows [T, hidden] in the compute dtype."""
-        rows = _Lookup.apply(self.weight, flow.rows.ids_T, flow.n_valid, flow.sink)
+        table = flow.operand(self.weight, self.weight.dtype)
+        rows = _Lookup.apply(table.master, table.value, flow.rows.ids_T, flow.n_valid, flow.sink)
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, table_VD: Tensor, ids_T: Tensor, n_valid: int | None, sink: GradientSink
+        ctx: Any,
+        master: Tensor,
+        table_VD: Tensor,
+        ids_T: Tensor,
+        n_valid: int | None,
+        sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.table, ctx.n_valid, ctx.sink = table_VD, n_valid, sink
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return table_VD.index_select(0, ids_T)
 
     @staticmethod
@@ -50,7 +56,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (ids_T,) = ctx.saved_tensors
         n_valid = ctx.n_valid
-        table: Tensor = ctx.table
+        table: Tensor = ctx.master
 
         def product(into_VD: Tensor | None) -> Tensor:
             ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)
@@ -62,4 +68,4 @@ class _Lookup(torch.autograd.Function):
                 )
             return into_VD.index_add_(0, ids, rows)
 
-        return ctx.sink.deliver(table, product), None, None, None
+        return ctx.sink.deliver(table, product), None, None, None, None

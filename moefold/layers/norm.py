@@ -19,6 +19,7 @@ class RmsNorm(nn.Module):
         """Return the normed rows; x is [T, ..., width]."""
 
         def normed(x: Tensor) -> Tensor:
-            return rms_norm(x, self.weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
+            weight = flow.operand(self.weight, self.weight.dtype)
+            return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
         return flow.recompute.run("norms", normed, x)

@@ -23,17 +23,19 @@ class Recipe:
         self.master_dtype = torch.promote_types(self.dtype, torch.float32)
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def operand(self, weight: Tensor) -> Operand:
-        """Return the weight as products take it.
+    def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
+        """Return the weight as products take it, or in another ``dtype`` where one is named.
 
         The copy is renewed when the parameter's version counter has moved (every in-place update
         moves it, an optimizer's or a checkpoint's alike) or when it lies in other memory. Writing
         through ``weight.data`` moves neither: update under ``torch.no_grad()`` instead.
         """
-        if weight.dtype == self.dtype:
+        dtype = dtype or self.dtype
+        if weight.dtype == dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
-        if held is None or held[0] != weight._version or not weight.is_set_to(held[1]):
-            held = (weight._version, weight.detach(), weight.detach().to(self.dtype))
+        fresh = held is not None and held[0] == weight._version and weight.is_set_to(held[1])
+        if held is None or not fresh or held[2].dtype != dtype:
+            held = (weight._version, weight.detach(), weight.detach().to(dtype))
             self._copies[weight] = held
         return Operand(weight, held[2])

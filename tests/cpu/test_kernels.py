@@ -173,8 +173,8 @@ def test_the_gated_ffn_keeps_only_input_and_preactivation() -> None:
 def test_rms_norm_equals_the_reference(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms, "PIECE", piece)
     x, w = drawn(7, 3, 8), drawn(8)
-    assert relative(rms_norm(x, w, 1e-6), plain_norm(x, w, 1e-6)) < 1e-14
-    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
+    assert relative(rms_norm(x, operand(w), 1e-6), plain_norm(x, w, 1e-6)) < 1e-14
+    assert gradcheck(lambda x, w: rms_norm(x, operand(w), 1e-3), (x, w))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

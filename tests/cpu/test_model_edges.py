@@ -149,3 +149,24 @@ def test_start_values_reset_what_training_moved() -> None:
 def test_sampling_knobs_out_of_range_are_refused(temperature: float, top_p: float) -> None:
     with pytest.raises(ValueError, match=rf"temperature {temperature} and top_p {top_p}"):
         generate(model_of(decoder()), [[1, 2]], 2, temperature=temperature, top_p=top_p)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 8])
+def test_copies_are_summed_wide_and_rounded_once(copies: int) -> None:
+    y_RD = torch.randn(5 * copies, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    row_TK = torch.arange(5 * copies).flip(0).view(5, copies)
+    want_TD = y_RD[row_TK].double().sum(1).bfloat16()
+    assert torch.equal(collect(y_RD, row_TK.flatten() // copies, row_TK), want_TD)
+    assert torch.equal(collect(y_RD, row_TK.flatten() // copies, row_TK, complete=True), want_TD)
+
+
+def test_an_operand_of_another_type_is_a_copy_of_the_weight_as_it_is() -> None:
+    """What routers, norms and look-ups read comes from the helper that products read from."""
+    model = model_of(decoder(), "bf16")
+    weight = model.get_parameter("layers.0.attention.q.weight")
+    assert model.recipe.operand(weight, torch.float32).value.data_ptr() == weight.data_ptr()
+    for dtype in (torch.float64, None, torch.float64):
+        value = model.recipe.operand(weight, dtype).value
+        assert torch.equal(value, weight.detach().to(dtype or torch.bfloat16))
+        with torch.no_grad():
+            weight.mul_(1.5)

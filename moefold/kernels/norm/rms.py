@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.operand import Operand
 
 PIECE = 1 << 18
 """Elements of one piece, a megabyte of fp32."""
@@ -23,7 +24,7 @@ PIECE = 1 << 18
 
 def rms_norm(
     x: Tensor,
-    weight_D: Tensor,
+    weight: Operand,
     epsilon: float,
     *,
     n_valid: int | None = None,
@@ -33,12 +34,12 @@ def rms_norm(
 
     Args:
         x: rows.
-        weight_D: the scale, fp32 or fp64.
+        weight: operand [D], the scale, fp32 or fp64.
         epsilon: added to the mean square.
         n_valid: the first so many of T count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _RmsNorm.apply(x, weight_D, epsilon, n_valid, sink)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight.master, weight.value, epsilon, n_valid, sink)  # type: ignore[no-any-return]
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -53,6 +54,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        master: Tensor,
         weight_D: Tensor,
         epsilon: float,
         n_valid: int | None,
@@ -68,8 +70,7 @@ class _RmsNorm(torch.autograd.Function):
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
             y_ND[rows] = (x_nD * rstd_N1[rows]).mul_(scale_D)
         ctx.save_for_backward(x, rstd_N1, weight_D)
-        # The parameter itself: what saved tensors give back may be another tensor of equal value.
-        ctx.master, ctx.n_valid, ctx.sink = weight_D, n_valid, sink
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return y_ND.view(x.shape)
 
     @staticmethod
@@ -98,7 +99,7 @@ class _RmsNorm(torch.autograd.Function):
                 return dw_D
 
             dw = ctx.sink.deliver(ctx.master, product)
-        return dx_ND.view(x.shape), dw, None, None, None
+        return dx_ND.view(x.shape), dw, None, None, None, None
 
 
 def _pieces(x_ND: Tensor) -> list[slice]:
