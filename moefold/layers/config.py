@@ -53,7 +53,7 @@ class Yarn(Record):
             yield Violation(
                 ("beta_fast",),
                 self.beta_fast,
-                f"above beta_slow ({self.beta_slow})",
+                f"must be above beta_slow ({self.beta_slow})",
                 self.beta_slow * 32,
             )
 
@@ -85,10 +85,12 @@ class Gqa(Record):
         """Key-value heads divide the heads; rotary pairs need an even head."""
         if self.heads % self.kv_heads:
             nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
-            yield Violation(("kv_heads",), self.kv_heads, f"divides heads ({self.heads})", nearest)
+            yield Violation(
+                ("kv_heads",), self.kv_heads, f"must divide heads ({self.heads})", nearest
+            )
         if self.head_dim % 2:
             yield Violation(
-                ("head_dim",), self.head_dim, "is even, for rotary pairs", self.head_dim + 1
+                ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
             )
 
 
@@ -116,7 +118,7 @@ class Mla(Record):
         """Rotary pairs need an even dim."""
         if self.rope_dim % 2:
             yield Violation(
-                ("rope_dim",), self.rope_dim, "is even, for rotary pairs", self.rope_dim + 1
+                ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
             )
 
 

@@ -58,7 +58,7 @@ class Router(Record):
     def rules(self) -> Iterator[Violation]:
         """Top-k fits the experts, and the groups that are kept."""
         if self.top_k > self.experts:
-            rule = f"at most experts ({self.experts})"
+            rule = f"must be at most experts ({self.experts})"
             yield Violation(("top_k",), self.top_k, rule, self.experts)
         if self.order == "topk_first" and self.score != "softmax":
             rule = "topk_first needs softmax scores"
@@ -75,15 +75,15 @@ class Router(Record):
     def _group_rules(self, groups: Groups) -> Iterator[Violation]:
         if self.experts % groups.count:
             nearest = max(d for d in range(1, groups.count + 1) if self.experts % d == 0)
-            rule = f"divides experts ({self.experts})"
+            rule = f"must divide experts ({self.experts})"
             yield Violation(("groups", "count"), groups.count, rule, nearest)
             return
         size = self.experts // groups.count
         if self.top_k > size * groups.keep:
-            rule = f"keep * experts per group ({size}) is at least top_k ({self.top_k})"
+            rule = f"keep * experts per group ({size}) must be at least top_k ({self.top_k})"
             yield Violation(("groups", "keep"), groups.keep, rule, -(-self.top_k // size))
         if groups.score == "sum_best" and groups.best > size:
-            rule = f"at most experts per group ({size})"
+            rule = f"must be at most experts per group ({size})"
             yield Violation(("groups", "best"), groups.best, rule, size)
 
 

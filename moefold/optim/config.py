@@ -36,9 +36,9 @@ def span_steps(span: Span, total_steps: int) -> int:
 def span_rules(name: str, span: Span) -> Iterator[Violation]:
     """Yield what is wrong with a span on its own, without knowing the run's length."""
     if span < 0:
-        yield Violation((name,), span, "is not negative", 0)
+        yield Violation((name,), span, "must not be negative", 0)
     elif isinstance(span, float) and span >= 1:
-        rule = "is a whole number of steps, or a fraction of the run below 1"
+        rule = "must be a whole number of steps, or a fraction of the run below 1"
         yield Violation((name,), span, rule, round(span))
 
 
@@ -76,7 +76,7 @@ class Schedule(Record):
     def misfits(self, total_steps: int) -> Iterator[Violation]:
         """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
         if span_steps(self.warmup, total_steps) >= total_steps:
-            rule = f"is shorter than the run ({total_steps} steps)"
+            rule = f"must be shorter than the run ({total_steps} steps)"
             yield Violation(("warmup",), self.warmup, rule, total_steps - 1)
 
 
@@ -155,7 +155,7 @@ class Wsd(Schedule):
         warmup = min(span_steps(self.warmup, total_steps), total_steps - 1)
         room = total_steps - warmup
         if span_steps(self.decay, total_steps) > room:
-            rule = f"fits between warm-up and end ({total_steps} - {warmup} steps)"
+            rule = f"must fit between warm-up and end ({total_steps} - {warmup} steps)"
             yield Violation(("decay",), self.decay, rule, room)
 
 

@@ -57,5 +57,5 @@ class Train(Record):
                 d for d in range(1, min(self.micro_batch, self.batch) + 1) if self.batch % d == 0
             )
             yield Violation(
-                ("micro_batch",), self.micro_batch, f"divides batch ({self.batch})", nearest
+                ("micro_batch",), self.micro_batch, f"must divide batch ({self.batch})", nearest
             )

@@ -282,7 +282,7 @@ def test_all_problems_are_said_at_once() -> None:
 
 
 def test_sizes_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape\.kv_heads is 5.*divides heads"):
+    with pytest.raises(ValueError, match=r"shape\.kv_heads is 5.*divide heads"):
         from_hf(MIXTRAL | {"num_key_value_heads": 5})
     with pytest.raises(ValueError, match=r"shape\.top_k is 9.*at most experts"):
         from_hf(MIXTRAL | {"num_experts_per_tok": 9})

@@ -237,7 +237,9 @@ class Family(Record):
 def too_few_rows(path: Spot, rows: int | None, vocab: int) -> Iterator[Violation]:
     """Yield a violation where an embedding of ``rows`` has none for some tokens."""
     if rows is not None and rows < vocab:
-        yield Violation(path, rows, f"at least the tokenizer's number of tokens, {vocab}", vocab)
+        yield Violation(
+            path, rows, f"must be at least the tokenizer's number of tokens, {vocab}", vocab
+        )
 
 
 def refuse(broken: Iterable[Violation], where: str = "model") -> None:

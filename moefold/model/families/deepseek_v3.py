@@ -66,14 +66,14 @@ class Shape(Sizes):
     def rules(self) -> Iterator[Violation]:
         """A layer keeps experts, the shared expert is some experts wide, rotary dims are even."""
         if self.dense_layers >= self.layers:
-            rule = f"less than layers ({self.layers}): a layer keeps experts"
+            rule = f"must be less than layers ({self.layers}): a layer keeps experts"
             yield Violation(("dense_layers",), self.dense_layers, rule, self.layers - 1)
         if self.width_of_shared % self.expert_width:
             nearest = max(1, round(self.width_of_shared / self.expert_width)) * self.expert_width
-            rule = f"a multiple of expert_width ({self.expert_width})"
+            rule = f"must be a multiple of expert_width ({self.expert_width})"
             yield Violation(("shared_width",), self.shared_width, rule, nearest)
         if self.rope_dim % 2:
-            rule = "is even, for rotary pairs"
+            rule = "must be even, for rotary pairs"
             yield Violation(("rope_dim",), self.rope_dim, rule, self.rope_dim + 1)
 
 

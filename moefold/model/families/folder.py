@@ -88,7 +88,7 @@ class Folder(Record):
         try:
             decoder = read_config(Path(self.path)).decoder
         except ValueError as error:
-            rule = f"is a Hugging Face folder that can be read: {error}"
+            rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(("from",), self.path, rule, _like(self.path))
             return
         moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]

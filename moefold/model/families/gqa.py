@@ -35,7 +35,7 @@ class GqaSizes(Sizes):
         """Heads fit the hidden size, and key-value heads the heads."""
         if self.dims_per_head * self.heads != self.hidden or self.dims_per_head % 2:
             nearest = max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads
-            rule = f"hidden / heads ({self.heads}) is a whole, even number of dims per head"
+            rule = f"hidden / heads ({self.heads}) must be a whole, even number of dims per head"
             yield Violation(("hidden",), self.hidden, rule, nearest)
         yield from self._kv_rules()
 
@@ -43,7 +43,9 @@ class GqaSizes(Sizes):
         if self.heads % self.kv_heads:
             below = range(1, min(self.heads, self.kv_heads) + 1)
             nearest = max(d for d in below if self.heads % d == 0)
-            yield Violation(("kv_heads",), self.kv_heads, f"divides heads ({self.heads})", nearest)
+            yield Violation(
+                ("kv_heads",), self.kv_heads, f"must divide heads ({self.heads})", nearest
+            )
 
 
 class FreeGqaSizes(GqaSizes):
@@ -63,7 +65,7 @@ class FreeGqaSizes(GqaSizes):
             yield from super().rules()
             return
         if self.head_dim % 2:
-            rule = "is even, for rotary pairs"
+            rule = "must be even, for rotary pairs"
             yield Violation(("head_dim",), self.head_dim, rule, self.head_dim + 1)
         yield from self._kv_rules()
 

@@ -76,7 +76,7 @@ class Mixtral(Family):
                 yield broken
         name = "experts" if self.shape.experts == 1 else "top_k"
         if getattr(self.shape, name) == 1:
-            rule = "at least 2: the renormalised weight of one expert is always 1"
+            rule = "must be at least 2: the renormalised weight of one expert is always 1"
             yield Violation(("shape", name), 1, rule, 2)
 
     @classmethod

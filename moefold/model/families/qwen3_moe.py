@@ -30,7 +30,8 @@ class Shape(FreeGqaSizes):
         if len(legal) == self.layers:
             legal = legal[:-1]
         if list(self.dense_layers) != legal:
-            rule = f"increasing numbers from 0 to {self.layers - 1}, not all: a layer keeps experts"
+            last = self.layers - 1
+            rule = f"must be increasing numbers from 0 to {last}, not all: a layer keeps experts"
             yield Violation(("dense_layers",), self.dense_layers, rule, tuple(legal))
 
     @property

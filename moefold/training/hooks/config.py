@@ -62,7 +62,7 @@ class Evaluate(Record):
         """Each baseline is named once."""
         kept = tuple(dict.fromkeys(self.baselines))
         if len(kept) < len(self.baselines):
-            yield Violation(("baselines",), list(self.baselines), "each stands once", list(kept))
+            yield Violation(("baselines",), list(self.baselines), "each may stand once", list(kept))
 
 
 class Sample(Record):
@@ -103,7 +103,7 @@ class Profile(Record):
         """Steps rise and none is named twice."""
         kept = sorted(set(self.steps))
         if kept != list(self.steps):
-            yield Violation(("steps",), list(self.steps), "rise, each named once", kept)
+            yield Violation(("steps",), list(self.steps), "must rise, each named once", kept)
 
 
 class Plots(Record):
