@@ -129,7 +129,9 @@ def _facts(prepared: Prepared, sides: list[tuple[str, Part]]) -> dict[str, Any]:
 def look(args: argparse.Namespace) -> int:
     """Say what token files hold; return the exit status."""
     console = Console(soft_wrap=True)
-    tokenizer = _tokenizer(args)
+    if Path(args.prefix).is_dir():
+        return _look_around(args, console)
+    tokenizer = _tokenizer(args, args.prefix)
     found = inspect(args.prefix, tokenizer)
     ids = text = None
     if args.document is not None:
@@ -137,25 +139,48 @@ def look(args: argparse.Namespace) -> int:
             raise DataError(f"document {args.document} is not in [0, {found.documents})")
         ids = Indexed(args.prefix).document(args.document)
         text = None if tokenizer is None else tokenizer.decode(ids.tolist(), special=True)
-    damaged = found.as_written is False
     if args.json:
-        facts = {**asdict(found), "bin": str(found.bin), "text": text}
-        console.print_json(data=facts)
-        return DAMAGED if damaged else WHOLE
+        console.print_json(data=_said(found) | {"text": text})
+    else:
+        _show(found, console)
+        if ids is not None:
+            shown = " ".join(map(str, ids[:SHOWN_TOKENS]))
+            shown += " …" if len(ids) > SHOWN_TOKENS else ""
+            console.print(Text(shown if text is None else text))
+    return DAMAGED if found.as_written is False else WHOLE
+
+
+def _look_around(args: argparse.Namespace, console: Console) -> int:
+    """Say what each pair of token files in a folder, and in the folders inside it, holds."""
+    prefixes = sorted(str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
+    if not prefixes:
+        raise DataError(f"{args.prefix}: holds no token files (.bin and .idx)")
+    if args.document is not None:
+        raise DataError(f"--document reads one pair of files: name {prefixes[0]}, say")
+    found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
+    if args.json:
+        console.print_json(data={"files": [_said(each) for each in found]})
+    else:
+        for each in found:
+            _show(each, console)
+    return DAMAGED if any(each.as_written is False for each in found) else WHOLE
+
+
+def _said(found: Inspection) -> dict[str, Any]:
+    return {**asdict(found), "bin": str(found.bin)}
+
+
+def _show(found: Inspection, console: Console) -> None:
     for line in _lines(found):
         console.print(Text(line))
-    if ids is not None:
-        shown = " ".join(map(str, ids[:SHOWN_TOKENS])) + (" …" if len(ids) > SHOWN_TOKENS else "")
-        console.print(Text(shown if text is None else text))
-    if damaged:
+    if found.as_written is False:
         text = "the files are not as they were written: make them again"
         console.print(Text(text, style="red"))
-    return DAMAGED if damaged else WHOLE
 
 
-def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
     """Return the tokenizer that was named, or else the one beside the files."""
-    beside = Path(args.prefix).parent / "tokenizer.json"
+    beside = Path(prefix).parent / "tokenizer.json"
     if args.tokenizer is not None:
         return from_path(args.tokenizer)
     return from_path(str(beside)) if beside.is_file() else None

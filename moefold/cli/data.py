@@ -15,7 +15,8 @@ def add(subparsers: Any) -> None:
     _add_prepare(actions)
     text = "reads token files from end to end; exit status 1 where a byte is not as written"
     look = actions.add_parser("inspect", help=text, description=text)
-    look.add_argument("prefix", metavar="PREFIX", help="path of the files without .bin or .idx")
+    hint = "path of the files without .bin or .idx, or a folder that holds such files"
+    look.add_argument("prefix", metavar="PREFIX", help=hint)
     look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
     look.add_argument("--document", metavar="N", type=int, help="show the text of document N")
     look.add_argument("--json", action="store_true", help="answer as one JSON object")

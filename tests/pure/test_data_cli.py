@@ -61,6 +61,24 @@ def test_inspect_shows_documents_and_notices_damage(
     assert status == 1 and "DAMAGED" in text
 
 
+def test_inspect_takes_the_folder_that_prepare_names(
+    lines: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = json.loads(prepared(lines, capsys, "--json")[1])
+    out = str(lines.parent / "out")
+    for folder in (out, made["folder"]):
+        status, answer = ask(capsys, "inspect", folder, "--json")
+        found = {Path(each["bin"]).stem: each["documents"] for each in json.loads(answer)["files"]}
+        parts = {f"jsonl.{part['side']}": part["documents"] for part in made["parts"]}
+        assert status == 0 and found == parts
+    status, text = ask(capsys, "inspect", out)
+    assert status == 0 and text.count("bytes: as written") == 2
+    file = Path(made["parts"][1]["prefix"] + ".bin")
+    file.write_bytes(file.read_bytes()[:-2] + b"\1\0")
+    status, text = ask(capsys, "inspect", out)
+    assert status == 1 and text.count("DAMAGED") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -70,6 +88,7 @@ def test_inspect_shows_documents_and_notices_damage(
         (["prepare", "--stdlib", "--vocab", "3"], "train the tokenizer|at least 257"),
         (["prepare", "--text", "no/such.txt"], "no file matches"),
         (["inspect", "no/such"], "no such file"),
+        (["inspect", "."], "holds no token files"),
         (["inspect", "no/such", "--tokenizer", "no/such"], "tokenizer.json"),
     ],
 )
