@@ -44,7 +44,7 @@ def go(job: Job, console: Console) -> int:
         final = job.train()
     except Interrupted as stopped:
         console.print(Text(str(stopped), style="yellow"), soft_wrap=True)
-        again = f"the same command and --folder {job.folder} go on from there"
+        again = f"the same command with --folder {job.folder} goes on from there"
         console.print(again, soft_wrap=True, highlight=False)
         return SAVED_AND_STOPPED
     except (NonFiniteStep, RoutingCollapse) as stopped:

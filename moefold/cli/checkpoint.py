@@ -20,6 +20,7 @@ from moefold.checkpoint.verify import Problem, inspect, verify
 WHOLE, DAMAGED = 0, 1
 """Exit status: every byte is right, or something is not as written."""
 ROWS = 40
+LONG_TEXT = 200
 BAR_FROM_BYTES = 256 * 2**20
 
 
@@ -95,8 +96,19 @@ def _inspect(path: Path, args: argparse.Namespace, console: Console) -> int:
     if len(shown) < count:
         console.print(f"… and {count - len(shown)} more; --all lists them")
     if found.meta:
-        console.print(Text("meta " + json.dumps(found.meta, ensure_ascii=True, indent=1)))
+        console.print(Text("meta " + json.dumps(_short(found.meta), ensure_ascii=True, indent=1)))
     return WHOLE
+
+
+def _short(value: Any) -> Any:
+    """Return meta data for people: a long text, such as a tokenizer, by its length alone."""
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    if isinstance(value, str) and len(value) > LONG_TEXT:
+        return f"{value[:LONG_TEXT]}… ({len(value):,} characters; --json has them)"
+    return value
 
 
 def _verify(path: Path, args: argparse.Namespace, console: Console, notes: Console) -> int:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from moefold.moe.config import Bias, Moe
 from moefold.training.loop import Job
-from moefold.training.words import clock, count, plural, si, size
+from moefold.training.words import clock, count, milliseconds, plural, si, size
 
 Row = tuple[str, str]
 
@@ -126,8 +126,8 @@ def _cost(job: Job) -> Iterator[Row]:
     )
     yield (
         "time",
-        f"at least {1000 * least:.2g} ms a step and {clock(steps * least)} in all, were every "
-        "product at the machine's best; measured after 3 steps",
+        f"at least {milliseconds(least)} a step and {clock(steps * least)} in all, with every "
+        "product at the machine's best rate; the real time is measured after 3 steps",
     )
     yield (
         "memory",

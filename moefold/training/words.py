@@ -19,6 +19,13 @@ def clock(seconds: float) -> str:
     return f"{days} d {hour:02d}:{minute:02d}"
 
 
+def milliseconds(seconds: float) -> str:
+    """Write a short time in two digits or more: ``0.56 ms``, ``2.6 ms``, ``240 ms``."""
+    number = 1000 * seconds
+    digits = 2 if number < 0.995 else 1 if number < 9.95 else 0
+    return f"{number:,.{digits}f} ms"
+
+
 def count(number: float) -> str:
     """Write a count in three digits and a suffix: ``950``, ``12.3k``, ``4.56M``, ``1.23B``."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

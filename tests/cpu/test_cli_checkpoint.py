@@ -49,6 +49,18 @@ def test_inspect_shows_all_when_asked(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "t099" in capsys.readouterr().out
 
 
+def test_inspect_spares_people_a_tokenizer_s_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "begins" + "x" * 5000
+    path = save(tmp_path, 1, {"t": torch.ones(1)}, {"tokenizer": {"text": text}, "all": [text]})
+    assert moefold("inspect", path) == 0
+    out = capsys.readouterr().out
+    assert out.count("begins") == 2 and "5,006 characters" in out and len(out) < 1500
+    assert moefold("inspect", "--json", path) == 0
+    assert json.loads(capsys.readouterr().out)["meta"]["tokenizer"]["text"] == text
+
+
 def test_inspect_json(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert moefold("inspect", "--json", saved) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.training.words import clock, count, harmless, plural, si, size
+from moefold.training.words import clock, count, harmless, milliseconds, plural, si, size
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,16 @@ def test_counts_have_three_digits(number: float, text: str) -> None:
 def test_durations(seconds: float, text: str) -> None:
     """Each unit carries over."""
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00056, "0.56 ms"), (0.0026, "2.6 ms"), (0.00999, "10 ms"), (0.24, "240 ms"),
+     (12.3456, "12,346 ms")],
+)  # fmt: skip
+def test_short_times(seconds: float, text: str) -> None:
+    """Never in powers of ten."""
+    assert milliseconds(seconds) == text
 
 
 @pytest.mark.parametrize(
