@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from moefold.config.uses import bring
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.tokenizer import TokenizerFiles
@@ -57,6 +58,8 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 
     Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
     """
+    if not isinstance(run, Run):
+        raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
     return Job(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
 
 
@@ -72,6 +75,7 @@ def load_model(
     source: str | Path,
     dtype: Literal["float32", "float64", "bfloat16"] = "float32",
     device: torch.device | str | None = None,
+    uses: Sequence[str | Path] = (),
 ) -> DecoderModel:
     """Load a model with its weights, from a Hugging Face folder, a checkpoint, or a run's folder.
 
@@ -79,11 +83,15 @@ def load_model(
         source: the folder.
         dtype: type of the products; ``bfloat16`` keeps fp32 weights and multiplies bf16 copies.
         device: where it goes.
+        uses: Python files that bring the parts from outside which the model is made of.
 
     Raises:
         ValueError: where the folder is none of these, or does not hold the whole model.
     """
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype {dtype!r}: one of {', '.join(PRECISIONS)}")
     path = Path(source)
+    bring(uses)
     if (path / "config.json").is_file():
         with import_folder(path) as imported:
             model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)
@@ -100,6 +108,7 @@ def export(
     folder: str | Path,
     dtype: Literal["float32", "bfloat16"] = "float32",
     layout: Literal["per_expert", "packed"] = "per_expert",
+    uses: Sequence[str | Path] = (),
 ) -> list[str]:
     """Write a checkpoint's model as a folder that ``transformers`` loads; return notes.
 
@@ -108,11 +117,12 @@ def export(
         folder: a new folder.
         dtype: type of the weights on disk.
         layout: experts each on their own, or all in one tensor.
+        uses: Python files that bring the parts from outside which the model is made of.
 
     Raises:
         ValueError: where there is no checkpoint, or no known family has this model.
     """
-    with StoredModel.open(checkpoint) as stored:
+    with StoredModel.open(checkpoint, uses) as stored:
         files = None
         if stored.tokenizer is not None:
             names = {"eos_token": stored.tokenizer.end, "bos_token": stored.tokenizer.start}

@@ -45,7 +45,7 @@ def bring_in(args: argparse.Namespace) -> int:
 
 def hand_out(args: argparse.Namespace) -> int:
     """Write a checkpoint's model as a Hugging Face folder; return the exit status."""
-    left_out = export(args.checkpoint, args.folder, args.dtype, args.layout)
+    left_out = export(args.checkpoint, args.folder, args.dtype, args.layout, args.uses)
     size = sum(p.stat().st_size for p in Path(args.folder).glob("*.safetensors"))
     facts = {
         "folder": args.folder,

@@ -18,7 +18,7 @@ from moefold.training.words import harmless
 def sample(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
     _check(args)
-    with StoredModel.open(args.checkpoint) as stored:
+    with StoredModel.open(args.checkpoint, args.uses) as stored:
         tokenizer = stored.tokenizer
         if tokenizer is None:
             raise CheckpointError(

@@ -25,6 +25,13 @@ def add(subparsers: Any) -> None:
         default="per_expert",
         help="experts each on their own, which most programs read, or all in one tensor",
     )
+    parser.add_argument(
+        "--uses",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="Python file with parts of the model from outside; repeatable",
+    )
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

@@ -128,6 +128,8 @@ class _Reading:
         path = self._find(str(source), Path.cwd())
         if path is None:
             rule = f"there is no file or recipe {str(source)!r}"
+            if Path(source).is_dir():
+                rule = "is a folder without config.json, so no Hugging Face folder; name a run file"
             like = closest(Path(source).name, self.recipes)
             raise RunError(
                 [Violation((), str(source), rule, like, "no-file", edits=())], source=str(source)

@@ -7,13 +7,14 @@ from moefold.config.slot import build
 from moefold.layers.flow import Flow, Segment
 from moefold.layers.norm import RmsNorm
 from moefold.model.config import Block
+from moefold.moe.config import Moe
 
 
 class DecoderBlock(nn.Module):
     """Block number ``layer``. T rows, D hidden.
 
-    Its second half is registered under the kind of feed-forward (``ffn`` or ``moe``), which is
-    how parameters get their global names.
+    Its second half is registered as ``moe`` (a mixture, kinds from outside that inherit from it
+    among them) or ``ffn``, which is how parameters get their global names.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class DecoderBlock(nn.Module):
         self.attention_norm = RmsNorm(hidden, epsilon)
         self.attention = build(record.attention, hidden, epsilon)
         self.ffn_norm = RmsNorm(hidden, epsilon)
-        self._half = NAMES.get(record.ffn.kind, "ffn")  # type: ignore[attr-defined]
+        self._half = "moe" if isinstance(record.ffn, Moe) else "ffn"
         self.add_module(self._half, build(record.ffn, hidden, layer, layout))
 
     def segments(self) -> tuple[Segment, ...]:
@@ -45,6 +46,3 @@ class DecoderBlock(nn.Module):
         for segment in self.segments():
             state = segment(flow, *state)
         return state
-
-
-NAMES = {"moe": "moe"}

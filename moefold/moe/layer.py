@@ -20,10 +20,13 @@ from moefold.parallel.config import Layout
 class MoeFfn(nn.Module):
     """Routed experts and an optional shared one: four segments that a schedule can interleave."""
 
+    router_type: type[Router] = Router
+    """What a layer from outside replaces; ``docs/extending.md`` shows how."""
+
     def __init__(self, record: Moe, hidden: int, layer: int, layout: Layout) -> None:
         super().__init__()
         self.record = record
-        self.router = Router(record.router, hidden, record.capacity)
+        self.router = self.router_type(record.router, hidden, record.capacity)
         self.experts = Experts(record.router.experts, hidden, record.width, layout.experts)
         self.shared = (
             None

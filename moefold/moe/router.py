@@ -92,7 +92,7 @@ class Router(ExactBuffers):
         Non-finite logits in valid rows still give some choice, the same one each time.
         """
         logits_TE = self._logits(x_TD, flow)
-        scores_TE = scores(logits_TE, self.record)
+        scores_TE = self.scores(logits_TE)
         fresh = decision is None
         if decision is None:
             decision = self._choose(scores_TE, flow.valid_T)
@@ -101,6 +101,10 @@ class Router(ExactBuffers):
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow.rows))
         routing = self._route(decision, weights_TK, flow.valid_T)
         return Routed(routing, decision, logits_TE, scores_TE)
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores [T, E] that experts are chosen and weighed by; made to be replaced."""
+        return scores(logits_TE, self.record)
 
     def _logits(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return [T, E] in the wider of the record's and the rows' dtype."""

@@ -84,12 +84,24 @@ def count(decoder: Decoder) -> Counts:
         for block in stack.blocks:
             found = {"norms": Part(parameters=2 * decoder.hidden)}
             for record in (block.attention, block.ffn):
-                for name, part in KINDS[type(record)](record, decoder.hidden).items():
+                for name, part in _counter(record)(record, decoder.hidden).items():
                     found[name] = found.get(name, Part()) + part
             for name, part in found.items():
                 repeated = Part(**{k: v * stack.repeat for k, v in vars(part).items()})
                 parts[name] = parts.get(name, Part()) + repeated
     return Counts(parts)
+
+
+def _counter(record: Record) -> Callable[[Any, int], dict[str, Part]]:
+    """Return how a layer is counted: as its kind says, or as the kind that it inherits from."""
+    for kind in type(record).__mro__:
+        if kind in KINDS:
+            return KINDS[kind]
+    name = type(record).__name__
+    raise ValueError(
+        f"{name} is not counted: inherit from a kind that is, or set "
+        f"moefold.planner.count.KINDS[{name}]"
+    )
 
 
 def _matrices(size: int) -> Part:

@@ -3,7 +3,7 @@
 ``moefold import`` writes the same form, without optimizer state and progress.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from moefold.checkpoint.load import Reader
 from moefold.config.check import check
 from moefold.config.problems import RunError
 from moefold.config.records import plain
+from moefold.config.uses import bring
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
@@ -54,18 +55,25 @@ class StoredModel:
     reader: Reader
 
     @classmethod
-    def open(cls, source: str | Path) -> "StoredModel":
+    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "StoredModel":
         """Open a checkpoint's folder, or the newest checkpoint of a run's folder.
+
+        Args:
+            source: the folder.
+            uses: Python files that bring the parts from outside which the model is made of. They
+                are named here and never taken from the checkpoint, which must not run code.
 
         Raises:
             CheckpointError: where there is none, or it holds no model.
         """
+        bring(uses)
         source = Path(source)
         path = source if (source / "manifest.json").is_file() else newest(source)
         if path is None:
-            raise CheckpointError(
-                f"{source} is no checkpoint and holds none; give a run's folder or step-…"
-            )
+            hub = (source / "config.json").is_file()
+            hint = "moefold import makes a checkpoint of this Hugging Face folder"
+            hint = hint if hub else "give a run's folder or step-…"
+            raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
         reader = Reader(path)
         try:
             meta = reader.manifest.meta
@@ -73,6 +81,7 @@ class StoredModel:
                 raise CheckpointError(f"{path} holds no model that moefold wrote")
             verdict = check(Decoder, meta["decoder"])
             if verdict.record is None:
+                _demand_parts(path, meta)
                 raise RunError(verdict.violations, meta["decoder"], str(path))
             return cls(path, meta, verdict.record, _tokenizer(meta.get("tokenizer")), reader)
         except BaseException:
@@ -135,6 +144,17 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
     for name, target in own.items():
         target.copy_(tensors[name])
+
+
+def _demand_parts(path: Path, meta: Mapping[str, Any]) -> None:
+    """Refuse a model with parts from outside that were not named."""
+    files = (meta.get("run") or {}).get("uses") or []
+    if files:
+        named = " ".join(f"--uses {file}" for file in files)
+        raise CheckpointError(
+            f"{path} was written by a run with parts of its own; name their files: {named} "
+            "(in Python: uses=[...])"
+        )
 
 
 def _tokenizer(said: Mapping[str, Any] | None) -> Tokenizer | None:

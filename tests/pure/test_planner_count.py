@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.families.deepseek_v3 import DeepseekV3
@@ -151,3 +152,27 @@ def test_what_a_token_does_not_pass_through_is_idle() -> None:
     }
     assert counts.parameters - counts.active_parameters == 2 * 2 * 3 * 8 * 7
     assert counts.total.attended == 2 * (3 * (4 + 4) + 2 * (6 + 3))
+
+
+class Widened(Dense):
+    """A kind from outside that another is the base of."""
+
+
+class Foreign(Record):
+    """A kind from outside that nobody said how to count."""
+
+
+def test_a_kind_from_outside_is_counted_as_what_it_inherits_from() -> None:
+    """Or its name is asked for."""
+    found = {}
+    for ffn in (Dense(width=7), Widened(width=7), Foreign()):
+        gqa = Gqa(heads=2, kv_heads=1, head_dim=2)
+        block: Any = Block.model_construct(attention=gqa, ffn=ffn)
+        stacks = (Stack.model_construct(repeat=1, blocks=(block,)),)
+        described = Decoder.model_construct(vocab=8, hidden=4, tied=False, stacks=stacks)
+        if isinstance(ffn, Foreign):
+            with pytest.raises(ValueError, match=r"KINDS\[Foreign\]"):
+                count(described)
+        else:
+            found[type(ffn)] = count(described)
+    assert found[Dense] == found[Widened] and found[Dense].parts["ffn"].parameters == 3 * 4 * 7

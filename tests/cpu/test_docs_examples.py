@@ -1,0 +1,214 @@
+"""The examples of docs/extending.md and of README.md do what the pages say."""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import moefold
+from moefold.cli.main import main
+from moefold.data.config import SOURCE
+from moefold.layers.config import FFN
+from moefold.model.config import MODEL
+from moefold.moe.config import BALANCE, DISPATCH
+from moefold.optim.config import OPTIMIZER
+from moefold.training.history import History
+from moefold.training.hooks.config import HOOKS
+from tests.cpu.runs import WORDS, corpus
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+SLOTS = (BALANCE, DISPATCH, FFN, HOOKS, MODEL, OPTIMIZER, SOURCE)
+QUIET = ["watch.evaluate=null", "watch.progress.style=off", "watch.checkpoint.every=null"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """Each file that the page shows, with the run file that uses it."""
+    pairs = zip(blocks(PAGE, "python"), blocks(PAGE, "yaml"), strict=True)
+    return {code.splitlines()[0].removeprefix("# "): (code, run) for code, run in pairs}
+
+
+EXAMPLES = examples()
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one example are unknown to the next."""
+    for slot in SLOTS:
+        monkeypatch.setattr(slot, "kinds", dict(slot.kinds))
+    for name in [name for name in sys.modules if name.startswith("outside_")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that examples share, so that their data is prepared once."""
+    return tmp_path_factory.mktemp("examples")
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a process that never saw the parts from outside."""
+    for slot in SLOTS:
+        mine = {k: r for k, r in slot.kinds.items() if not r.__module__.startswith("outside_")}
+        monkeypatch.setattr(slot, "kinds", mine)
+    for name in [name for name in sys.modules if name.startswith("outside_")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def written(folder: Path, name: str) -> Path:
+    """Write an example's two files, and what they read; return the run file."""
+    code, run = EXAMPLES[name]
+    (folder / name).write_text(code)
+    with (folder / "notes.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "body"])
+        rows.writerows([i, f"{i} " + " ".join(WORDS) * 3] for i in range(40))
+    raw: dict[str, Any] = yaml.safe_load(run)
+    if "data" in raw:
+        raw["data"]["train"][0]["files"] = [str(folder / "notes.csv")]
+    else:
+        source = {"source": "text", "files": [str(corpus(folder / "corpus"))], "holdout": 0.2}
+        raw["data"] = {"train": [source]}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def trained(folder: Path, name: str, *overrides: str) -> History:
+    """Train an example for six steps in ``folder/name``; return what it wrote."""
+    run = moefold.load_run(written(folder, name), ["train.steps=6", *QUIET, *overrides])
+    out = folder / "runs" / "-".join([name, *overrides])
+    moefold.train(run, folder=out)
+    return History.read(out)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains(prepared: Path, name: str) -> None:
+    """Each part is chosen by its kind; the loss falls."""
+    losses = [line["lm_loss"] for line in trained(prepared, name).lines]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.01
+
+
+def test_the_page_has_a_part_of_each_sort() -> None:
+    """No section loses its example."""
+    used = " ".join(code for code, _ in EXAMPLES.values())
+    assert all(f"@{slot}.register" in used for slot in (
+        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "FFN", "MODEL"))  # fmt: skip
+
+
+def test_the_term_and_the_hook_are_in_the_figures(prepared: Path, tmp_path: Path) -> None:
+    """Under the names that the page gives."""
+    lines = trained(tmp_path, "entropy.py").lines
+    assert all(0 < line["router/entropy"] < 1.4 for line in lines)
+    lines = trained(tmp_path, "router_norm.py").lines
+    found = ["norm/layers.1.moe.router.weight" in line for line in lines]
+    assert found == [False, True] * 3
+
+
+def test_the_dispatcher_changes_nothing(tmp_path: Path) -> None:
+    """Dropped copies and all: the loss is that of the package's own."""
+    drops = "model.capacity={factor: 0.75}"
+    for extra in ([], [drops]):
+        plain = trained(tmp_path, "plain_dispatch.py", *extra)
+        local = trained(tmp_path, "plain_dispatch.py", "layout.dispatch=local", *extra)
+        one, other = ([line["lm_loss"] for line in h.lines] for h in (plain, local))
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_the_cap_is_felt(tmp_path: Path) -> None:
+    """The family differs from the one it inherits from in its routers alone; its terms count."""
+    run = moefold.load_run(written(tmp_path, "capped.py"))
+    ffn: Any = run.decoder().blocks[0].ffn
+    assert ffn.kind == "capped_moe" and ffn.router.experts == 4
+    with moefold.open(run, tmp_path / "open") as job:
+        router = next(mixture for _, mixture in job.model.mixtures()).router
+        weight = router.weight
+        assert router.scores(weight.new_tensor([[1e4, 0, 0, 0]]))[0, 0] < 0.9999
+        assert "router/aux_micro_batch" in job.step()
+
+
+def test_a_checkpoint_names_parts_and_runs_none_of_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They are brought by who reads it, on the command line and in Python."""
+    run, out = written(tmp_path, "entropy.py"), str(tmp_path / "out")
+    moefold.train(moefold.load_run(run, ["train.steps=6", *QUIET]), folder=out)
+    part = (tmp_path / "entropy.py").rename(tmp_path / "moved.py")
+    forget(monkeypatch)
+    capsys.readouterr()
+    assert main(["sample", out, "--prompt", "a", "--tokens", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "--uses" in told and str(tmp_path / "entropy.py") in told and "aux, z" not in told
+    with pytest.raises(ValueError, match="parts of its own"):
+        moefold.load_model(out)
+    assert main(["sample", out, "--prompt", "a", "--tokens", "2", "--uses", str(part)]) == 0
+    forget(monkeypatch)
+    assert main(["export", out, str(tmp_path / "hf"), "--uses", str(part)]) == 0
+    forget(monkeypatch)
+    model = moefold.load_model(out, uses=[part])
+    assert len(list(model.mixtures())) == 2
+    forget(monkeypatch)
+    assert moefold.export(out, tmp_path / "hf2", uses=[part])
+
+
+def test_the_readme_s_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs as it stands, on a small corpus in place of the standard library."""
+    monkeypatch.chdir(tmp_path)
+    load_run = moefold.load_run
+    small = f"data.train=[{{source: text, files: ['{corpus(tmp_path / 'c')}'], holdout: 0.2}}]"
+    monkeypatch.setattr(
+        moefold, "load_run", lambda s, overrides: load_run(s, [*overrides, small, *QUIET])
+    )
+    (code,) = blocks((ROOT / "README.md").read_text(), "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    result = names["result"]
+    assert result.folder == Path("runs/tiny") and result.final["lm_loss"] < 6.3
+    assert json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 10
+
+
+def tour_commands() -> list[list[str]]:
+    """Commands with overrides that pages show: they must not be refused."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = re.findall(
+        r"moefold train ((?:demo|tiny)(?: [\w.]+=\S+?)+)`", "".join(p.read_text() for p in pages)
+    )
+    return [line.split() for line in found]
+
+
+@pytest.mark.parametrize("words", tour_commands(), ids=" ".join)
+def test_overrides_that_pages_show_are_legal(words: list[str]) -> None:
+    """They fit the recipe they are tried on."""
+    assert moefold.load_run(words[0], words[1:])
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: moefold.train("tiny"), "load_run"),  # type: ignore[arg-type]
+        (lambda: moefold.load_model("x", dtype="fp32"), "float32, float64, bfloat16"),
+    ],
+)
+def test_likely_slips_are_explained(call: Any, said: str) -> None:
+    """In Python too, the message says what to do."""
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
+
+
+def test_what_is_no_run_says_what_it_is(tmp_path: Path, capsys: Any) -> None:
+    """A folder that is none, and a Hugging Face folder where a checkpoint belongs."""
+    assert main(["train", str(tmp_path), "--dry-run"]) == 2
+    assert "a folder without config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["sample", str(tmp_path)]) == 2
+    assert "moefold import" in capsys.readouterr().err
