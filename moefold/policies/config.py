@@ -9,7 +9,7 @@ from moefold.config.slot import Slot
 
 RECOMPUTE = Slot("recompute policy")
 
-Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts", "activations"]
+Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts"]
 """Kinds of module that can be recomputed on their own."""
 
 

@@ -5,6 +5,7 @@ What is not the step is a hook; the loop knows none of them by name.
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -85,6 +86,8 @@ class Job:
         self.last_step = run.train.steps
         self.parts = {f"uses: {path}": digest for path, digest in bring(run.uses).items()}
         if run.deterministic:
+            # What cuBLAS needs to be so too; it is read before the first product on a device.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.lock = FolderLock(self.folder, run.name)
         self.lock.acquire()
@@ -365,7 +368,7 @@ class Job:
 
 @contextmanager
 def _signals(request_stop: Any) -> Iterator[None]:
-    """Turn the first signal into a request to stop; a second one ends the process at once."""
+    """Turn the first signal of a kind into a request to stop; a second ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,10 @@
 """The model at the edges: no rows, no labels, chunks and tiles of any size, weights swapped."""
 
+from typing import Any, get_args
+
 import pytest
 import torch
+from torch import Tensor
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids, pack
@@ -10,8 +13,9 @@ from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.layers.config import Dense
 from moefold.model.generate import generate
 from moefold.model.init import initialise
-from moefold.moe.config import Capacity
-from moefold.policies.config import Full, Selective
+from moefold.moe.config import Capacity, Local, Shared
+from moefold.moe.dispatch.local import LocalDispatch
+from moefold.policies.config import Full, Kind, Selective
 from moefold.policies.recompute import Recompute
 from moefold.training.step import evaluate, gradients
 from tests.cpu.small import DEEP, GQA, MLA, decoder, ids_of, model_of, moe, padded_rows, same
@@ -149,6 +153,30 @@ def test_start_values_reset_what_training_moved() -> None:
 def test_sampling_knobs_out_of_range_are_refused(temperature: float, top_p: float) -> None:
     with pytest.raises(ValueError, match=rf"temperature {temperature} and top_p {top_p}"):
         generate(model_of(decoder()), [[1, 2]], 2, temperature=temperature, top_p=top_p)
+
+
+@pytest.mark.parametrize("experts", [8, 32_767, 32_768, 70_000])
+def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
+    experts_TK = torch.tensor([[experts - 1, 0], [experts, 3], [1, experts - 1]])
+    x_TD, weights_TK = torch.arange(3.0)[:, None], torch.ones(3, 2)
+    sent = LocalDispatch(Local(), experts).dispatch(x_TD, weights_TK, experts_TK, False)
+    assert sent.x_RD[:5, 0].tolist() == [0, 2, 1, 0, 2]
+    assert sent.offs_E[[0, 1, 2, 3, -2, -1]].tolist() == [1, 2, 2, 3, 3, 5]
+
+
+def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind that no module answers to would save nothing and say nothing."""
+    seen: set[str] = set()
+    plain = Recompute.run
+
+    def run(self: Recompute, kind: str, function: Any, *tensors: Tensor) -> Any:
+        seen.add(kind)
+        return plain(self, kind, function, *tensors)
+
+    monkeypatch.setattr(Recompute, "run", run)
+    mixture = moe(shared=Shared(width=16))
+    gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
+    assert seen - {"block"} == set(get_args(Kind))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])

@@ -366,10 +366,15 @@ def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
     job_of(tmp_path).close()
 
 
-def test_deterministic_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+def test_deterministic_runs_are_equal_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     try:
         found = [finished(tmp_path, out, deterministic=True) for out in ("a", "b")]
         assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
     assert equal(*found) == []

@@ -21,14 +21,15 @@ class LocalDispatch:
         tokens, copies = experts_TK.shape
         flat = experts_TK.reshape(-1)
         # Narrow keys sort several times faster than int64 on every device.
-        sorted_R, copy_R = flat.to(torch.int16).sort(stable=True)
+        key = torch.int16 if self._experts <= torch.iinfo(torch.int16).max else torch.int32
+        sorted_R, copy_R = flat.to(key).sort(stable=True)
         row_TK = torch.empty_like(flat)
         row_TK[copy_R] = torch.arange(tokens * copies, device=flat.device)
         token_R = copy_R // copies
         if not complete:
             row_TK = torch.where(flat < self._experts, row_TK, tokens * copies)
             token_R = torch.where(sorted_R < self._experts, token_R, tokens)
-        ids = torch.arange(self._experts, dtype=torch.int16, device=flat.device)
+        ids = torch.arange(self._experts, dtype=key, device=flat.device)
         offs_E = torch.searchsorted(sorted_R, ids, right=True).to(torch.int32)
         row_TK = row_TK.view(tokens, copies)
         x_RD = spread(x_TD, token_R, row_TK, complete)
