@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from moefold.data.batch import MicroBatch
 from moefold.kernels.linear.product import linear
-from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Capacity, Groups
@@ -109,8 +108,8 @@ class Router(ExactBuffers):
     def _logits(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
-        operand = Operand(self.weight, self.weight.detach().to(dtype))
-        logits_TE = linear(x_TD, operand, n_valid=flow.n_valid, sink=flow.sink)
+        weight = flow.operand(self.weight, dtype)
+        logits_TE = linear(x_TD, weight, n_valid=flow.n_valid, sink=flow.sink)
         if flow.valid_T is None:
             return logits_TE
         # Selection, not multiplication: a NaN in a padding row must not reach any sum or gradient.
