@@ -50,3 +50,25 @@ def test_both_reading_lists_agree_and_are_short() -> None:
     assert files == reading_list(ROOT / "docs" / "tour.md")
     assert len(files) == READING
     assert sum(len(file.read_text().splitlines()) for file in files) <= READING_LINES
+
+
+def test_every_sort_of_violation_is_explained() -> None:
+    """The ids in the code are those in the table, no more and no fewer."""
+    text = (ROOT / "docs" / "errors.md").read_text()
+    explained = set(re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE))
+    source = "".join(path.read_text() for path in (ROOT / "moefold" / "config").glob("*.py"))
+    quoted = set(re.findall(r'"([a-z]+(?:-[a-z]+)*)"', source))
+    assert explained <= quoted, f"no such id: {explained - quoted}"
+    named = re.findall(r'\bid(?:: str)? ?= ?"([a-z-]+)"', source)
+    named += re.findall(r'_refuse\([^"]*(?:f?"[^"]*"[^"]*)?"([a-z-]+)"\)', source)
+    named += re.findall(r'^    "[a-z_]+": "([a-z-]+)",$', source, re.MULTILINE)
+    named += re.findall(r'(?:REMOVE|Rename\(like\)|like|None), "([a-z-]+)"', source)
+    assert set(named) <= explained, f"not explained: {set(named) - explained}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "tour.md"], ids=str)
+def test_the_reading_list_is_as_long_as_it_says(page: Path) -> None:
+    said = re.search(r"[Aa]bout ([\d,]+)\s+lines", page.read_text())
+    assert said is not None
+    lines = sum(len(file.read_text().splitlines()) for file in reading_list(page))
+    assert abs(lines - int(said[1].replace(",", ""))) <= 100
