@@ -43,16 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return command.run(args)
+        status = command.run(args)
+        sys.stdout.flush()  # where the reader left, this is the place to hear of it
+        return status
     except KeyboardInterrupt:
         if traceback:
             raise
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`| head`); Python would complain again while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _unread()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich turns the one into the other
+            return _unread()
+        raise
     except (ValueError, *MENDABLE) as error:
         if traceback:
             raise
@@ -105,6 +109,13 @@ def _summary(file: Path) -> str:
     """Read a command's line in the help: what follows its name in the file's docstring."""
     text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     return text.partition("\n")[0].partition("``: ")[2].rstrip(".")
+
+
+def _unread() -> int:
+    """Return the status for a reader of our output that left (`| head`)."""
+    # Python would complain again while it exits.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
 
 
 def _explain(error: Exception) -> None:

@@ -127,12 +127,15 @@ def test_ctrl_c_ends_with_its_status(fails, capsys) -> None:
     assert capsys.readouterr().err == "stopped\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize("say", ["print", "rich.get_console().print"])
+def test_a_reader_that_leaves_is_no_error(say: str) -> None:
+    """However the command speaks: rich ends the process with a status of its own."""
     code = (
-        "import moefold.cli.main as m, sys, types\n"
-        "print('x' * 10)\n"
+        "import moefold.cli.main as m, rich, sys, types\n"
+        f"say = {say}\n"
+        "print('x' * 10, flush=True)\n"
         "class C: add = staticmethod(lambda s: s.add_parser('doctor'))\n"
-        "C.run = staticmethod(lambda a: [print('y' * 9999, flush=True) for _ in range(99)] and 0)\n"
+        "C.run = staticmethod(lambda a: [say('y' * 9999) for _ in range(99)] and 0)\n"
         "m.import_module = lambda name: C\n"
         "sys.exit(m.main(['doctor']))\n"
     )
