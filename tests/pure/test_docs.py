@@ -66,7 +66,9 @@ def test_every_sort_of_violation_is_explained() -> None:
     assert set(named) <= explained, f"not explained: {set(named) - explained}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "tour.md"], ids=str)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "tour.md"], ids=["readme", "tour"]
+)
 def test_the_reading_list_is_as_long_as_it_says(page: Path) -> None:
     said = re.search(r"[Aa]bout ([\d,]+)\s+lines", page.read_text())
     assert said is not None
