@@ -10,6 +10,7 @@ from moefold.config.base import Record
 from moefold.data.batch import from_ids, pack
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.kernels.rows import row_pieces
 from moefold.layers.config import Dense
 from moefold.model.generate import generate
 from moefold.model.init import initialise
@@ -177,6 +178,15 @@ def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch
     mixture = moe(shared=Shared(width=16))
     gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
     assert seen - {"block"} == set(get_args(Kind))
+
+
+@pytest.mark.parametrize(("device", "pieces"), [("cpu", 256), ("meta", 1)])
+def test_pieces_cover_the_rows_and_are_few_on_a_device(device: str, pieces: int) -> None:
+    x_ND = torch.empty(1 << 14, 1 << 12, device=device)
+    found = row_pieces(x_ND, 1 << 18)
+    assert len(found) == pieces and sum(len(range(*s.indices(1 << 14))) for s in found) == 1 << 14
+    assert row_pieces(x_ND[:0], 1 << 18) == []
+    assert len(row_pieces(x_ND[:3], 1)) == (3 if device == "cpu" else 1)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import row_pieces
 
 PIECE = 1 << 18
 """Elements of one piece, a megabyte of fp32."""
@@ -64,7 +65,7 @@ class _RmsNorm(torch.autograd.Function):
         y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
         rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=_wide_dtype(x), device=x.device)
         scale_D = weight_D.to(rstd_N1.dtype)
-        for rows in _pieces(x_ND):
+        for rows in row_pieces(x_ND, PIECE):
             x_nD = x_ND[rows].to(rstd_N1.dtype)
             square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
@@ -80,7 +81,7 @@ class _RmsNorm(torch.autograd.Function):
         x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
         dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
         scale_D = weight_D.to(wide)
-        for rows in _pieces(x_ND):
+        for rows in row_pieces(x_ND, PIECE):
             x_nD, rstd_n1 = x_ND[rows].to(wide), rstd_N1[rows]
             g_nD = dy_ND[rows] * scale_D
             mean_n1 = torch.linalg.vecdot(g_nD, x_nD)[:, None].mul_(-1 / x.shape[-1])
@@ -93,18 +94,13 @@ class _RmsNorm(torch.autograd.Function):
 
             def product(into_D: Tensor | None) -> Tensor:
                 dw_D = torch.zeros_like(scale_D) if into_D is None else into_D
-                for rows in _pieces(x_ND[:counted]):
+                for rows in row_pieces(x_ND[:counted], PIECE):
                     x_nD, rstd_n = x_ND[:counted][rows].to(wide), rstd_N1[:counted][rows, 0]
                     dw_D.addmv_((dy_ND[:counted][rows] * x_nD).t(), rstd_n)
                 return dw_D
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx_ND.view(x.shape), dw, None, None, None, None
-
-
-def _pieces(x_ND: Tensor) -> list[slice]:
-    step = max(1, PIECE // x_ND.shape[1])
-    return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.kernels.rows import row_pieces
+
 PIECE = 1 << 17
 """Elements of one piece, half a megabyte of fp32."""
 
@@ -16,9 +18,7 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     """Return ``a_NF`` in the dtype of ``h_N2F``."""
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
-    step = max(1, PIECE // width)
-    for start in range(0, rows, step):
-        piece = slice(start, start + step)
+    for piece in row_pieces(a_NF, PIECE):
         gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
         a = F.silu(gate).mul_(up)
         a_NF[piece] = a if p_N is None else a.mul_(p_N[piece, None])
@@ -33,12 +33,10 @@ def backward(
     ``a_NF`` is what the second product's weight gradient needs; it comes out of this pass for
     free, so that forward need not keep it.
     """
-    rows, width = da_NF.shape
+    width = da_NF.shape[1]
     dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
-    step = max(1, PIECE // width)
-    for start in range(0, rows, step):
-        piece = slice(start, start + step)
+    for piece in row_pieces(a_NF, PIECE):
         gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
         da = _wide(da_NF[piece])
         silu = F.silu(gate)

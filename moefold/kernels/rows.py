@@ -1,0 +1,19 @@
+"""Rows in pieces, for kernels written in several elementwise passes."""
+
+from torch import Tensor
+
+DEVICE_PIECE = 1 << 26
+"""Elements of one piece on an accelerator: a quarter of a gigabyte of fp32."""
+
+
+def row_pieces(x_ND: Tensor, elements: int) -> list[slice]:
+    """Return slices that cover the N rows in order.
+
+    On a CPU a piece has about ``elements`` elements, so that it stays in cache between the passes.
+    An accelerator has no such cache and pays for each launch: pieces there only bound what the
+    passes hold at once.
+    """
+    if x_ND.device.type != "cpu":
+        elements = max(elements, DEVICE_PIECE)
+    step = max(1, elements // max(x_ND.shape[1], 1))
+    return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
