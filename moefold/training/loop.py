@@ -53,6 +53,14 @@ class Interrupted(Exception):
     """The run was asked to stop; it saved before it did."""
 
 
+def parts_from_outside(run: Run) -> dict[str, str]:
+    """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""
+    found: dict[str, list[str]] = {}
+    for path, digest in bring(run.uses).items():
+        found.setdefault(Path(path).name, []).append(digest)
+    return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
+
+
 class Job:
     """A run that is open: its model, data and optimizer, and how far it is.
 
@@ -84,7 +92,7 @@ class Job:
             )
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
         self.last_step = run.train.steps
-        self.parts = {f"uses: {path}": digest for path, digest in bring(run.uses).items()}
+        self.parts = parts_from_outside(run)
         if run.deterministic:
             # What cuBLAS needs to be so too; it is read before the first product on a device.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -352,18 +360,18 @@ class Job:
         """Ask the loop to save and end after the present step."""
         self._stop_reason = reason
 
-    def close(self) -> None:
-        """Tell the hooks that the run ends here, and give the folder back."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the hooks that the run ends here or failed with ``error``; give the folder back."""
         try:
-            self._stop(None)
+            self._stop(error)
         finally:
             self.lock.release()
 
     def __enter__(self) -> "Job":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
 
 @contextmanager

@@ -269,6 +269,21 @@ def test_a_run_that_was_stopped_can_go_on_in_the_same_process(tmp_path: Path) ->
         assert job.train()["step"] == 8
 
 
+def test_a_failure_in_a_loop_of_ones_own_reaches_the_hooks(tmp_path: Path) -> None:
+    ends: list[BaseException | None] = []
+
+    class Ends(Notes):
+        def on_stop(self, job: Any, error: BaseException | None) -> None:
+            ends.append(error)
+
+    with pytest.raises(KeyError, match="mine"), job_of(tmp_path, "out", Ends()) as job:
+        job.step()
+        raise KeyError("mine")
+    with job_of(tmp_path, "other", Ends()) as job:
+        job.step()
+    assert [type(error) for error in ends] == [KeyError, type(None)]
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     found = []
     for micro_batch in (1, 2, 4):
