@@ -21,6 +21,7 @@ from moefold.data.prepare import Part, Prepared, prepare
 from moefold.data.prepare import Progress as Told
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
+from moefold.training.words import plural
 
 WHOLE, DAMAGED = 0, 1
 SHOWN_TOKENS = 200
@@ -51,7 +52,7 @@ def make(args: argparse.Namespace) -> int:
     for name, reasons in prepared.skipped.items():
         for reason, left_out in reasons.items():
             first = ", ".join(left_out["first"][:3])
-            said = f"{name}: {left_out['count']} documents left out, {reason}: {first}"
+            said = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
             console.print(Text(said, style="yellow"))
     return WHOLE
 

@@ -161,6 +161,24 @@ def test_a_checkpoint_names_parts_and_runs_none_of_their_code(
     assert moefold.export(out, tmp_path / "hf2", uses=[part])
 
 
+def test_a_run_and_its_parts_may_move_and_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts is the content of a file, wherever it lies."""
+    out = tmp_path / "out"
+    for folder, steps in (("one", 2), ("other", 4)):
+        forget(monkeypatch)
+        (tmp_path / folder).mkdir()
+        run = written(tmp_path / folder, "router_norm.py")
+        data = f"data.train=[{{source: text, files: ['{corpus(tmp_path / 'c')}'], holdout: 0.2}}]"
+        asked = [f"train.steps={steps}", data, *QUIET, "optim.schedule_lr=constant"]
+        moefold.train(moefold.load_run(run, asked), folder=out)
+    assert len(History.read(out).lines) == 4
+    (tmp_path / "other" / "router_norm.py").write_text(EXAMPLES["router_norm.py"][0] + "\n")
+    with pytest.raises(ValueError, match=r"uses: router_norm\.py"):
+        moefold.train(moefold.load_run(run, asked), folder=out)
+
+
 def test_the_readme_s_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs as it stands, on a small corpus in place of the standard library."""
     monkeypatch.chdir(tmp_path)

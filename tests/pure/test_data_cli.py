@@ -33,7 +33,7 @@ def test_prepare_answers_for_people_and_for_programs(
     lines: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, text = prepared(lines, capsys)
-    assert status == 0 and "jsonl" in text and "1 documents left out, empty" in text
+    assert status == 0 and "jsonl" in text and "1 document left out, empty" in text
     status, answer = prepared(lines, capsys, "--json")
     facts = json.loads(answer)
     assert status == 0 and [p["side"] for p in facts["parts"]] == ["train", "valid"]

@@ -107,7 +107,7 @@ class FileReader(Source):
     def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
         """Stop at something that cannot be read, or note it where the record says ``skip``."""
         if self._bad == "refuse":
-            raise DataError(f"{where}: {reason}: {said}; mend it, or set bad: skip")
+            raise DataError(f"{where}: {reason}: {said}; mend it, or set bad: skip (--bad skip)")
         skipped.note(where, reason)
 
 
