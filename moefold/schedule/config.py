@@ -1,0 +1,142 @@
+"""Records of the pipeline schedules: which exist, and for which sizes each is defined.
+
+A new schedule is one file with its table and one record here. p pipeline ranks, v stage chunks per
+rank, m micro-batches per step and data rank.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.problems import Violation
+from moefold.config.slot import Slot
+
+SCHEDULE = Slot("pipeline schedule")
+
+
+class Schedule(Record):
+    """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
+
+    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+        """Yield what is outside the schedule's domain, paths ``vpp``, ``micro_batches``, ``group``.
+
+        The nearest values together are inside it. Sizes are at least 1.
+        """
+        yield from ()
+
+
+class Grouped(Schedule):
+    """A schedule in which micro-batches go through a rank's chunks in groups."""
+
+    group: Annotated[int, Field(ge=1)] | None = None
+    """Micro-batches per group when a rank has several chunks; the number of ranks unless set."""
+
+    def grouped(self, p: int, m: int) -> int:
+        """Return the micro-batches of a full group; there is no more to it than there are."""
+        return min(self.group or p, m)
+
+    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+        """Groups, and what is left over at the end, are long enough to reach the last rank."""
+        if v == 1:
+            return
+        group = max(p, self.group or p)
+        if self.group is not None and self.group < p:
+            rule = f"a group has a micro-batch for each of the {p} ranks"
+            yield Violation(("group",), self.group, rule, group)
+        if not _fills(m, p, group):
+            rule = f"with vpp{v} micro-batches come in groups of {group}"
+            if group > p:
+                rule += f", the last one may be shorter, down to {p}"
+            nearest = _nearest(m, lambda other: _fills(other, p, group))
+            yield Violation(("micro_batches",), m, rule, nearest)
+
+
+def _fills(m: int, p: int, group: int) -> bool:
+    rest = m % group
+    return rest == 0 or rest >= p
+
+
+def _nearest(value: int, legal: Callable[[int], bool]) -> int:
+    """Return the legal positive number nearest to ``value``, the larger of two; one must exist."""
+    far = 0
+    while True:
+        for other in (value + far, value - far):
+            if other >= 1 and legal(other):
+                return other
+        far += 1
+
+
+class Vee(Schedule):
+    """A schedule whose chunks lie in the shape of a V: down the ranks, and back up."""
+
+    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+        """Two chunks, and micro-batches enough to fill both directions."""
+        if v != 2:
+            yield Violation(("vpp",), v, "a V has two chunks on each rank", 2)
+        if m < 2 * p:
+            rule = f"at least two micro-batches for each of the {p} ranks fill a V"
+            yield Violation(("micro_batches",), m, rule, 2 * p)
+
+
+@SCHEDULE.register
+class GPipe(Schedule):
+    """All forwards, then all backwards. Any p, v and m."""
+
+    kind: Literal["gpipe"] = "gpipe"
+    owner = "moefold.schedule.gpipe:table"
+
+
+@SCHEDULE.register
+class OneFOneB(Schedule):
+    """One forward, one backward. v = 1, any p and m."""
+
+    kind: Literal["1f1b"] = "1f1b"
+    owner = "moefold.schedule.one_f_one_b:table"
+
+    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+        """One chunk per rank."""
+        if v != 1:
+            rule = "1f1b has one chunk on each rank; several are the schedule interleaved"
+            yield Violation(("vpp",), v, rule, 1)
+
+
+@SCHEDULE.register
+class Interleaved(Grouped):
+    """1F1B over v chunks per rank; with v > 1, m fills groups."""
+
+    kind: Literal["interleaved"] = "interleaved"
+    owner = "moefold.schedule.interleaved:table"
+
+
+@SCHEDULE.register
+class ZeroBubbleH1(Grouped):
+    """1F1B whose weight gradients fill gaps; with v > 1, m fills groups."""
+
+    kind: Literal["zb_h1"] = "zb_h1"
+    owner = "moefold.schedule.zb_h1:table"
+
+
+@SCHEDULE.register
+class ZeroBubbleV(Vee):
+    """Two chunks in a V, weight gradients fill gaps. v = 2, m >= 2 p."""
+
+    kind: Literal["zb_v"] = "zb_v"
+    owner = "moefold.schedule.zb_v:table"
+
+
+@SCHEDULE.register
+class DualPipeV(Vee):
+    """Two chunks in a V, forwards beside backwards. v = 2, m >= 2 p."""
+
+    kind: Literal["dualpipe_v"] = "dualpipe_v"
+    owner = "moefold.schedule.dualpipe_v:table"
+
+
+@SCHEDULE.register
+class Merged(Grouped):
+    """1F1B whose forwards run beside backwards; with v > 1, m fills groups. Any p, 1 too."""
+
+    kind: Literal["merged"] = "merged"
+    owner = "moefold.schedule.merged:table"

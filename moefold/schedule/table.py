@@ -1,0 +1,115 @@
+"""The table of a pipeline schedule: what every rank does, in order.
+
+Letters: p pipeline ranks, v stage chunks per rank, m micro-batches. The p * v stages are numbered
+along the model; a rank's chunks are numbered along the model too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward of inputs and weights; backward of inputs alone; of weights alone."""
+Placement = Literal["loop", "vee"]
+"""How stages lie on ranks. loop: down the ranks, v times; vee: down and back up (v = 2)."""
+
+
+class Action(NamedTuple):
+    """One pass over one chunk of the rank for one micro-batch."""
+
+    kind: Kind
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro}" + ("" if self.chunk == 0 else f"'{self.chunk}")
+
+
+class Pair(NamedTuple):
+    """A forward and a backward of two micro-batches that run side by side.
+
+    Each computes while the other one waits for its exchanges between ranks. Both inputs must be
+    there before the pair starts; both results are there when it ends.
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}+{self.backward}"
+
+
+Step = Action | Pair
+Line = tuple[Step, ...]
+
+
+class Result(NamedTuple):
+    """What an action leaves for others: the output of a stage, or the gradient of its input."""
+
+    what: Literal["output", "gradient"]
+    stage: int
+    micro: int
+
+
+def actions_of(step: Step) -> tuple[Action, ...]:
+    """Return the one or two actions of a step; the forward of a pair is the first."""
+    return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule: one line of steps per rank, and where the stages lie."""
+
+    lines: tuple[Line, ...]
+    chunks: int
+    micro_batches: int
+    placement: Placement = "loop"
+
+    @property
+    def ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.lines)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, p * v."""
+        return self.ranks * self.chunks
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the actions of a rank in order, those of a pair one after the other."""
+        for step in self.lines[rank]:
+            yield from actions_of(step)
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Return the stage that a chunk of a rank is."""
+        turned = self.placement == "vee" and chunk % 2 == 1
+        return chunk * self.ranks + (self.ranks - 1 - rank if turned else rank)
+
+    def home(self, stage: int) -> int:
+        """Return the rank on which a stage lies."""
+        chunk, place = divmod(stage, self.ranks)
+        turned = self.placement == "vee" and chunk % 2 == 1
+        return self.ranks - 1 - place if turned else place
+
+    def needs(self, rank: int, action: Action) -> tuple[Result, ...]:
+        """Return what must be there before an action starts, own results included."""
+        stage, micro = self.stage(rank, action.chunk), action.micro
+        if action.kind == "F":
+            return (Result("output", stage - 1, micro),) if stage else ()
+        own = Result("output", stage, micro)
+        if action.kind == "W":
+            return own, Result("gradient", stage, micro)
+        last = stage == self.stages - 1
+        return (own,) if last else (own, Result("gradient", stage + 1, micro))
+
+    def gives(self, rank: int, action: Action) -> Result | None:
+        """Return what an action leaves for others; weight gradients stay where they are."""
+        if action.kind == "W":
+            return None
+        what = "output" if action.kind == "F" else "gradient"
+        return Result(what, self.stage(rank, action.chunk), action.micro)
+
+    def reader(self, result: Result) -> int | None:
+        """Return the rank that reads a result, None past either end of the model."""
+        stage = result.stage + (1 if result.what == "output" else -1)
+        return self.home(stage) if 0 <= stage < self.stages else None
