@@ -1,0 +1,143 @@
+"""A timeline of a table: what runs when, and who waits how long.
+
+Ranks follow their lines and start a step as soon as its inputs have come. All times are in one
+unit, whatever it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from moefold.schedule.table import Result, Step, Table, actions_of
+from moefold.schedule.walk import gives_of, needs_of, walk
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long one stage takes for one micro-batch.
+
+    ``exchange_*`` is time in which the stage waits for other ranks of its own pipeline place
+    unless something else runs: a pair hides it. B takes I and W together.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    exchange_forward: float = 0.0
+    exchange_backward: float = 0.0
+
+    def work(self, kind: str) -> float:
+        """Return the computing time of an action."""
+        weight = self.backward_weight
+        whole = self.backward_input + weight
+        return {"F": self.forward, "I": self.backward_input, "W": weight, "B": whole}[kind]
+
+    def exchange(self, kind: str) -> float:
+        """Return the exchanging time of an action; weight gradients exchange nothing."""
+        if kind == "F":
+            return self.exchange_forward
+        return 0.0 if kind == "W" else self.exchange_backward
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step with its start and end."""
+
+    step: Step
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulation found: the spans of every rank, in order."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    work: tuple[float, ...]
+    """Computing time of each rank."""
+    exchange: tuple[float, ...]
+    """Exchanging time of each rank, hidden or not."""
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max(line[-1].end for line in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """The time each rank spends in its steps, exposed exchanges included."""
+        return tuple(sum(span.end - span.start for span in line) for line in self.spans)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """The time each rank is in no step."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """The time each rank is in no step between its first start and its last end."""
+        return tuple(
+            line[-1].end - line[0].start - busy
+            for line, busy in zip(self.spans, self.busy, strict=True)
+        )
+
+    @property
+    def hidden(self) -> tuple[float, ...]:
+        """The share of each rank's exchanging time that hides under other work (1 without any)."""
+        shown = (busy - work for busy, work in zip(self.busy, self.work, strict=True))
+        return tuple(
+            1 - exposed / exchange if exchange else 1.0
+            for exposed, exchange in zip(shown, self.exchange, strict=True)
+        )
+
+
+def simulate(
+    table: Table, costs: Costs | Sequence[Costs] | None = None, transfer: float = 0.0
+) -> Timeline:
+    """Return the timeline of a table.
+
+    Args:
+        costs: of every stage alike (the default: F = I = W = 1), or one per stage.
+        transfer: time from the end of a step until its result is on another rank; it keeps no
+            rank busy.
+
+    Raises:
+        Deadlock: where the table cannot run to its end.
+    """
+    each = _each(table, Costs() if costs is None else costs)
+    spans: list[list[Span]] = [[] for _ in range(table.ranks)]
+    work, exchange = [0.0] * table.ranks, [0.0] * table.ranks
+    ended: dict[Result, float] = {}
+    for rank, step in walk(table):
+        start = spans[rank][-1].end if spans[rank] else 0.0
+        for need in needs_of(table, rank, step):
+            away = transfer if table.home(need.stage) != rank else 0.0
+            start = max(start, ended[need] + away)
+        took = [
+            (each[stage].work(action.kind), each[stage].exchange(action.kind))
+            for action in actions_of(step)
+            for stage in (table.stage(rank, action.chunk),)
+        ]
+        work[rank] += sum(one for one, _ in took)
+        exchange[rank] += sum(one for _, one in took)
+        end = start + duration(took)
+        spans[rank].append(Span(step, start, end))
+        ended.update(dict.fromkeys(gives_of(table, rank, step), end))
+    return Timeline(tuple(map(tuple, spans)), tuple(work), tuple(exchange))
+
+
+def duration(took: Sequence[tuple[float, float]]) -> float:
+    """Return how long a step lasts whose actions take these (computing, exchanging) times.
+
+    Two actions share one device and one network: neither can do two things at once, and neither
+    action is shorter than its own parts. A pair that reaches this bound hides all it can.
+    """
+    device, network = (sum(one) for one in zip(*took, strict=True))
+    return max(device, network, *(sum(one) for one in took))
+
+
+def _each(table: Table, costs: Costs | Sequence[Costs]) -> Sequence[Costs]:
+    each = [costs] * table.stages if isinstance(costs, Costs) else costs
+    if len(each) != table.stages:
+        raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
+    return each
