@@ -1,0 +1,192 @@
+"""Timelines equal stored ones, closed forms, and sums done by hand."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.config.problems import RunError
+from moefold.schedule.build import tabulate
+from moefold.schedule.checker import problems
+from moefold.schedule.config import DualPipeV, GPipe, Merged, OneFOneB, ZeroBubbleH1, ZeroBubbleV
+from moefold.schedule.simulate import Costs, duration, simulate
+from moefold.schedule.table import Action, Pair, Table, actions_of
+from tests.schedules import THEIRS, Sizes, legal_sizes, mended, schedule, stored
+
+WHOLE = [(name, row) for row in stored() for name in [row["schedule"]]]
+IDS = ["{schedule}-p{p}-v{v}-m{m}-B{TB_input}-W{TW}".format(**row) for row in stored()]
+costs = st.builds(Costs, *[st.integers(0, 9).map(float)] * 3).filter(lambda c: c.forward > 0)
+
+
+def shortened(table: Table, m: int) -> Table:
+    """Leave out the micro-batches from m on."""
+    lines = (tuple(s for s in line if actions_of(s)[0].micro < m) for line in table.lines)
+    return replace(table, lines=tuple(lines), micro_batches=m)
+
+
+def test_the_stored_rows_are_all_there() -> None:
+    assert len(stored()) == 129
+    assert {row["schedule"] for row in stored()} == set(THEIRS)
+
+
+@pytest.mark.parametrize(("theirs", "row"), WHOLE, ids=IDS)
+def test_bubbles_equal_those_of_torch(theirs: str, row: dict[str, Any]) -> None:
+    """Below m = 2 p a V has no table of ours; the rows there are the least legal one, cut short."""
+    record, p, v, m = THEIRS[theirs], row["p"], row["v"], row["m"]
+    legal = mended(record, p, v, m)
+    if legal[3] == m:
+        table = tabulate(record, p, v, m)
+    else:
+        with pytest.raises(RunError, match=f"nearest: {2 * p}"):
+            tabulate(record, p, v, m)
+        table = shortened(tabulate(*legal), m)
+    timeline = simulate(table, Costs(row["TF"], row["TB_input"], row["TW"]))
+    assert problems(table) == []
+    assert set(timeline.bubble) == {row["bubble"]}
+    assert timeline.makespan == row["makespan"]
+    assert set(timeline.work) == {row["ideal"]}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved", "merged"])
+@given(sizes=legal_sizes(), costs=costs)
+@settings(max_examples=12, deadline=None, database=None, derandomize=True)
+def test_whole_backwards_leave_a_bubble_of_one_chunk_per_rank_below(
+    kind: str, sizes: Sizes, costs: Costs
+) -> None:
+    record, p, v, m = mended(schedule(kind), *sizes[1:])
+    if kind == "gpipe":
+        m = max(m, p)
+    bubble = (p - 1) * (costs.work("F") + costs.work("B"))
+    timeline = simulate(tabulate(record, p, v, m), costs)
+    assert set(timeline.bubble) == {bubble}
+    assert bubble / timeline.work[0] == pytest.approx((p - 1) / (v * m))
+
+
+@given(legal_sizes(), costs)
+@settings(max_examples=30, deadline=None, database=None, derandomize=True)
+def test_zb_h1_takes_the_weights_out_of_the_bubble(sizes: Sizes, costs: Costs) -> None:
+    record, p, v, m = mended(ZeroBubbleH1(), *sizes[1:])
+    f, i, w = costs.work("F"), costs.work("I"), costs.work("W")
+    m = max(m, p)
+    bubble = max(simulate(tabulate(record, p, v, m), costs).bubble)
+    assert bubble == (p - 1) * max(f + i - w, f, i)
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_zb_v_never_waits_once_it_has_started(p: int) -> None:
+    for m in (2 * p, 2 * p + p % 3):
+        timeline = simulate(tabulate(ZeroBubbleV(), p, 2, m), Costs(3, 3, 3))
+        assert set(timeline.gaps) == {0}
+        assert set(timeline.bubble) == {3 * (p - 1)}
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_dualpipe_v_has_the_bubble_its_authors_state(p: int, weight: float) -> None:
+    """Where F = I: (p - 1)(FB + B - 3 W), for 2 p stages."""
+    costs = Costs(1, 1, weight)
+    whole = costs.work("B")
+    for m in (2 * p, 2 * p + p % 3):
+        bubble = max(simulate(tabulate(DualPipeV(), p, 2, m), costs).bubble)
+        assert bubble == (p - 1) * (1 + whole + whole - 3 * weight)
+
+
+@given(legal_sizes(ranks=8), costs, st.integers(0, 3))
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+def test_a_timeline_breaks_no_law(sizes: Sizes, costs: Costs, transfer: int) -> None:
+    table = tabulate(*sizes)
+    timeline = simulate(table, costs, transfer)
+    ends: dict[Any, float] = {}
+    for rank, line in enumerate(timeline.spans):
+        assert [span.step for span in line] == list(table.lines[rank])
+        assert all(a.end <= b.start for a, b in pairwise(line))
+        for span in line:
+            given_out = (table.gives(rank, action) for action in actions_of(span.step))
+            ends.update({result: span.end for result in given_out if result})
+    for rank, line in enumerate(timeline.spans):
+        for span in line:
+            for action in actions_of(span.step):
+                for need in table.needs(rank, action):
+                    away = transfer if table.home(need.stage) != rank else 0
+                    assert span.start >= ends[need] + away
+    stage = costs.work("F") + costs.work("B")
+    assert all(work == stage * table.chunks * table.micro_batches for work in timeline.work)
+    assert max(timeline.bubble) == timeline.makespan - min(timeline.busy)
+
+
+def test_transfers_lengthen_gpipe_by_the_way_there_and_back() -> None:
+    for p, m in ((1, 3), (4, 8), (7, 7)):
+        table = tabulate(GPipe(), p, 1, m)
+        longer = simulate(table, transfer=0.25).makespan - simulate(table).makespan
+        assert longer == 2 * 0.25 * (p - 1)
+
+
+def test_1f1b_by_hand() -> None:
+    """Two ranks, two micro-batches, F = 1, B = 2, transfer 1."""
+    timeline = simulate(tabulate(OneFOneB(), 2, 1, 2), transfer=1)
+    times = [[(str(s.step), s.start, s.end) for s in line] for line in timeline.spans]
+    assert times == [
+        [("F0", 0, 1), ("F1", 1, 2), ("B0", 6, 8), ("B1", 9, 11)],
+        [("F0", 2, 3), ("B0", 3, 5), ("F1", 5, 6), ("B1", 6, 8)],
+    ]
+    assert timeline.bubble == (5, 5)
+    assert timeline.gaps == (5, 0)
+
+
+def test_stages_may_differ() -> None:
+    each = [Costs(1, 2, 1), Costs(5, 1, 0), Costs(2, 2, 2)]
+    timeline = simulate(tabulate(GPipe(), 3, 1, 1), each)
+    assert timeline.makespan == (1 + 5 + 2) + (3 + 1 + 4)
+    assert timeline.work == (4, 6, 6)
+    with pytest.raises(ValueError, match="costs of 2 stages, but the table has 3"):
+        simulate(tabulate(GPipe(), 3, 1, 1), each[:2])
+
+
+@pytest.mark.parametrize(
+    ("took", "lasts"),
+    [
+        ([(2.0, 1.0)], 3),  # alone, an exchange is waited for
+        ([(1.0, 1.0), (2.0, 1.0)], 3),  # beside each other, both hide
+        ([(1.0, 4.0), (2.0, 4.0)], 8),  # the network is busy all the time
+        ([(1.0, 0.0), (2.0, 5.0)], 7),  # no action is shorter than its own parts
+    ],
+)
+def test_how_long_steps_last(took: list[tuple[float, float]], lasts: float) -> None:
+    assert duration(took) == lasts
+
+
+@pytest.mark.parametrize("m", [1, 2, 16])
+def test_merged_on_one_rank_shows_the_first_forward_and_the_last_backward_only(m: int) -> None:
+    costs = Costs(1, 1, 1, exchange_forward=1, exchange_backward=1)
+    timeline = simulate(tabulate(Merged(), 1, 1, m), costs)
+    assert timeline.hidden == (pytest.approx(1 - 1 / m),)
+    assert timeline.makespan == 3 * m + 2
+    assert simulate(tabulate(OneFOneB(), 1, 1, m), costs).hidden == (0,)
+
+
+def test_merged_hides_most_exchanges_on_several_ranks_too() -> None:
+    """Rank r shows the exchanges of its 2 (p - r) - 1 first forwards and as many last backwards."""
+    costs, p, m = Costs(1, 1, 1, exchange_forward=1, exchange_backward=1), 2, 16
+    timeline = simulate(tabulate(Merged(), p, 1, m), costs)
+    shown = [2 * (p - rank) - 1 for rank in range(p)]
+    assert list(timeline.hidden) == [pytest.approx(1 - one / m) for one in shown]
+    alone = simulate(tabulate(OneFOneB(), p, 1, m), costs)
+    assert timeline.makespan < alone.makespan
+    assert simulate(tabulate(Merged(), p, 1, m)).hidden == (1, 1)
+
+
+def test_weight_gradients_exchange_nothing() -> None:
+    table = Table(((Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)),), 1, 1)
+    timeline = simulate(table, Costs(1, 1, 1, exchange_forward=2, exchange_backward=3))
+    assert [span.end - span.start for span in timeline.spans[0]] == [3, 4, 1]
+    assert (timeline.work, timeline.exchange, timeline.hidden) == ((3,), (5,), (0,))
+
+
+def test_a_pair_starts_when_both_inputs_are_there() -> None:
+    first = (Action("F", 0, 0), Pair(Action("F", 0, 1), Action("B", 0, 0)), Action("B", 0, 1))
+    second = tuple(Action(kind, 0, micro) for micro in (0, 1) for kind in ("F", "B"))
+    timeline = simulate(Table((first, second), 1, 2))
+    assert [span.start for span in timeline.spans[0]] == [0, 4, 10]
