@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -11,6 +11,13 @@ from moefold.config.base import Record
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 PATTERN = r"^\s*((tp|cp|pp|vpp|ep|etp)[1-9][0-9]*\s*)*$"
 
+STAGES = r"^[EtdxmL|()*0-9, ]+$"
+
+Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
+"""Orders of ranks, the axis of neighbouring ranks first; ep and dp stand for the experts' too."""
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+StagesText = Annotated[str, Field(pattern=STAGES)]
 SizesText = Annotated[str, Field(pattern=PATTERN)]
 
 
@@ -47,7 +54,11 @@ class Sizes(Record):
         """The fewest ranks that both grids fit on: ``pp * lcm(tp * cp, ep * etp)``."""
         return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
 
+    @property
+    def text(self) -> str:
+        """The text form as a run file has it, axes of size 1 left out."""
+        return " ".join(f"{axis}{size}" for axis, size in self if size > 1)
+
     def __str__(self) -> str:
-        """Return the text form, axes of size 1 left out."""
-        split = (f"{axis}{size}" for axis, size in self if size > 1)
-        return " ".join(split) or "one rank"
+        """Return the text form, or words where nothing is split."""
+        return self.text or "one rank"

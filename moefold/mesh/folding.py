@@ -1,0 +1,232 @@
+"""One order of ranks and two grids over it: attention ``(pp, dp, cp, tp)``, experts ``(pp, edp,
+ep, etp)``. Only pp must agree, so expert parallelism may run over what tp, cp and dp are to
+attention (MoE Parallel Folding, arXiv 2504.14960). Arithmetic alone: no process is needed.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from moefold.config.problems import RunError
+from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.mesh.experts import Seat
+from moefold.mesh.grid import Grid, Offsets, evenly, shifted
+from moefold.mesh.legality import folding_violations
+
+Ranks = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """A kind of group: the grid and the axes it runs over, and what it is for."""
+
+    grid: str
+    axes: tuple[str, ...]
+    purpose: str
+
+
+ATTENTION, EXPERTS = "attention", "experts"
+EMBEDDING = "embedding"
+KINDS: dict[str, Kind] = {
+    "tp": Kind(ATTENTION, ("tp",), "slices of attention, dense layers and vocabulary"),
+    "cp": Kind(ATTENTION, ("cp",), "pieces of one sequence"),
+    "dp": Kind(ATTENTION, ("dp",), "other sequences, same weights"),
+    "pp": Kind(ATTENTION, ("pp",), "stages of one pipeline"),
+    "tp_cp": Kind(ATTENTION, ("tp", "cp"), "ranks that share a sequence"),
+    "dp_cp": Kind(ATTENTION, ("cp", "dp"), "copies of dense weights"),
+    "tp_dp": Kind(ATTENTION, ("tp", "dp"), "one piece of every sequence"),
+    "tp_pp": Kind(ATTENTION, ("tp", "pp"), "one copy of dense weights"),
+    "tp_cp_pp": Kind(ATTENTION, ("tp", "cp", "pp"), "ranks that a sequence passes"),
+    "ep": Kind(EXPERTS, ("ep",), "all experts of a layer, one slice of each"),
+    "etp": Kind(EXPERTS, ("etp",), "slices of the same experts"),
+    "edp": Kind(EXPERTS, ("edp",), "copies of expert weights"),
+    "tp_ep": Kind(EXPERTS, ("etp", "ep"), "all experts of a layer, whole"),
+    "ep_edp": Kind(EXPERTS, ("ep", "edp"), "one slice of every copy of every expert"),
+    "tp_ep_pp": Kind(EXPERTS, ("etp", "ep", "pp"), "one copy of expert weights"),
+    "stage": Kind(ATTENTION, ("tp", "cp", "dp"), "all ranks of one stage"),
+    "world": Kind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
+    EMBEDDING: Kind(ATTENTION, ("pp",), "both ends of one pipeline"),
+}
+"""Every kind of group by its name. ``tp_ep`` runs over the experts' own tensor axis, etp."""
+
+
+class AttentionSpot(NamedTuple):
+    """Where a rank stands in the attention grid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+class ExpertSpot(NamedTuple):
+    """Where a rank stands in the expert grid."""
+
+    pp: int
+    edp: int
+    ep: int
+    etp: int
+
+
+class Group(NamedTuple):
+    """Ranks that talk to each other, and every kind of group that they are."""
+
+    ranks: Ranks
+    kinds: tuple[str, ...]
+
+
+class Folding:
+    """Sizes laid over a number of ranks.
+
+    Groups are made when first asked for. Groups of the same ranks are one object, whatever their
+    kinds: they can be compared with ``is``, and a communicator is made once for each.
+    """
+
+    def __init__(self, sizes: Sizes, world: int, order: Order = ORDERS[0]) -> None:
+        """Lay ``sizes`` over ``world`` ranks.
+
+        Args:
+            sizes: ways to split each axis; data-parallel sizes follow.
+            world: number of ranks.
+            order: axes, the fastest first. With pp before dp both grids must agree on pp.
+
+        Raises:
+            RunError: a ``ValueError`` with everything that does not fit, and what nearly would.
+        """
+        broken = folding_violations(sizes, world, order)
+        if broken:
+            raise RunError(broken, source=f"layout {str(sizes)!r}")
+        self.sizes, self.world, self.order = sizes, world, order
+        self.dp = world // (sizes.pp * sizes.cp * sizes.tp)
+        self.edp = world // (sizes.pp * sizes.ep * sizes.etp)
+        axes = {"tp": sizes.tp, "cp": sizes.cp, "dp": self.dp, "pp": sizes.pp}
+        expert_axes = {
+            "tp": ("etp", sizes.etp),
+            "ep": ("ep", sizes.ep),
+            "dp": ("edp", self.edp),
+            "pp": ("pp", sizes.pp),
+        }
+        names = order.split("-")
+        self.attention = Grid(tuple((name, axes[name]) for name in names if name in axes))
+        self.experts = Grid(tuple(expert_axes[name] for name in names if name in expert_axes))
+        self._made: dict[Offsets, dict[int, Ranks]] = {}
+
+    def attention_spot(self, rank: int) -> AttentionSpot:
+        """Return a rank's coordinates in the attention grid."""
+        return AttentionSpot(**self.attention.coordinates(self._inside(rank)))
+
+    def expert_spot(self, rank: int) -> ExpertSpot:
+        """Return a rank's coordinates in the expert grid."""
+        return ExpertSpot(**self.experts.coordinates(self._inside(rank)))
+
+    def rank_at(self, spot: AttentionSpot | ExpertSpot) -> int:
+        """Return the rank at coordinates in either grid.
+
+        Raises:
+            ValueError: where a coordinate lies outside its axis.
+        """
+        grid = self.attention if isinstance(spot, AttentionSpot) else self.experts
+        return grid.rank(spot._asdict())
+
+    def on_stage(self, rank: int, stage: int) -> int:
+        """Return the rank of the same pipeline on another stage."""
+        return self.rank_at(self.attention_spot(rank)._replace(pp=stage))
+
+    def seat_rank(self, seat: Seat, asking: int) -> int:
+        """Return the rank where ``asking`` finds an expert: in its own ep group."""
+        return self.rank_at(self.expert_spot(asking)._replace(ep=seat.ep))
+
+    def seat_ranks(self, seat: Seat, stage: int) -> Ranks:
+        """Return all ranks of a stage that hold an expert or a slice of it, ascending."""
+        start = self.experts.rank({"ep": seat.ep, "pp": stage})
+        return shifted(self.experts.offsets(("etp", "edp")), start)
+
+    def groups(self, kind: str) -> tuple[Ranks, ...]:
+        """Return all groups of a kind, by their smallest rank; ranks in a group ascend.
+
+        Raises:
+            ValueError: where there is no such kind.
+        """
+        return self._groups(*self._parts(kind))
+
+    def group(self, kind: str, rank: int) -> Ranks:
+        """Return the one group of a kind that a rank is in, without making the others.
+
+        A rank of a middle stage is in no embedding group: its group is empty.
+        """
+        _, offsets = self._parts(kind)
+        grid, axes = self._axes(kind)
+        start = grid.start(self._inside(rank), axes)
+        (ranks,) = self._groups([start], offsets)
+        return ranks if rank in ranks else ()
+
+    def stage_groups(self, stages: Iterable[int]) -> tuple[Ranks, ...]:
+        """Return one group per pipeline of its ranks on some stages.
+
+        This is where weights that several stages hold are summed: a tied embedding on the stages
+        that embed tokens or compute logits.
+        """
+        wanted = sorted(set(stages))
+        if not wanted or not (wanted[0] >= 0 and wanted[-1] < self.sizes.pp):
+            raise ValueError(f"stages {wanted}: a stage from 0 to {self.sizes.pp - 1}")
+        first = wanted[0] * self.attention.strides["pp"]
+        starts = [first + start for start in self.attention.starts(("pp",))]
+        return self._groups(starts, self._stage_offsets(wanted))
+
+    def distinct(self) -> tuple[Group, ...]:
+        """Return every distinct group once with all its kinds, in one order on all ranks."""
+        same: dict[str, list[str]] = {}
+        for kind, first in self.same().items():
+            same.setdefault(first, []).append(kind)
+        return tuple(
+            Group(ranks, kinds)
+            for first, kinds in ((first, tuple(kinds)) for first, kinds in same.items())
+            for ranks in self.groups(first)
+        )
+
+    def same(self) -> dict[str, str]:
+        """Return for each kind the first kind that has the same groups, which may be itself.
+
+        Kinds have all their groups in common or none: whatever the kind, the groups are shifted
+        copies of the one that holds rank 0, and that one can be laid over the ranks in one way.
+        """
+        first: dict[Offsets, str] = {}
+        return {kind: first.setdefault(self._parts(kind)[1], kind) for kind in KINDS}
+
+    def _parts(self, kind: str) -> tuple[Offsets, Offsets]:
+        """Return the smallest rank of each group of a kind, and the offsets of its ranks."""
+        grid, axes = self._axes(kind)
+        ends = (0, self.sizes.pp - 1)
+        return grid.starts(axes), (
+            self._stage_offsets(ends) if kind == EMBEDDING else grid.offsets(axes)
+        )
+
+    def _axes(self, kind: str) -> tuple[Grid, tuple[str, ...]]:
+        found = KINDS.get(kind)
+        if found is None:
+            raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
+        return (self.attention if found.grid == ATTENTION else self.experts), found.axes
+
+    def _inside(self, rank: int) -> int:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank}: ranks run from 0 to {self.world - 1}")
+        return rank
+
+    def _stage_offsets(self, stages: Iterable[int]) -> Offsets:
+        """Offsets from the rank on the lowest of some stages."""
+        wanted = sorted(set(stages))
+        stride = self.attention.strides["pp"]
+        return evenly([(stage - wanted[0]) * stride for stage in wanted])
+
+    def _groups(self, starts: Collection[int], offsets: Offsets) -> tuple[Ranks, ...]:
+        """Return the groups at ``starts``, made only where the same ranks are not known yet.
+
+        Offsets begin with 0, so two groups have the same ranks only if both parts are the same.
+        """
+        made = self._made.setdefault(offsets, {})
+        for start in starts:
+            if start not in made:
+                made[start] = shifted(offsets, start)
+        return tuple([made[start] for start in starts])
+
+    def __repr__(self) -> str:
+        """Return sizes, ranks and order."""
+        return f"Folding({str(self.sizes)!r}, {self.world}, {self.order!r})"

@@ -1,0 +1,95 @@
+"""A numbering of ranks by named axes, the fastest first: strides, coordinates, offsets."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+Offsets = range | tuple[int, ...]
+"""Ascending, from 0; a range wherever they are evenly spaced, so that equal ones are equal."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks ``0 .. world - 1`` as a mixed-radix number over axes.
+
+    A group that runs over some of the axes is ``{start + offset}``: its smallest rank, at which
+    those axes are 0, plus offsets that are the same for every group of its kind.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    """Names and sizes; neighbouring ranks differ in the first."""
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by axis, the fastest first."""
+        return dict(self.axes)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Distance between ranks that differ by one in an axis and in nothing else."""
+        steps = accumulate(self.sizes.values(), mul, initial=1)
+        return dict(zip(self.sizes, steps, strict=False))
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes.values())
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Return where a rank stands on one axis."""
+        return rank // self.strides[axis] % self.sizes[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank stands on every axis, the fastest first."""
+        return {axis: self.coordinate(rank, axis) for axis in self.sizes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Return the rank at coordinates; an axis left out is at 0.
+
+        Raises:
+            ValueError: where a coordinate lies outside its axis.
+        """
+        for axis, at in coordinates.items():
+            if not 0 <= at < self.sizes[axis]:
+                raise ValueError(f"{axis} {at}: this axis runs from 0 to {self.sizes[axis] - 1}")
+        return sum(at * self.strides[axis] for axis, at in coordinates.items())
+
+    def offsets(self, axes: Collection[str]) -> Offsets:
+        """Return the ranks at which every axis but ``axes`` is 0, ascending."""
+        found: Sequence[int] = range(1)
+        for axis, size in self.axes:
+            if axis not in axes or size == 1:
+                continue
+            stride = self.strides[axis]
+            if len(found) == 1:
+                found = range(0, stride * size, stride)
+            elif isinstance(found, range) and found.step * len(found) == stride:
+                found = range(0, stride * size, found.step)
+            else:
+                found = [high + low for high in range(0, stride * size, stride) for low in found]
+        return found if isinstance(found, range) else tuple(found)
+
+    def starts(self, axes: Collection[str]) -> Offsets:
+        """Return the smallest rank of every group over ``axes``, ascending."""
+        return self.offsets([axis for axis in self.sizes if axis not in axes])
+
+    def start(self, rank: int, axes: Collection[str]) -> int:
+        """Return the smallest rank of the group over ``axes`` that a rank is in."""
+        return rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
+
+
+def evenly(offsets: Sequence[int]) -> Offsets:
+    """Return ascending offsets that begin with 0 as a range where they are evenly spaced."""
+    step = offsets[1] if len(offsets) > 1 else 1
+    spaced = range(0, step * len(offsets), step)
+    return spaced if list(spaced) == list(offsets) else tuple(offsets)
+
+
+def shifted(offsets: Offsets, start: int) -> tuple[int, ...]:
+    """Return ``start`` plus each offset."""
+    if isinstance(offsets, range):
+        return tuple(range(start, start + offsets.stop, offsets.step))
+    return tuple([start + offset for offset in offsets])

@@ -1,0 +1,164 @@
+"""Whether sizes fit a number of ranks and a model: everything that does not, and what would.
+
+The nearest legal values of one answer fit together: put in all at once they are legal.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from moefold.config.problems import Violation
+from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.mesh.needs import Model
+from moefold.mesh.pipeline import Stages
+
+SPLIT = ("pp", "tp", "cp", "ep", "etp")
+"""Axes that split ranks, in the order in which they are kept near to what was asked."""
+
+
+def folding_violations(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> list[Violation]:
+    """Return what keeps sizes from being laid over ``world`` ranks in an order of them."""
+    return [*world_violations(sizes, world), *order_violations(sizes, order)]
+
+
+def violations(
+    sizes: Sizes,
+    model: Model | None = None,
+    world: int | None = None,
+    order: Order = ORDERS[0],
+    stages: str | None = None,
+) -> list[Violation]:
+    """Return everything that is not legal, each with the nearest legal value.
+
+    Args:
+        sizes: what is asked.
+        model: what the model asks, where one is meant.
+        world: number of ranks, where it is fixed.
+        order: order of ranks.
+        stages: pipeline layout as text; balanced where there is none.
+    """
+    most = None if model is None else max(model.layers, _stage_count(stages))
+    fits = world is not None and world > 0 and world % sizes.smallest_world == 0
+    mended = nearest_sizes(sizes, model, world if fits else None, most)
+    broken = size_rules(sizes, model, most)
+    found = [Violation(("sizes",), sizes.text, rule, mended.text) for rule in broken]
+    if world is not None:
+        found += world_violations(mended, world, model, most)
+    found += order_violations(mended, order)
+    if stages is not None:
+        found += stage_violations(stages, mended, model)
+    return found
+
+
+def _stage_count(stages: str | None) -> int:
+    """Return how many stages a text names; 0 where it cannot be read, which is said elsewhere."""
+    try:
+        return 0 if stages is None else len(Stages.parse(stages).letters)
+    except ValueError:
+        return 0
+
+
+def size_rules(sizes: Sizes, model: Model | None = None, most: int | None = None) -> list[str]:
+    """Return the rules that sizes break; ``most`` bounds the number of stages, ``pp * vpp``."""
+    found = []
+    if sizes.vpp > 1 and sizes.pp == 1:
+        found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
+    asked = dict(sizes)
+    if model is not None:
+        found += [need.rule for need in model.needs if need.size % asked[need.axis]]
+    if most is not None and sizes.pp * sizes.vpp > most:
+        found.append(
+            f"pp * vpp ({sizes.pp * sizes.vpp}) is at most {most}: the number of layers, or of "
+            "the stages that layout.stages names"
+        )
+    return found
+
+
+def world_violations(
+    sizes: Sizes, world: int, model: Model | None = None, most: int | None = None
+) -> Iterator[Violation]:
+    """Yield a violation where a number of ranks is no multiple of what both grids need."""
+    smallest = sizes.smallest_world
+    if world > 0 and world % smallest == 0:
+        return
+    below, above = max(world, 0) // smallest * smallest, (max(world, 0) // smallest + 1) * smallest
+    near = above if below == 0 or above - world < world - below else below
+    others = f"{below} or {above}" if below else f"{above}"
+    rule = f"a multiple of pp * lcm(tp * cp, ep * etp) = {smallest}, such as {others}"
+    if world > 0:
+        rule += f"; or on {world} ranks: {nearest_sizes(sizes, model, world, most)}"
+    yield Violation(("world",), world, rule, near)
+
+
+def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
+    """Yield a violation where the grids disagree on which ranks are a stage."""
+    attention, experts = sizes.tp * sizes.cp, sizes.ep * sizes.etp
+    if order.endswith("pp") or sizes.pp == 1 or attention == experts:
+        return
+    rule = (
+        f"with pp before dp both grids agree on the stages only where tp * cp ({attention}) is "
+        f"ep * etp ({experts}), or pp is 1"
+    )
+    yield Violation(("order",), order, rule, ORDERS[0])
+
+
+def stage_violations(text: str, sizes: Sizes, model: Model | None) -> Iterator[Violation]:
+    """Yield what is wrong with a pipeline layout for sizes and a model."""
+    try:
+        stages = Stages.parse(text)
+    except ValueError as error:
+        yield Violation(("stages",), text, str(error), None)
+        return
+    count = sizes.pp * sizes.vpp
+    faults = stages.faults(count, None if model is None else model.mixtures)
+    if faults:
+        mixtures = (True,) * stages.layers if model is None else model.mixtures
+        near = stages.nearest(count, mixtures).text
+        yield from (Violation(("stages",), text, rule, near) for rule in faults)
+
+
+def nearest_sizes(
+    sizes: Sizes,
+    model: Model | None = None,
+    world: int | None = None,
+    most: int | None = None,
+) -> Sizes:
+    """Return the legal sizes nearest to what is asked: each axis by ratio, in the order of SPLIT.
+
+    Args:
+        sizes: what is asked.
+        model: what the model asks.
+        world: ranks to fit.
+        most: bound on the number of stages.
+    """
+    asked, chosen = dict(sizes), dict[str, int]()
+    for axis in SPLIT:
+        legal = _choices(axis, asked[axis], model, most)
+        if world is not None:
+            legal = [d for d in divisors(world) if d in legal or legal is ANY]
+            legal = [d for d in legal if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
+        chosen[axis] = asked[axis] if legal is ANY else _nearest(asked[axis], legal)
+    virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
+    return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
+
+
+ANY: Sequence[int] = ()
+"""Stands for every size, where nothing bounds an axis."""
+
+
+def _choices(axis: str, asked: int, model: Model | None, most: int | None) -> Sequence[int]:
+    """Return the sizes of an axis that a model allows."""
+    if axis == "pp":
+        return ANY if most is None else range(1, most + 1)
+    sizes = [need.size for need in model.needs if need.axis == axis] if model else []
+    return divisors(math.gcd(*sizes)) if sizes else ANY
+
+
+def _nearest(asked: int, legal: Sequence[int]) -> int:
+    """Return the legal size nearest by ratio, the smaller of two."""
+    return min(legal, key=lambda size: (max(size / asked, asked / size), size))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
