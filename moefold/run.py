@@ -15,6 +15,7 @@ from moefold.config.base import Record
 from moefold.config.load import Loaded, load
 from moefold.config.problems import Violation
 from moefold.data.config import Data, DataError
+from moefold.mesh.needs import needs
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
 from moefold.optim.config import OPTIMIZER, Optim
@@ -49,12 +50,15 @@ class Run(Record):
     """Python files from outside the package that register parts."""
 
     def rules(self) -> Iterator[Violation]:
-        """The schedule fits the run; the model can be described; checks have something to read."""
+        """The schedule fits the run; the model can be described; the layout fits the model."""
         for violation in self.optim.misfits(self.train.steps):
             yield violation.under("optim")
         try:
-            for violation in self.model.misfits(self.data.vocab):  # type: ignore[attr-defined]
-                yield violation.under("model")
+            misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
+            yield from (violation.under("model") for violation in misfits)
+            if not misfits and not any(self.layout.rules()) and self.layout.is_split:
+                model = needs(self.decoder(), self.data.seq)
+                yield from (found.under("layout") for found in self.layout.misfits(model))
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
         except ValueError as error:
