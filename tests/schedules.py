@@ -17,6 +17,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
+from moefold.schedule.table import Action, Table
 
 FILE = Path(__file__).parent / "data" / "pipeline_schedules.json"
 KINDS = sorted(SCHEDULE.kinds)
@@ -66,3 +67,9 @@ def mended(record: Schedule, p: int, v: int, m: int) -> Sizes:
     if "group" in nearest:
         record = record.model_copy(update={"group": nearest.pop("group")})
     return record, p, nearest.pop("vpp", v), nearest.pop("micro_batches", m)
+
+
+def one_by_one(record: Schedule, p: int, v: int, m: int) -> Table:
+    """A schedule from outside the package: each micro-batch there and back before the next."""
+    line = tuple(Action(kind, 0, micro) for micro in range(m) for kind in ("F", "B"))
+    return Table((line,) * p, chunks=v, micro_batches=m)

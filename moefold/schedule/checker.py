@@ -92,7 +92,7 @@ def _deadlock(table: Table) -> list[str]:
 
 def _channels(table: Table) -> list[str]:
     """Compare both ends of each channel: what is sent is received, in the same order."""
-    sent, received = channels(table, "send"), channels(table, "receive")
+    sent, received = channels(table)
     return [
         f"{what}s from rank {one} to rank {other} are received in another order than they are sent"
         for one, other, what in sorted({*sent, *received})

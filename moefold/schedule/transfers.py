@@ -16,6 +16,7 @@ class Transfer(NamedTuple):
 
 Channel = tuple[int, int, str]
 """Sending rank, receiving rank, and which of outputs and gradients it carries."""
+Crossing = dict[Channel, list[Result]]
 
 
 def with_transfers(table: Table) -> tuple[tuple[Step | Transfer, ...], ...]:
@@ -44,12 +45,14 @@ def _dressed(table: Table, rank: int, step: Step) -> Iterator[Step | Transfer]:
             yield Transfer("send", given, reader)
 
 
-def channels(table: Table, way: Literal["send", "receive"]) -> dict[Channel, list[Result]]:
-    """Return what crosses each channel, in the order in which one end of it acts."""
-    crossing: dict[Channel, list[Result]] = {}
+def channels(table: Table) -> tuple[Crossing, Crossing]:
+    """Return what is sent and what is received on each channel, in the order of that end."""
+    sent: Crossing = {}
+    received: Crossing = {}
     for rank, line in enumerate(with_transfers(table)):
         for part in line:
-            if isinstance(part, Transfer) and part.way == way:
-                ends = (rank, part.peer) if way == "send" else (part.peer, rank)
-                crossing.setdefault((*ends, part.result.what), []).append(part.result)
-    return crossing
+            if isinstance(part, Transfer) and part.way == "send":
+                sent.setdefault((rank, part.peer, part.result.what), []).append(part.result)
+            elif isinstance(part, Transfer):
+                received.setdefault((part.peer, rank, part.result.what), []).append(part.result)
+    return sent, received

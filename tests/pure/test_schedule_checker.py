@@ -81,6 +81,12 @@ def test_a_deadlock_names_each_rank_and_what_it_awaits() -> None:
     )
 
 
+def test_weights_wait_for_their_inputs() -> None:
+    line = tuple(Action(kind, 0, 0) for kind in ("F", "W", "I"))
+    with pytest.raises(Deadlock, match="rank 0 stays at W0 and waits for the gradient of stage 0"):
+        list(walk(Table((line,), 1, 1)))
+
+
 def test_a_pair_waits_for_both_of_its_inputs() -> None:
     """Beside each other the two would wait in a ring, one after the other they run."""
     first = (Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1))

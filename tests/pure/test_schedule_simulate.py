@@ -66,7 +66,7 @@ def test_whole_backwards_leave_a_bubble_of_one_chunk_per_rank_below(
 
 
 @given(legal_sizes(), costs)
-@settings(max_examples=30, deadline=None, database=None, derandomize=True)
+@settings(max_examples=20, deadline=None, database=None, derandomize=True)
 def test_zb_h1_takes_the_weights_out_of_the_bubble(sizes: Sizes, costs: Costs) -> None:
     record, p, v, m = mended(ZeroBubbleH1(), *sizes[1:])
     f, i, w = costs.work("F"), costs.work("I"), costs.work("W")
