@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,34 +12,66 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from moefold.cli._layout import facts, picture, show
 from moefold.config.draft import Origin
 from moefold.config.dump import identity
 from moefold.config.load import Loaded
-from moefold.config.problems import Spot, dotted
+from moefold.config.problems import RunError, Spot, dotted
 from moefold.config.records import plain
+from moefold.mesh.config import ORDERS, Sizes
 from moefold.model.config import Block
 from moefold.planner.count import Counts, count
 from moefold.run import IDENTITY, RECIPES, Run, loaded_run
 from moefold.training import words
 
+WRONG_INPUT = 2
+MISFITS: dict[Spot, str] = {
+    ("layout", "sizes"): '""',
+    ("layout", "order"): ORDERS[0],
+    ("layout", "stages"): "null",
+}
+"""What of a layout can misfit a model, and what fits every model."""
 DEFAULT = Origin("default")
 
 
 def explain(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    overrides = list(args.overrides)
-    if args.layout is not None:
-        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
-    loaded = loaded_run(args.source, overrides)
+    loaded = _load(args)
+    shown = picture(loaded.record, args.world)
+    status = WRONG_INPUT if shown.violations else 0
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": plain(loaded.record), "origins": origins, "derived": derived(loaded)}
-        print(json.dumps(answer, indent=2))
-        return 0
+        print(json.dumps(answer | {"layout": facts(shown)}, indent=2))
+        return status
     console = Console()
     console.print(tree(loaded, args.given), soft_wrap=True)
     console.print(_derived_table(loaded.record, derived(loaded)))
-    return 0
+    if args.layout is not None or args.world is not None or shown.sizes != Sizes():
+        show(shown, console)
+    return status
+
+
+def _load(args: argparse.Namespace) -> Loaded[Run]:
+    """Load the run, with a layout that is asked for even where the model does not allow it."""
+    overrides = list(args.overrides)
+    if args.layout is None:
+        return loaded_run(args.source, overrides)
+    asked = f"layout.sizes={json.dumps(args.layout)}"
+    try:
+        return loaded_run(args.source, [*overrides, asked])
+    except RunError as error:
+        if any(item.path not in MISFITS or item.id != "relation" for item in error.violations):
+            raise
+        layout = error.data["layout"]
+    Sizes.parse(layout["sizes"])
+    cleared = (f"{dotted(path)}={value}" for path, value in MISFITS.items())
+    loaded = loaded_run(args.source, [*overrides, *cleared])
+    kept = {path: layout[path[-1]] for path in MISFITS if path[-1] in layout}
+    record = loaded.record.layout.model_copy(update={str(p[-1]): v for p, v in kept.items()})
+    origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked)}
+    run = loaded.record.model_copy(update={"layout": record})
+    return replace(loaded, record=run, origins=origins)
 
 
 def tree(loaded: Loaded[Run], given_only: bool = False) -> Tree:

@@ -10,11 +10,13 @@ def add(subparsers: Any) -> None:
         "explain",
         help="the resolved run: every value with its origin, and what follows from it",
         description="Shows a run as it will be computed: every value with the file and line, base, "
-        "override or default it comes from, then what follows from them. Needs no data and no GPU.",
+        "override or default it comes from, then what follows from them, and where each rank "
+        "of its layout stands. Needs no data and no GPU.",
     )
     parser.add_argument("source", metavar="RUN", help="run file, recipe, or Hugging Face folder")
     parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.steps=100")
     parser.add_argument("--layout", metavar="SIZES", help='axis sizes, such as "tp2 pp2 ep4"')
+    parser.add_argument("--world", metavar="N", type=int, help="ranks (default: the fewest)")
     parser.add_argument("--given", action="store_true", help="leave defaults out")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 

@@ -26,24 +26,24 @@ class Kind(NamedTuple):
 ATTENTION, EXPERTS = "attention", "experts"
 EMBEDDING = "embedding"
 KINDS: dict[str, Kind] = {
-    "tp": Kind(ATTENTION, ("tp",), "slices of attention, dense layers and vocabulary"),
+    "tp": Kind(ATTENTION, ("tp",), "slices of dense weights"),
     "cp": Kind(ATTENTION, ("cp",), "pieces of one sequence"),
-    "dp": Kind(ATTENTION, ("dp",), "other sequences, same weights"),
+    "dp": Kind(ATTENTION, ("dp",), "other sequences"),
     "pp": Kind(ATTENTION, ("pp",), "stages of one pipeline"),
-    "tp_cp": Kind(ATTENTION, ("tp", "cp"), "ranks that share a sequence"),
+    "tp_cp": Kind(ATTENTION, ("tp", "cp"), "one whole sequence"),
     "dp_cp": Kind(ATTENTION, ("cp", "dp"), "copies of dense weights"),
     "tp_dp": Kind(ATTENTION, ("tp", "dp"), "one piece of every sequence"),
     "tp_pp": Kind(ATTENTION, ("tp", "pp"), "one copy of dense weights"),
-    "tp_cp_pp": Kind(ATTENTION, ("tp", "cp", "pp"), "ranks that a sequence passes"),
-    "ep": Kind(EXPERTS, ("ep",), "all experts of a layer, one slice of each"),
-    "etp": Kind(EXPERTS, ("etp",), "slices of the same experts"),
+    "tp_cp_pp": Kind(ATTENTION, ("tp", "cp", "pp"), "all a sequence passes"),
+    "ep": Kind(EXPERTS, ("ep",), "all experts of a layer"),
+    "etp": Kind(EXPERTS, ("etp",), "slices of an expert"),
     "edp": Kind(EXPERTS, ("edp",), "copies of expert weights"),
-    "tp_ep": Kind(EXPERTS, ("etp", "ep"), "all experts of a layer, whole"),
-    "ep_edp": Kind(EXPERTS, ("ep", "edp"), "one slice of every copy of every expert"),
+    "tp_ep": Kind(EXPERTS, ("etp", "ep"), "the same, all slices"),
+    "ep_edp": Kind(EXPERTS, ("ep", "edp"), "every copy of every expert"),
     "tp_ep_pp": Kind(EXPERTS, ("etp", "ep", "pp"), "one copy of expert weights"),
     "stage": Kind(ATTENTION, ("tp", "cp", "dp"), "all ranks of one stage"),
     "world": Kind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
-    EMBEDDING: Kind(ATTENTION, ("pp",), "both ends of one pipeline"),
+    EMBEDDING: Kind(ATTENTION, ("pp",), "first and last stage"),
 }
 """Every kind of group by its name. ``tp_ep`` runs over the experts' own tensor axis, etp."""
 

@@ -41,6 +41,12 @@ class Model:
         """Number of layers."""
         return len(self.mixtures)
 
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The different numbers of experts that layers have, as their needs state them."""
+        stated = tuple(need.size for need in self.needs if need.axis == "ep")
+        return stated if any(self.mixtures) else ()
+
 
 def needs(decoder: Decoder, seq: int | None = None) -> Model:
     """Return what a decoder asks, trained on sequences of ``seq`` tokens where that is known.

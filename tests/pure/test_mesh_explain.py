@@ -1,0 +1,123 @@
+"""``moefold explain --layout``: grids, stages, experts and groups as a person and a program see."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from moefold.cli._layout import groups_text, ranks_text
+from moefold.cli.main import main
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import KINDS, Folding
+
+
+def said(capsys: Any, *words: str, status: int = 0) -> str:
+    """What ``explain demo`` prints, the run itself left out."""
+    assert main(["explain", "demo", "--given", *words]) == status
+    return capsys.readouterr().out.partition("what follows")[2]
+
+
+def test_grids_are_drawn(capsys: Any) -> None:
+    """A rank in each cell: rows are pp and dp, columns what lies within."""
+    lines = [
+        " ".join(line.split()) for line in said(capsys, "--layout", "tp2 pp2 ep4").splitlines()
+    ]
+    start = lines.index("attention: pp2 dp2 cp1 tp2")
+    assert lines[start + 1 : start + 6] == [
+        "tp0 tp1", "pp0 dp0 0 1", "pp0 dp1 2 3", "pp1 dp0 4 5", "pp1 dp1 6 7",
+    ]  # fmt: skip
+    start = lines.index("experts: pp2 edp1 ep4 etp1")
+    assert lines[start + 1 : start + 4] == ["ep0 ep1 ep2 ep3", "pp0 0 1 2 3", "pp1 4 5 6 7"]
+    start = lines.index("stages: Ett|ttL")
+    assert lines[start + 2 : start + 4] == ["pp0 embedding, layers 0–1", "pp1 layers 2–3, loss"]
+    start = lines.index("experts of a layer, by slot")
+    assert lines[start + 1 : start + 5] == ["ep0 0–1", "ep1 2–3", "ep2 4–5", "ep3 6–7"]
+    rows = {
+        line.split()[0]: line for line in lines if line.split()[:1] and line.split()[0] in KINDS
+    }
+    assert set(rows) == set(KINDS), "every kind of group"
+    assert rows["tp"].startswith("tp 2 4 0–1 | 2–3 | 4–5 | 6–7 ")
+    assert "as tp_dp" in rows["ep"] and "each rank alone" in rows["cp"]
+
+
+def test_a_program_gets_every_rank(capsys: Any) -> None:
+    assert main(["explain", "demo", "--layout", "tp2 pp2 ep4", "--world", "16", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)["layout"]
+    folding = Folding(Sizes.parse("tp2 pp2 ep4"), 16)
+    assert answer["groups"] == {k: [list(g) for g in folding.groups(k)] for k in KINDS}
+    assert answer["grids"]["experts"] == {"etp": 1, "ep": 4, "edp": 2, "pp": 2}
+    assert (answer["world"], answer["dp"], answer["edp"]) == (16, 4, 2)
+    assert answer["violations"] == [] and answer["stages"]["text"] == "Ett|ttL"
+    assert answer["experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_is_not_legal_is_drawn_and_listed(capsys: Any) -> None:
+    """All rules that the model breaks, and what all of them together leave near."""
+    text = said(capsys, "--layout", "tp3 pp8 ep5", status=2)
+    assert "attention: pp8 dp5 cp1 tp3" in text and "groups of 120 ranks" in text
+    listed = text.partition("not legal: tp3 pp8 ep5 on 120 ranks")[2]
+    rules = ("the vocabulary (2048)", "attention heads (4)", "key-value heads (4)",
+             "the experts (8)", "pp * vpp (8) is at most 4")  # fmt: skip
+    assert all(rule in listed for rule in rules)
+    assert listed.count("nearest: 'tp4 pp4 ep4'") == listed.count("nearest") == len(rules)
+    assert main(["explain", "demo", "--layout", "tp3 pp8 ep5", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["layout"]["violations"]
+    assert len(found) == len(rules)
+    assert {(*item["path"], item["nearest"]) for item in found} == {
+        ("layout", "sizes", "tp4 pp4 ep4")
+    }
+
+
+def test_ranks_that_do_not_fit(capsys: Any) -> None:
+    """No grid can be drawn; the nearest number is said."""
+    text = said(capsys, "--layout", "tp2 pp2 ep4", "--world", "12", status=2)
+    assert "attention:" not in text and "stages: Ett|ttL" in text
+    assert "world = 12" in text and "nearest: 8" in text and "8 or 16" in text
+
+
+def test_other_parts_of_an_illegal_layout_are_kept(capsys: Any) -> None:
+    """Stages and order of the run stay what they are, and are listed too."""
+    words = ["layout.sizes=pp2", "layout.stages=Et|t*3L", "layout.order=tp-cp-ep-pp-dp"]
+    assert "stages: Et|t*3L" in said(capsys, *words)
+    text = said(capsys, "--layout", "tp2 pp3", *words, status=2)
+    assert "pp * vpp stages (3), and these are 2" in text and "both grids agree" in text
+    assert "attention:" not in text and "layout      tp2 pp3" in text
+
+
+def test_a_layout_of_thousands_stays_small(capsys: Any) -> None:
+    text = said(capsys, "--layout", "tp2 pp2 ep8", "--world", "8192")
+    assert len(text.splitlines()) < 110 and "pp1 dp2047" in text and "…" in text
+    assert re.search(r"dp +2048 +4", text)
+
+
+def test_one_rank_needs_no_picture(capsys: Any) -> None:
+    assert "attention:" not in said(capsys)
+    assert "attention: pp1 dp4 cp1 tp1" in said(capsys, "--world", "4")
+
+
+@pytest.mark.parametrize("words", [["tp2 tp4"], ["xp2"], ["tp0"]])
+def test_text_that_is_no_layout(words: list[str], capsys: Any) -> None:
+    assert main(["explain", "demo", "--layout", *words]) == 2
+    assert words[0].split()[0] in capsys.readouterr().err
+
+
+def test_another_mistake_in_the_run_is_said_first(capsys: Any) -> None:
+    assert main(["explain", "demo", "--layout", "tp3", "train.steps=-1"]) == 2
+    assert "train.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((0,), "0"), ((0, 1, 2, 3), "0–3"), ((0, 4), "0 4"), ((0, 1, 8, 9), "0–1 8–9"),
+        (tuple(range(0, 32, 4)), "0 4 … 28"), ((0, 3, 4, 9, 11, 20), "0 3–4 … 20"),
+    ],
+)  # fmt: skip
+def test_ranks_in_short(ranks: tuple[int, ...], text: str) -> None:
+    assert ranks_text(ranks) == text
+
+
+def test_groups_in_short() -> None:
+    assert groups_text([(0,), (1,)]) == "each rank alone"
+    assert groups_text([(i, i + 1) for i in range(0, 12, 2)]) == "0–1 | 2–3 | … | 10–11"
