@@ -91,6 +91,12 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
     """Load a run together with where each of its values came from; see :func:`load_run`."""
     path = Path(source)
     if (path / "config.json").is_file():
+        own = any(override.startswith("data.tokenizer") for override in overrides)
+        if not own and not (path / "tokenizer.json").is_file():
+            raise ValueError(
+                f"{path} has no tokenizer.json; save the model's fast tokenizer there, or name one "
+                "with data.tokenizer={kind: file, path: ...}"
+            )
         return load(Run, finetuning(path), overrides, recipes())
     return load(Run, source, overrides, recipes())
 

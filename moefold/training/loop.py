@@ -40,7 +40,13 @@ from moefold.planner.count import count
 from moefold.run import Run
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
-from moefold.training.state import Progress, differences, restore, tensors_of
+from moefold.training.state import (
+    Progress,
+    as_known_today,
+    differences,
+    restore,
+    tensors_of,
+)
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import describe, fill
 
@@ -151,7 +157,7 @@ class Job:
 
     def _check_same(self, path: Path, meta: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of a run that computes something else, and say what."""
-        changed = differences(meta["run"], plain(self.run))
+        changed = differences(as_known_today(meta["run"]), plain(self.run))
         changed += differences(meta["parts"], self.parts, tuple(self.parts | meta["parts"]))
         if meta["data"] != self.loader.fingerprint():
             changed.append("data: the tokens or the tokenizer are not those of the checkpoint")

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.load import load_into
+from moefold.config.check import check
 from moefold.config.problems import dotted
+from moefold.config.records import plain
 from moefold.model.decoder import DecoderModel
 from moefold.optim.base import Optimizer
-from moefold.run import FREE_IN_IDENTITY, IDENTITY
+from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 from moefold.training.stored import model_tensors
 
 
@@ -54,6 +56,15 @@ def restore(path: Path, model: DecoderModel, optimizer: Optimizer) -> Progress:
     with torch.no_grad():
         progress = load_into(path, tensors_of(model, optimizer))["progress"]
     return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
+
+
+def as_known_today(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a stored run with the fields that were added since, at their defaults.
+
+    A run that today's records no longer accept comes back as it is, and differs where it differs.
+    """
+    record = check(Run, stored).record
+    return stored if record is None else plain(record)
 
 
 def differences(

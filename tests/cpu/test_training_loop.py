@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from moefold.checkpoint.lock import LockError
+from moefold.config.records import plain
 from moefold.moe.config import Bias
 from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
-from tests.cpu.runs import Notes, equal, job_of, raw_run, weights
+from moefold.training.state import as_known_today, differences
+from tests.cpu.runs import Notes, equal, job_of, raw_run, run_of, weights
 
 OPTIMIZERS = {
     "adamw": {"kind": "adamw", "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}},
@@ -344,6 +346,18 @@ def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
         assert job.step_number == 2
 
 
+def test_a_field_that_a_later_version_adds_refuses_no_old_folder(tmp_path: Path) -> None:
+    """Plant: compare what was stored with today's records as they stand."""
+    run = run_of(tmp_path)
+    older = plain(run)
+    del older["train"]["on_nonfinite"], older["optim"]["eps"]
+    assert differences(as_known_today(older), plain(run)) == []
+    older["optim"]["lr"] = 0.5
+    assert differences(as_known_today(older), plain(run)) == ["optim.lr: 0.5 -> 0.01"]
+    older["optim"]["kind"] = "gone"
+    assert "optim.kind: gone -> adamw" in differences(as_known_today(older), plain(run))
+
+
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,8 +410,8 @@ def test_deterministic_runs_are_equal_bit_for_bit(
 
 
 def test_more_than_one_rank_is_refused_clearly(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"layout\.sizes: 'tp2 ep4' needs 4 ranks"):
-        job_of(tmp_path, layout={"sizes": "tp2 ep4"})
+    with pytest.raises(ValueError, match=r"layout\.sizes: 'ep4' needs 4 ranks"):
+        job_of(tmp_path, layout={"sizes": "ep4"})
 
 
 def test_recompute_changes_no_bit_of_a_run(tmp_path: Path) -> None:
