@@ -120,10 +120,10 @@ def test_hostile_text_is_refused_at_once(
     text: str, sort: str, said: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RunError) as caught:
         read_yaml(text, "run.yaml")
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     (item,) = caught.value.violations
     assert item.id == sort
     assert said in item.rule
@@ -148,10 +148,10 @@ def bomb(width: int, depth: int) -> str:
 
 
 def test_alias_bomb_is_refused_without_being_expanded() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(RunError, match="more than"):
         read_yaml(bomb(10, 6), "run.yaml")
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_aliases_cannot_build_depth() -> None:
