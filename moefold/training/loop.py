@@ -311,11 +311,13 @@ class Job:
             tokens: about how many tokens of each set at most; default as the run says, or all.
         """
         record = self.run.watch.evaluate
-        limit = tokens or (record.tokens if record else None)
+        if tokens is None and record is not None:
+            ended = self.progress.step >= self.run.train.steps
+            tokens = None if ended and record.at_end == "all" else record.tokens
         metrics: Figures = {}
         nats = labels = 0.0
         for name in self.loader.evaluation_sets:
-            batches = [batch.to(self.device) for batch in self.loader.evaluation(name, limit)]
+            batches = [batch.to(self.device) for batch in self.loader.evaluation(name, tokens)]
             found, count_ = evaluate(self.model, batches, self.run.train.loss_chunk)
             n_bytes = sum(batch.n_bytes for batch in batches)
             metrics[f"val/{name}/loss"] = found / max(count_, 1)

@@ -65,6 +65,15 @@ def test_training_learns(tmp_path: Path) -> None:
     assert 0 < bits < 8 and loss == held_out["val_loss"]
 
 
+def test_the_last_evaluation_can_read_everything(tmp_path: Path) -> None:
+    watch = {"evaluate": {"every": 1, "tokens": 32, "at_end": "all"}}
+    with job_of(tmp_path, watch=watch, train={"steps": 3}) as job:
+        whole = job.evaluate(tokens=10**6)
+        assert job.evaluate() != whole
+        job.train()
+        assert job.evaluate() == job.evaluate(tokens=10**6) != job.evaluate(tokens=32)
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("at", range(1, 8))
 def test_a_resumed_run_ends_bit_for_bit_as_the_unbroken_one(

@@ -53,6 +53,8 @@ class Evaluate(Record):
     every: Size = 100
     tokens: Size | None = None
     """Held-out tokens of each set that are read; None is all of them."""
+    at_end: Literal["same", "all"] = "same"
+    """Whether the evaluation after the run's last step reads so many too, or all there are."""
     baselines: tuple[Literal["bigram", "byte_bigram", "byte_trigram", "xz"], ...] = ()
     """What the result is set beside: tables of neighbouring tokens or bytes, and ``xz -9e``."""
 
