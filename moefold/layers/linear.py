@@ -53,7 +53,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, ...]:
         (ids_T,) = ctx.saved_tensors
         n_valid = ctx.n_valid
         table: Tensor = ctx.master

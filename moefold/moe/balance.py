@@ -298,7 +298,7 @@ def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> 
     runs deterministically; that moves the last bits of values only, as no term's gradient depends
     on such a sum.
     """
-    return _SumBy.apply(values_TX, population_T, populations)  # type: ignore[no-any-return]
+    return _SumBy.apply(values_TX, population_T, populations)
 
 
 class _SumBy(torch.autograd.Function):
@@ -317,7 +317,7 @@ class _SumBy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dsums_NX: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dsums_NX: Tensor) -> tuple[Tensor | None, ...]:
         (population_T,) = ctx.saved_tensors
         dsums_NX = dsums_NX.to(ctx.dtype)
         if population_T is None:

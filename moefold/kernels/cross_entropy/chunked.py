@@ -61,7 +61,7 @@ def cross_entropy_sum(
     x_TD: Tensor, head: Operand, labels_T: Tensor, *, chunk: int, ignored: int = -100
 ) -> Tensor:
     """Return the summed cross-entropy, differentiable in ``x_TD`` and the head."""
-    return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk, ignored)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk, ignored)
 
 
 def _chunks(rows: int, chunk: int) -> list[slice]:
@@ -127,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, value_VD, labels_T = ctx.saved_tensors
         dx_TD = torch.zeros_like(x_TD)
         dw_VD = torch.zeros_like(ctx.master) if ctx.needs_input_grad[1] else None

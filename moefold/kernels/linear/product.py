@@ -29,7 +29,7 @@ def linear(
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)  # type: ignore[no-any-return]
+    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
         n_valid = ctx.n_valid
         dx = (dy_TO @ value_OI).to(x_TI.dtype) if ctx.needs_input_grad[0] else None

@@ -40,7 +40,7 @@ def rms_norm(
         n_valid: the first so many of T count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _RmsNorm.apply(x, weight.master, weight.value, epsilon, n_valid, sink)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight.master, weight.value, epsilon, n_valid, sink)
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -76,7 +76,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd_N1, weight_D = ctx.saved_tensors
         x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
         dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)

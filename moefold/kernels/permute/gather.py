@@ -17,7 +17,7 @@ def spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False
 
     ``complete`` promises, from the host, that no entry of either index says "none".
     """
-    return _Spread.apply(x_TD, token_R, row_TK, complete)  # type: ignore[no-any-return]
+    return _Spread.apply(x_TD, token_R, row_TK, complete)
 
 
 def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
@@ -25,7 +25,7 @@ def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = Fals
 
     A missing copy counts as zero; ``complete`` as in :func:`spread`.
     """
-    return _Collect.apply(y_RD, token_R, row_TK, complete)  # type: ignore[no-any-return]
+    return _Collect.apply(y_RD, token_R, row_TK, complete)
 
 
 def _take(x_TD: Tensor, token_R: Tensor, complete: bool) -> Tensor:
@@ -69,7 +69,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor | None, ...]:
         (row_TK,) = ctx.saved_tensors
         return _sum(dx_RD, row_TK, ctx.complete), None, None, None
 
@@ -83,7 +83,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         (token_R,) = ctx.saved_tensors
         return _take(dout_TD, token_R, ctx.complete), None, None, None
 
@@ -93,7 +93,7 @@ def pick(weights_TK: Tensor, copy_R: Tensor, row_TK: Tensor) -> Tensor:
 
     A copy whose ``row_TK`` says "none" gets a zero gradient, whatever stands in its row.
     """
-    return _Pick.apply(weights_TK, copy_R, row_TK)  # type: ignore[no-any-return]
+    return _Pick.apply(weights_TK, copy_R, row_TK)
 
 
 class _Pick(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:
         (row_TK,) = ctx.saved_tensors
         last = dp_R.shape[0]
         picked = _rows(dp_R, row_TK.reshape(-1).clamp(max=last - 1)).view(row_TK.shape)

@@ -15,7 +15,7 @@ def rotate(x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor
 
     ``half`` pairs dim i with i + d/2; ``interleaved`` pairs 2i with 2i + 1.
     """
-    return _Rotate.apply(x_THd, cos_Tp, sin_Tp, layout)  # type: ignore[no-any-return]
+    return _Rotate.apply(x_THd, cos_Tp, sin_Tp, layout)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -39,6 +39,6 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
         cos_Tp, sin_Tp = ctx.saved_tensors
         return _turn(dy_THd, cos_Tp, -sin_Tp, ctx.layout), None, None, None

@@ -67,7 +67,7 @@ def gated_ffn(
     """
     return _GatedFfn.apply(
         x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink
-    )  # type: ignore[no-any-return]
+    )
 
 
 class _GatedFfn(torch.autograd.Function):
@@ -90,7 +90,7 @@ class _GatedFfn(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
