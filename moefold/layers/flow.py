@@ -44,7 +44,7 @@ class Flow:
     @property
     def valid_T(self) -> Tensor | None:
         """bool mask of rows that count, None where all do (known on the host)."""
-        return None if self.rows.n_valid == self.rows.rows else self.rows.valid_T
+        return None if self.n_valid is None else self.rows.valid_T
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""

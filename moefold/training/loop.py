@@ -19,7 +19,7 @@ import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import DamagedError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.config.records import plain
@@ -317,9 +317,8 @@ class Job:
         metrics: Figures = {}
         nats = labels = 0.0
         for name in self.loader.evaluation_sets:
-            batches = [batch.to(self.device) for batch in self.loader.evaluation(name, tokens)]
-            found, count_ = evaluate(self.model, batches, self.run.train.loss_chunk)
-            n_bytes = sum(batch.n_bytes for batch in batches)
+            batches = (batch.to(self.device) for batch in self.loader.evaluation(name, tokens))
+            found, count_, n_bytes = evaluate(self.model, batches, self.run.train.loss_chunk)
             metrics[f"val/{name}/loss"] = found / max(count_, 1)
             if n_bytes:
                 metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
@@ -333,7 +332,7 @@ class Job:
     def save(self) -> Path:
         """Write a checkpoint of the present step, if there is none yet, and return its folder."""
         present = newest(self.folder)
-        if present is not None and present.name.endswith(f"-{self.progress.step:08d}"):
+        if present is not None and present.name == step_name(self.progress.step):
             return present
         progress = self.progress
         meta: dict[str, Any] = {

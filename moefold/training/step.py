@@ -4,7 +4,7 @@ T rows, D hidden. The loss of a step is the summed cross-entropy of its valid la
 global count, plus each router term weighted by its micro-batch's share of the step's valid rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,13 +98,17 @@ def _micro_batch(
 
 @torch.no_grad()
 def evaluate(
-    model: DecoderModel, batches: Sequence[MicroBatch], loss_chunk: int
-) -> tuple[float, int]:
-    """Return the summed cross-entropy in nats over all labels, and their number."""
-    total, labels = torch.zeros((), dtype=torch.float64), 0
+    model: DecoderModel, batches: Iterable[MicroBatch], loss_chunk: int
+) -> tuple[float, int, float]:
+    """Return summed cross-entropy in nats, number of labels, and bytes of their text.
+
+    Micro-batches are taken one by one: a held-out set may be larger than memory.
+    """
+    total, labels, n_bytes = torch.zeros((), dtype=torch.float64), 0, 0.0
     for batch in batches:
         x_TD, _ = model(Flow(batch, model.recipe, training=False))
         summed = cross_entropy_sum(x_TD, model.head_operand(), batch.labels_T, chunk=loss_chunk)
         total += summed.double().cpu()
         labels += batch.n_labels
-    return float(total), labels
+        n_bytes += batch.n_bytes
+    return float(total), labels, n_bytes

@@ -93,7 +93,6 @@ class StoredModel:
         """The model's tensors by their global names, each read when asked for."""
         return ModelTensors(self.reader)
 
-    @torch.no_grad()
     def fill(self, model: DecoderModel) -> None:
         """Give a model of the same description its values."""
         fill(model, self.tensors)

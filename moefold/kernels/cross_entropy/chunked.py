@@ -77,13 +77,18 @@ def _log_softmax(x_CD: Tensor, value_VD: Tensor) -> Tensor:
     return F.log_softmax(logits_CV, -1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
 
 
+def _picked(logp_CV: Tensor, labels_C: Tensor, counted_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of the rows that count, and labels [C, 1] that are safe to look up."""
+    safe_C1 = torch.where(counted_C, labels_C, 0)[:, None]
+    return -torch.where(counted_C, logp_CV.gather(1, safe_C1)[:, 0], 0).sum(), safe_C1
+
+
 def _chunk(
     x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss and ``scale * d loss / d logits`` in the operands' dtype."""
     logp_CV = _log_softmax(x_CD, value_VD)
-    safe_C1 = torch.where(counted_C, labels_C, 0)[:, None]
-    loss = -torch.where(counted_C, logp_CV.gather(1, safe_C1)[:, 0], 0).sum()
+    loss, safe_C1 = _picked(logp_CV, labels_C, counted_C)
     weight_C1 = counted_C.to(logp_CV.dtype).mul_(scale)[:, None]
     dlogits_CV = logp_CV.exp_().mul_(weight_C1)
     dlogits_CV.scatter_(1, safe_C1, dlogits_CV.gather(1, safe_C1) - weight_C1)
@@ -121,8 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(x_TD.shape[0], chunk):
             counted_C = labels_T[rows] != ignored
             logp_CV = _log_softmax(x_TD[rows], value_VD)
-            picked_C = logp_CV.gather(1, torch.where(counted_C, labels_T[rows], 0)[:, None])[:, 0]
-            total -= torch.where(counted_C, picked_C, 0).sum()
+            total += _picked(logp_CV, labels_T[rows], counted_C)[0]
         return total
 
     @staticmethod
