@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from moefold.cli._arguments import add_uses
+
 
 def add(subparsers: Any) -> None:
     """Describe the command."""
@@ -25,13 +27,7 @@ def add(subparsers: Any) -> None:
         default="per_expert",
         help="experts each on their own, which most programs read, or all in one tensor",
     )
-    parser.add_argument(
-        "--uses",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="Python file with parts of the model from outside; repeatable",
-    )
+    add_uses(parser)
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

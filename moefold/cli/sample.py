@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from moefold.cli._arguments import add_uses
+
 
 def add(subparsers: Any) -> None:
     """Describe the command."""
@@ -19,13 +21,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: likeliest")
     parser.add_argument("--top-p", metavar="P", type=float, default=0.95, help="share drawn from")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same text")
-    parser.add_argument(
-        "--uses",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="Python file with parts of the model from outside; repeatable",
-    )
+    add_uses(parser)
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 
