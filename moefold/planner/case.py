@@ -1,0 +1,233 @@
+"""A case: everything that decides a plan, stated and never guessed, and what follows from it.
+
+What follows is read from where training reads it: ranks and groups from :class:`Folding`, places of
+stages from :class:`Stages`, what is in flight from the schedule's own table.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+from moefold.config.base import Record
+from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.mesh.folding import Folding
+from moefold.mesh.pipeline import Place, Stages, Way
+from moefold.model.config import Block, Decoder
+from moefold.optim.config import AdamW, Optim
+from moefold.planner.hardware import Cluster
+from moefold.policies.config import Full, Selective
+from moefold.schedule.build import tabulate
+from moefold.schedule.checker import peak_in_flight
+from moefold.schedule.config import GPipe, Schedule, Vee
+from moefold.schedule.table import Table
+
+Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
+"""What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
+Dispatcher = Literal[
+    "local", "allgather", "alltoall", "deduplicated", "two_level", "padded", "deepep", "hybridep"
+]
+"""How rows reach their experts. ``deduplicated`` sends a row once per rank, ``two_level`` once per
+node and then within it, ``padded`` equal shares without asking the host; ``deepep`` and
+``hybridep`` are those libraries, which send as ``two_level`` does."""
+Graphs = Literal["none", "partial", "full"]
+"""CUDA graphs: none, of all but dispatch, experts and combine, or of the whole iteration."""
+Module = Literal[
+    "block", "norms", "attention", "mla_up", "ffn", "shared", "experts", "moe", "moe_act"
+]
+"""What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
+``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
+Stack = Literal["moefold", "megatron", "automodel", "torchtitan"]
+"""Software whose way of keeping, sending and launching is planned."""
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Number formats: what is computed in, and what is kept for each parameter."""
+
+    recipe: Recipe = "bf16"
+    optimizer: Optim = field(default_factory=lambda: AdamW(lr=3e-4))
+    weight_bytes: float = 2
+    """Of the copy that products read; 0 where that is the master itself or is made on the way."""
+    gradient_bytes: float = 4
+    master_bytes: float = 4
+    moment_bytes: float = 4
+    """Of each state tensor of the optimizer."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What is sharded, recomputed or moved to the host instead of being kept."""
+
+    zero: int = 1
+    """0 nothing, 1 master weights and moments, 2 gradients too, 3 weights too."""
+    recompute: frozenset[Module] = frozenset()
+    offload: frozenset[Module] = frozenset()
+    """Modules whose activations go to the host between forward and backward."""
+    offload_share: float = 1.0
+    """Share of their bytes that goes."""
+    optimizer_offload: float = 0.0
+    """Share of master weights and moments that lies on the host."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no stage, no module or no share."""
+        if self.zero not in ZERO_STAGES:
+            raise ValueError(f"zero {self.zero}: one of {ZERO_STAGES}")
+        for name, modules in (("recompute", self.recompute), ("offload", self.offload)):
+            unknown = sorted(modules - set(get_args(Module)))
+            if unknown:
+                raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
+        for name in ("offload_share", "optimizer_offload"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)}: a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Overlaps:
+    """Which communication runs beside computing."""
+
+    tp: bool = False
+    ep: bool = False
+    """Exchanges of one micro-batch beside the computing of another."""
+    gradients: bool = False
+    """Data-parallel reduction beside backward."""
+    parameters: bool = False
+    """Data-parallel gathering beside forward."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """What runs the step; inputs that decide much and that no table of sizes tells."""
+
+    stack: Stack = "moefold"
+    release: str = ""
+    """Of the stack, such as ``26.08``; empty where it is not known."""
+    cuda_graphs: Graphs = "none"
+    overlaps: Overlaps = Overlaps()
+    host_speed: float = 1.0
+    """Kernel launches per second, in units of the host that the stack was measured on."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of one model in one layout on one cluster."""
+
+    decoder: Decoder
+    seq: int
+    """Tokens per sequence."""
+    batch: int
+    """Sequences per step, over all ranks."""
+    micro_batch: int
+    """Sequences per micro-batch."""
+    cluster: Cluster
+    """Its number of devices is the number of ranks."""
+    sizes: Sizes
+    stages: Stages
+    schedule: Schedule
+    dispatch: Dispatcher
+    load: float
+    """Rows of the most loaded expert rank over the mean; 1 is forced balance."""
+    numbers: Numbers = Numbers()
+    keeping: Keeping = Keeping()
+    software: Software = Software()
+    order: Order = ORDERS[0]
+
+    def __post_init__(self) -> None:
+        """Refuse a case that no run could have, in words."""
+        count = self.sizes.pp * self.sizes.vpp
+        if len(self.stages.letters) != count:
+            raise ValueError(f"stages are {len(self.stages.letters)}, pp * vpp is {count}")
+        if self.stages.layers != len(self.decoder.blocks):
+            raise ValueError(
+                f"stages hold {self.stages.layers} layers, the model has {len(self.decoder.blocks)}"
+            )
+        share = self.folding.dp * self.micro_batch
+        if self.batch % share:
+            raise ValueError(f"batch {self.batch}: a multiple of dp * micro_batch = {share}")
+        if self.load < 1:
+            raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.cluster.devices
+
+    @cached_property
+    def folding(self) -> Folding:
+        """The two grids over the ranks."""
+        return Folding(self.sizes, self.world, self.order)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step and data rank."""
+        return self.batch // (self.folding.dp * self.micro_batch)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch that a rank holds between sub-layers: split over tp and cp."""
+        return self.micro_batch * self.seq // (self.sizes.tp * self.sizes.cp)
+
+    @property
+    def multi_token(self) -> int:
+        """Number of multi-token prediction layers, as the stages have them."""
+        return sum(stage.count("m") for stage in self.stages.letters)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of the model in order, those of multi-token prediction not among them."""
+        return self.decoder.blocks
+
+    @property
+    def way(self) -> Way:
+        """How the schedule lays virtual stages over ranks."""
+        return "v" if isinstance(self.schedule, Vee) else "round"
+
+    @cached_property
+    def table(self) -> Table:
+        """The schedule's table, as training executes it."""
+        return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
+        """What each chunk of each pipeline rank computes: ``[rank][chunk]``."""
+        return self.stages.table(self.sizes.pp, self.way)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most chunks whose activations each pipeline rank keeps at once."""
+        return peaks_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
+
+
+@lru_cache(maxsize=512)
+def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
+    """Return a schedule's table, made once; see :func:`moefold.schedule.build.tabulate`."""
+    return tabulate(schedule, p, v, m)
+
+
+@lru_cache(maxsize=4096)
+def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
+    """Return the most chunks that each rank of a schedule's table keeps at once.
+
+    Beyond its warm-up a table repeats itself, so long ones are shortened: by whole groups, which
+    keeps them in the schedule's domain. Only where all forwards come first do peaks grow with m.
+    """
+    period = getattr(schedule, "group", None) or p
+    full = 4 * max(p, period) * max(v, 1)
+    if m > full + period and not isinstance(schedule, GPipe):
+        m = full + (m - full) % period
+    return peak_in_flight(table_of(schedule, p, v, m))
+
+
+def recomputed(record: Record | None) -> frozenset[Module]:
+    """Return what a run file's recompute record recomputes.
+
+    Raises:
+        ValueError: where the planner does not know the record.
+    """
+    if record is None:
+        return frozenset()
+    if isinstance(record, Full):
+        return frozenset(("block",))
+    if isinstance(record, Selective):
+        return frozenset(record.modules)
+    raise ValueError(f"recompute {type(record).__name__} is not planned: Full or Selective")

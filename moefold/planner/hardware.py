@@ -1,0 +1,130 @@
+"""Devices and clusters as data: ``hardware/devices.json`` holds each number with its source."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+Format = Literal["fp32", "bf16", "fp8", "fp4"]
+"""Formats of dense products that peaks are stated for."""
+FORMAT_OF = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp8_tensor": "fp8",
+    "fp8_block": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+}
+"""The format whose peak a recipe's products have."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of accelerator, or a CPU. Rates are per device and per second."""
+
+    name: str
+    peaks: tuple[tuple[Format, float], ...]
+    """FLOP/s of dense products by format; a format it lacks is not there."""
+    memory_bytes: int
+    """What a program can allocate: the nominal size less what driver and firmware take."""
+    memory_bandwidth: float
+    """Bytes/s."""
+    link_bandwidth: float
+    """Bytes/s in one direction to the other devices of its domain."""
+    nic_bandwidth: float
+    """Bytes/s in one direction to devices outside its domain."""
+    domain: int
+    """Devices that its fast links join, as sold."""
+    host_bandwidth: float
+    """Bytes/s in one direction to host memory."""
+    watts: float
+    """Of the board, at its limit."""
+    processors: int = 0
+    """Streaming multiprocessors; 0 where the notion does not apply."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Field and where its number is from."""
+
+    def peak(self, format: Format) -> float:
+        """Return FLOP/s of dense products; a format it lacks runs as the next wider one."""
+        known = dict(self.peaks)
+        wider: tuple[Format, ...] = ("fp4", "fp8", "bf16", "fp32")
+        for name in wider[wider.index(format) :]:
+            if name in known:
+                return known[name]
+        raise ValueError(f"{self.name} has no peak for {format} or any wider format")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A number of equal devices."""
+
+    device: Device
+    devices: int
+    per_node: int
+    """Devices that share a host."""
+    domain: int
+    """Devices that the fast links join; at least a node's where the node has such links."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of hosts, the last one perhaps not full."""
+        return -(-self.devices // self.per_node)
+
+
+@cache
+def catalogue() -> dict[str, Device]:
+    """Return every known device by its name."""
+    text = files("moefold.planner").joinpath("hardware", "devices.json").read_text("utf-8")
+    return {name: _device(name, entry) for name, entry in json.loads(text)["devices"].items()}
+
+
+def _device(name: str, entry: dict[str, Any]) -> Device:
+    """Read an entry: every value is ``[number, source]``."""
+    sources = {key: pair[1] for key, pair in entry.items() if key != "peaks"}
+    sources |= {f"peaks.{key}": pair[1] for key, pair in entry["peaks"].items()}
+    values = {key: pair[0] for key, pair in entry.items() if key != "peaks"}
+    peaks = tuple((key, pair[0]) for key, pair in entry["peaks"].items())
+    return Device(name=name, peaks=peaks, **values, sources=tuple(sources.items()))
+
+
+def device(name: str) -> Device:
+    """Return a device by its name in any case, such as ``h100``.
+
+    Raises:
+        ValueError: where there is none, with those there are.
+    """
+    known = {key.lower(): found for key, found in catalogue().items()}
+    if name.lower() not in known:
+        raise ValueError(f"no device is called {name!r}; there are {', '.join(catalogue())}")
+    return known[name.lower()]
+
+
+def cluster(text: str, per_node: int | None = None, domain: int | None = None) -> Cluster:
+    """Return the cluster that a text such as ``h100x256`` names.
+
+    Args:
+        text: device, ``x`` and number.
+        per_node: devices that share a host; as sold unless given.
+        domain: devices that fast links join; as sold unless given.
+
+    Raises:
+        ValueError: where the text is no such thing.
+    """
+    name, cross, number = text.lower().rpartition("x")
+    if not (cross and number.isdigit() and int(number)):
+        raise ValueError(f"cluster {text!r}: device, x and number, such as h100x256")
+    found = device(name)
+    joined = domain or found.domain
+    host = per_node or (4 if found.name in GRACE else min(8, joined))
+    return Cluster(found, int(number), host, joined)
+
+
+GRACE = ("GB200", "GB300")
+"""Devices sold four to a host, in racks that fast links join."""
+
+
+def resized(one: Device, memory_bytes: int) -> Device:
+    """Return the same device with another memory, such as a 24 GB card of the same kind."""
+    return replace(one, memory_bytes=memory_bytes)
