@@ -1,0 +1,283 @@
+"""Collectives without autograd: in place, or into a buffer. The only file that calls them.
+
+Each takes its group last; over a group of one rank it is the identity and nothing is recorded.
+Bytes are what this rank sends in the cheapest form of the operation: a ring for sums and gathers,
+rows for other ranks in an exchange.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.comm.group import Group
+from moefold.comm.recorder import BACKWARD, Record, Site
+
+# torch 2.13 renames two functions; the old names warn there and are the only ones before.
+_gather_single: Callable[..., Any] = getattr(
+    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+)
+_scatter_single: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+)
+
+
+class Pending:
+    """An operation under way. What it fills must not be touched before ``wait`` has returned."""
+
+    def __init__(
+        self, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+    ) -> None:
+        """Hold the backend's work, and what remains to be done once it is over."""
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        """Return when the result may be read; a second call does nothing.
+
+        Raises:
+            RuntimeError: where the group's time-out passed or another rank is gone.
+        """
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+def site_of(group: Group, op: str, backward_of: str | None = None) -> Site:
+    """Return the call-site of an operation: under the label now, or of the forward call."""
+    if backward_of is None:
+        return Site(group.recorder.label, op, group.name)
+    return Site(backward_of, op, group.name, BACKWARD)
+
+
+def size_of(x: Tensor) -> int:
+    """Return the bytes of a tensor's values."""
+    return x.numel() * x.element_size()
+
+
+def _begin(site: Site, group: Group, given: Tensor, bytes_sent: int) -> Record:
+    return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent)
+
+
+def _settle(
+    record: Record, group: Group, out: Tensor, alone: Callable[[], Tensor] | None = None
+) -> None:
+    """Close a record; where a proof asks for it, replace what is in ``out``."""
+    group.recorder.end(record)
+    if alone is not None and group.recorder.alter is not None:
+        out.copy_(group.recorder.alter(record, out, alone()))
+
+
+def reduce_(x: Tensor, group: Group, site: Site, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce over the ranks, in place; every rank gets the same bits."""
+    if group.size == 1:
+        return x
+    record = _begin(site, group, x, 2 * (group.size - 1) * size_of(x) // group.size)
+    before = x.clone() if group.recorder.alter is not None else None
+    if x.numel():
+        whole = x if x.is_contiguous() else x.contiguous()
+        dist.all_reduce(whole, op, group=group.handle)
+        if whole is not x:
+            x.copy_(whole)
+    _settle(record, group, x, None if before is None else lambda: before)
+    return x
+
+
+def gather_into(
+    out: Tensor, x: Tensor, group: Group, site: Site, asynchronous: bool = False
+) -> Pending:
+    """Put every rank's ``x`` into ``out``, one after the other; ``out`` is contiguous."""
+    if group.size == 1:
+        out.copy_(x.reshape(out.shape))
+        return Pending()
+    record = _begin(site, group, x, (group.size - 1) * size_of(x))
+    x = x.contiguous()
+    work = None
+    if x.numel():
+        work = _gather_single(out, x, group=group.handle, async_op=True)
+
+    def alone() -> Tensor:
+        return x.reshape(1, -1).expand(group.size, -1).reshape(out.shape)
+
+    pending = Pending(work, lambda: _settle(record, group, out, alone))
+    return pending if asynchronous else _waited(pending)
+
+
+def scatter_into(
+    out: Tensor, x: Tensor, group: Group, site: Site, asynchronous: bool = False
+) -> Pending:
+    """Sum ``x`` over the ranks and leave each its own part along dim 0 in ``out``."""
+    if group.size == 1:
+        out.copy_(x.reshape(out.shape))
+        return Pending()
+    record = _begin(site, group, x, (group.size - 1) * size_of(out))
+    x = x.contiguous()
+    work = None
+    if x.numel():
+        work = _scatter_single(out, x, group=group.handle, async_op=True)
+
+    def alone() -> Tensor:
+        return x.reshape(group.size, -1)[group.index].reshape(out.shape)
+
+    pending = Pending(work, lambda: _settle(record, group, out, alone))
+    return pending if asynchronous else _waited(pending)
+
+
+def exchange(
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], site: Site
+) -> Tensor:
+    """Send ``send[i]`` rows to each rank in turn; return the rows received, by sending rank."""
+    assert len(send) == len(receive) == group.size, "one count for each rank of the group"
+    assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
+    if group.size == 1:
+        return x_R
+    row = size_of(x_R) // max(1, x_R.shape[0])
+    record = _begin(site, group, x_R, (sum(send) - send[group.index]) * row)
+    out = x_R.new_empty((sum(receive), *x_R.shape[1:]))
+    dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
+    _settle(record, group, out, lambda: _kept_rows(x_R, group, send, receive))
+    return out
+
+
+def _kept_rows(x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """What an exchange gives where only a rank's own rows arrive: zeros in all other places."""
+    alone = x_R.new_zeros((sum(receive), *x_R.shape[1:]))
+    own = x_R.split(list(send))[group.index]
+    alone.split(list(receive))[group.index].copy_(own)
+    return alone
+
+
+def gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) -> Tensor:
+    """Return every rank's rows, one rank after the other; rank i has ``counts[i]``."""
+    assert counts[group.index] == x.shape[0], f"{x.shape[0]} rows, {counts[group.index]} stated"
+    if group.size == 1:
+        return x
+    out = x.new_empty((sum(counts), *x.shape[1:]))
+    if len(set(counts)) == 1:
+        gather_into(out, x, group, site)
+        return out
+    record = _begin(site, group, x, (group.size - 1) * size_of(x))
+    copies = x.repeat(group.size, *[1] * (x.ndim - 1))
+    sent = [x.shape[0]] * group.size
+    dist.all_to_all_single(out, copies, list(counts), sent, group=group.handle)
+    _settle(record, group, out, lambda: _kept_rows(copies, group, sent, counts))
+    return out
+
+
+def scatter_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) -> Tensor:
+    """Sum ``x`` over the ranks and return rank i's ``counts[i]`` rows, added in rank order."""
+    if group.size == 1:
+        return x
+    own = counts[group.index]
+    received = exchange(x, group, counts, [own] * group.size, site)
+    return received.view(group.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
+
+
+def _waited(pending: Pending) -> Pending:
+    pending.wait()
+    return pending
+
+
+def sum_(tensor: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks, in place; every rank gets the same bits. Of booleans: any."""
+    return reduce_(tensor, group, site_of(group, "all_reduce"))
+
+
+def max_(tensor: Tensor, group: Group) -> Tensor:
+    """Take the largest over the ranks, in place."""
+    return reduce_(tensor, group, site_of(group, "all_reduce_max"), dist.ReduceOp.MAX)
+
+
+def gather(tensor: Tensor, group: Group) -> Tensor:
+    """Return every rank's tensor, ``[size, *shape]``; all have the same shape."""
+    out = tensor.new_empty((group.size, *tensor.shape))
+    gather_into(out.view(-1), tensor.reshape(-1), group, site_of(group, "all_gather"))
+    return out
+
+
+def all_gather_into(out: Tensor, x: Tensor, group: Group, asynchronous: bool = False) -> Pending:
+    """Fill contiguous ``out`` with every rank's ``x``, one after the other along dim 0."""
+    return gather_into(out, x, group, site_of(group, "all_gather"), asynchronous)
+
+
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, group: Group, asynchronous: bool = False
+) -> Pending:
+    """Fill contiguous ``out`` with this rank's part, along dim 0, of the sum of ``x``."""
+    return scatter_into(out, x, group, site_of(group, "reduce_scatter"), asynchronous)
+
+
+def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
+    """Give every rank what the one at place ``index`` of the group holds, in place."""
+    if group.size == 1:
+        return tensor
+    sent = (group.size - 1) * size_of(tensor) if group.index == index else 0
+    record = _begin(site_of(group, "broadcast"), group, tensor, sent)
+    before = tensor.clone() if group.recorder.alter is not None else None
+    if tensor.numel():
+        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+        dist.broadcast(whole, src=group.ranks[index], group=group.handle)
+        if whole is not tensor:
+            tensor.copy_(whole)
+    _settle(record, group, tensor, None if before is None else lambda: before)
+    return tensor
+
+
+def all_to_all_plain(
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]
+) -> Tensor:
+    """Exchange rows without a gradient; as ``all_to_all`` otherwise."""
+    return exchange(x_R, group, send, receive, site_of(group, "all_to_all"))
+
+
+def _way(group: Group, source: int, to: int) -> dist.ProcessGroup | None:
+    return group.back if to < source and group.back is not None else group.handle
+
+
+def send(tensor: Tensor, peer_rank: int, group: Group) -> Pending:
+    """Start to send a tensor to a rank of the group, named by its place in the world."""
+    peer = group.ranks.index(peer_rank)
+    assert peer != group.index, "a rank does not send to itself"
+    me = group.ranks[group.index]
+    site, channel = site_of(group, "send"), f"{group.name}:{me}>{peer_rank}"
+    record = group.recorder.begin(site, channel, (me, peer_rank), tensor, size_of(tensor))
+    tensor = tensor.contiguous()
+    way = _way(group, group.index, peer)
+    work = dist.isend(tensor, dst=peer_rank, group=way) if tensor.numel() else None
+    # Held until waited for: the backend reads the tensor meanwhile.
+    return Pending(work, lambda: _settle(record, group, tensor))
+
+
+def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
+    """Start to receive into a contiguous buffer from a rank, named by its place in the world."""
+    peer = group.ranks.index(peer_rank)
+    assert peer != group.index, "a rank does not receive from itself"
+    me = group.ranks[group.index]
+    site, channel = site_of(group, "receive"), f"{group.name}:{peer_rank}>{me}"
+    record = group.recorder.begin(site, channel, (peer_rank, me), buffer, 0)
+    assert buffer.is_contiguous(), "received rows need a contiguous buffer"
+    way = _way(group, peer, group.index)
+    work = dist.irecv(buffer, src=peer_rank, group=way) if buffer.numel() else None
+    return Pending(work, lambda: _settle(record, group, buffer, lambda: torch.zeros_like(buffer)))
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Return every rank's value: small data that JSON can hold."""
+    if group.size == 1:
+        return [value]
+    device = "cuda" if dist.get_backend(group.handle) == "nccl" else "cpu"
+    text = json.dumps(value).encode()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    lengths = gather(torch.tensor([len(text)], device=device), group).flatten().tolist()
+    joined = gather_uneven(mine, group, lengths, site_of(group, "all_gather")).cpu().numpy()
+    ends = list(accumulate(lengths))
+    return [
+        json.loads(joined[end - length : end].tobytes())
+        for end, length in zip(ends, lengths, strict=True)
+    ]

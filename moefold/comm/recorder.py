@@ -1,0 +1,135 @@
+"""What a rank said to others: its last operations in order, and exact bytes by call-site."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+FORWARD, BACKWARD = "forward", "backward"
+KEPT = 256
+
+
+class Site(NamedTuple):
+    """A call-site: what a proof can break and a count is kept for."""
+
+    label: str
+    """The module that the call is made for; in backward, that of the forward call."""
+    op: str
+    group: str
+    direction: str = FORWARD
+
+
+class Record(NamedTuple):
+    """One operation of this rank."""
+
+    channel: str
+    """Names the ranks that take part, alike on all of them and on no others."""
+    number: int
+    """Its place among this channel's operations, from 1: the same on all ranks of the channel."""
+    site: Site
+    shape: tuple[int, ...]
+    """What this rank puts in; for a receive, what it expects."""
+    dtype: str
+    bytes: int
+    """What this rank sends to others, as the cheapest form of the operation would."""
+
+
+class Total(NamedTuple):
+    """Calls of one call-site so far, and the bytes this rank sent in them."""
+
+    calls: int
+    bytes: int
+
+
+class Open(NamedTuple):
+    """An operation that has begun and not ended: since when, and who takes part."""
+
+    record: Record
+    ranks: tuple[int, ...]
+    since: float
+
+
+Alter = Callable[[Record, Tensor, Tensor], Tensor]
+
+
+class Recorder:
+    """The operations of one rank, for proofs, counts and reports of hangs.
+
+    ``alter`` breaks an operation on purpose, which shows that a proof notices: it is called with
+    the record, the result, and what the result would be had no other rank taken part (own rows
+    repeated, a sum of one); what it returns is used instead, in the same shape.
+    """
+
+    def __init__(self, keep: int = KEPT) -> None:
+        """Keep the last ``keep`` operations; totals are kept for all."""
+        self.label = ""
+        self.alter: Alter | None = None
+        self.totals: dict[Site, Total] = {}
+        self._last: deque[Record] = deque(maxlen=keep)
+        self._begun: dict[str, int] = {}
+        self._open: dict[tuple[str, int], Open] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def module(self, label: str) -> Iterator[None]:
+        """Label the operations made inside, and their backward whenever it runs."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def begin(
+        self, site: Site, channel: str, ranks: tuple[int, ...], given: Tensor, bytes_sent: int
+    ) -> Record:
+        """Note that an operation starts."""
+        with self._lock:
+            number = self._begun.get(channel, 0) + 1
+            self._begun[channel] = number
+            dtype = str(given.dtype).removeprefix("torch.")
+            record = Record(channel, number, site, tuple(given.shape), dtype, bytes_sent)
+            calls, total = self.totals.get(site, (0, 0))
+            self.totals[site] = Total(calls + 1, total + bytes_sent)
+            self._last.append(record)
+            self._open[channel, number] = Open(record, ranks, time.monotonic())
+        return record
+
+    def end(self, record: Record) -> None:
+        """Note that an operation is over for this rank."""
+        with self._lock:
+            self._open.pop((record.channel, record.number), None)
+
+    def last(self) -> list[Record]:
+        """Return the last operations, the oldest first."""
+        with self._lock:
+            return list(self._last)
+
+    def begun(self) -> dict[str, int]:
+        """Return how many operations of each channel have begun."""
+        with self._lock:
+            return dict(self._begun)
+
+    def open(self) -> list[Open]:
+        """Return the operations that have not ended, the oldest first."""
+        with self._lock:
+            return list(self._open.values())
+
+    def bytes_sent(
+        self, op: str | None = None, group: str | None = None, label: str | None = None
+    ) -> int:
+        """Sum the bytes this rank sent, over all call-sites or those that match."""
+        wanted = (label, op, group)
+        return sum(
+            total.bytes
+            for site, total in self.totals.items()
+            if all(want in (None, has) for want, has in zip(wanted, site[:3], strict=True))
+        )
+
+    def clear(self) -> None:
+        """Forget totals; the numbers of operations go on."""
+        with self._lock:
+            self.totals = {}

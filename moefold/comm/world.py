@@ -1,0 +1,159 @@
+"""The groups of a folding, bound to this process."""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm.group import Group
+from moefold.comm.plain import receive, send, sum_
+from moefold.comm.recorder import Recorder
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import EMBEDDING, KINDS, AttentionSpot, ExpertSpot, Folding, Ranks
+
+
+class World:
+    """Every group that this rank is in, made once for distinct ranks, and its coordinates."""
+
+    def __init__(
+        self, folding: Folding, rank: int, device: torch.device, time_out_s: float
+    ) -> None:
+        """Bind a folding to a rank; use ``open`` or ``single``."""
+        self.folding, self.rank, self.device = folding, rank, device
+        self.time_out_s = time_out_s
+        self.recorder = Recorder()
+        self.attention: AttentionSpot = folding.attention_spot(rank)
+        self.experts: ExpertSpot = folding.expert_spot(rank)
+        self._by_kind: dict[str, Group] = {}
+        self._by_ranks: dict[Ranks, Group] = {}
+        self._by_stages: dict[tuple[int, ...], Group] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.folding.world
+
+    @staticmethod
+    def single(device: torch.device | str | None = None) -> "World":
+        """Return a world of one rank; no process group is needed."""
+        world = World(Folding(Sizes(), 1), 0, torch.device(device or "cpu"), 0.0)
+        world._make_all()
+        return world
+
+    @classmethod
+    def open(cls, folding: Folding, device: torch.device | str, time_out_s: float) -> "World":
+        """Make all groups on all ranks and let each group talk once, before memory is tight.
+
+        The process group must be there: ``comm.launch`` makes it.
+
+        Raises:
+            ValueError: where the folding is laid over another number of ranks.
+        """
+        if folding.world == 1:
+            return cls.single(device)
+        if dist.get_world_size() != folding.world:
+            text = f"the layout is for {folding.world} ranks and {dist.get_world_size()} run"
+            raise ValueError(f"{text}; start as many as the layout has")
+        world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
+        world._make_all()
+        world.recorder.clear()
+        return world
+
+    def group(self, kind: str) -> Group:
+        """Return this rank's group of a kind; kinds of the same ranks share one.
+
+        Raises:
+            ValueError: for an unknown kind, or a kind that this rank is in no group of.
+        """
+        found = self._by_kind.get(kind)
+        if found is not None:
+            return found
+        if kind in KINDS:
+            raise ValueError(f"rank {self.rank} is in no {kind} group: {KINDS[kind].purpose}")
+        raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
+
+    def stage_group(self, stages: Iterable[int]) -> Group:
+        """Return the ranks of this pipeline on some stages, where weights held there are summed.
+
+        Every rank calls it, in the same order: those on other stages too, which get a group that
+        they have no use for.
+        """
+        wanted = tuple(sorted(set(stages)))
+        if len(wanted) == 1:
+            return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
+        return self._on_stages(wanted, "stages " + ",".join(map(str, wanted)))
+
+    def close(self) -> None:
+        """End all groups; nothing can be sent afterwards."""
+        self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _make_all(self) -> None:
+        named: dict[str, list[str]] = {}
+        for kind, first in self.folding.same().items():
+            named.setdefault(first, []).append(kind)
+        for first, kinds in named.items():
+            if first != EMBEDDING:
+                group = self._made("+".join(kinds), self.folding.group(first, self.rank))
+                self._by_kind.update(dict.fromkeys(kinds, group))
+        if EMBEDDING in named:
+            ends = (0, self.folding.sizes.pp - 1)
+            group = self._on_stages(ends, EMBEDDING)
+            if self.attention.pp in ends:
+                self._by_kind[EMBEDDING] = group
+
+    def _on_stages(self, wanted: tuple[int, ...], name: str) -> Group:
+        """Make two groups of each pipeline: its ranks on some stages, and all others of it.
+
+        torch names a group that only its own ranks make by these ranks and by how many groups
+        the process has made, so all ranks have to make as many.
+        """
+        if wanted not in self._by_stages:
+            others = tuple(stage for stage in range(self.folding.sizes.pp) if stage not in wanted)
+            inside = self.attention.pp in wanted
+            mine = wanted if inside else others
+            ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
+            if inside:
+                self._by_stages[wanted] = self._made(name, ranks)
+            else:
+                self._by_stages[wanted] = self._new(f"beside {name}", ranks)
+        return self._by_stages[wanted]
+
+    def _made(self, name: str, ranks: Ranks) -> Group:
+        """Make a group, or find the one of the same ranks."""
+        if ranks not in self._by_ranks:
+            alone = Group(name, ranks, 0, None, self.recorder)
+            self._by_ranks[ranks] = self._new(name, ranks) if len(ranks) > 1 else alone
+        return self._by_ranks[ranks]
+
+    def _new(self, name: str, ranks: Ranks) -> Group:
+        handle = self._process_group(ranks, name)
+        # NCCL runs what two ranks say to each other one after the other.
+        back = self._process_group(ranks, name) if self.device.type == "cuda" else None
+        group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, back)
+        self._warm_up(group)
+        return group
+
+    def _process_group(self, ranks: Ranks, name: str) -> dist.ProcessGroup:
+        return dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=self.time_out_s),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+
+    def _warm_up(self, group: Group) -> None:
+        """Let a group talk once; neighbours in a pipeline or a sequence also in pairs."""
+        if group.size == 1:
+            return
+        with self.recorder.module("warm-up"):
+            sum_(torch.zeros(1, device=self.device), group)
+            if {"pp", "cp"} & set(group.name.split("+")):
+                after = group.ranks[(group.index + 1) % group.size]
+                before = group.ranks[group.index - 1]
+                for to, source in ((after, before), (before, after)):
+                    arriving = receive(torch.empty(1, device=self.device), source, group)
+                    send(torch.zeros(1, device=self.device), to, group).wait()
+                    arriving.wait()
