@@ -18,6 +18,8 @@ from torch import Tensor
 
 IGNORED = -100
 """The label of a row that predicts nothing."""
+ROWS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
+"""What a micro-batch says of each row."""
 
 
 class Origin(NamedTuple):
@@ -43,19 +45,22 @@ class MicroBatch:
     token_T: Tensor
     """int64 number of the row in the step's global batch; the same in every layout."""
     lengths: tuple[int, ...]
-    """Rows of each segment, in row order; their sum is ``n_valid``."""
+    """Rows of each segment of the whole micro-batch, in row order."""
     n_valid: int
-    """Rows that are not padding."""
+    """Rows here that are not padding; they come first."""
     n_labels: int
     """Rows with a label."""
     n_bytes: float = 0.0
     """UTF-8 bytes of the text of the labels, the divisor of bits per byte; 0 where unknown."""
     sources: tuple[Origin, ...] = ()
     """Origin of each segment, for reports; empty where unknown."""
+    row_T: Tensor | None = None
+    """int64 place of each row in the whole micro-batch; None where all its rows are here."""
 
     def __post_init__(self) -> None:
         rows = self.ids_T.shape
-        assert len(rows) == 1 and self.n_valid == sum(self.lengths) <= rows[0]
+        assert len(rows) == 1 and self.n_valid <= rows[0]
+        assert self.row_T is not None or self.n_valid == self.population
         others = (self.labels_T, self.positions_T, self.valid_T, self.token_T)
         assert all(t.shape == rows for t in others), [tuple(t.shape) for t in others]
 
@@ -65,9 +70,9 @@ class MicroBatch:
         return self.ids_T.shape[0]
 
     @property
-    def max_length(self) -> int:
-        """Rows of the longest segment, 0 where there is none."""
-        return max(self.lengths, default=0)
+    def population(self) -> int:
+        """Valid rows of the whole micro-batch, here or on other ranks."""
+        return sum(self.lengths)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -75,11 +80,53 @@ class MicroBatch:
         ends = np.cumsum((0, *self.lengths), dtype=np.int32)
         return torch.from_numpy(ends).to(self.ids_T.device, non_blocking=True)
 
+    @cached_property
+    def segment_T(self) -> Tensor:
+        """int64 number of each valid row's segment."""
+        device = self.ids_T.device
+        rows_T = torch.arange(self.n_valid, device=device) if self.row_T is None else self.row_T
+        return torch.searchsorted(self.cu_seqlens[1:], rows_T[: self.n_valid], right=True)
+
+    def part(self, pieces: Sequence[range]) -> "MicroBatch":
+        """Return some of the rows, neighbouring ones in each piece; call it on the host's copy.
+
+        Pieces ascend, so that valid rows come first in the part too.
+        """
+        places_T = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
+        picked = {name: getattr(self, name)[places_T] for name in ROWS}
+        return replace(
+            self,
+            **picked,
+            row_T=places_T if self.row_T is None else self.row_T[places_T],
+            n_valid=sum(len(range(p.start, min(p.stop, self.n_valid))) for p in pieces),
+            n_labels=int((picked["labels_T"] != IGNORED).sum()),
+        )
+
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the same micro-batch with its tensors on ``device``."""
-        names = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
+        names = ROWS if self.row_T is None else (*ROWS, "row_T")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, **moved)
+
+
+def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:
+    """Return which rows context rank ``index`` of ``ranks`` holds: one piece from either end.
+
+    Under a causal mask every rank then has the same work. ``2 * ranks`` divides ``rows``.
+    """
+    if ranks == 1:
+        return (range(rows),)
+    piece = rows // (2 * ranks)
+    assert piece * 2 * ranks == rows, (rows, ranks)
+    first, last = index * piece, (2 * ranks - 1 - index) * piece
+    return range(first, first + piece), range(last, last + piece)
+
+
+def band(rows: int, index: int, ranks: int) -> tuple[range, ...]:
+    """Return which rows tensor rank ``index`` of ``ranks`` holds: neighbours."""
+    piece = rows // ranks
+    assert piece * ranks == rows, (rows, ranks)
+    return (range(index * piece, (index + 1) * piece),)
 
 
 def assemble(

@@ -6,12 +6,12 @@ T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value
 import torch
 from torch import Tensor, nn
 
-from moefold.kernels.attention.sdpa import attention
 from moefold.kernels.rope.rotate import rotate
 from moefold.layers.config import Gqa, Mla, Rope
+from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Linear
-from moefold.layers.norm import RmsNorm
+from moefold.layers.norm import RmsNorm, RmsNormAcross
 
 
 class GroupedQueryAttention(nn.Module):
@@ -20,24 +20,26 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
         super().__init__()
         self.record = record
-        self.q = Linear(hidden, record.heads * record.head_dim)
-        self.k = Linear(hidden, record.kv_heads * record.head_dim)
-        self.v = Linear(hidden, record.kv_heads * record.head_dim)
-        self.o = Linear(record.heads * record.head_dim, hidden)
+        self.q = Linear(hidden, record.heads * record.head_dim, "out")
+        self.k = Linear(hidden, record.kv_heads * record.head_dim, "out")
+        self.v = Linear(hidden, record.kv_heads * record.head_dim, "out")
+        self.o = Linear(record.heads * record.head_dim, hidden, "in")
         self.q_norm = self.k_norm = None
         if record.qk_norm != "none":
             whole = record.qk_norm == "projection"
-            self.q_norm = RmsNorm(record.head_dim * (record.heads if whole else 1), epsilon)
-            self.k_norm = RmsNorm(record.head_dim * (record.kv_heads if whole else 1), epsilon)
+            norm = RmsNormAcross if whole else RmsNorm
+            self.q_norm = norm(record.head_dim * (record.heads if whole else 1), epsilon)
+            self.k_norm = norm(record.head_dim * (record.kv_heads if whole else 1), epsilon)
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        q_THd = self._heads(self.q(x_TD, flow), self.q_norm, flow)
-        k_TGd = self._heads(self.k(x_TD, flow), self.k_norm, flow)
-        v_TGd = self.v(x_TD, flow).unflatten(1, (-1, self.record.head_dim))
-        q_THd, k_TGd = (_turned(x, self.record.rope, flow) for x in (q_THd, k_TGd))
-        out_THd = _attend(q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
-        return self.o(out_THd.flatten(1), flow)
+        x_TD, whole = flow.gather(x_TD), flow.whole
+        q_THd = self._heads(self.q(x_TD, whole), self.q_norm, whole)
+        k_TGd = self._heads(self.k(x_TD, whole), self.k_norm, whole)
+        v_TGd = self.v(x_TD, whole).unflatten(1, (-1, self.record.head_dim))
+        q_THd, k_TGd = (_turned(x, self.record.rope, whole) for x in (q_THd, k_TGd))
+        out_THd = _attend(q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, whole)
+        return flow.scatter(self.o(out_THd.flatten(1), whole))
 
     def _heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads and norm them, per head or before the cut."""
@@ -59,33 +61,35 @@ class LatentAttention(nn.Module):
         qk_dim = record.nope_dim + record.rope_dim
         self.q_down = self.q_norm = self.q_up = self.q = None
         if record.q_rank is None:
-            self.q = Linear(hidden, record.heads * qk_dim)
+            self.q = Linear(hidden, record.heads * qk_dim, "out")
         else:
             self.q_down = Linear(hidden, record.q_rank)
             self.q_norm = RmsNorm(record.q_rank, record.latent_epsilon)
-            self.q_up = Linear(record.q_rank, record.heads * qk_dim)
+            self.q_up = Linear(record.q_rank, record.heads * qk_dim, "out")
         self.kv_down = Linear(hidden, record.kv_rank + record.rope_dim)
         self.kv_norm = RmsNorm(record.kv_rank, record.latent_epsilon)
-        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim))
-        self.o = Linear(record.heads * record.v_dim, hidden)
+        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim), "out")
+        self.o = Linear(record.heads * record.v_dim, hidden, "in")
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        record = self.record
+        record, whole = self.record, flow.whole
         kv, k_rope = self.kv_down(x_TD, flow).split((record.kv_rank, record.rope_dim), 1)
         kv = self.kv_norm(kv, flow)
         q = x_TD
         if self.q_down is not None and self.q_norm is not None:
             q = self.q_norm(self.q_down(x_TD, flow), flow)
+        # Latents are what tensor ranks gather: narrower than rows, and made once.
+        q, kv, k_rope = flow.gather_all(q, kv, k_rope)
 
         def expand(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._expand(q, kv, k_rope, flow)
+            return self._expand(q, kv, k_rope, whole)
 
         q_THd, k_THd, v_THv = flow.recompute.run("mla_up", expand, q, kv, k_rope)
         factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
-        out_THv = _attend(q_THd, k_THd, v_THv, scale, flow)
-        return self.o(out_THv.flatten(1), flow)
+        out_THv = _attend(q_THd, k_THd, v_THv, scale, whole)
+        return flow.scatter(self.o(out_THv.flatten(1), whole))
 
     def _expand(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow
@@ -94,11 +98,11 @@ class LatentAttention(nn.Module):
         record = self.record
         up = self.q if self.q_up is None else self.q_up
         assert up is not None
-        q_THd = up(q, flow).unflatten(1, (record.heads, -1))
-        kv_THd = self.kv_up(kv, flow).unflatten(1, (record.heads, -1))
+        q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
+        kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
         q_nope, q_rope = q_THd.split((record.nope_dim, record.rope_dim), 2)
         k_nope, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
-        k_turned = _turned(k_rope[:, None], record.rope, flow).expand(-1, record.heads, -1)
+        k_turned = _turned(k_rope[:, None], record.rope, flow).expand(-1, q_THd.shape[1], -1)
         q_THd = torch.cat([q_nope, _turned(q_rope, record.rope, flow)], 2)
         return q_THd, torch.cat([k_nope, k_turned], 2), v_THv.contiguous()
 
@@ -110,6 +114,6 @@ def _turned(x_THd: Tensor, rope: Rope, flow: Flow) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, flow: Flow) -> Tensor:
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, flow.rows.lengths, scale)
+        return attend(q, k, v, scale, flow)
 
     return flow.recompute.run("attention", core, q, k, v)

@@ -12,6 +12,7 @@ from moefold.config.slot import Slot
 
 ATTENTION = Slot("attention")
 FFN = Slot("feed-forward")
+CONTEXT = Slot("context parallelism")
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -130,3 +131,15 @@ class Dense(Record):
     width: Size
 
     owner = "moefold.layers.ffn:dense_ffn"
+
+
+@CONTEXT.register
+class Ring(Record):
+    """Keys and values travel round the context ranks; softmax statistics are merged as they come.
+
+    Ring attention (arXiv 2310.01889).
+    """
+
+    kind: Literal["ring"] = "ring"
+
+    owner = "moefold.layers.context.ring:attend"

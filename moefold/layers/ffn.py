@@ -8,6 +8,7 @@ from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
 from moefold.layers.config import Dense
 from moefold.layers.flow import Flow, Segment
 from moefold.layers.linear import Linear
+from moefold.layers.placement import place
 
 
 class SwiGlu(nn.Module):
@@ -20,6 +21,7 @@ class SwiGlu(nn.Module):
         super().__init__()
         self.w_in = nn.Parameter(torch.empty(2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(hidden, width))
+        place(self, w_in={"tp": 1}, w_out={"tp": 1})
         self.gate = Linear(hidden, 1) if gated else None
         self._kind = kind
 
@@ -28,7 +30,8 @@ class SwiGlu(nn.Module):
 
         def ffn(x_TD: Tensor) -> Tensor:
             w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
-            y_TD = gated_ffn(x_TD, w_in, w_out, dense_products(flow.n_valid), flow.sink)
+            products = dense_products(flow.whole.n_valid)
+            y_TD = flow.scatter(gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink))
             return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
 
         return flow.recompute.run(self._kind, ffn, x_TD)

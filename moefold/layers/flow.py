@@ -1,12 +1,24 @@
-"""What one forward pass carries besides its tensors. Passed from layer to layer, never ambient."""
+"""What one forward pass carries besides its tensors. Passed from layer to layer, never ambient.
+
+Where the rows are: at a block's boundary each row lives on one rank. Context ranks hold pieces of
+the micro-batch, and the tensor ranks of one such piece each hold a band of it. A layer whose
+weights are cut over tp sees all rows of the piece: it gathers them, computes its share of heads,
+width or vocabulary, and gives back the sum of the shares, each rank its band.
+
+T rows, D hidden.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from moefold.data.batch import MicroBatch
+from moefold.comm.collectives import all_gather, reduce_scatter
+from moefold.comm.world import World
+from moefold.config.base import Record
+from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.layers.config import Rope
@@ -20,12 +32,15 @@ class Flow:
     """One pass of one micro-batch through the model.
 
     Args:
-        rows: the micro-batch.
+        rows: the rows of the micro-batch that are here.
         recipe: number formats; makes operands of weights.
         sink: where weight gradients go.
         recompute: what is computed again in backward.
         decisions: routing decisions of this micro-batch; a second run of a layer replays them.
         training: whether counters count.
+        world: the groups of ranks that share the micro-batch, the experts and the global batch.
+        context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
+        piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
     """
 
     rows: MicroBatch
@@ -34,6 +49,9 @@ class Flow:
     recompute: Recompute = field(default_factory=Recompute)
     decisions: Decisions = field(default_factory=Decisions)
     training: bool = True
+    world: World = field(default_factory=World.single)
+    context: Record | None = None
+    piece: MicroBatch | None = None
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     @property
@@ -46,6 +64,26 @@ class Flow:
         """bool mask of rows that count, None where all do (known on the host)."""
         return None if self.n_valid is None else self.rows.valid_T
 
+    @cached_property
+    def whole(self) -> "Flow":
+        """The same pass for a layer that sees all rows of the tensor group."""
+        return self if self.piece is None else replace(self, rows=self.piece, piece=None)
+
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """Return the rows of the whole tensor group; backward returns each rank its own, summed."""
+        return all_gather(x_TD, self.world.group("tp"))
+
+    def gather_all(self, *parts_TX: Tensor) -> tuple[Tensor, ...]:
+        """Gather several tensors of the same rows in one exchange."""
+        if self.piece is None:
+            return parts_TX
+        widths = [part.shape[1] for part in parts_TX]
+        return self.gather(torch.cat(parts_TX, 1)).split(widths, 1)
+
+    def scatter(self, y_TD: Tensor) -> Tensor:
+        """Sum the tensor group's shares of all its rows, and return this rank's rows of them."""
+        return reduce_scatter(y_TD, self.world.group("tp"))
+
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""
         return self.recipe.operand(weight, dtype)
@@ -56,6 +94,17 @@ class Flow:
         if key not in self._angles:
             self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
         return self._angles[key]
+
+
+def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
+    """Return this rank's rows of a micro-batch and, under tp, those of its tensor group."""
+    spot, sizes = world.attention, world.folding.sizes
+    piece = batch
+    if sizes.cp > 1:
+        piece = batch.part(zigzag(batch.rows, spot.cp, sizes.cp))
+    if sizes.tp == 1:
+        return piece, None
+    return piece.part(band(piece.rows, spot.tp, sizes.tp)), piece
 
 
 Segment = Callable[..., tuple[Tensor, ...]]

@@ -1,6 +1,6 @@
 """A linear layer without bias, and the token embedding."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,21 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
+from moefold.layers.placement import place
 
 
 class Linear(nn.Module):
-    """``y_TO = x_TI w_OI^T``; the weight is the master parameter."""
+    """``y_TO = x_TI w_OI^T``; the weight is the master parameter.
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    ``cut`` says which of its dims tensor ranks share: ``out`` (each computes some of the outputs),
+    ``in`` (each adds its share of all outputs), or none.
+    """
+
+    def __init__(self, inputs: int, outputs: int, cut: Literal["out", "in"] | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        if cut is not None:
+            place(self, weight={"tp": 0 if cut == "out" else 1})
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return [T, outputs] in the compute dtype."""
@@ -24,16 +31,28 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table by token id."""
+    """Rows of a table by token id; tensor ranks share the vocabulary."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        place(self, weight={"tp": 0})
 
     def forward(self, flow: Flow) -> Tensor:
-        """Return the micro-batch's rows [T, hidden] in the compute dtype."""
+        """Return this rank's rows [T, hidden] in the compute dtype."""
         table = flow.operand(self.weight, self.weight.dtype)
-        rows = _Lookup.apply(table.master, table.value, flow.rows.ids_T, flow.n_valid, flow.sink)
+        whole, ranks = flow.whole, flow.world.group("tp")
+        ids_T = whole.rows.ids_T
+        if ranks.size == 1:
+            rows = _Lookup.apply(table.master, table.value, ids_T, whole.n_valid, flow.sink)
+        else:
+            # One rank's share of the vocabulary knows a row; the others add zeros.
+            here = table.value.shape[0]
+            ids_T = ids_T - ranks.index * here
+            mine_T = (ids_T >= 0) & (ids_T < here)
+            ids_T = torch.where(mine_T, ids_T, 0)
+            rows = _Lookup.apply(table.master, table.value, ids_T, whole.n_valid, flow.sink)
+            rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
 
 

@@ -1,10 +1,16 @@
-"""RMSNorm as a layer."""
+"""RMSNorm as a layer. T rows, D width."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from moefold.comm.collectives import sum_over
+from moefold.kernels.gradients import GradientSink
 from moefold.kernels.norm.rms import rms_norm
 from moefold.layers.flow import Flow
+from moefold.layers.placement import place
 
 
 class RmsNorm(nn.Module):
@@ -23,3 +29,56 @@ class RmsNorm(nn.Module):
             return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
         return flow.recompute.run("norms", normed, x)
+
+
+class RmsNormAcross(RmsNorm):
+    """RMSNorm over a width that tensor ranks share: the mean square is the whole row's."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__(width, epsilon)
+        place(self, weight={"tp": 0})
+
+    def forward(self, x: Tensor, flow: Flow) -> Tensor:
+        """Return this rank's part [T, D / tp] of the normed rows."""
+        ranks = flow.world.group("tp")
+        if ranks.size == 1:
+            return super().forward(x, flow)
+
+        def normed(x: Tensor) -> Tensor:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
+            wide = wide * (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
+            weight = flow.operand(self.weight, self.weight.dtype)
+            scaled = _Scale.apply(wide, weight.master, weight.value, flow.n_valid, flow.sink)
+            return scaled.to(x.dtype)  # type: ignore[union-attr]
+
+        return flow.recompute.run("norms", normed, x)
+
+
+class _Scale(torch.autograd.Function):
+    """Columns times a weight each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        master: Tensor,
+        weight_D: Tensor,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        return x_TD * weight_D
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_D = ctx.saved_tensors
+        rows = slice(ctx.n_valid)
+
+        def product(into_D: Tensor | None) -> Tensor:
+            dw_D = (dy_TD[rows] * x_TD[rows]).sum(0)
+            return dw_D if into_D is None else into_D.add_(dw_D)
+
+        return dy_TD * weight_D, ctx.sink.deliver(ctx.master, product), None, None, None

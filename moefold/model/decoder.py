@@ -1,10 +1,14 @@
 """The decoder: embedding, blocks, norm, head; written for one device.
 
+``parallel/`` may take parts away (a pipeline stage keeps some) and cut weights; what is left runs
+by the same code, and keeps its global names.
+
 T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,40 +66,62 @@ class DecoderModel(nn.Module):
         self.record = record
         self.recipe = Recipe(precision)
         with torch.device(device or torch.get_default_device()):
-            self.embed = Embedding(record.vocab, record.hidden)
-            self.layers = nn.ModuleList(
-                DecoderBlock(block, record.hidden, record.norm_epsilon, i, layout)
-                for i, block in enumerate(record.blocks)
+            self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
+            self.layers = nn.ModuleDict(
+                {
+                    str(i): DecoderBlock(block, record.hidden, record.norm_epsilon, i, layout)
+                    for i, block in enumerate(record.blocks)
+                }
             )
-            self.norm = RmsNorm(record.hidden, record.norm_epsilon)
-            self.head = None if record.tied else Linear(record.hidden, record.vocab)
+            self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
+            self.head = None if record.tied else Linear(record.hidden, record.vocab, "out")
         self.to(self.recipe.master_dtype)
 
     @property
     def head_weight(self) -> nn.Parameter:
         """The head's matrix [V, D]: the embedding's where they are tied."""
-        return self.embed.weight if self.head is None else self.head.weight
+        owner = self.head or self.embed
+        assert owner is not None
+        return owner.weight
 
     def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
         """Yield the number and the mixture of each layer that has one."""
-        for i, layer in enumerate(self.layers):
+        for number, layer in self.layers.items():
             mixture = layer.get_submodule("moe") if "moe" in layer._modules else None
             if isinstance(mixture, MoeFfn):
-                yield i, mixture
+                yield int(number), mixture
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
-        x_TD, terms = self.embed(flow), dict[int, Tensor]()
-        with flow.recompute.keeping():
-            for i, layer in enumerate(self.layers):
+        x_TD, terms = self.run(flow, self.start(flow), self.layers)
+        return self.finish(flow, x_TD), terms
 
-                def block(x_TD: Tensor, layer: nn.Module = layer) -> tuple[Tensor, ...]:
+    def start(self, flow: Flow) -> Tensor:
+        """Return the embedded rows ``x_TD``."""
+        assert self.embed is not None, "the embedding is not on this rank"
+        return self.embed(flow)
+
+    def run(
+        self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run some of the layers; returns the rows and the router terms [N] by layer number."""
+        terms = dict[int, Tensor]()
+        with flow.recompute.keeping():
+            for number in numbers:
+
+                def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
                     return layer(x_TD, flow)
 
                 x_TD, *router = flow.recompute.run("block", block, x_TD)
                 if router:
-                    terms[i] = router[0]
-            return self.norm(x_TD, flow), terms
+                    terms[int(number)] = router[0]
+        return x_TD, terms
+
+    def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:
+        """Return the normed rows ``x_TD`` that the head takes."""
+        assert self.norm is not None, "the last norm is not on this rank"
+        with flow.recompute.keeping():
+            return self.norm(x_TD, flow)
 
     def head_operand(self) -> Operand:
         """Return the head as products take it."""

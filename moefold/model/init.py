@@ -6,11 +6,13 @@ blocks of fixed size, so that any slice can be made without the rest.
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 
 BLOCK = 1 << 16
@@ -19,10 +21,13 @@ BLOCK = 1 << 16
 WRITES_RESIDUAL = (".o.weight", ".w_out")
 
 
-def initialise(model: nn.Module, decoder: Decoder, seed: int) -> None:
+def initialise(
+    model: nn.Module, decoder: Decoder, seed: int, shards: Mapping[str, Shard] | None = None
+) -> None:
     """Fill parameters and buffers in place.
 
     Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals.
+    ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
     """
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
     with torch.no_grad():
@@ -33,7 +38,18 @@ def initialise(model: nn.Module, decoder: Decoder, seed: int) -> None:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
                 continue
             std = decoder.init_std * (out_scale if name.endswith(WRITES_RESIDUAL) else 1.0)
-            parameter.copy_(normal(seed, name, tuple(parameter.shape), std))
+            piece = None if shards is None else shards[name]
+            if piece is None or piece.is_whole:
+                parameter.copy_(normal(seed, name, tuple(parameter.shape), std))
+            else:
+                parameter.copy_(normal_piece(seed, piece, std))
+
+
+def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:
+    """Return a piece of what :func:`normal` gives for the whole; draws its range of dim 0 alone."""
+    (start, end), inner = piece.box[0], piece.shape[1:]
+    whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))
+    return whole[(slice(None), *(slice(*bounds) for bounds in piece.box[1:]))]
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float, first: int = 0) -> Tensor:

@@ -7,28 +7,34 @@ Every term is the value over one micro-batch, without its coefficient. The train
     CE_sum / labels of the step
     + sum over micro-batches j of (valid_j / valid of the step) * sum over layers of c * value_j
 
-so neither the number of micro-batches nor that of ranks changes a coefficient's meaning.
+so neither the number of micro-batches nor that of ranks changes a coefficient's meaning. Where
+ranks share a micro-batch, each computes its own tokens' share of a value; the shares add up to it.
 
 Counters see each decision once, in training, whatever is run again in backward. They are int64
 sums, exact in any order, so that ranks' counters add up to what one rank would count.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import log
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefold.comm.collectives import gather, sum_
+from moefold.comm.group import Group
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Aux, Bias, Moe, Z
 from moefold.moe.router import Decision, Routed, Router, count, probabilities, select
+
+Population = Literal["micro_batch", "sequence", "global_batch"]
 
 
 class Observed:
@@ -47,14 +53,6 @@ class Observed:
         """Each row's distribution over the experts, differentiable."""
         return probabilities(self.logits_TE, self._scores_TE, self._record)
 
-    @cached_property
-    def segment_T(self) -> Tensor | None:
-        """int64 number of each valid row's segment; None where there is only one."""
-        if len(self.rows.lengths) <= 1:
-            return None
-        rows_T = torch.arange(self.rows.n_valid, device=self.logits_TE.device)
-        return torch.searchsorted(self.rows.cu_seqlens[1:], rows_T, right=True)
-
     def valid(self, values_TX: Tensor) -> Tensor:
         """Return the valid rows: they come first, so that no mask is needed."""
         return valid_rows(values_TX, self.rows)
@@ -65,14 +63,12 @@ class Term(ABC):
 
     name: str
     coefficient: float
-    reads_choices: bool = False
-    """Whether it reads ``decision.plain_TK``."""
-    reads_step: bool = False
-    """Whether it reads ``decision.plain_E``."""
+    over: Population | None = None
+    """The population whose plain choices it reads in ``decision.counts``."""
 
     @abstractmethod
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the 0-d value over the micro-batch, without the coefficient."""
+        """Return the 0-d share of this rank's rows in the micro-batch's value, no coefficient."""
 
 
 class Update(ABC):
@@ -91,40 +87,26 @@ class AuxLoss(Term):
     one, P_i that of this micro-batch. Without valid tokens the value is 0, its gradient too.
     """
 
-    reads_choices = True
-
     def __init__(self, record: Aux) -> None:
         self.name = f"aux_{record.over}"
         self.coefficient = record.coefficient
         self.over = record.over
-        self.reads_step = record.over == "global_batch"
 
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the value, in the logits' dtype."""
+        """Return the rows' share of the value, in the logits' dtype."""
+        decision, rows = observed.decision, observed.rows
+        assert decision.counts is not None
         probability_TE = observed.valid(observed.probability_TE)
-        segment_T = observed.segment_T if self.over == "sequence" else None
-        populations = 1 if segment_T is None else len(observed.rows.lengths)
-        counts_NE, top_k = self._counts(observed, segment_T, populations)
-        probability_NE = sum_by(probability_TE, segment_T, populations)
+        segment_T = segments(rows) if self.over == "sequence" else None
+        counts_NE, top_k = decision.counts[self.over], decision.experts_TK.shape[1]
+        probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])
         # Each token makes top_k choices, so the counts say how many tokens they are of.
         tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
         share_NE = counts_NE.to(probability_NE.dtype) / tokens_N1
         # In this order uniform routing gives exactly one where 1 / E is a binary fraction.
-        total = (share_NE * probability_NE).sum() / max(observed.rows.n_valid, 1)
+        total = (share_NE * probability_NE).sum() / max(rows.population, 1)
         value = total * probability_TE.shape[1] / top_k
         return value.to(observed.logits_TE.dtype)
-
-    def _counts(
-        self, observed: Observed, segment_T: Tensor | None, populations: int
-    ) -> tuple[Tensor, int]:
-        """Return the int64 counts [N, E] behind f, and K."""
-        plain_TK, plain_E = observed.decision.plain_TK, observed.decision.plain_E
-        assert plain_TK is not None
-        if self.reads_step:
-            assert plain_E is not None
-            return plain_E[None], plain_TK.shape[1]
-        plain_TK, experts = observed.valid(plain_TK), observed.logits_TE.shape[1]
-        return count_by(plain_TK, segment_T, populations, experts), plain_TK.shape[1]
 
 
 class ZLoss(Term):
@@ -135,10 +117,10 @@ class ZLoss(Term):
         self.coefficient = record.coefficient
 
     def __call__(self, observed: Observed) -> Tensor:
-        """Return the value, in the logits' dtype."""
+        """Return the rows' share of the value, in the logits' dtype."""
         square_T = observed.valid(observed.logits_TE).logsumexp(1).square()
         total = sum_by(square_T, None, 1).sum()
-        return (total / max(observed.rows.n_valid, 1)).to(square_T.dtype)
+        return (total / max(observed.rows.population, 1)).to(square_T.dtype)
 
 
 class BiasUpdate(Update):
@@ -163,14 +145,18 @@ class BiasUpdate(Update):
 
 
 class Counters(ExactBuffers):
-    """Sums over the micro-batches of a step; not saved, since a step starts from zero."""
+    """Sums over the micro-batches of a step; not saved, since a step starts from zero.
+
+    They count the rows of this rank until :func:`sum_counters` makes them the whole step's.
+    """
 
     load_E: Tensor
     """int64 choices of each expert by valid tokens, before capacity drops."""
     sent_E: Tensor
     """int64 of those, the ones that capacity let through."""
     plain_E: Tensor
-    """int64 choices by the scores alone; kept only where a term reads it."""
+    """int64 choices by the scores alone in the rounds of micro-batches so far, on all data ranks;
+    kept only where a term reads it."""
     tokens: Tensor
     """int64 valid tokens, 0-d."""
     probability_E: Tensor
@@ -206,8 +192,7 @@ class Balance(nn.Module):
         for part in parts:
             if not isinstance(part, Term | Update):
                 raise TypeError(f"{type(part).__name__} is neither a balance Term nor an Update")
-        self._choices = any(t.reads_choices for t in self.terms)
-        self._step = any(t.reads_step for t in self.terms)
+        self._populations = tuple(dict.fromkeys(t.over for t in self.terms if t.over is not None))
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -223,7 +208,7 @@ class Balance(nn.Module):
         if not flow.training:
             return routed.decision, {}
         decision = routed.decision
-        if not decision.counted:
+        if decision.counts is None:
             decision = self._count(routed, flow)
         observed = Observed(routed, decision, flow.rows, self.record)
         return decision, {term.name: term(observed) for term in self.terms}
@@ -248,16 +233,37 @@ class Balance(nn.Module):
         counters.tokens.add_(rows.n_valid)
         probability_TE = probabilities(routed.logits_TE, routed.scores_TE, self.record.router)
         counters.probability_E.add_(valid_rows(probability_TE, rows).sum(0))
-        decision = replace(routed.decision, counted=True)
-        if self._choices and decision.plain_TK is None:
+        decision = routed.decision
+        if self._populations and decision.plain_TK is None:
             top_k = self.record.router.top_k
             plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
             decision = replace(decision, plain_TK=plain_TK)
-        if self._step:
-            assert decision.plain_TK is not None
-            counters.plain_E.add_(count(decision.plain_TK, experts))
-            decision = replace(decision, plain_E=counters.plain_E.clone())
-        return decision
+        return replace(decision, counts=self._counts(decision, flow))
+
+    def _counts(self, decision: Decision, flow: Flow) -> dict[str, Tensor]:
+        """Return the plain choices of each population that a term reads."""
+        if not self._populations:
+            return {}
+        assert decision.plain_TK is not None
+        rows, experts = flow.rows, self.counters.load_E.shape[0]
+        plain_TK = valid_rows(decision.plain_TK, rows)
+        counts: dict[str, Tensor] = {}
+        if "sequence" in self._populations:
+            n = max(len(rows.lengths), 1)
+            counts["sequence"] = count_by(plain_TK, segments(rows), n, experts)
+        else:
+            counts["micro_batch"] = count_by(plain_TK, None, 1, experts)
+        for counts_NE in counts.values():
+            sum_(counts_NE, flow.world.group("tp_cp"))
+        # A segment's counts add up to the micro-batch's.
+        counts["micro_batch"] = counts_1E = next(iter(counts.values())).sum(0, keepdim=True)
+        if "global_batch" in self._populations:
+            # Data ranks run micro-batches of one round: those of lower ranks come before this one.
+            ranks, before_E = flow.world.group("dp"), self.counters.plain_E
+            by_rank_DE = gather(counts_1E[0], ranks)
+            counts["global_batch"] = before_E + by_rank_DE[: ranks.index + 1].sum(0, keepdim=True)
+            before_E.add_(by_rank_DE.sum(0))
+        return counts
 
     @torch.no_grad()
     def health(self, router: Router) -> dict[str, Tensor]:
@@ -284,6 +290,24 @@ class Balance(nn.Module):
         if bias_E is not None:
             figures["bias_range"] = bias_E.max() - bias_E.min()
         return figures
+
+
+@torch.no_grad()
+def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
+    """Make each layer's counters the whole step's: the sum over all ranks that share it."""
+    for name in ("load_E", "sent_E", "tokens", "probability_E"):
+        parts = [getattr(balance.counters, name) for balance in balances]
+        if not parts or ranks.size == 1:
+            return
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        sum_(flat, ranks)
+        for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
+def segments(rows: MicroBatch) -> Tensor | None:
+    """Return the segment of each valid row; None where there is only one."""
+    return rows.segment_T if len(rows.lengths) > 1 else None
 
 
 def valid_rows(values_TX: Tensor, rows: MicroBatch) -> Tensor:

@@ -184,3 +184,12 @@ class Local(Record):
     kind: Literal["local"] = "local"
 
     owner = "moefold.moe.dispatch.local:LocalDispatch"
+
+
+@DISPATCH.register
+class AllToAll(Record):
+    """Each rank sends token copies straight to the ranks of their experts."""
+
+    kind: Literal["alltoall"] = "alltoall"
+
+    owner = "moefold.moe.dispatch.alltoall:AllToAllDispatch"

@@ -61,7 +61,8 @@ class MoeFfn(nn.Module):
         weights_TK: Tensor,
         experts_TK: Tensor,
     ) -> tuple[Tensor, ...]:
-        sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, self._complete(flow))
+        complete = self._complete(flow)
+        sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, complete, flow.world)
         return x_TD, y_TD, terms_N, sent.x_RD, sent.offs_E, sent.probs_R, *sent.handle
 
     def _experts(
@@ -83,7 +84,8 @@ class MoeFfn(nn.Module):
     def _combine(
         self, flow: Flow, x_TD: Tensor, terms_N: Tensor, y_RD: Tensor, *handle: Tensor
     ) -> tuple[Tensor, ...]:
-        return x_TD + self._dispatcher.combine(y_RD, handle, self._complete(flow)), terms_N
+        out_TD = self._dispatcher.combine(y_RD, handle, self._complete(flow), flow.world)
+        return x_TD + out_TD, terms_N
 
     def _complete(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""

@@ -7,14 +7,14 @@ The *decision* (experts and drops) is made once per micro-batch and kept; a seco
 is given it and computes only scores and weights anew, so the router's gradient is the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.data.batch import MicroBatch
+from moefold.comm.collectives import gather
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
@@ -37,10 +37,9 @@ class Decision:
     """bool, False for copies dropped by capacity and rows that are not valid; None if dropless."""
     plain_TK: Tensor | None = None
     """int64 top-k of the scores alone (no bias, no groups), which auxiliary losses count."""
-    plain_E: Tensor | None = None
-    """int64 plain choices of each expert in this step so far, this micro-batch included."""
-    counted: bool = False
-    """Whether the layer's counters have seen it."""
+    counts: Mapping[str, Tensor] | None = None
+    """int64 [N, E] plain choices of each population's tokens, on whatever rank they are, by kind
+    of population; None until the layer's counters have seen the decision."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Router(ExactBuffers):
             decision = self._choose(scores_TE, flow.valid_T)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None:
-            decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow.rows))
+            decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
         routing = self._route(decision, weights_TK, flow.valid_T)
         return Routed(routing, decision, logits_TE, scores_TE)
 
@@ -121,12 +120,23 @@ class Router(ExactBuffers):
         plain = bias_E is None and groups is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 
-    def _drop(self, decision: Decision, weights_TK: Tensor, rows: MicroBatch) -> Tensor:
+    def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
+        """Return which copies stay; the whole micro-batch competes, on whatever ranks it is."""
         assert self.capacity is not None
         top_k, experts = self.record.top_k, self.record.experts
-        limit = self.capacity.copies(rows.n_valid, top_k, experts)
+        limit = self.capacity.copies(flow.rows.population, top_k, experts)
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
-        return drop(decision.experts_TK, by_weight, rows.token_T, limit, experts)
+        ranks = flow.world.group("tp_cp")
+        if ranks.size == 1:
+            return drop(decision.experts_TK, by_weight, flow.rows.token_T, limit, experts)
+        everywhere = [
+            None if part is None else gather(part, ranks).flatten(0, 1)
+            for part in (decision.experts_TK, by_weight, flow.rows.token_T)
+        ]
+        experts_TK, by_weight, token_T = everywhere
+        assert experts_TK is not None and token_T is not None
+        kept = drop(experts_TK, by_weight, token_T, limit, experts)
+        return kept.unflatten(0, (ranks.size, -1))[ranks.index]
 
     def _route(self, decision: Decision, weights_TK: Tensor, valid_T: Tensor | None) -> Routing:
         experts_TK, kept_TK = decision.experts_TK, decision.kept_TK

@@ -8,11 +8,16 @@ from typing import Annotated, Literal
 
 from moefold.config.base import Record
 from moefold.config.problems import Violation
+from moefold.layers.config import CONTEXT, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import Model
-from moefold.moe.config import DISPATCH, Local
+from moefold.mesh.pipeline import Stages, Way
+from moefold.moe.config import DISPATCH, AllToAll
 from moefold.policies.config import RECOMPUTE
+from moefold.schedule.build import tabulate
+from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee
+from moefold.schedule.table import Table
 
 
 class Layout(Record):
@@ -24,7 +29,13 @@ class Layout(Record):
     """Which axis neighbouring ranks differ in first, next, and last."""
     stages: StagesText | None = None
     """What each stage of the pipeline holds, such as ``Et*3|(tt|)*29m|L``; None is balanced."""
-    dispatch: Annotated[Record, DISPATCH] = Local()
+    schedule: Annotated[Record, SCHEDULE] | None = None
+    """Order of the pipeline's passes; None is 1f1b, or interleaved with virtual stages."""
+    context: Annotated[Record, CONTEXT] = Ring()
+    """How attention sees the rows of other context ranks."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
+    dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
     experts: Literal["auto", "grouped", "loop"] = "auto"
     """Kernel of the experts' products."""
@@ -42,6 +53,24 @@ class Layout(Record):
     def misfits(self, model: Model) -> Iterator[Violation]:
         """Yield what of sizes, order and stages does not fit together or not the model."""
         yield from violations(self.split, model, order=self.order, stages=self.stages)
+
+    def table(self, micro_batches: int) -> Table:
+        """Return what the ranks of a pipeline do in a step of so many micro-batches each.
+
+        Raises:
+            RunError: outside the schedule's domain, with the nearest legal values.
+        """
+        sizes = self.split
+        schedule = self.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
+        assert isinstance(schedule, Schedule)
+        return tabulate(schedule, sizes.pp, sizes.vpp, micro_batches)
+
+    def stages_of(self, layers: int) -> Stages:
+        """Return what each stage holds of a model with so many layers."""
+        if self.stages is not None:
+            return Stages.parse(self.stages)
+        way: Way = "v" if isinstance(self.schedule, Vee) else "round"
+        return Stages.balanced(self.split.pp, self.split.vpp, layers, way=way)
 
     @property
     def split(self) -> Sizes:

@@ -22,6 +22,7 @@ from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
+from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.config.slot import build
 from moefold.config.uses import bring
@@ -30,12 +31,12 @@ from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.data.prepare import prepare
 from moefold.data.tokenizer import Tokenizer
-from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder
 from moefold.model.init import initialise
 from moefold.observe.machine import Machine
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale, non_finite
+from moefold.parallel.apply import build as build_parts
 from moefold.planner.count import count
 from moefold.run import Run
 from moefold.training.hooks.base import Figures, Hook
@@ -118,7 +119,9 @@ class Job:
         self.loader = Loader(prepared, run.data.seq, train.batch, train.micro_batch, run.seed)
         self.decoder = run.decoder()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = DecoderModel(self.decoder, train.precision, run.layout, self.device)
+        world = World.single(self.device)
+        self.placed = build_parts(self.decoder, train.precision, run.layout, world, self.device)
+        self.model = self.placed.model
         self.start_values()
         self.optimizer: Optimizer = build(run.optim, dict(self.model.named_parameters()))
         self.progress = Progress()
@@ -237,8 +240,7 @@ class Job:
         run, place = self.run, self.progress.place()
         if batches is None:
             batches = self.loader.step(place)
-        batches = [batch.to(self.device) for batch in batches]
-        figures = gradients(self.model, batches, run.layout.recompute, run.train.loss_chunk)
+        figures = gradients(self.placed, batches, run.train.loss_chunk)
         verdict = self._judge(figures, place, batches)
         if verdict is Verdict.REWIND:
             self._rewind(place)
@@ -318,7 +320,7 @@ class Job:
         nats = labels = 0.0
         for name in self.loader.evaluation_sets:
             batches = (batch.to(self.device) for batch in self.loader.evaluation(name, tokens))
-            found, count_, n_bytes = evaluate(self.model, batches, self.run.train.loss_chunk)
+            found, count_, n_bytes = evaluate(self.placed, batches, self.run.train.loss_chunk)
             metrics[f"val/{name}/loss"] = found / max(count_, 1)
             if n_bytes:
                 metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes

@@ -4,19 +4,24 @@ T rows, D hidden. The loss of a step is the summed cross-entropy of its valid la
 global count, plus each router term weighted by its micro-batch's share of the step's valid rows.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moefold.config.base import Record
+from moefold.comm.collectives import sum_
+from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
-from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
-from moefold.kernels.gradients import Accumulated
-from moefold.layers.flow import Flow
-from moefold.model.decoder import DecoderModel
-from moefold.optim.norm import read_scalars, squared_norm
+from moefold.layers.flow import Flow, cut
+from moefold.layers.loss import loss_and_gradients
+from moefold.moe.balance import sum_counters
+from moefold.optim.norm import read_scalars
+from moefold.parallel.apply import Placed
+from moefold.parallel.data import Copies
+from moefold.parallel.pipeline.executor import Executor, Ran
+from moefold.parallel.pipeline.score import score
 from moefold.policies.recompute import Recompute
 
 
@@ -40,75 +45,93 @@ class StepFigures:
         return all(abs(f) < float("inf") for f in figures)
 
 
-def gradients(
-    model: DecoderModel, batches: Sequence[MicroBatch], recompute: Record | None, loss_chunk: int
-) -> StepFigures:
+def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) -> StepFigures:
     """Accumulate into ``.grad`` the gradients of the step's loss; every trained parameter gets one.
 
     Args:
-        model: the model; its gradients are dropped first.
-        batches: the micro-batches of the step, in order.
-        recompute: policy record, or None to keep all that backward needs.
+        placed: the model's parts on this rank; their gradients are dropped first.
+        batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
     """
-    labels = max(sum(b.n_labels for b in batches), 1)
-    tokens = sum(b.n_valid for b in batches)
-    rows = max(tokens, 1)
+    model, world = placed.model, placed.world
+    labels, tokens = _everywhere(batches, world)
     for parameter in model.parameters():
         parameter.grad = None
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
-    losses, terms = list[Tensor](), dict[str, Tensor]()
-    for batch in batches:
-        flow = Flow(batch, model.recipe, Accumulated(), Recompute(recompute))
-        loss, values = _micro_batch(model, flow, 1 / labels, batch.n_valid / rows, loss_chunk)
-        losses.append(loss)
-        for name, value in values.items():
-            share = value.detach() * (batch.n_valid / rows)
-            terms[name] = terms[name] + share if name in terms else share
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trained:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    norm_squared = squared_norm([p.grad for p in trained if p.grad is not None])
-    loss, norm, *figures = read_scalars(
-        torch.stack(losses).sum(), norm_squared.sqrt().to(losses[0].device), *terms.values()
-    )
-    return StepFigures(loss / labels, norm, dict(zip(terms, figures, strict=True)), tokens)
+    shares = [batch.population / max(tokens, 1) for batch in batches]
+
+    def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+        scale = 1 / max(labels, 1)
+        return loss_and_gradients(x_TD, model.head_operand(), flow, scale=scale, chunk=loss_chunk)
+
+    flows = [flow_of(placed, batch) for batch in batches]
+    ran = Executor(placed, flows, shares, loss).run()
+    norm_squared = Copies(placed).finish()
+    balances = [mixture.balance for _, mixture in model.mixtures()]
+    sum_counters(balances, world.group("stage"))
+    return _figures(placed, ran, shares, norm_squared, labels, tokens)
 
 
-def _micro_batch(
-    model: DecoderModel, flow: Flow, scale: float, share: float, chunk: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run one micro-batch forward and backward; returns its summed loss and its router terms."""
-    x_TD, by_layer = model(flow)
-    head = model.head_operand()
-    loss, dx_TD = loss_and_gradients(
-        x_TD.detach(), head, flow.rows.labels_T, scale=scale, chunk=chunk
+def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
+    """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
+    model, layout, world = placed.model, placed.layout, placed.world
+    rows, piece = cut(batch, world)
+    device = world.device
+    return Flow(
+        rows.to(device),
+        model.recipe,
+        recompute=Recompute(layout.recompute),
+        training=training,
+        world=world,
+        context=layout.context,
+        piece=None if piece is None else piece.to(device),
     )
-    values, weighted = model.router_terms(by_layer)
-    roots, starts = [x_TD], [dx_TD]
-    if weighted is not None and weighted.requires_grad:
-        roots.append(weighted)
-        starts.append(torch.full_like(weighted, share))
-    if x_TD.requires_grad:
-        torch.autograd.backward(roots, starts)
-    return loss, values
+
+
+def _everywhere(batches: Sequence[MicroBatch], world: World) -> tuple[int, int]:
+    """Return the labels and valid rows of the step on all data ranks."""
+    counts = torch.tensor([sum(b.n_labels for b in batches), sum(b.population for b in batches)])
+    labels, tokens = sum_(counts.to(world.device), world.group("dp")).tolist()
+    return labels, tokens
+
+
+def _figures(
+    placed: Placed,
+    ran: Ran,
+    shares: Sequence[float],
+    norm_squared: Tensor,
+    labels: int,
+    tokens: int,
+) -> StepFigures:
+    """Add up every rank's share of the figures, and read them from the device once."""
+    device, names = norm_squared.device, list(placed.term_layers)
+    values = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
+    values[0] = norm_squared
+    if ran.losses:
+        values[1] = torch.stack(ran.losses).sum()
+    mixtures = dict(placed.model.mixtures())
+    for micro, layer, terms_N in ran.terms:
+        for name, value in zip(mixtures[layer].terms, terms_N.unbind(), strict=True):
+            values[2 + names.index(name)] += value * shares[micro] / placed.term_layers[name]
+    squared, loss, *terms = read_scalars(*sum_(values, placed.world.group("world")).unbind())
+    norm = math.sqrt(squared) if squared >= 0 else squared
+    return StepFigures(loss / max(labels, 1), norm, dict(zip(names, terms, strict=True)), tokens)
 
 
 @torch.no_grad()
 def evaluate(
-    model: DecoderModel, batches: Iterable[MicroBatch], loss_chunk: int
+    placed: Placed, batches: Iterable[MicroBatch], loss_chunk: int
 ) -> tuple[float, int, float]:
     """Return summed cross-entropy in nats, number of labels, and bytes of their text.
 
-    Micro-batches are taken one by one: a held-out set may be larger than memory.
+    Micro-batches are taken one by one: a held-out set may be larger than memory. Every data rank
+    gives as many, its own; the figures are those of all.
     """
-    total, labels, n_bytes = torch.zeros((), dtype=torch.float64), 0, 0.0
+    figures = torch.zeros(3, dtype=torch.float64, device=placed.world.device)
     for batch in batches:
-        x_TD, _ = model(Flow(batch, model.recipe, training=False))
-        summed = cross_entropy_sum(x_TD, model.head_operand(), batch.labels_T, chunk=loss_chunk)
-        total += summed.double().cpu()
-        labels += batch.n_labels
-        n_bytes += batch.n_bytes
-    return float(total), labels, n_bytes
+        figures[0] += score(placed, flow_of(placed, batch, training=False), loss_chunk)
+        if placed.world.group("tp_cp_pp").index == 0:
+            figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
+    total, labels, n_bytes = read_scalars(*sum_(figures, placed.world.group("world")).unbind())
+    return total, round(labels), n_bytes

@@ -1,5 +1,6 @@
 """Small decoders, rows and comparisons that model tests share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
+from moefold.parallel.apply import alone
 from moefold.parallel.config import Layout
 from moefold.policies.recompute import Recompute
+from moefold.training import step
+from moefold.training.step import StepFigures
 
 VOCAB, HIDDEN = 64, 16
 GQA = Gqa(heads=4, kv_heads=2, head_dim=8, qk_norm="head")
@@ -107,3 +111,10 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> No
     # Not `error > bound`: that would let a NaN pass.
     broken = {name: error for name, error in errors.items() if not error <= bound}
     assert not broken, broken
+
+
+def gradients(
+    model: DecoderModel, batches: Sequence[MicroBatch], recompute: Record | None, loss_chunk: int
+) -> StepFigures:
+    """One training step's gradients on one rank."""
+    return step.gradients(alone(model, Layout(recompute=recompute)), batches, loss_chunk)

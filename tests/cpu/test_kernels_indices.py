@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefold.moe.config import Capacity
-from moefold.training.step import gradients
-from tests.cpu.small import GQA, decoder, model_of, moe, padded_rows
+from tests.cpu.small import GQA, decoder, gradients, model_of, moe, padded_rows
 
 NARROW = {torch.int32, torch.int16, torch.int8, torch.uint8}
 INDEXES = ("index", "gather", "scatter", "take", "embedding", "mul", "pow", "shift", "mm")

@@ -21,13 +21,13 @@ from moefold.moe.config import Capacity, Router
 from moefold.moe.router import Router as RouterModule
 from moefold.policies.config import Full, Selective
 from moefold.policies.recompute import Recompute
-from moefold.training.step import gradients
 from tests.cpu.small import (
     DEEP,
     GQA,
     MLA,
     YARN,
     decoder,
+    gradients,
     gradients_of,
     ids_of,
     model_of,
@@ -101,7 +101,7 @@ def counting_forward(module: nn.Module) -> Iterator[list[int]]:
 @pytest.mark.parametrize(("policy", "runs"), [(None, 1), (Full(), 2)])
 def test_full_recompute_runs_a_block_twice(policy: Record | None, runs: int) -> None:
     model = model_of(SHAPES["gqa"])
-    with counting_forward(model.layers[0]) as calls:
+    with counting_forward(model.layers["0"]) as calls:
         gradients(model, [from_ids(ids_of(2, 8))], policy, 16)
     assert len(calls) == runs
 
@@ -113,7 +113,7 @@ def test_discarded_norms_hold_no_output() -> None:
     def note(module: nn.Module, args: Any, out: Tensor) -> None:
         alive.append(weakref.ref(out))
 
-    handle = model.layers[0].attention_norm.register_forward_hook(note)
+    handle = model.layers["0"].attention_norm.register_forward_hook(note)
     for policy, kept in ((None, True), (Selective(modules=("norms",)), False)):
         x_TD, _ = model(Flow(rows, model.recipe, recompute=Recompute(policy)))
         assert (alive[-1]() is not None) == kept
@@ -377,7 +377,7 @@ def test_bf16_follows_fp64_within_its_rounding() -> None:
 
 def test_compute_copies_follow_their_weights() -> None:
     model = model_of(decoder(GQA, moe()), "bf16")
-    weight = model.layers[0].attention.q.weight
+    weight = model.layers["0"].attention.q.weight
     first = model.recipe.operand(weight).value
     assert model.recipe.operand(weight).value is first
     with torch.no_grad():
@@ -407,7 +407,7 @@ def test_a_block_is_its_segments(shape: str) -> None:
     record: Decoder = SHAPES[shape]
     flow = Flow(from_ids(ids_of(2, 8)), model.recipe)
     x_TD = model.embed(flow)
-    for layer, block in zip(model.layers, record.blocks, strict=True):
+    for layer, block in zip(model.layers.values(), record.blocks, strict=True):
         segments = layer.segments()  # type: ignore[operator]
         assert len(segments) == (1 if isinstance(block.ffn, Dense) else 4)
         state: tuple[Tensor, ...] = (x_TD,)

@@ -16,10 +16,22 @@ from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe.config import Capacity, Local, Shared
 from moefold.moe.dispatch.local import LocalDispatch
+from moefold.parallel.apply import alone
 from moefold.policies.config import Full, Kind, Selective
 from moefold.policies.recompute import Recompute
-from moefold.training.step import evaluate, gradients
-from tests.cpu.small import DEEP, GQA, MLA, decoder, ids_of, model_of, moe, padded_rows, same
+from moefold.training.step import evaluate
+from tests.cpu.small import (
+    DEEP,
+    GQA,
+    MLA,
+    decoder,
+    gradients,
+    ids_of,
+    model_of,
+    moe,
+    padded_rows,
+    same,
+)
 
 SHAPES = {
     "gqa": decoder(),
@@ -36,12 +48,12 @@ def test_a_micro_batch_without_any_row_gives_zeros(shape: str, policy: Record | 
     model, rows = model_of(SHAPES[shape]), padded_rows((9, 5), 2)
     found = gradients(model, [pack([])], policy, 16)
     assert (found.lm_loss, found.grad_norm, found.tokens) == (0, 0, 0)
-    alone = gradients(model, [rows], policy, 16)
+    by_itself = gradients(model, [rows], policy, 16)
     kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     beside = gradients(model, [pack([]), rows], policy, 16)
-    assert beside == alone
+    assert beside == by_itself
     same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 0.0)
-    assert evaluate(model, [pack([])], 16) == (0.0, 0, 0.0)
+    assert evaluate(alone(model), [pack([])], 16) == (0.0, 0, 0.0)
     assert model.logits(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 64)
 
 

@@ -93,6 +93,6 @@ def test_counts_are_told_module_by_module() -> None:
 
 def test_an_attention_that_cannot_be_counted_is_refused() -> None:
     model = DecoderModel(decoder(GQA, moe()), device="meta")
-    model.layers[0].attention = nn.Linear(16, 16, device=torch.device("meta"))
+    model.layers["0"].attention = nn.Linear(16, 16, device=torch.device("meta"))
     with pytest.raises(ValueError, match=r"layers\.0\.attention \(Linear\) has no projections"):
         tally(model)

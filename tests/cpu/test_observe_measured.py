@@ -14,15 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.data.batch import from_ids
 from moefold.kernels.attention import reference
-from moefold.layers import attention as attention_layer
 from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.context import attend as attention_layer
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router, Shared
 from moefold.observe.flops import tally, total
 from moefold.planner.count import count
 from moefold.policies.config import Full
-from moefold.training.step import gradients
-from tests.cpu.small import HIDDEN, ids_of, model_of, padded_rows
+from tests.cpu.small import HIDDEN, gradients, ids_of, model_of, padded_rows
 
 GQA = Gqa(heads=3, kv_heads=1, head_dim=4, qk_norm="projection")
 MLA = Mla(heads=2, q_rank=6, kv_rank=5, nope_dim=4, rope_dim=2, v_dim=3)

@@ -15,9 +15,19 @@ from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Aux, Router, Z
 from moefold.run import Run
 from moefold.training.loop import Job
-from moefold.training.step import StepFigures, gradients
+from moefold.training.step import StepFigures
 from tests.cpu.runs import raw_run
-from tests.cpu.small import GQA, TERMS, decoder, model_of, moe, padded_rows, relative, same
+from tests.cpu.small import (
+    GQA,
+    TERMS,
+    decoder,
+    gradients,
+    model_of,
+    moe,
+    padded_rows,
+    relative,
+    same,
+)
 
 ROUTERS = tuple(f"layers.{i}.moe.router.weight" for i in range(2))
 

@@ -15,13 +15,13 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Capacity, Router, Shared
 from moefold.policies.config import Full
-from moefold.training.step import gradients
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import (
     DEEP,
     GQA,
     MLA,
     decoder,
+    gradients,
     ids_of,
     model_of,
     moe,

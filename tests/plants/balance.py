@@ -170,7 +170,7 @@ PLANTS = (
         "every run of a layer counts",
         MODEL + "test_b17_recompute_counts_tokens_once",
         "moe/balance.py",
-        "        if not decision.counted:\n",
+        "        if decision.counts is None:\n",
         "        if decision is not None:\n",
     ),
     Plant(
@@ -178,8 +178,8 @@ PLANTS = (
         "the decision that is kept does not say that it was counted",
         BALANCE + "test_b17_a_rerun_counts_nothing",
         "moe/balance.py",
-        "decision = replace(routed.decision, counted=True)",
-        "decision = replace(routed.decision, counted=False)",
+        "return decision, {term.name",
+        "return routed.decision, {term.name",
     ),
     Plant(
         "b18",

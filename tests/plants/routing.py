@@ -132,8 +132,9 @@ PLANTS = (
         "the kept counts of the step so far go on counting",
         BALANCE + "test_b16_the_step_so_far_is_the_one_of_the_first_run",
         "moe/balance.py",
-        "plain_E=counters.plain_E.clone())",
-        "plain_E=counters.plain_E)",
+        'counts["global_batch"] = before_E + by_rank_DE[: ranks.index + 1].sum(0, keepdim=True)\n'
+        "            before_E.add_(by_rank_DE.sum(0))",
+        'counts["global_batch"] = before_E[None]\n            before_E.add_(by_rank_DE.sum(0))',
     ),
     Plant(
         "b19",

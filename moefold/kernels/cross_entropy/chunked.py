@@ -53,7 +53,7 @@ def loss_and_gradients(
             total += loss
             dx_TD[rows] = dlogits_CV @ value
             if head.master.requires_grad:
-                accumulate(head.master, partial(_head_gradient, dlogits_CV, x_CD))
+                accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
     return total, dx_TD
 
 
@@ -95,7 +95,7 @@ def _chunk(
     return loss, dlogits_CV.to(value_VD.dtype)
 
 
-def _head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:
+def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:
     """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
     vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
     if into_VD is None:
@@ -142,5 +142,5 @@ class _CrossEntropy(torch.autograd.Function):
             _, dlogits_CV = _chunk(x_CD, value_VD, labels_C, counted_C, dloss)
             dx_TD[rows] = dlogits_CV @ value_VD
             if dw_VD is not None:
-                _head_gradient(dlogits_CV, x_CD, dw_VD)
+                head_gradient(dlogits_CV, x_CD, dw_VD)
         return dx_TD, dw_VD, None, None, None, None

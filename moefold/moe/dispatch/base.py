@@ -11,6 +11,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moefold.comm.world import World
+
+ALONE = World.single()
 Handle = tuple[Tensor, ...]
 
 
@@ -31,7 +34,12 @@ class Dispatcher(Protocol):
     """The two calls behind which every way of sending rows stands."""
 
     def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        complete: bool,
+        world: World = ALONE,
     ) -> Dispatched:
         """Send each row to its experts.
 
@@ -40,9 +48,10 @@ class Dispatcher(Protocol):
             weights_TK: routing weights, differentiable.
             experts_TK: int64 expert ids; E, one past the last, for a dropped copy and padding.
             complete: the host knows that no entry says "none".
+            world: the groups; rows go over ``ep``, and over ``etp`` whose ranks share each expert.
         """
         ...
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
         """Return ``out_TD``, the sum of each token's copies; weights are applied already."""
         ...

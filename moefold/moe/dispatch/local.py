@@ -3,19 +3,25 @@
 import torch
 from torch import Tensor
 
+from moefold.comm.world import World
+from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect, pick, spread
-from moefold.moe.config import Local
-from moefold.moe.dispatch.base import Dispatched, Handle
+from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
 
 
 class LocalDispatch:
     """Sorts copies by expert; inside an expert they stand in the order of tokens."""
 
-    def __init__(self, record: Local, experts: int) -> None:
+    def __init__(self, record: Record, experts: int) -> None:
         self._experts = experts
 
     def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        complete: bool,
+        world: World = ALONE,
     ) -> Dispatched:
         """Permute rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
         tokens, copies = experts_TK.shape
@@ -36,7 +42,7 @@ class LocalDispatch:
         probs_R = pick(weights_TK, copy_R, row_TK)
         return Dispatched(x_RD, offs_E, probs_R, (token_R, row_TK))
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
         """Gather and sum; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
         token_R, row_TK = handle
         return collect(y_RD, token_R, row_TK, complete)

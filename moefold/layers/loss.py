@@ -1,0 +1,97 @@
+"""Head and cross-entropy where tensor ranks share the vocabulary.
+
+T rows here, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it here.
+
+Each rank computes the logits of its share; the row's maximum, its normaliser and its label's logit
+are all that ranks exchange, so that the logits never exist as a whole.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_gather, max_, reduce_scatter, sum_
+from moefold.comm.group import Group
+from moefold.data.batch import IGNORED
+from moefold.kernels.cross_entropy import chunked
+from moefold.kernels.gradients import accumulate
+from moefold.kernels.operand import Operand
+from moefold.layers.flow import Flow
+
+
+@torch.no_grad()
+def loss_and_gradients(
+    x_TD: Tensor, head: Operand, flow: Flow, *, scale: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's share of the summed loss (unscaled), and ``scale * d loss / d x_TD``.
+
+    The head's gradient, times ``scale``, is added to the master's ``.grad``.
+
+    Args:
+        x_TD: normed rows of this rank.
+        head: the head's matrix [V, D], this rank's share of its rows.
+        flow: the pass.
+        scale: factor on the gradients.
+        chunk: rows whose logits exist at once.
+    """
+    labels = flow.whole.rows.labels_T
+    ranks = flow.world.group("tp")
+    if ranks.size == 1:
+        return chunked.loss_and_gradients(x_TD, head, labels, scale=scale, chunk=chunk)
+    x_PD = all_gather(x_TD, ranks)
+    total, dx_PD = _zero(x_PD), torch.zeros_like(x_PD)
+    for start in range(0, x_PD.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        counted_C = labels[rows] != IGNORED
+        x_CD = torch.where(counted_C[:, None], x_PD[rows], 0)
+        loss, logp_Cv, mine_C, label_C1 = _log_softmax(x_CD, head, labels[rows], ranks)
+        total += torch.where(counted_C, loss, 0).sum()
+        weight_C1 = counted_C.to(logp_Cv.dtype).mul_(scale)[:, None]
+        dlogits_Cv = logp_Cv.exp_().mul_(weight_C1)
+        dlogits_Cv.scatter_add_(1, label_C1, -weight_C1 * mine_C[:, None])
+        dlogits_Cv = dlogits_Cv.to(head.value.dtype)
+        dx_PD[rows] = dlogits_Cv @ head.value
+        if head.master.requires_grad:
+            accumulate(head.master, partial(chunked.head_gradient, dlogits_Cv, x_CD))
+    # Every tensor rank computed the same loss: one of them states it.
+    return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+
+
+@torch.no_grad()
+def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
+    """Return this rank's share of the summed cross-entropy, without gradients."""
+    labels = flow.whole.rows.labels_T
+    ranks = flow.world.group("tp")
+    if ranks.size == 1:
+        return chunked.cross_entropy_sum(x_TD, head, labels, chunk=chunk)
+    x_PD = all_gather(x_TD, ranks)
+    total = _zero(x_PD)
+    for start in range(0, x_PD.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        loss, *_ = _log_softmax(x_PD[rows], head, labels[rows], ranks)
+        total += torch.where(labels[rows] != IGNORED, loss, 0).sum()
+    return total if ranks.index == 0 else torch.zeros_like(total)
+
+
+def _log_softmax(
+    x_CD: Tensor, head: Operand, labels_C: Tensor, ranks: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return each row's loss [C], log-probabilities [C, v] of this rank's share of the vocabulary,
+    whether a row's label is in it, and where [C, 1]."""
+    logits_Cv = x_CD @ head.value.t()
+    logits_Cv = logits_Cv.to(torch.promote_types(logits_Cv.dtype, torch.float32))
+    most_C1 = max_(logits_Cv.amax(1, keepdim=True), ranks)
+    logits_Cv.sub_(most_C1)
+    here = logits_Cv.shape[1]
+    label_C = labels_C - ranks.index * here
+    mine_C = (label_C >= 0) & (label_C < here)
+    label_C1 = torch.where(mine_C, label_C, 0)[:, None]
+    picked_C = torch.where(mine_C, logits_Cv.gather(1, label_C1)[:, 0], 0)
+    both_2C = sum_(torch.stack([logits_Cv.exp().sum(1), picked_C]), ranks)
+    normaliser_C = both_2C[0].log()
+    return normaliser_C - both_2C[1], logits_Cv.sub_(normaliser_C[:, None]), mine_C, label_C1
+
+
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -1,0 +1,111 @@
+"""Where a parameter lives: which of its dims each axis of a layout cuts.
+
+A layer is written for one device and states its placements beside its parameters; ``parallel/``
+reads them and cuts. What no axis cuts stands whole on every rank of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+Box = tuple[tuple[int, int], ...]
+"""First place and end along each dim of a tensor."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The cuts of one parameter, and which ranks hold copies of each of its pieces.
+
+    The gradient of what tp does not cut is a share on each tensor rank, since the rows that read
+    the parameter are spread over them: shares are summed before the update. What tp cuts, and
+    experts, see all their rows.
+    """
+
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    """Dim by axis: ``tp``, ``ep`` or ``etp``. A dim may be cut by one axis only."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it lies on the expert grid: copies run over edp, else over dp and cp."""
+        return "ep" in self.cuts
+
+    @property
+    def copies(self) -> str:
+        """The kind of group whose ranks hold copies that belong to other tokens."""
+        return "edp" if self.of_experts else "dp_cp"
+
+    @property
+    def shared_over_tp(self) -> bool:
+        """Whether each tensor rank holds it whole and a share of its gradient."""
+        return not self.of_experts and "tp" not in self.cuts
+
+
+WHOLE = Placement()
+
+
+def place(module: nn.Module, **cuts: Mapping[str, int]) -> None:
+    """State the cuts of a module's own parameters: ``place(self, weight={"tp": 0})``."""
+    module.placements = {name: Placement(dict(axes)) for name, axes in cuts.items()}
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """Return the placement of every parameter and buffer of a model by its global name."""
+    found: dict[str, Placement] = {}
+    for prefix, module in model.named_modules():
+        stated = module.__dict__.get("placements", {})
+        names = [*dict(module.named_parameters(recurse=False))]
+        names += dict(module.named_buffers(recurse=False))
+        for name in names:
+            found[f"{prefix}.{name}" if prefix else name] = stated.get(name, WHOLE)
+    return found
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The piece of one parameter or buffer that a rank computes with."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    """What of it is here."""
+    placement: Placement
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the piece."""
+        return tuple(end - start for start, end in self.box)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is cut."""
+        return self.local_shape == self.shape
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the piece as a view of the whole tensor."""
+        return tensor[tuple(slice(start, end) for start, end in self.box)]
+
+
+def shard(
+    name: str, shape: tuple[int, ...], placement: Placement, at: Mapping[str, tuple[int, int]]
+) -> Shard:
+    """Return the piece of a tensor at a rank's coordinates.
+
+    Args:
+        name: global name.
+        shape: of the whole tensor.
+        placement: its cuts.
+        at: (coordinate, size) of each axis.
+
+    Raises:
+        ValueError: where an axis does not divide its dim.
+    """
+    box = [(0, size) for size in shape]
+    for axis, dim in placement.cuts.items():
+        index, ranks = at[axis]
+        if shape[dim] % ranks:
+            raise ValueError(f"{name}: {axis}{ranks} does not divide dim {dim} of {list(shape)}")
+        each = shape[dim] // ranks
+        box[dim] = (index * each, (index + 1) * each)
+    return Shard(name, shape, tuple(box), placement)

@@ -1,0 +1,153 @@
+"""A described decoder in a layout: this rank's parts of it, in one short ordered function.
+
+Nothing here knows a kind of layer. Which layers stay is a matter of numbers, and how a weight is
+cut stands beside it in its layer (:mod:`moefold.layers.placement`).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moefold.comm.world import World
+from moefold.layers.placement import Shard, placements, shard
+from moefold.mesh.pipeline import Place, Stages
+from moefold.model.config import Decoder
+from moefold.model.decoder import DecoderModel
+from moefold.parallel.config import Layout
+from moefold.precision.config import Precision
+from moefold.schedule.table import Table
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one stage of the pipeline computes."""
+
+    layers: tuple[str, ...]
+    """Numbers of its layers, in order; a stage may have none."""
+    embeds: bool
+    """Whether it begins with the embedding."""
+    scores: bool
+    """Whether it ends with norm, head and loss."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """This rank's parts of a model, and what is needed to run them in step with the others."""
+
+    model: DecoderModel
+    world: World
+    layout: Layout
+    chunks: tuple[Chunk, ...]
+    """Stages that are here, in the order of the model."""
+    shards: dict[str, Shard]
+    """The piece of each tensor of ``model`` that is here, by its global name."""
+    stages: Stages
+    term_layers: dict[str, int]
+    """How many layers of the whole model have each router term."""
+
+    def table(self, micro_batches: int) -> Table:
+        """Return the pipeline's table for so many micro-batches on each data rank."""
+        return self.layout.table(micro_batches)
+
+    @property
+    def embedding_stages(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it."""
+        letters = "EL" if self.model.record.tied else "E"
+        return holders(self.stages, letters, self.layout.table(self.enough))
+
+    @property
+    def enough(self) -> int:
+        """Micro-batches for which the schedule has a table."""
+        return 2 * self.world.folding.sizes.pp
+
+
+def build(
+    decoder: Decoder,
+    precision: Precision,
+    layout: Layout,
+    world: World,
+    device: torch.device | str = "cpu",
+) -> Placed:
+    """Build this rank's parts of a decoder, uninitialised; nothing else is ever allocated.
+
+    Raises:
+        ValueError: where an axis does not divide what it cuts.
+    """
+    model = DecoderModel(decoder, precision, layout, "meta")
+    placed = place_model(model, layout, world)
+    model.to_empty(device=device)
+    return placed
+
+
+def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
+    """Take from a whole model what does not live on this rank; its tensors may be on ``meta``."""
+    term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
+    stages = layout.stages_of(len(model.record.blocks))
+    chunks = chunks_of(stages, layout, world)
+    keep(model, chunks)
+    shards = cut(model, world)
+    return Placed(model, world, layout, chunks, shards, stages, dict(term_layers))
+
+
+def alone(model: DecoderModel, layout: Layout | None = None) -> Placed:
+    """Return a whole model as one rank runs it."""
+    device = next(model.parameters()).device
+    return place_model(model, layout or Layout(), World.single(device))
+
+
+def chunks_of(stages: Stages, layout: Layout, world: World) -> tuple[Chunk, ...]:
+    """Return the stages of this pipeline rank, in the order of the model."""
+    sizes = world.folding.sizes
+    table = layout.table(2 * sizes.pp)
+    places = stages.places()
+    return tuple(
+        _chunk(places[table.stage(world.attention.pp, chunk)]) for chunk in range(sizes.vpp)
+    )
+
+
+def holders(stages: Stages, letters: str, table: Table) -> tuple[int, ...]:
+    """Return the pipeline ranks with a place of some letters, such as ``"EL"``."""
+    found = {table.home(k) for k, here in enumerate(stages.letters) if set(here) & set(letters)}
+    return tuple(sorted(found))
+
+
+def _chunk(places: tuple[Place, ...]) -> Chunk:
+    kinds = [place.kind for place in places]
+    layers = tuple(str(place.index) for place in places if place.kind == "layer")
+    return Chunk(layers, "embedding" in kinds, "loss" in kinds)
+
+
+def keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
+    """Drop the parts of a model that no chunk here runs."""
+    kept = [number for chunk in chunks for number in chunk.layers]
+    model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
+    embeds = any(chunk.embeds for chunk in chunks)
+    scores = any(chunk.scores for chunk in chunks)
+    if not embeds and not (scores and model.record.tied):
+        model.embed = None
+    if not scores:
+        model.norm = model.head = None
+
+
+def cut(model: nn.Module, world: World) -> dict[str, Shard]:
+    """Replace each parameter by this rank's piece of it, and return the pieces by name."""
+    sizes = world.folding.sizes
+    at = {
+        "tp": (world.attention.tp, sizes.tp),
+        "ep": (world.experts.ep, sizes.ep),
+        "etp": (world.experts.etp, sizes.etp),
+    }
+    stated = placements(model)
+    shards: dict[str, Shard] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{prefix}.{name}" if prefix else name
+            shards[full] = piece = shard(full, tuple(parameter.shape), stated[full], at)
+            if not piece.is_whole:
+                taken = piece.of(parameter.detach()).clone()
+                setattr(module, name, nn.Parameter(taken, parameter.requires_grad))
+    for name, buffer in model.named_buffers():
+        shards[name] = shard(name, tuple(buffer.shape), stated[name], at)
+    return shards
