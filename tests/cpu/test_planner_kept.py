@@ -1,0 +1,135 @@
+"""Planned bytes that a layer keeps, against what a pass really leaves alive: by storage."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moefold.config.base import Record
+from moefold.data.batch import from_ids
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.flow import Flow
+from moefold.model.config import Block, Decoder, Stack
+from moefold.model.decoder import DecoderModel
+from moefold.moe.config import Aux, Moe, Router, Shared
+from moefold.planner.case import recomputed
+from moefold.planner.memory_kept import Shape, kept, kept_bytes
+from moefold.policies.config import Full, Kind, Selective
+from moefold.policies.recompute import Recompute
+
+HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
+GQA = Gqa(heads=4, kv_heads=2, head_dim=16)
+MLA = Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16)
+MOE = Moe(width=24, router=Router(experts=8, top_k=2), shared=Shared(width=40), balance=(Aux(),))
+BIASED = Router(experts=8, top_k=3, score="sigmoid", selection_bias=True, scale=2.5)
+BLOCKS = {
+    "grouped heads, dense": Block(attention=GQA, ffn=Dense(width=48)),
+    "norms on heads, shared": Block(attention=GQA.model_copy(update={"qk_norm": "head"}), ffn=MOE),
+    "norms on projections, gate": Block(
+        attention=GQA.model_copy(update={"qk_norm": "projection"}),
+        ffn=MOE.model_copy(update={"shared": Shared(width=40, gate=True), "balance": ()}),
+    ),
+    "latents, sigmoid": Block(attention=MLA, ffn=Moe(width=24, router=BIASED)),
+    "latents without a query's, wide values": Block(
+        attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
+    ),
+}
+ALL: tuple[Kind, ...] = ("norms", "attention", "mla_up", "ffn", "shared", "experts")
+POLICIES: list[Record | None] = [
+    None,
+    Full(),
+    *(Selective(modules=(kind,)) for kind in ALL),
+    Selective(modules=("norms", "mla_up")),
+    Selective(modules=("attention", "mla_up")),
+    Selective(modules=ALL),
+]
+
+
+class Made(TorchDispatchMode):
+    """Sees every storage that is made while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                known = self.storages.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+
+def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Module, Flow, Any]:
+    """Return a layer, a pass whose copies of weights and angles are made, and its rows."""
+    torch.manual_seed(0)
+    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
+    model = DecoderModel(decoder, precision)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
+    flow = Flow(rows, model.recipe, recompute=Recompute(policy))
+    layer = model.get_submodule("layers.0")
+    x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
+    layer(x_TD, flow)
+    flow.decisions.clear()
+    return layer, flow, x_TD
+
+
+def there(layer: nn.Module, flow: Flow) -> set[int]:
+    """Return the storages of weights, their copies, counters, rows and angles."""
+    angles = [t for a in flow._angles.values() for t in (a.cos_Tp, a.sin_Tp)]
+    copies = [copy for _, _, copy in flow.recipe._copies.values()]
+    rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
+    known = [*layer.parameters(), *layer.buffers(), *copies, *angles, *rows]
+    return {one.untyped_storage()._cdata for one in known}
+
+
+def planned(block: Block, policy: Record | None, precision: str) -> int:
+    shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
+    return kept_bytes(kept(block, shape), recomputed(policy))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -> None:
+    """Under every policy, decisions included."""
+    for policy in POLICIES:
+        layer, flow, x_TD = set_up(BLOCKS[name], policy, precision)
+        old = there(layer, flow)
+        made = Made()
+        with made, flow.recompute.keeping():
+            out = flow.recompute.run("block", lambda x, f=flow, m=layer: m(x, f), x_TD)
+        old |= {one.untyped_storage()._cdata for one in out}
+        found = x_TD.untyped_storage().nbytes()
+        for place, (storage, size) in made.storages.items():
+            if place not in old and not storage.expired():
+                found += size
+        assert found == planned(BLOCKS[name], policy, precision), policy
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_that_autograd_saves_are_the_planned_ones(name: str) -> None:
+    """Counted by saved-tensor hooks; a decision, which is kept beside them, apart."""
+    layer, flow, x_TD = set_up(BLOCKS[name], None, "bf16")
+    weights = there(layer, flow)
+    saved: dict[int, torch.Tensor] = {}
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(see, lambda tensor: tensor):
+        layer(x_TD, flow)
+    found = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in weights)
+    shape = Shape(HIDDEN, SEQUENCES * LENGTH)
+    parts = [part for part in kept(BLOCKS[name], shape) if part.saved]
+    assert found == kept_bytes(parts)
