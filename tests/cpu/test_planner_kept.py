@@ -104,7 +104,7 @@ def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -
     """Under every policy, decisions included."""
     for policy in POLICIES:
         layer, flow, x_TD = set_up(BLOCKS[name], policy, precision)
-        old = there(layer, flow)
+        old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
         made = Made()
         with made, flow.recompute.keeping():
             out = flow.recompute.run("block", lambda x, f=flow, m=layer: m(x, f), x_TD)
