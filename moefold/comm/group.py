@@ -34,7 +34,12 @@ class Group:
     @property
     def channel(self) -> str:
         """A name that no other ranks share: groups of one kind differ in their first rank."""
-        return f"{self.name}@{self.ranks[0]}"
+        return f"{self.kind}@{self.ranks[0]}"
+
+    @property
+    def kind(self) -> str:
+        """The first of its kinds, which no other group of its ranks is called by."""
+        return self.name.partition("+")[0]
 
 
 ALONE = Group("alone", (0,), 0, None, Recorder())

@@ -18,11 +18,11 @@ from moefold.comm.group import Group
 from moefold.comm.recorder import BACKWARD, Record, Site
 
 # torch 2.13 renames two functions; the old names warn there and are the only ones before.
-_gather_single: Callable[..., Any] = getattr(
-    dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None)
+_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-_scatter_single: Callable[..., Any] = getattr(
-    dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None)
+_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
 
@@ -30,10 +30,13 @@ class Pending:
     """An operation under way. What it fills must not be touched before ``wait`` has returned."""
 
     def __init__(
-        self, work: dist.Work | None = None, finish: Callable[[], None] | None = None
+        self,
+        work: dist.Work | None = None,
+        begin_to_wait: Callable[[], None] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        """Hold the backend's work, and what remains to be done once it is over."""
-        self._work, self._finish = work, finish
+        """Hold the backend's work, and what is to be done before and after waiting for it."""
+        self._work, self._begin, self._finish = work, begin_to_wait, finish
 
     def wait(self) -> None:
         """Return when the result may be read; a second call does nothing.
@@ -41,8 +44,10 @@ class Pending:
         Raises:
             RuntimeError: where the group's time-out passed or another rank is gone.
         """
-        work, finish = self._work, self._finish
-        self._work = self._finish = None
+        work, begin, finish = self._work, self._begin, self._finish
+        self._work = self._begin = self._finish = None
+        if begin is not None:
+            begin()
         if work is not None:
             work.wait()
         if finish is not None:
@@ -61,8 +66,22 @@ def size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _begin(site: Site, group: Group, given: Tensor, bytes_sent: int) -> Record:
-    return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent)
+def _begin(site: Site, group: Group, given: Tensor, bytes_sent: int, waits: bool) -> Record:
+    return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent, waits)
+
+
+def _pending(
+    work: dist.Work | None,
+    record: Record,
+    group: Group,
+    out: Tensor,
+    alone: Callable[[], Tensor] | None = None,
+) -> Pending:
+    return Pending(
+        work,
+        lambda: group.recorder.wait(record),
+        lambda: _settle(record, group, out, alone),
+    )
 
 
 def _settle(
@@ -78,7 +97,7 @@ def reduce_(x: Tensor, group: Group, site: Site, op: Any = dist.ReduceOp.SUM) ->
     """Reduce over the ranks, in place; every rank gets the same bits."""
     if group.size == 1:
         return x
-    record = _begin(site, group, x, 2 * (group.size - 1) * size_of(x) // group.size)
+    record = _begin(site, group, x, 2 * (group.size - 1) * size_of(x) // group.size, True)
     before = x.clone() if group.recorder.alter is not None else None
     if x.numel():
         whole = x if x.is_contiguous() else x.contiguous()
@@ -96,7 +115,7 @@ def gather_into(
     if group.size == 1:
         out.copy_(x.reshape(out.shape))
         return Pending()
-    record = _begin(site, group, x, (group.size - 1) * size_of(x))
+    record = _begin(site, group, x, (group.size - 1) * size_of(x), not asynchronous)
     x = x.contiguous()
     work = None
     if x.numel():
@@ -105,7 +124,7 @@ def gather_into(
     def alone() -> Tensor:
         return x.reshape(1, -1).expand(group.size, -1).reshape(out.shape)
 
-    pending = Pending(work, lambda: _settle(record, group, out, alone))
+    pending = _pending(work, record, group, out, alone)
     return pending if asynchronous else _waited(pending)
 
 
@@ -116,7 +135,7 @@ def scatter_into(
     if group.size == 1:
         out.copy_(x.reshape(out.shape))
         return Pending()
-    record = _begin(site, group, x, (group.size - 1) * size_of(out))
+    record = _begin(site, group, x, (group.size - 1) * size_of(out), not asynchronous)
     x = x.contiguous()
     work = None
     if x.numel():
@@ -125,7 +144,7 @@ def scatter_into(
     def alone() -> Tensor:
         return x.reshape(group.size, -1)[group.index].reshape(out.shape)
 
-    pending = Pending(work, lambda: _settle(record, group, out, alone))
+    pending = _pending(work, record, group, out, alone)
     return pending if asynchronous else _waited(pending)
 
 
@@ -138,7 +157,7 @@ def exchange(
     if group.size == 1:
         return x_R
     row = size_of(x_R) // max(1, x_R.shape[0])
-    record = _begin(site, group, x_R, (sum(send) - send[group.index]) * row)
+    record = _begin(site, group, x_R, (sum(send) - send[group.index]) * row, True)
     out = x_R.new_empty((sum(receive), *x_R.shape[1:]))
     dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
     _settle(record, group, out, lambda: _kept_rows(x_R, group, send, receive))
@@ -162,7 +181,7 @@ def gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) ->
     if len(set(counts)) == 1:
         gather_into(out, x, group, site)
         return out
-    record = _begin(site, group, x, (group.size - 1) * size_of(x))
+    record = _begin(site, group, x, (group.size - 1) * size_of(x), True)
     copies = x.repeat(group.size, *[1] * (x.ndim - 1))
     sent = [x.shape[0]] * group.size
     dist.all_to_all_single(out, copies, list(counts), sent, group=group.handle)
@@ -218,7 +237,7 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
     if group.size == 1:
         return tensor
     sent = (group.size - 1) * size_of(tensor) if group.index == index else 0
-    record = _begin(site_of(group, "broadcast"), group, tensor, sent)
+    record = _begin(site_of(group, "broadcast"), group, tensor, sent, True)
     before = tensor.clone() if group.recorder.alter is not None else None
     if tensor.numel():
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -245,13 +264,14 @@ def send(tensor: Tensor, peer_rank: int, group: Group) -> Pending:
     peer = group.ranks.index(peer_rank)
     assert peer != group.index, "a rank does not send to itself"
     me = group.ranks[group.index]
-    site, channel = site_of(group, "send"), f"{group.name}:{me}>{peer_rank}"
-    record = group.recorder.begin(site, channel, (me, peer_rank), tensor, size_of(tensor))
+    site, channel = site_of(group, "send"), f"{group.kind}:{me}>{peer_rank}"
+    ranks, sent = (me, peer_rank), size_of(tensor)
+    record = group.recorder.begin(site, channel, ranks, tensor, sent, False)
     tensor = tensor.contiguous()
     way = _way(group, group.index, peer)
     work = dist.isend(tensor, dst=peer_rank, group=way) if tensor.numel() else None
     # Held until waited for: the backend reads the tensor meanwhile.
-    return Pending(work, lambda: _settle(record, group, tensor))
+    return _pending(work, record, group, tensor)
 
 
 def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
@@ -259,12 +279,12 @@ def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
     peer = group.ranks.index(peer_rank)
     assert peer != group.index, "a rank does not receive from itself"
     me = group.ranks[group.index]
-    site, channel = site_of(group, "receive"), f"{group.name}:{peer_rank}>{me}"
-    record = group.recorder.begin(site, channel, (peer_rank, me), buffer, 0)
+    site, channel = site_of(group, "receive"), f"{group.kind}:{peer_rank}>{me}"
+    record = group.recorder.begin(site, channel, (peer_rank, me), buffer, 0, False)
     assert buffer.is_contiguous(), "received rows need a contiguous buffer"
     way = _way(group, peer, group.index)
     work = dist.irecv(buffer, src=peer_rank, group=way) if buffer.numel() else None
-    return Pending(work, lambda: _settle(record, group, buffer, lambda: torch.zeros_like(buffer)))
+    return _pending(work, record, group, buffer, lambda: torch.zeros_like(buffer))
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

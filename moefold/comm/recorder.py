@@ -37,6 +37,14 @@ class Record(NamedTuple):
     bytes: int
     """What this rank sends to others, as the cheapest form of the operation would."""
 
+    @property
+    def words(self) -> str:
+        """The operation for a reader."""
+        label = self.site.label or "no module"
+        back = ", backward" if self.site.direction == BACKWARD else ""
+        shape = f"{self.dtype}{list(self.shape)}"
+        return f"#{self.number} {self.site.op} of {self.channel} in {label}{back}, {shape}"
+
 
 class Total(NamedTuple):
     """Calls of one call-site so far, and the bytes this rank sent in them."""
@@ -51,6 +59,8 @@ class Open(NamedTuple):
     record: Record
     ranks: tuple[int, ...]
     since: float
+    waited_for: bool
+    """Whether the rank can do nothing else until it ends."""
 
 
 Alter = Callable[[Record, Tensor, Tensor], Tensor]
@@ -64,14 +74,22 @@ class Recorder:
     repeated, a sum of one); what it returns is used instead, in the same shape.
     """
 
-    def __init__(self, keep: int = KEPT) -> None:
-        """Keep the last ``keep`` operations; totals are kept for all."""
+    def __init__(self, keep: int = KEPT, runs_behind: bool = False) -> None:
+        """Keep the last ``keep`` operations; totals are kept for all.
+
+        Args:
+            keep: number of operations.
+            runs_behind: the device executes operations after the call has returned, so that the
+                last one may still be under way.
+        """
         self.label = ""
+        self.runs_behind = runs_behind
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
         self._last: deque[Record] = deque(maxlen=keep)
         self._begun: dict[str, int] = {}
         self._open: dict[tuple[str, int], Open] = {}
+        self._latest: Open | None = None
         self._lock = threading.Lock()
 
     @contextmanager
@@ -84,9 +102,15 @@ class Recorder:
             self.label = before
 
     def begin(
-        self, site: Site, channel: str, ranks: tuple[int, ...], given: Tensor, bytes_sent: int
+        self,
+        site: Site,
+        channel: str,
+        ranks: tuple[int, ...],
+        given: Tensor,
+        bytes_sent: int,
+        waits: bool,
     ) -> Record:
-        """Note that an operation starts."""
+        """Note that an operation starts, and whether the rank waits until its ``end``."""
         with self._lock:
             number = self._begun.get(channel, 0) + 1
             self._begun[channel] = number
@@ -95,28 +119,40 @@ class Recorder:
             calls, total = self.totals.get(site, (0, 0))
             self.totals[site] = Total(calls + 1, total + bytes_sent)
             self._last.append(record)
-            self._open[channel, number] = Open(record, ranks, time.monotonic())
+            self._latest = Open(record, ranks, time.monotonic(), waits)
+            self._open[channel, number] = self._latest
         return record
+
+    def wait(self, record: Record) -> None:
+        """Note that the rank does nothing else until an operation ends."""
+        place = (record.channel, record.number)
+        with self._lock:
+            if place in self._open:
+                waited = self._open[place]._replace(since=time.monotonic(), waited_for=True)
+                self._open[place] = waited
 
     def end(self, record: Record) -> None:
         """Note that an operation is over for this rank."""
         with self._lock:
             self._open.pop((record.channel, record.number), None)
 
-    def last(self) -> list[Record]:
+    def last(self, count: int = KEPT) -> list[Record]:
         """Return the last operations, the oldest first."""
         with self._lock:
-            return list(self._last)
+            return list(self._last)[-count:]
 
     def begun(self) -> dict[str, int]:
         """Return how many operations of each channel have begun."""
         with self._lock:
             return dict(self._begun)
 
-    def open(self) -> list[Open]:
-        """Return the operations that have not ended, the oldest first."""
+    def waiting(self) -> list[Open]:
+        """Return the operations that this rank waits for, the oldest first."""
         with self._lock:
-            return list(self._open.values())
+            waiting = [held for held in self._open.values() if held.waited_for]
+            if self.runs_behind and not waiting and self._latest is not None:
+                return [self._latest]
+            return waiting
 
     def bytes_sent(
         self, op: str | None = None, group: str | None = None, label: str | None = None

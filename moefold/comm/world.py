@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from moefold.comm.group import Group
 from moefold.comm.plain import receive, send, sum_
 from moefold.comm.recorder import Recorder
+from moefold.comm.store import own_connection
+from moefold.comm.watch import Watch
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import EMBEDDING, KINDS, AttentionSpot, ExpertSpot, Folding, Ranks
 
@@ -22,12 +25,13 @@ class World:
         """Bind a folding to a rank; use ``open`` or ``single``."""
         self.folding, self.rank, self.device = folding, rank, device
         self.time_out_s = time_out_s
-        self.recorder = Recorder()
+        self.recorder = Recorder(runs_behind=device.type == "cuda")
         self.attention: AttentionSpot = folding.attention_spot(rank)
         self.experts: ExpertSpot = folding.expert_spot(rank)
         self._by_kind: dict[str, Group] = {}
         self._by_ranks: dict[Ranks, Group] = {}
         self._by_stages: dict[tuple[int, ...], Group] = {}
+        self._watch: Watch | None = None
 
     @property
     def size(self) -> int:
@@ -42,20 +46,35 @@ class World:
         return world
 
     @classmethod
-    def open(cls, folding: Folding, device: torch.device | str, time_out_s: float) -> "World":
+    def open(
+        cls,
+        folding: Folding,
+        device: torch.device | str,
+        time_out_s: float,
+        reports: Path | None = None,
+    ) -> "World":
         """Make all groups on all ranks and let each group talk once, before memory is tight.
 
-        The process group must be there: ``comm.launch`` makes it.
+        Args:
+            folding: the layout.
+            device: this rank's device.
+            time_out_s: how long ranks wait for each other in any operation of any group.
+            reports: folder for what ranks write when they wait in vain.
 
         Raises:
-            ValueError: where the folding is laid over another number of ranks.
+            ValueError: where the folding is laid over another number of ranks, or where no process
+                group is there: ``comm.join`` makes it.
         """
         if folding.world == 1:
             return cls.single(device)
+        if not dist.is_initialized():
+            raise ValueError(f"the layout is for {folding.world} ranks and this process is alone")
         if dist.get_world_size() != folding.world:
             text = f"the layout is for {folding.world} ranks and {dist.get_world_size()} run"
             raise ValueError(f"{text}; start as many as the layout has")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
+        store = own_connection(time_out_s)
+        world._watch = Watch(world.recorder, store, world.rank, world.size, time_out_s, reports)
         world._make_all()
         world.recorder.clear()
         return world
@@ -84,9 +103,24 @@ class World:
             return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
         return self._on_stages(wanted, "stages " + ",".join(map(str, wanted)))
 
+    def __enter__(self) -> "World":
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Close; after a failed operation, first find out which rank is absent."""
+        if isinstance(error, RuntimeError) and self._watch is not None:
+            self._watch.explain()
+        if error is None:
+            self.close()
+
     def close(self) -> None:
         """End all groups; nothing can be sent afterwards."""
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
+        if self._watch is not None:
+            self._watch.stop()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -137,12 +171,14 @@ class World:
         return group
 
     def _process_group(self, ranks: Ranks, name: str) -> dist.ProcessGroup:
-        return dist.new_group(
+        handle = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=self.time_out_s),
             use_local_synchronization=True,
             group_desc=name,
         )
+        assert isinstance(handle, dist.ProcessGroup), "a rank makes only groups that it is in"
+        return handle
 
     def _warm_up(self, group: Group) -> None:
         """Let a group talk once; neighbours in a pipeline or a sequence also in pairs."""

@@ -1,0 +1,137 @@
+"""Where this process stands among others, as torchrun or Slurm say in the environment."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+FIRST_PORT, PORTS = 20_000, 12_000
+
+
+class Spot(NamedTuple):
+    """A rank's place, and where the store is that all ranks meet at."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Its place among the ranks of its machine."""
+    address: str
+    port: int
+    served: bool = False
+    """Whether the store runs already, outside the ranks."""
+    attempt: int = 0
+    """How often the ranks were started again; what earlier ones wrote is not looked at."""
+
+
+def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
+    """Read this process's place from torchrun's variables, else from Slurm's.
+
+    Args:
+        variables: the environment to read; the process's own where left out.
+
+    Returns:
+        The place; None where nobody started several ranks.
+
+    Raises:
+        ValueError: where some of the variables are there and others missing or malformed.
+    """
+    given = os.environ if variables is None else variables
+    if "RANK" in given and "WORLD_SIZE" in given:
+        return _torchrun(given)
+    # A batch script outside of any step has a SLURM_PROCID too, and is no rank.
+    if "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
+        return _slurm(given)
+    return None
+
+
+def _torchrun(given: Mapping[str, str]) -> Spot:
+    missing = [name for name in TORCHRUN if name not in given]
+    if missing:
+        text = f"the environment has RANK and WORLD_SIZE but not {', '.join(missing)}"
+        raise ValueError(f"{text}; start with torchrun, or set all of {', '.join(TORCHRUN)}")
+    return _checked(
+        Spot(
+            rank=_number(given, "RANK"),
+            world=_number(given, "WORLD_SIZE"),
+            local_rank=_number(given, "LOCAL_RANK"),
+            address=given["MASTER_ADDR"],
+            port=_number(given, "MASTER_PORT"),
+            served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    )
+
+
+def _slurm(given: Mapping[str, str]) -> Spot | None:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in given else "SLURM_NTASKS"
+    world = _number(given, tasks, "1")
+    if world == 1:
+        return None
+    nodes = next((given[name] for name in SLURM_NODES if given.get(name)), "")
+    if not nodes:
+        raise ValueError(f"Slurm names no nodes: none of {', '.join(SLURM_NODES)} is set")
+    job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
+    chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
+    return _checked(
+        Spot(
+            rank=_number(given, "SLURM_PROCID"),
+            world=world,
+            local_rank=_number(given, "SLURM_LOCALID"),
+            address=given.get("MASTER_ADDR") or first_host(nodes),
+            port=_number(given, "MASTER_PORT", chosen),
+            attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
+        )
+    )
+
+
+def _number(given: Mapping[str, str], name: str, otherwise: str | None = None) -> int:
+    text = given.get(name, otherwise)
+    if text is None or not re.fullmatch(r"[0-9]+", text):
+        raise ValueError(f"{name} is {text!r} in the environment; it must be a whole number")
+    return int(text)
+
+
+def _checked(spot: Spot) -> Spot:
+    if not spot.rank < spot.world:
+        raise ValueError(f"rank {spot.rank} of {spot.world}: ranks run from 0 to {spot.world - 1}")
+    return spot
+
+
+def first_host(text: str) -> str:
+    """Return the first host of a Slurm node list."""
+    return hosts(text)[0]
+
+
+def hosts(text: str) -> list[str]:
+    """Expand a Slurm node list: ``gpu[01-03,7],login`` names gpu01, gpu02, gpu03, gpu7, login.
+
+    Raises:
+        ValueError: for text that is no node list.
+    """
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not parts or ",".join(parts) != text:
+        raise ValueError(f"{text!r} is no list of nodes such as gpu[01-03,7],login")
+    return [host for part in parts for host in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    found = re.search(r"\[([^\]]*)\]", part)
+    if found is None:
+        return [part]
+    before, after = part[: found.start()], _expand(part[found.end() :])
+    return [
+        before + middle + end
+        for item in found[1].split(",")
+        for middle in _range(item)
+        for end in after
+    ]
+
+
+def _range(item: str) -> list[str]:
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
+    if match is None or (match[2] and int(match[2]) < int(match[1])):
+        raise ValueError(f"{item!r} is no range of node numbers such as 01-03")
+    width = len(match[1])
+    return [f"{n:0{width}d}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]

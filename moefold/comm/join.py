@@ -1,0 +1,43 @@
+"""Joins a rank to the others."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from moefold.comm.environment import Spot
+from moefold.comm.store import PrefixStore, connect, serve_beside
+
+
+def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
+    """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
+
+    Args:
+        spot: this rank's place.
+        time_out_s: how long ranks wait for each other, in every operation.
+        device: ``cpu`` or ``cuda``; of several CUDA devices, the one of the local rank.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        ValueError: for a kind of device that no backend is known for.
+        RuntimeError: where the ranks do not all arrive in time.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"ranks run on cpu or cuda, not on {device!r}")
+    if not spot.served and spot.rank == 0:
+        serve_beside(spot.port, time_out_s)
+    here = torch.device("cpu")
+    if device == "cuda":
+        here = torch.device("cuda", spot.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(here)
+    store = connect(spot.address, spot.port, time_out_s)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=PrefixStore(f"attempt {spot.attempt}", store),
+        rank=spot.rank,
+        world_size=spot.world,
+        timeout=timedelta(seconds=time_out_s),
+    )
+    return here

@@ -1,0 +1,224 @@
+"""Starts ranks on this machine: each its own process, the store they meet at in this one.
+
+Ranks fork from a server that has torch loaded already, so eight start in about half a second.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple
+
+import torch
+
+from moefold.comm.environment import Spot
+from moefold.comm.join import join
+from moefold.comm.store import serve
+from moefold.comm.watch import report_in
+
+TIME_OUT_S = 300.0
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SETTLE_S = 0.5
+GRACE_S = 3.0
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer in time; the text holds what is known."""
+
+
+class Answer(NamedTuple):
+    """What a rank had to say at its end."""
+
+    ok: bool
+    value: Any
+    """What the function returned, or the traceback."""
+    at: float
+    """When, on the clock that all processes of a machine share."""
+
+
+def launch(
+    function: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    time_out_s: float = TIME_OUT_S,
+    device: str = "cpu",
+) -> Any:
+    """Call ``function(spot, *args)`` on ``nproc`` ranks of this machine; return rank 0's result.
+
+    The function, its arguments and its result must be picklable, and the result small. SIGTERM,
+    SIGINT and SIGUSR1 reach the ranks. A rank computes on one thread unless OMP_NUM_THREADS is
+    set.
+
+    Args:
+        function: what each rank runs, its process group being there.
+        nproc: number of ranks.
+        args: what the function is given after its ``Spot``.
+        time_out_s: how long ranks wait for each other in an operation.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        RankError: with the first rank that failed, and the report where ranks waited in vain.
+        KeyboardInterrupt: where the ranks ended after an interrupt.
+    """
+    return all_answers(function, nproc, args, time_out_s, device)[0]
+
+
+def all_answers(
+    function: Callable[..., Any],
+    nproc: int,
+    args: Sequence[Any],
+    time_out_s: float,
+    device: str = "cpu",
+    limit_s: float | None = None,
+) -> list[Any]:
+    """Do as ``launch``, and return every rank's result; with ``limit_s``, within that time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    store = serve(0, time_out_s)
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
+    ranks: list[_Rank] = []
+    try:
+        with _forwarding(ranks) as received:
+            for rank in range(nproc):
+                spot = Spot(rank, nproc, rank, "127.0.0.1", store.port, served=True)
+                task = (spot, time_out_s, device, threads, function, tuple(args))
+                ranks.append(_Rank(context, task))
+            answers = _collect(ranks, limit_s)
+        if not all(answer and answer.ok for answer in answers):
+            if signal.SIGINT in received:
+                raise KeyboardInterrupt
+            raise RankError(_what_failed(answers, ranks, limit_s) + report_in(store, time_out_s))
+        for rank in ranks:
+            rank.leave()
+        return [answer.value for answer in answers if answer]
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+class _Rank:
+    """One rank, seen from the launcher."""
+
+    def __init__(self, context: Any, task: tuple[Any, ...]) -> None:
+        self.answer, theirs = context.Pipe(duplex=False)
+        its_life, self.life = context.Pipe(duplex=False)
+        self.process: ForkServerProcess = context.Process(
+            target=_run_rank, args=(task, theirs, its_life)
+        )
+        self.process.start()
+        theirs.close()
+        its_life.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the rank is over."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
+    def leave(self) -> None:
+        """Let a rank that has answered go, and wait a moment for it."""
+        self.life.close()
+        self.process.join(GRACE_S)
+
+    def end(self) -> None:
+        """End a rank whatever it does: it may be stopped, or wait for one that is gone."""
+        self.process.kill()
+        self.process.join()
+        self.life.close()
+        self.answer.close()
+
+
+def _collect(ranks: list[_Rank], limit_s: float | None) -> list[Answer | None]:
+    """Wait until all ranks answered, or one failed and the others had a moment to say why."""
+    answers: list[Answer | None] = [None] * len(ranks)
+    until = None if limit_s is None else time.monotonic() + limit_s
+    failing = False
+    while any(answer is None for answer in answers):
+        ends = {rank.answer: i for i, rank in enumerate(ranks) if answers[i] is None}
+        left = None if until is None else max(0.0, until - time.monotonic())
+        ready = wait(list(ends), timeout=left)
+        if not ready:
+            return answers
+        for end in ready:
+            at = ends[end]  # type: ignore[index]
+            try:
+                answers[at] = ranks[at].answer.recv()
+            except EOFError:
+                answers[at] = Answer(False, "", time.monotonic())
+        if not failing and any(answer and not answer.ok for answer in answers):
+            failing, until = True, time.monotonic() + SETTLE_S
+    return answers
+
+
+def _what_failed(answers: list[Answer | None], ranks: list[_Rank], limit_s: float | None) -> str:
+    """Word the cause: a rank that died without a word, else the rank that failed first."""
+    failures = [(rank, answer) for rank, answer in enumerate(answers) if answer and not answer.ok]
+    if not failures:
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        return f"no answer from ranks {silent} within {limit_s:g} s"
+    rank, answer = min(failures, key=lambda failure: (bool(failure[1].value), failure[1].at))
+    if answer.value:
+        return f"rank {rank} failed first:\n{answer.value}"
+    ranks[rank].process.join(GRACE_S)
+    code = ranks[rank].process.exitcode
+    if code is not None and code < 0:
+        return f"rank {rank}: the process died: killed by {signal.Signals(-code).name}"
+    return f"rank {rank}: the process died without a word, exit status {code}"
+
+
+@contextmanager
+def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
+    """Hand signals on to the ranks, which are in process groups of their own."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def hand_on(number: int, frame: Any) -> None:
+        received.append(number)
+        for rank in ranks:
+            rank.signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_rank(task: tuple[Any, ...], answer: Connection, life: Connection) -> None:
+    """Be a rank: join the others, call the function, answer, and stay until the launcher ends."""
+    spot, time_out_s, device, threads, function, args = task
+    os.setpgrp()
+    torch.set_num_threads(threads)
+    over = threading.Event()
+    threading.Thread(target=_live, args=(life, over), daemon=True).start()
+    try:
+        join(spot, time_out_s, device)
+        value = function(spot, *args)
+        answer.send(Answer(True, value, time.monotonic()))
+    except BaseException:
+        answer.send(Answer(False, traceback.format_exc(), time.monotonic()))
+    over.wait()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing is torn down: a group that failed would be waited for.
+    os._exit(0)
+
+
+def _live(life: Connection, over: threading.Event) -> None:
+    """Wait for the launcher to close its end, or to be gone; nobody outlives it."""
+    try:
+        life.recv()
+    except (EOFError, OSError):
+        over.set()
+        time.sleep(GRACE_S)
+        os._exit(1)

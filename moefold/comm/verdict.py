@@ -1,0 +1,127 @@
+"""What several ranks' last words say together: who is absent, and where they first part."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+
+class Waiting(NamedTuple):
+    """An operation that a rank waits for."""
+
+    channel: str
+    number: int
+    words: str
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+class Beat(NamedTuple):
+    """What a rank tells of itself every moment."""
+
+    turn: int
+    """Rises while the rank lives; a rank whose turns stand still is stopped or gone."""
+    begun: dict[str, int]
+    """Operations begun, by channel."""
+    waiting: tuple[Waiting, ...]
+    last: str
+    """Its last operation."""
+
+
+Ring = Mapping[tuple[str, int], tuple[str, str]]
+"""A rank's last operations: channel and number to the operation's name and its words."""
+
+
+class Verdict(NamedTuple):
+    """Who is absent, and a text for people."""
+
+    absent: tuple[int, ...]
+    text: str
+
+
+def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]) -> Verdict:
+    """Say why ranks wait.
+
+    A rank is absent if it is silent, or if others wait in an operation that it has not begun
+    while it waits for nothing itself. Whoever waits for a waiting rank is not to blame, however
+    many stages lie between.
+
+    Args:
+        beats: each rank's last word.
+        silent: ranks that say nothing new.
+        rings: last operations of the ranks that could still write them.
+    """
+    waits = [(rank, wait) for rank, beat in sorted(beats.items()) for wait in beat.waiting]
+    waiters = {rank for rank, _ in waits}
+    blamed = {late for _, wait in waits for late in _late(wait, beats)} - waiters
+    absent = tuple(sorted(blamed | set(silent)))
+    lines = [_absence(rank, beats.get(rank), rank in silent) for rank in absent]
+    lines += _divergence(waits, absent, beats, rings)
+    for rank, wait in waits:
+        if rank not in absent:
+            late = _names(_late(wait, beats)) or "nobody: all have begun it"
+            lines.append(
+                f"rank {rank} has waited {wait.seconds:.1f} s in {wait.words}; it waits for {late}"
+            )
+    return Verdict(absent, "\n".join(lines))
+
+
+def _late(wait: Waiting, beats: Mapping[int, Beat]) -> list[int]:
+    """Return the ranks of an operation that have not begun it."""
+    return [
+        rank
+        for rank in wait.ranks
+        if rank not in beats or beats[rank].begun.get(wait.channel, 0) < wait.number
+    ]
+
+
+def _absence(rank: int, beat: Beat | None, silent: bool) -> str:
+    why = "does not answer: stopped, dead, or its machine is gone"
+    if not silent:
+        why = "is alive and in no operation, while others wait for it; see its stacks"
+    last = beat.last if beat is not None and beat.last else "none"
+    return f"rank {rank} is absent: it {why}. Its last operation: {last}"
+
+
+def _divergence(
+    waits: list[tuple[int, Waiting]],
+    absent: tuple[int, ...],
+    beats: Mapping[int, Beat],
+    rings: Mapping[int, Ring],
+) -> list[str]:
+    """Word the first operation that ranks of one channel do not share."""
+    mixed = _mixed(rings)
+    if mixed:
+        channel, number = min(mixed, key=lambda place: (place[1], place[0]))
+        said = [f"rank {rank} does {words}" for rank, words in mixed[channel, number]]
+        return [f"first divergence: operation {number} of {channel}: " + "; ".join(said)]
+    apart = [
+        (rank, wait, late)
+        for rank, wait in waits
+        if rank not in absent and (late := _late(wait, beats))
+    ]
+    if not apart:
+        return []
+    to_absent = [found for found in apart if set(found[2]) <= set(absent)]
+    rank, wait, late = max(to_absent or apart, key=lambda found: found[1].seconds)
+    has = beats[late[0]].begun.get(wait.channel, 0) if late[0] in beats else 0
+    line = f"first divergence: rank {rank} is in {wait.words}; {_names(late)} began {has} of "
+    lines = [f"{line}{wait.channel}, not {wait.number}"]
+    if not absent:
+        lines.append("the ranks wait for each other in a circle: their operations differ in order")
+    return lines
+
+
+def _mixed(rings: Mapping[int, Ring]) -> dict[tuple[str, int], list[tuple[int, str]]]:
+    """Return the places where ranks of one channel do different operations."""
+    done: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
+    for rank, ring in sorted(rings.items()):
+        for place, (op, words) in ring.items():
+            done.setdefault(place, []).append((rank, op, words))
+    return {
+        place: [(rank, words) for rank, _, words in found]
+        for place, found in done.items()
+        if len({op for _, op, _ in found} - {"send", "receive"}) > 1
+    }
+
+
+def _names(ranks: Collection[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") * bool(ranks) + ", ".join(map(str, ranks))

@@ -1,0 +1,206 @@
+"""Watches over a rank from a thread of its own, and tells who is to blame when ranks wait in vain.
+
+Every rank's thread writes its beat to the store, which lives outside of all ranks. A rank that
+has waited half of the time-out raises an alarm; then each rank writes its last operations and its
+stacks, one of them reads all beats and gives the verdict, and all add it to what they wrote.
+"""
+
+import faulthandler
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from moefold.comm.recorder import Recorder
+from moefold.comm.store import PrefixStore, Store
+from moefold.comm.verdict import Beat, Verdict, Waiting, judge
+
+PREFIX = "moefold watch"
+BEATS_PER_TIME_OUT = 40
+SLOWEST_BEAT_S = 1.0
+SILENCE_S = 5.0
+
+
+class Watch:
+    """One rank's watch. ``stop`` ends it."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        store: Store,
+        rank: int,
+        world: int,
+        time_out_s: float,
+        folder: Path | None = None,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            recorder: this rank's operations.
+            store: a connection of its own to the store of all ranks.
+            rank: this rank.
+            world: number of ranks.
+            time_out_s: the time-out of the groups.
+            folder: where reports are written; None writes no files.
+        """
+        self.recorder, self.rank, self.world, self.folder = recorder, rank, world, folder
+        self.time_out_s = time_out_s
+        self.beat_s = min(SLOWEST_BEAT_S, time_out_s / BEATS_PER_TIME_OUT)
+        self.silence_s = min(SILENCE_S, time_out_s / 4)
+        self._store = PrefixStore(PREFIX, store)
+        # Ranks that were started again find the alarms of those before.
+        self._seen = self._store.add("alarm", 0)
+        self._turns, self._answered_at = 0, float("-inf")
+        self._without_verdict: int | None = None
+        self._over, self._told, self._alarm = (threading.Event() for _ in range(3))
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._over.set()
+        self._thread.join(self.time_out_s)
+
+    def explain(self) -> None:
+        """Wait for a verdict on an operation that has failed here, unless there is one."""
+        if not self.recorder.waiting():
+            return
+        if time.monotonic() - self._answered_at > self.time_out_s:
+            self._told.clear()
+            self._alarm.set()
+        self._told.wait(2 * self.silence_s + 4 * self.beat_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self.beat_s):
+                self._turn()
+        except RuntimeError:
+            # The store is gone, and with it the run.
+            self._told.set()
+
+    def _turn(self) -> None:
+        self._beat()
+        now = time.monotonic()
+        alarm = self._store.add("alarm", 0)
+        if alarm == self._seen and (self._alarm.is_set() or self._waits_in_vain(now)):
+            # Of ranks that raise it at the same time, one does.
+            alarm = int(self._store.compare_set("alarm", str(alarm), str(alarm + 1)))
+        self._alarm.clear()
+        if alarm > self._seen:
+            self._seen, self._answered_at = alarm, now
+            self._without_verdict = alarm
+            self._told.clear()
+            self._write_down(alarm)
+            if self._store.add(f"judge/{alarm}", 1) == 1:
+                self._store.set(f"verdict/{alarm}", self._judge(alarm).text)
+        if self._without_verdict is not None:
+            self._take_verdict(self._without_verdict, now)
+
+    def _waits_in_vain(self, now: float) -> bool:
+        """Say whether an operation lasts half the time-out, and no alarm was answered lately."""
+        longest = max((now - held.since for held in self.recorder.waiting()), default=0.0)
+        half = self.time_out_s / 2
+        return longest > half and now - self._answered_at > half
+
+    def _beat(self) -> None:
+        self._turns += 1
+        now = time.monotonic()
+        waiting = tuple(
+            Waiting(
+                held.record.channel,
+                held.record.number,
+                held.record.words,
+                held.ranks,
+                now - held.since,
+            )
+            for held in self.recorder.waiting()
+        )
+        last = self.recorder.last(1)
+        beat = Beat(self._turns, self.recorder.begun(), waiting, last[0].words if last else "")
+        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+
+    def _write_down(self, alarm: int) -> None:
+        """Write this rank's last operations and stacks: for the verdict, and for people."""
+        records = self.recorder.last()
+        ring = [(r.channel, r.number, r.site.op, r.words) for r in records]
+        self._store.set(f"ring/{alarm}/{self.rank}", json.dumps(ring))
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._file().open("w", encoding="utf-8") as file:
+            file.write(f"rank {self.rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n")
+            file.write("last operations, the oldest first:\n")
+            file.writelines(f"  {record.words}\n" for record in records)
+            file.write("\nstacks:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _file(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"rank-{self.rank:05d}.txt"
+
+    def _take_verdict(self, alarm: int, now: float) -> None:
+        """Add the verdict to this rank's file; if nobody gives one in time, give it here."""
+        key = f"verdict/{alarm}"
+        if not self._store.check([key]):
+            if now - self._answered_at < 2 * self.silence_s:
+                return
+            self._store.set(key, self._judge(alarm).text)
+        self._without_verdict = None
+        if self.folder is not None:
+            text = self._store.get(key).decode()
+            with self._file().open("a", encoding="utf-8") as file:
+                file.write(f"\nverdict:\n{text}\n")
+        self._told.set()
+
+    def _judge(self, alarm: int) -> Verdict:
+        """Read what all ranks say, and publish why they wait."""
+        before = self._beats()
+        until = time.monotonic() + self.silence_s
+        while True:
+            time.sleep(self.beat_s)
+            self._beat()
+            beats = self._beats()
+            silent = [
+                rank
+                for rank in range(self.world)
+                if rank not in beats or beats[rank].turn == before.get(rank, beats[rank]).turn
+            ]
+            if not silent or time.monotonic() > until:
+                break
+        verdict = judge(beats, silent, self._rings(alarm))
+        self._store.set("report", json.dumps([time.time(), verdict.text]))
+        if self.folder is not None:
+            (self.folder / "report.txt").write_text(verdict.text + "\n", encoding="utf-8")
+        print(f"ranks wait in vain:\n{verdict.text}", file=sys.stderr, flush=True)
+        return verdict
+
+    def _beats(self) -> dict[int, Beat]:
+        beats = {}
+        for rank in range(self.world):
+            if self._store.check([f"beat/{rank}"]):
+                turn, begun, waiting, last = json.loads(self._store.get(f"beat/{rank}"))
+                waits = tuple(Waiting(c, n, w, tuple(r), s) for c, n, w, r, s in waiting)
+                beats[rank] = Beat(turn, begun, waits, last)
+        return beats
+
+    def _rings(self, alarm: int) -> dict[int, dict[tuple[str, int], tuple[str, str]]]:
+        rings = {}
+        for rank in range(self.world):
+            if self._store.check([f"ring/{alarm}/{rank}"]):
+                ring = json.loads(self._store.get(f"ring/{alarm}/{rank}"))
+                rings[rank] = {
+                    (channel, number): (op, words) for channel, number, op, words in ring
+                }
+        return rings
+
+
+def report_in(store: Store, within_s: float) -> str:
+    """Return the last verdict in a store if it is recent, to add to an error; else nothing."""
+    watch = PrefixStore(PREFIX, store)
+    if not watch.check(["report"]):
+        return ""
+    at, text = json.loads(watch.get("report"))
+    return f"\n{text}" if time.time() - at < within_s else ""
