@@ -6,6 +6,8 @@ The room itself stands above the model and is applied to it from outside.
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.layers.config import CONTEXT, Ring
@@ -33,7 +35,7 @@ class Layout(Record):
     """Order of the pipeline's passes; None is 1f1b, or interleaved with virtual stages."""
     context: Annotated[Record, CONTEXT] = Ring()
     """How attention sees the rows of other context ranks."""
-    zero: Literal[0, 1, 2, 3] = 1
+    zero: Annotated[int, Field(ge=0, le=3)] = 1
     """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
