@@ -1,0 +1,255 @@
+"""Memory of a rank over a step, part by part, from the schedule's own table.
+
+State lasts; activations of a chunk live from its forward to its backward; what a pass works with
+comes and goes. Ranks of one stage differ only in their experts' load, so that one rank per pipeline
+rank is planned: the one whose experts get the most rows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moefold.mesh.pipeline import Place
+from moefold.model.config import Block
+from moefold.moe.config import Moe
+from moefold.planner import memory_kept, memory_megatron
+from moefold.planner.case import Case, peaks_of
+from moefold.planner.foreign import PlainMoe
+from moefold.planner.memory_kept import Kept, Shape
+from moefold.planner.memory_state import State, stage_states
+from moefold.schedule.table import Action
+
+MIB = 2**20
+LOSS_CHUNK = 1024
+"""Rows whose logits exist at once where the loss is taken in chunks; as ``model.decoder``."""
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What software takes beside tensors; of a stack, never of a row or a model."""
+
+    context: float = 0.0
+    """Bytes that driver, libraries and kernels take outside the allocator."""
+    communicator: float = 0.0
+    """Bytes of the buffers of one group of ranks."""
+    fragments: float = 0.0
+    """Share by which what the allocator reserves exceeds what tensors take."""
+    graphs: float = 0.0
+    """Share of activations that partial CUDA graphs keep again as static buffers."""
+
+
+GPU = Overheads(context=700 * MIB, communicator=150 * MIB, fragments=0.045, graphs=0.05)
+"""Context and communicators: the order of magnitude that NVIDIA's and NCCL's documents give. Share
+of fragments: 72-73 GB reserved for 69-70 GB allocated, GPT-OSS-120B on 32 H100. Share of graphs:
+about 7 GB of DeepSeek-V3's 131 GB of activations (arXiv 2603.07685, section 4.3.6)."""
+CPU = Overheads()
+"""A CPU's allocator gives back what it does not need; the process itself is not counted."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory while one action runs."""
+
+    label: str
+    """The action, such as ``F3`` or ``B0'1``; ``step`` is the optimizer's."""
+    activations: float
+    working: float
+    """What the action itself works with."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one rank of a pipeline rank, in bytes."""
+
+    rank: int
+    """The pipeline rank."""
+    state: State
+    overheads: float
+    """What software takes outside the allocator."""
+    fragments: float
+    """Share of what tensors take."""
+    moments: tuple[Moment, ...] = field(repr=False)
+    """The step in order."""
+
+    @cached_property
+    def fullest(self) -> Moment:
+        """The moment with the most."""
+        return max(self.moments, key=lambda m: m.activations + m.working)
+
+    @property
+    def allocated(self) -> float:
+        """The most that tensors take at once: what a framework reports as peak allocated."""
+        return self.state.total + self.fullest.activations + self.fullest.working
+
+    @property
+    def total(self) -> float:
+        """The most that the device must have."""
+        return self.allocated * (1 + self.fragments) + self.overheads
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The total by part."""
+        moment = self.fullest
+        return {
+            **vars(self.state),
+            "activations": moment.activations,
+            "working": moment.working,
+            "fragments": self.allocated * self.fragments,
+            "software": self.overheads,
+        }
+
+
+def memory(case: Case) -> tuple[Memory, ...]:
+    """Return the memory of each pipeline rank over a step."""
+    chunks = _Chunks(case)
+    return tuple(
+        Memory(rank, state, _overheads(case), _software(case).fragments, chunks.moments(rank))
+        for rank, state in enumerate(stage_states(case))
+    )
+
+
+def fullest(case: Case) -> Memory:
+    """Return the memory of the fullest pipeline rank: its ``rank`` names it."""
+    return max(memory(case), key=lambda one: one.total)
+
+
+def peak_bytes(case: Case) -> float:
+    """Return the most that any device must have, without the moments: fast, and never less.
+
+    It takes each rank's activations as its fullest chunk as often as chunks are in flight.
+    """
+    chunks, software = _Chunks(case), _software(case)
+    sizes, m = case.sizes, case.micro_batches
+    peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, m)
+    most = 0.0
+    for rank, state in enumerate(stage_states(case)):
+        bound = chunks.bound(rank, peaks[rank])
+        tensors = state.total + bound
+        most = max(most, tensors * (1 + software.fragments) + _overheads(case))
+    return most
+
+
+def fits(case: Case, margin: float = 0.0) -> bool:
+    """Return whether every rank's total, and a share of margin, is within the device's memory."""
+    return fullest(case).total * (1 + margin) <= case.cluster.device.memory_bytes
+
+
+def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
+    """Return what one block keeps for one micro-batch if nothing is recomputed."""
+    shape = Shape.of(case)
+    if case.software.stack == "moefold":
+        return memory_kept.kept(block, shape)
+    return memory_megatron.kept(block, shape, case.numbers.recipe)
+
+
+def _software(case: Case) -> Overheads:
+    return CPU if case.cluster.device.link_bandwidth == 0 else GPU
+
+
+def _overheads(case: Case) -> float:
+    """Return what software takes outside the allocator; groups of the same ranks are one."""
+    software, folding = _software(case), case.folding
+    first = set(folding.same().values())
+    groups = sum(len(folding.group(kind, 0)) > 1 for kind in first)
+    return software.context + groups * software.communicator
+
+
+class _Chunks:
+    """Bytes of the chunks of a case for one micro-batch."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.shape = Shape.of(case)
+        self._known: dict[int, tuple[float, float, float]] = {}
+
+    def moments(self, rank: int) -> tuple[Moment, ...]:
+        """Return a rank's step in order, the optimizer's last."""
+        return tuple(self._moments(rank))
+
+    def bound(self, rank: int, in_flight: int) -> float:
+        """Return no less than the most that activations and working take together."""
+        places = self.case.places[rank]
+        kept = max(self._kept(chunk) for chunk in places)
+        return in_flight * kept + max(max(self._working(chunk)) for chunk in places)
+
+    def _moments(self, rank: int) -> Iterator[Moment]:
+        places = self.case.places[rank]
+        kept = [self._kept(chunk) for chunk in places]
+        working = [self._working(chunk) for chunk in places]
+        alive = 0.0
+        for action in self.case.table.actions(rank):
+            if action.kind == "F":
+                alive += kept[action.chunk]
+            used = working[action.chunk][0 if action.kind == "F" else 1]
+            yield Moment(str(action), alive, used if action.kind != "W" else 0.0)
+            if _frees(action):
+                alive -= kept[action.chunk]
+        yield Moment("step", 0.0, 0.0)
+
+    def _kept(self, chunk: tuple[Place, ...]) -> float:
+        """Bytes that a chunk keeps for one micro-batch."""
+        case, shape = self.case, self.shape
+        row = shape.rows * shape.hidden * shape.width
+        total = 0.0
+        for place in chunk:
+            if place.kind == "layer":
+                total += self._layer(case.blocks[place.index])[0]
+            elif place.kind == "multi_token":
+                # The joined pair of rows and the norms before and after it.
+                total += self._layer(case.blocks[-1])[0] + 5 * row + self._logits()
+            elif place.kind == "loss":
+                total += row + self._logits()
+        graphs = _software(case).graphs if case.software.cuda_graphs != "none" else 0.0
+        return total * (1 + graphs)
+
+    def _logits(self) -> float:
+        """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
+        if self.case.software.stack == "moefold":
+            return self.shape.rows * self.shape.hidden * self.shape.width
+        columns = self.case.decoder.vocab / self.case.sizes.tp
+        return self.shape.piece * columns * (self.shape.width + 4)
+
+    def _working(self, chunk: tuple[Place, ...]) -> tuple[float, float]:
+        """Bytes that forward and backward of a chunk work with at their fullest."""
+        layers = [self._layer(self.case.blocks[p.index]) for p in chunk if p.kind == "layer"]
+        forward = max((layer[1] for layer in layers), default=0.0)
+        backward = max((layer[2] for layer in layers), default=0.0)
+        if self.case.software.stack == "moefold" and any(p.kind == "loss" for p in chunk):
+            rows = min(LOSS_CHUNK, self.shape.piece)
+            columns = self.case.decoder.vocab / self.case.sizes.tp
+            forward = max(forward, rows * columns * (2 * self.shape.width + 4))
+        return forward, backward
+
+    def _layer(self, block: Block) -> tuple[float, float, float]:
+        """Return what a block keeps, and what its forward and its backward work with."""
+        found = self._known.get(id(block))
+        if found is None:
+            parts = layer_kept(self.case, block)
+            keeping = self.case.keeping
+            stays = [part for part in parts if part.stays(keeping.recompute)]
+            away = sum(part.bytes for part in stays if part.module in keeping.offload)
+            kept = sum(part.bytes for part in stays) - away * keeping.offload_share
+            again = sum(part.bytes for part in parts) - sum(part.bytes for part in stays)
+            forward, backward = self._widest(block)
+            found = (kept, forward, backward + max(again, 0))
+            self._known[id(block)] = found
+        return found
+
+    def _widest(self, block: Block) -> tuple[float, float]:
+        """Return the bytes of activation and output, and of the gradients in a feed-forward."""
+        shape, record = self.shape, block.ffn
+        row = shape.rows * shape.hidden * shape.width
+        if isinstance(record, Moe):
+            rows, width = shape.received(record.router.top_k), record.width / shape.etp
+            hidden = record.latent if isinstance(record, PlainMoe) else None
+            sent = rows * (hidden or shape.hidden) * shape.width
+        else:
+            rows, width = shape.piece, getattr(record, "width", 0) / shape.tp
+            sent = rows * shape.hidden * shape.width
+        inner = rows * width * shape.width
+        return inner + sent + row, 4 * inner + 2 * sent + 2 * row
+
+
+def _frees(action: Action) -> bool:
+    """Whether an action ends what its forward kept: weights' gradients are the last to read it."""
+    return action.kind in ("B", "W")
