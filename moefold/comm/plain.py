@@ -31,7 +31,7 @@ class Pending:
 
     def __init__(
         self,
-        work: dist.Work | None = None,
+        work: "dist.Work | _Works | None" = None,
         begin_to_wait: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -285,6 +285,42 @@ def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
     way = _way(group, peer, group.index)
     work = dist.irecv(buffer, src=peer_rank, group=way) if buffer.numel() else None
     return _pending(work, record, group, buffer, lambda: torch.zeros_like(buffer))
+
+
+def shift(
+    given: Tensor, into: Tensor, by: int, group: Group, backward_of: str | None = None
+) -> Pending:
+    """Start to send ``given`` to the rank ``by`` places on, and to fill ``into`` from ``by`` back.
+
+    All ranks of the group call it together; places are counted round the group, and ``by`` may be
+    negative. A pair with no values to pass on passes nothing: both ends know how many there are.
+    """
+    site = site_of(group, "shift", backward_of)
+    assert by % group.size, "a rank does not send to itself"
+    assert given.is_contiguous() and into.is_contiguous(), "shifted rows lie side by side"
+    record = _begin(site, group, given, size_of(given), False)
+    there = group.ranks[(group.index + by) % group.size]
+    back = group.ranks[(group.index - by) % group.size]
+    sides = [(dist.isend, given, there), (dist.irecv, into, back)]
+    # As one batch: NCCL would let each send wait for a receive that is queued behind a send.
+    ops = [dist.P2POp(op, x, peer, group.handle) for op, x, peer in sides if x.numel()]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    return Pending(
+        _Works(works, given) if works else None,
+        lambda: group.recorder.wait(record),
+        lambda: _settle(record, group, into, lambda: torch.zeros_like(into)),
+    )
+
+
+class _Works:
+    """Several works as one; what is sent is held until it has left."""
+
+    def __init__(self, works: Sequence[dist.Work], given: Tensor) -> None:
+        self._works, self._given = works, given
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.group import Group
-from moefold.comm.plain import receive, send, sum_
+from moefold.comm.plain import receive, send, shift, sum_
 from moefold.comm.recorder import Recorder
 from moefold.comm.store import own_connection
 from moefold.comm.watch import Watch
@@ -103,6 +103,24 @@ class World:
             return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
         return self._on_stages(wanted, "stages " + ",".join(map(str, wanted)))
 
+    def split(self, kind: str, inner: int) -> tuple[Group, Group]:
+        """Cut this rank's group of a kind in two levels: (inner, outer).
+
+        ``inner`` neighbours are an inner group; the ranks at one place of every inner group are an
+        outer one. All ranks call it, in the same order; a second call finds the same groups.
+
+        Raises:
+            ValueError: where ``inner`` does not divide the group.
+        """
+        whole = self.group(kind)
+        if whole.size % inner:
+            raise ValueError(f"inner groups of {inner} ranks do not divide {kind}{whole.size}")
+        first, place = whole.index // inner * inner, whole.index % inner
+        return (
+            self._made(f"{kind} inner {inner}", whole.ranks[first : first + inner]),
+            self._made(f"{kind} outer {inner}", whole.ranks[place::inner]),
+        )
+
     def __enter__(self) -> "World":
         """Return itself."""
         return self
@@ -181,15 +199,19 @@ class World:
         return handle
 
     def _warm_up(self, group: Group) -> None:
-        """Let a group talk once; neighbours in a pipeline or a sequence also in pairs."""
+        """Let a group talk once; neighbours in a pipeline and all pairs of a sequence too."""
         if group.size == 1:
             return
         with self.recorder.module("warm-up"):
             sum_(torch.zeros(1, device=self.device), group)
-            if {"pp", "cp"} & set(group.name.split("+")):
+            kinds = {kind.split()[0] for kind in group.name.split("+")}
+            if "pp" in kinds:
                 after = group.ranks[(group.index + 1) % group.size]
                 before = group.ranks[group.index - 1]
                 for to, source in ((after, before), (before, after)):
                     arriving = receive(torch.empty(1, device=self.device), source, group)
                     send(torch.zeros(1, device=self.device), to, group).wait()
                     arriving.wait()
+            for by in range(1, group.size if "cp" in kinds else 1):
+                given, into = torch.zeros(2, 1, device=self.device).unbind()
+                shift(given, into, by, group).wait()
