@@ -17,7 +17,7 @@ from moefold.planner.case import Case, peaks_of
 from moefold.planner.foreign import PlainMoe
 from moefold.planner.memory_kept import Kept, Shape
 from moefold.planner.memory_state import State, stage_states
-from moefold.schedule.table import Action
+from moefold.schedule.table import Pair, actions_of
 
 MIB = 2**20
 LOSS_CHUNK = 1024
@@ -139,7 +139,8 @@ def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
     shape = Shape.of(case)
     if case.software.stack == "moefold":
         return memory_kept.kept(block, shape)
-    return memory_megatron.kept(block, shape, case.numbers.recipe)
+    widths = memory_megatron.Widths.of(case.numbers.recipe, case.software.stack, shape.width)
+    return memory_megatron.kept(block, shape, widths)
 
 
 def _software(case: Case) -> Overheads:
@@ -176,14 +177,20 @@ class _Chunks:
         places = self.case.places[rank]
         kept = [self._kept(chunk) for chunk in places]
         working = [self._working(chunk) for chunk in places]
+        layers = [self._fullest_layer(chunk) for chunk in places]
         alive = 0.0
-        for action in self.case.table.actions(rank):
-            if action.kind == "F":
-                alive += kept[action.chunk]
-            used = working[action.chunk][0 if action.kind == "F" else 1]
-            yield Moment(str(action), alive, used if action.kind != "W" else 0.0)
-            if _frees(action):
-                alive -= kept[action.chunk]
+        for step in self.case.table.lines[rank]:
+            actions = actions_of(step)
+            grown = sum(kept[a.chunk] for a in actions if a.kind == "F")
+            freed = sum(kept[a.chunk] for a in actions if a.kind in ("B", "W"))
+            used = max(working[a.chunk][0 if a.kind == "F" else 1] for a in actions)
+            peak = alive + grown
+            if isinstance(step, Pair) and freed:
+                # Layer by layer one pass keeps and the other frees: they are never both whole.
+                ahead = layers[step.forward.chunk]
+                peak = alive + max(grown - freed, 0.0) + ahead
+            yield Moment(str(step), peak, used if actions[0].kind != "W" else 0.0)
+            alive += grown - freed
         yield Moment("step", 0.0, 0.0)
 
     def _kept(self, chunk: tuple[Place, ...]) -> float:
@@ -201,6 +208,11 @@ class _Chunks:
                 total += row + self._logits()
         graphs = _software(case).graphs if case.software.cuda_graphs != "none" else 0.0
         return total * (1 + graphs)
+
+    def _fullest_layer(self, chunk: tuple[Place, ...]) -> float:
+        """Bytes that the fullest layer of a chunk keeps."""
+        blocks = [self.case.blocks[p.index] for p in chunk if p.kind == "layer"]
+        return max((self._layer(block)[0] for block in blocks), default=0.0)
 
     def _logits(self) -> float:
         """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
@@ -248,8 +260,3 @@ class _Chunks:
             sent = rows * shape.hidden * shape.width
         inner = rows * width * shape.width
         return inner + sent + row, 4 * inner + 2 * sent + 2 * row
-
-
-def _frees(action: Action) -> bool:
-    """Whether an action ends what its forward kept: weights' gradients are the last to read it."""
-    return action.kind in ("B", "W")

@@ -21,6 +21,9 @@ CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.1
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
 product and one, transposed, for the gradient of its input."""
 
+WIDE_BYTES = 2
+"""Bytes per element of what stays in bfloat16 beside codes."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -149,7 +152,9 @@ def _state(case: Case, weight: Weight) -> State:
     if case.software.stack == "moefold" and not weight.product:
         # Read as the master is: gathered where that is shared.
         copied = numbers.master_bytes if zero in (1, 2) and ranks > 1 else 0
-    codes = CODE_BYTES.get(numbers.recipe, 0.0) if weight.product else 0.0
+    codes = CODE_BYTES.get(numbers.recipe, 0.0)
+    if codes and not weight.product:
+        copied, codes = max(copied, WIDE_BYTES), 0.0
     moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
     here = 1 - case.keeping.optimizer_offload
     return State(
