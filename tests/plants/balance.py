@@ -21,17 +21,17 @@ PLANTS = (
         "b05",
         "each micro-batch adds its terms whole",
         STEP + "test_b05_a_step_of_equal_micro_batches_is_that_of_one",
-        "training/step.py",
-        "starts.append(torch.full_like(weighted, share))",
-        "starts.append(torch.ones_like(weighted))",
+        "parallel/pipeline/executor.py",
+        "torch.full_like(weighted, self.shares[micro])",
+        "torch.ones_like(weighted)",
     ),
     Plant(
         "b05",
         "micro-batches weigh the same whatever they hold",
         STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
         "training/step.py",
-        "1 / labels, batch.n_valid / rows, loss_chunk)",
-        "1 / labels, 1 / len(batches), loss_chunk)",
+        "[batch.population / max(tokens, 1) for batch in batches]",
+        "[1 / len(batches) for batch in batches]",
     ),
     Plant(
         "b06",
@@ -45,9 +45,9 @@ PLANTS = (
         "b06",
         "training's backward leaves the terms out",
         STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
-        "training/step.py",
-        "        roots.append(weighted)\n",
-        "        roots.append(weighted.detach().requires_grad_())\n",
+        "parallel/pipeline/executor.py",
+        "            done.roots.append(weighted)\n",
+        "            done.roots.append(weighted.detach().requires_grad_())\n",
     ),
     Plant(
         "b06",
@@ -70,10 +70,11 @@ PLANTS = (
         "b07",
         "the step's reported loss holds the terms",
         STEP + "test_b07_a_step_reports_loss_and_terms_apart",
-        "training/step.py",
-        "    if x_TD.requires_grad:\n        torch.autograd.backward(roots, starts)\n",
-        "    if x_TD.requires_grad:\n        torch.autograd.backward(roots, starts)\n"
-        "    if weighted is not None:\n        loss = loss + weighted.detach()\n",
+        "parallel/pipeline/executor.py",
+        "        if weighted is not None and weighted.requires_grad:\n",
+        "        if weighted is not None and self.ran.losses:\n"
+        "            self.ran.losses[-1] = self.ran.losses[-1] + weighted.detach()\n"
+        "        if weighted is not None and weighted.requires_grad:\n",
     ),
     Plant(
         "b07",
@@ -112,8 +113,8 @@ PLANTS = (
         "the term pools the layers it has seen",
         BALANCE + "test_b08_layers_that_collapse_differently_do_not_cancel",
         "moe/balance.py",
-        "        probability_NE = sum_by(probability_TE, segment_T, populations)\n",
-        "        probability_NE = sum_by(probability_TE, segment_T, populations)\n"
+        "        probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])\n",
+        "        probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])\n"
         "        seen = AuxLoss.__dict__.get('seen', ()) + ((counts_NE, probability_NE),)\n"
         "        counts_NE, probability_NE = (sum(part) for part in zip(*seen))\n"
         "        probability_NE, AuxLoss.seen = probability_NE / len(seen), seen\n",
@@ -162,7 +163,7 @@ PLANTS = (
         "a pack is one sequence",
         BALANCE + "test_b11_sequences_of_a_pack_are_told_apart",
         "moe/balance.py",
-        'segment_T = observed.segment_T if self.over == "sequence" else None',
+        'segment_T = segments(rows) if self.over == "sequence" else None',
         "segment_T = None",
     ),
     Plant(
@@ -185,11 +186,11 @@ PLANTS = (
         "b18",
         "the bias moves after every micro-batch",
         LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
-        "training/step.py",
-        "        losses.append(loss)\n",
-        "        losses.append(loss)\n"
-        "        for _, mixture in model.mixtures():\n"
-        "            mixture.balance.finish_step(mixture.router)\n",
+        "parallel/pipeline/executor.py",
+        "            self.ran.losses.append(loss)\n",
+        "            self.ran.losses.append(loss)\n"
+        "            for _, mixture in model.mixtures():\n"
+        "                mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(
         "b18",
@@ -205,8 +206,8 @@ PLANTS = (
         "evaluation counts",
         LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
         "training/step.py",
-        "x_TD, _ = model(Flow(batch, model.recipe, training=False))",
-        "x_TD, _ = model(Flow(batch, model.recipe))",
+        "flow_of(placed, batch, training=False)",
+        "flow_of(placed, batch)",
     ),
     Plant(
         "b18",

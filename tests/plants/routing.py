@@ -34,8 +34,8 @@ PLANTS = (
         "padding rows make capacity larger",
         B12_MODEL,
         "moe/router.py",
-        "limit = self.capacity.copies(rows.n_valid, top_k, experts)",
-        "limit = self.capacity.copies(rows.rows, top_k, experts)",
+        "limit = self.capacity.copies(flow.rows.population, top_k, experts)",
+        "limit = self.capacity.copies(flow.rows.rows, top_k, experts)",
     ),
     Plant(
         "b12",
@@ -50,8 +50,8 @@ PLANTS = (
         "padding rows are tokens in the terms",
         B12_TERMS,
         "moe/balance.py",
-        "total = (share_NE * probability_NE).sum() / max(observed.rows.n_valid, 1)",
-        "total = (share_NE * probability_NE).sum() / max(observed.rows.rows, 1)",
+        "total = (share_NE * probability_NE).sum() / max(rows.population, 1)",
+        "total = (share_NE * probability_NE).sum() / max(rows.rows, 1)",
     ),
     Plant(
         "b12",
