@@ -101,8 +101,9 @@ class Watch:
     def _waits_in_vain(self, now: float) -> bool:
         """Say whether an operation lasts half the time-out, and no alarm was answered lately."""
         longest = max((now - held.since for held in self.recorder.waiting()), default=0.0)
-        half = self.time_out_s / 2
-        return longest > half and now - self._answered_at > half
+        # An operation in vain is over before it could raise a second alarm.
+        quiet_s = now - self._answered_at
+        return longest > self.time_out_s / 2 and quiet_s > 0.75 * self.time_out_s
 
     def _beat(self) -> None:
         self._turns += 1
@@ -129,7 +130,7 @@ class Watch:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._file().open("w", encoding="utf-8") as file:
+        with self._file().open("a", encoding="utf-8") as file:
             file.write(f"rank {self.rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n")
             file.write("last operations, the oldest first:\n")
             file.writelines(f"  {record.words}\n" for record in records)
