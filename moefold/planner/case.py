@@ -29,6 +29,9 @@ Dispatcher = Literal[
 """How rows reach their experts. ``deduplicated`` sends a row once per rank, ``two_level`` once per
 node and then within it, ``padded`` equal shares without asking the host; ``deepep`` and
 ``hybridep`` are those libraries, which send as ``two_level`` does."""
+Context = Literal["ring", "allgather", "heads"]
+"""How attention sees rows of other context ranks: keys and values go round, or are gathered, or
+heads are exchanged for rows."""
 Graphs = Literal["none", "partial", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, or of the whole iteration."""
 Module = Literal[
@@ -36,7 +39,7 @@ Module = Literal[
 ]
 """What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
 ``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
-Stack = Literal["moefold", "megatron", "automodel", "torchtitan"]
+Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose way of keeping, sending and launching is planned."""
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -53,6 +56,8 @@ class Numbers:
     master_bytes: float = 4
     moment_bytes: float = 4
     """Of each state tensor of the optimizer."""
+    narrowed: frozenset[Literal["attention", "head"]] = frozenset()
+    """What a narrow recipe computes in its format though recipes leave it in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Case:
     numbers: Numbers = Numbers()
     keeping: Keeping = Keeping()
     software: Software = Software()
+    context: Context = "ring"
     order: Order = ORDERS[0]
 
     def __post_init__(self) -> None:

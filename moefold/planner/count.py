@@ -12,7 +12,7 @@ from typing import Any
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, Stack
 from moefold.moe.config import Moe
 
 
@@ -34,6 +34,10 @@ class Part:
     def __add__(self, other: "Part") -> "Part":
         mine, theirs = vars(self), vars(other)
         return Part(**{name: mine[name] + theirs[name] for name in mine})
+
+    def times(self, number: int) -> "Part":
+        """Return the counts of so many equal parts."""
+        return Part(**{name: value * number for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,15 @@ class Counts:
         return self.flops([seq], causal) / seq
 
 
-def count(decoder: Decoder) -> Counts:
-    """Count a decoder's parts."""
+def count(decoder: Decoder, multi_token: int = 0) -> Counts:
+    """Count a decoder's parts.
+
+    Args:
+        decoder: the description.
+        multi_token: layers of multi-token prediction, each a block like the last with a matrix
+            that joins two rows, three norms, and the model's own embedding and head once more
+            (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
     matrix = decoder.vocab * decoder.hidden
     parts = {"embedding": Part(parameters=matrix), "norms": Part(parameters=decoder.hidden)}
     parts["head"] = Part(parameters=0 if decoder.tied else matrix, multiplied=matrix)
@@ -87,9 +98,22 @@ def count(decoder: Decoder) -> Counts:
                 for name, part in _counter(record)(record, decoder.hidden).items():
                     found[name] = found.get(name, Part()) + part
             for name, part in found.items():
-                repeated = Part(**{k: v * stack.repeat for k, v in vars(part).items()})
-                parts[name] = parts.get(name, Part()) + repeated
+                parts[name] = parts.get(name, Part()) + part.times(stack.repeat)
+    if multi_token:
+        parts["multi_token"] = _multi_token(decoder).times(multi_token)
     return Counts(parts)
+
+
+def _multi_token(decoder: Decoder) -> Part:
+    """Count what one layer of multi-token prediction adds; its norms count as one product each."""
+    last = decoder.stacks[-1].blocks[-1]
+    block = Decoder(vocab=2, hidden=decoder.hidden, stacks=(Stack(blocks=(last,)),))
+    alone = count(block).parts
+    joined = _matrices(2 * decoder.hidden**2 + 3 * decoder.hidden)
+    head = Part(multiplied=decoder.vocab * decoder.hidden)
+    layer = sum((p for name, p in alone.items() if name not in ("embedding", "head")), Part())
+    # The block's own last norm stands among the three.
+    return layer + joined + head + Part(parameters=-decoder.hidden)
 
 
 def _counter(record: Record) -> Callable[[Any, int], dict[str, Part]]:

@@ -165,22 +165,34 @@ def _mla(record: Mla, shape: Shape) -> Iterator[Kept]:
 
 
 def _latents(record: Mla, shape: Shape) -> Iterator[Kept]:
-    """The normed latents that the up-projections read: gathered under tp, and then no norm's."""
+    """The normed latents that the up-projections read: gathered under tp, all in one tensor."""
     ranks = {"q_norm": record.q_rank, "kv_norm": record.kv_rank}
     for name, rank in ranks.items():
         if rank is not None and shape.tp == 1:
             yield from _norm(name, shape.rows, rank, shape, UP)
         elif rank is not None:
             yield Kept(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
-            yield Kept(f"{name}.gathered", shape.piece * rank * shape.width)
     if shape.tp > 1:
-        yield Kept("k_rope.gathered", shape.piece * record.rope_dim * shape.width, only=UP)
+        queries = record.q_rank or shape.hidden
+        latent = queries + record.kv_rank + record.rope_dim
+        yield Kept("latents.gathered", shape.piece * latent * shape.width)
 
 
 def _dense(record: Dense, shape: Shape) -> Iterator[Kept]:
     yield Kept("residual", shape.rows * shape.hidden * shape.width)
-    yield from _norm("ffn_norm", shape.rows, shape.hidden, shape)
+    only: Modules = frozenset(("ffn",)) if shape.tp > 1 else NOTHING
+    yield Kept("ffn_norm.statistic", shape.rows * STATISTIC, module="norms")
+    normed = shape.rows * shape.hidden * shape.width
+    yield Kept("ffn_norm.output", normed, NORMS, only=only, module="norms")
+    yield from _gathered("ffn", shape)
     yield from _hidden("ffn", shape.piece, record.width // shape.tp, shape)
+
+
+def _gathered(kind: Module, shape: Shape) -> Iterator[Kept]:
+    """The tensor group's rows, which a feed-forward cut over tp reads."""
+    if shape.tp > 1:
+        size = shape.piece * shape.hidden * shape.width
+        yield Kept(f"{kind}.gathered", size, frozenset((kind,)), module=kind)
 
 
 def _hidden(kind: Module, rows: int, features: int, shape: Shape) -> Iterator[Kept]:
@@ -199,6 +211,7 @@ def _moe(record: Moe, shape: Shape) -> Iterator[Kept]:
     yield Kept("experts.weights", received * STATISTIC)
     yield from _hidden("experts", received, record.width // shape.etp, shape)
     if record.shared is not None:
+        yield from _gathered("shared", shape)
         yield from _hidden("shared", shape.piece, record.shared.width // shape.tp, shape)
         if record.shared.gate:
             dropped: Modules = frozenset(("shared",))
