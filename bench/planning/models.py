@@ -10,7 +10,7 @@ from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router, Shared
-from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block
+from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block
 
 FILE = Path(__file__).parents[1] / "data" / "published_models.json"
 NEMOTRON_VOCAB = 131072
@@ -58,7 +58,7 @@ def decoder(name: str) -> Decoder:
 
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
     """Return the blocks of a transformer, dense ones first unless they alternate."""
-    mixture = _moe(entry)
+    mixture = _moe(entry, biased=name.startswith("GPT-OSS"))
     dense = entry.get("dense_layers", 0)
     total = dense + entry["moe_layers"]
     kinds = [block(attention, mixture) for attention in _attentions(name, entry)]
@@ -97,7 +97,7 @@ def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
     return [full]
 
 
-def _moe(entry: dict[str, Any]) -> Moe:
+def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
     """Return the feed-forward with experts."""
     grouped = "8 groups, top-4" in entry.get("router", "")
     router = Router(
@@ -108,7 +108,8 @@ def _moe(entry: dict[str, Any]) -> Moe:
     )
     shared = Shared(width=entry["shared_ffn"]) if entry.get("shared_experts") else None
     if entry.get("gated_mlp", True):
-        return Moe(width=entry["moe_ffn"], router=router, shared=shared)
+        kind = BiasedMoe if biased else Moe
+        return kind(width=entry["moe_ffn"], router=router, shared=shared)
     return PlainMoe(
         width=entry["moe_ffn"], router=router, shared=shared, latent=entry.get("moe_latent")
     )

@@ -62,6 +62,10 @@ class PlainMoe(Moe):
     """Width of the space that routed experts work in; None is the model's."""
 
 
+class BiasedMoe(Moe):
+    """Gated experts with biases: probabilities are then applied after the second product."""
+
+
 def block(attention: Record, ffn: Record) -> Block:
     """Return a block of any two kinds, those of this file too."""
     return Block.model_construct(attention=attention, ffn=ffn)

@@ -1,0 +1,253 @@
+"""How near the planner's time model comes to published measurements.
+
+    python bench/plan_accuracy.py                    # every figure, with the shipped constants
+    python bench/plan_accuracy.py --fit --save       # fits the constants, writes both files
+    python bench/plan_accuracy.py --rows FILE --json # one line per row of any file of that form
+
+The rows, with their sources, are in ``bench/data/published_runs.json``. Which are left out is a
+rule in ``planning/rows.py``, what a row does not say is one table in ``planning/defaults.py``, and which
+are held out of the fit is a hash of their layout in ``planning/score.py``: all three were written
+before any row was scored. Constants belong to devices and software releases, never to a row or a
+model. Errors are of TFLOP/s per GPU, which is the speed as the source counts it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planning.ablations import ABLATIONS, effect
+from planning.fit import constants_with, fit, save, stacks_of
+from planning.memory import memory_of
+from planning.rows import FILE, Row, read
+from planning.score import (
+    constant,
+    errors,
+    grouped,
+    held_out,
+    percentile,
+    predicted,
+    published,
+    summary,
+    sweep_scores,
+    twin,
+)
+
+from moefold.planner.curves import Constants, constants
+
+RESULTS = Path(__file__).parent / "results" / "plan_accuracy.json"
+TARGETS = {
+    "fitted": {"median": 0.06, "p80": 0.12},
+    "held_out": {"median": 0.13, "p80": 0.25},
+    "leave_one_model_out": {"median": 0.12},
+    "leave_one_stack_out": {"median": 0.12},
+}
+
+
+def parts_of(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows that are fitted, and those that are held out."""
+    used = [row for row in rows if not row.left_out]
+    return [row for row in used if not held_out(row)], [row for row in used if held_out(row)]
+
+
+def leave_out(
+    fitted: Sequence[Row], key: str, start: dict[str, float], rounds: int
+) -> tuple[list[Row], list[float]]:
+    """Fit without one model or stack after another; return what is left out, and errors."""
+    names = sorted({row.raw["model"] for row in fitted}) if key == "model" else stacks_of(fitted)
+    tried: list[Row] = []
+    found: list[float] = []
+    for name in names:
+        out = [row for row in fitted if _named(row, key) == name]
+        rest = [row for row in fitted if _named(row, key) != name]
+        values = fit(rest, start=start, rounds=rounds)
+        tried += out
+        found += errors(out, predicted(out, constants_with(values, rest)))
+    return tried, found
+
+
+def _named(row: Row, key: str) -> str:
+    return row.raw["model"] if key == "model" else row.stack
+
+
+def effects(given: Constants) -> list[dict[str, Any]]:
+    """Return published and predicted effects, whether the sign is right and how far they are."""
+    found = []
+    for one in ABLATIONS:
+        value = effect(one, given)
+        found.append({
+            "name": one.name,
+            "published": round(one.published, 3),
+            "predicted": round(value, 3),
+            "sign": value * one.published > 0,
+            "points": round(100 * abs(value - one.published), 1),
+        })  # fmt: skip
+    return found
+
+
+def baselines(rows: Sequence[Row], known: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return the errors of copying the nearest known row, and of one rate per device and format."""
+    found = {}
+    for name, rule in (("nearest_twin", twin), ("constant_rate", constant)):
+        pairs = [(row, rule(row, known)) for row in rows]
+        kept = [(row, rate) for row, rate in pairs if rate is not None]
+        found[name] = summary(errors([row for row, _ in kept], [rate for _, rate in kept]))
+    return found
+
+
+def report(rows: Sequence[Row], given: Constants) -> dict[str, Any]:
+    """Return every figure that needs no further fit."""
+    fitted, held = parts_of(rows)
+    used = [*fitted, *held]
+    wrong = {"fitted": errors(fitted, predicted(fitted, given)),
+             "held_out": errors(held, predicted(held, given))}  # fmt: skip
+    every = [*wrong["fitted"], *wrong["held_out"]]
+    reasons: dict[str, int] = {}
+    for row in rows:
+        if row.left_out:
+            reason = row.left_out.split(":")[0]
+            reasons[reason] = reasons.get(reason, 0) + 1
+    changed = effects(given)
+    return {
+        "left_out": dict(sorted(reasons.items())),
+        "marked_regressions": [row.id for row in used if row.marks],
+        "fitted": summary(wrong["fitted"]) | {"baselines": baselines(fitted, fitted)},
+        "held_out": summary(wrong["held_out"]) | {"baselines": baselines(held, fitted)},
+        "by_source": grouped(used, every, lambda row: row.id.split("-")[0]),
+        "by_stack": grouped(used, every, lambda row: row.stack),
+        "by_model": grouped(used, every, lambda row: row.raw["model"]),
+        "by_device": grouped(used, every, lambda row: row.raw["gpu"]),
+        "sweeps": sweep_scores(used, given),
+        "ablations": {
+            "count": len(changed),
+            "right_sign": sum(one["sign"] for one in changed),
+            "within_8_points": sum(one["points"] <= 8 for one in changed),
+            "each": changed,
+        },
+    }
+
+
+def fit_all(rows: Sequence[Row], tell: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Fit, and fit again without each model and each stack; return constants and those figures."""
+    fitted, held = parts_of(rows)
+    values = fit(fitted, rounds=15, tell=tell)
+    given = constants_with(values, fitted)
+    found: dict[str, Any] = {}
+    wrong = {}
+    for key in ("model", "stack"):
+        tried, wrong[key] = leave_out(fitted, key, values, 4)
+        found[f"leave_one_{key}_out"] = summary(wrong[key]) | {
+            "each": grouped(tried, wrong[key], lambda row, key=key: _named(row, key))
+        }
+        tell(f"without each {key}: median {found[f'leave_one_{key}_out']['median']:.3f}")
+    known = errors(held, predicted(held, given)) + errors(fitted, predicted(fitted, given))
+    unknown = wrong["stack"]
+    spread = {
+        "measured": percentile(known, 0.68),
+        "one": percentile(unknown, 0.68),
+        "none": percentile(unknown, 0.8),
+    }
+    save(values, fitted, spread)
+    return values, found
+
+
+def line(row: Row, given: Constants) -> dict[str, Any]:
+    """Return what is said of one row."""
+    said: dict[str, Any] = {"id": row.id}
+    if row.case is None:
+        return said | {"left_out": row.left_out}
+    if row.seconds is not None:
+        said["published"] = round(published(row), 2)
+        said["predicted"] = round(predicted([row], given)[0], 2)
+    memory, fits = memory_of(row.case)
+    said |= {"memory_gb": memory, "fits": fits}
+    if row.left_out:
+        said["left_out"] = row.left_out
+    return said
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the figures."""
+    for name, targets in TARGETS.items():
+        if name in found:
+            one = found[name]
+            goal = ", ".join(f"{key} <= {value:.0%}" for key, value in targets.items())
+            print(f"{name:22s} {_line(one)}   (to reach: {goal})")
+            for base, other in one.get("baselines", {}).items():
+                print(f"  {base:20s} {_line(other)}")
+    for group in ("by_source", "by_stack", "by_model", "by_device"):
+        print(group)
+        for name, one in found[group].items():
+            print(f"  {name:28s} {_line(one)}")
+    print("sweeps")
+    for name, one in found["sweeps"].items():
+        print(f"  {name:62s} {one['rows']:3d}  spearman {one['spearman']:5.2f}  "
+              f"pick {one['regret']:.1%} slower")  # fmt: skip
+    effects = found["ablations"]
+    print(f"ablations: {effects['right_sign']} of {effects['count']} of the right sign, "
+          f"{effects['within_8_points']} within 8 points")  # fmt: skip
+    for one in effects["each"]:
+        print(f"  {one['name']:52s} {one['published']:+7.1%} {one['predicted']:+7.1%}"
+              f"{'' if one['sign'] else '  wrong sign'}")  # fmt: skip
+
+
+def _line(one: dict[str, float]) -> str:
+    if not one["rows"]:
+        return "no rows"
+    return (
+        f"{one['rows']:4d} rows  median {one['median']:6.1%}  p80 {one['p80']:6.1%}  "
+        f"worst {one['worst']:6.1%}"
+    )
+
+
+def each(rows: Sequence[Row], given: Constants) -> None:
+    """Print every row, the worst last."""
+    used = [row for row in rows if not row.left_out]
+    rates = predicted(used, given)
+    for row, rate in sorted(
+        zip(used, rates, strict=True), key=lambda pair: abs(pair[1] / published(pair[0]) - 1)
+    ):
+        part = "held" if held_out(row) else "fit"
+        mark = " regression" if row.marks else ""
+        print(f"{row.id:56s} {part:4s} {published(row):7.0f} {rate:7.0f} "
+              f"{rate / published(row) - 1:+7.1%}{mark}")  # fmt: skip
+
+
+def main() -> None:
+    """Fit or score, and print."""
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--rows", type=Path, default=FILE, help="a file of the published form")
+    parser.add_argument("--json", action="store_true", help="one line per row")
+    parser.add_argument("--each", action="store_true", help="every row, published and predicted")
+    parser.add_argument("--fit", action="store_true", help="fit the constants and write them")
+    parser.add_argument(
+        "--save", action="store_true", help="write bench/results/plan_accuracy.json"
+    )
+    args = parser.parse_args()
+    rows = read(args.rows)
+    if args.json:
+        for row in rows:
+            print(json.dumps(line(row, constants())))
+        return
+    more: dict[str, Any] = {}
+    if args.fit:
+        values, more = fit_all(rows, lambda text: print(text, file=sys.stderr, flush=True))
+        given = constants_with(values, parts_of(rows)[0])
+    else:
+        given = constants()
+        if RESULTS.exists() and args.rows == FILE:
+            stored = json.loads(RESULTS.read_text("utf-8"))
+            more = {name: stored[name] for name in stored if name.startswith("leave_one")}
+    found = report(rows, given) | more
+    if args.each:
+        each(rows, given)
+    show(found)
+    if args.save:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What a published row does not say, filled in by its stack and release: the one table of it.
+
+A value that the row states always wins. Where a recipe of the stack is public, the value is that of
+the recipe; the others are what the stack did unless told otherwise at that time.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+GRACE, HOPPER = ("GB200", "GB300"), ("H100", "H800", "H200")
+NATURAL_LOAD = 1.6
+"""Rows of the fullest expert rank over the mean, of routing that is not forced: no source prints
+it. Set by hand from what natural routing costs beside forced balance in four pairs of runs."""
+CONVERGED_LOAD = 1.1
+"""The same, of a long run with a bias per expert."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which software made a row."""
+
+    stack: str
+    release: str
+
+
+PREFIXES = (
+    (r"mb-(\d\d\.\d\d(?:\.\d\d)?)-", "megatron", None),
+    (r"mcore26-", "megatron", "26.02"),
+    (r"mlm-dsv3-gb200-", "megatron", "guide"),
+    (r"mlm-", "megatron", "mpf"),
+    (r"(?:zoo|skill-dsv3-long)", "megatron", "zoo"),
+    (r"mpf-", "megatron", "mpf"),
+    (r"dgxc-", "megatron", "dgxc"),
+    (r"card-.*-(?:weak|perf)", "megatron", "26.08"),
+    (r"card-", "megatron", "card"),
+    (r"skill-moonlight", "megatron", "card"),
+    (r"skill-", "megatron", "26.04"),
+    (r"doc-", "megatron", "26.04"),
+    (r"automodel-", "automodel", ""),
+    (r"titan", "torchtitan", ""),
+    (r"torchao", "torchtitan", ""),
+    (r"dsv3-prod", "deepseek", ""),
+)
+"""Where a row's id begins, its stack, and its release where the id does not hold it. Cards and
+skills of Megatron-Bridge carry no release; the one current when they were written stands here."""
+
+
+def origin(row: dict[str, Any]) -> Origin:
+    """Return a row's stack and release; a row of another form may state both."""
+    if row.get("stack"):
+        return Origin(row["stack"], row.get("release") or "")
+    for pattern, stack, release in PREFIXES:
+        found = re.match(pattern, row["id"])
+        if found:
+            return Origin(stack, release if release is not None else found[1])
+    return Origin("megatron", "")
+
+
+def _at_least(release: str, least: str) -> bool:
+    """Return whether a release is numbered and not before another."""
+    return release[:2].isdigit() and release >= least
+
+
+def recipe(row: dict[str, Any]) -> str:
+    """Return the number format that a row's precision means."""
+    text = (row.get("precision") or "BF16").lower()
+    if "nvfp4" in text:
+        return "nvfp4"
+    if "fp8" not in text:
+        return "bf16"
+    if "mx" in text:
+        return "mxfp8"
+    if "block" in text or "128" in text:
+        return "fp8_block"
+    if row.get("gpu") in HOPPER:
+        own = row["model"] == "DeepSeek-V3"
+        return "fp8_block" if own else "fp8_tensor"
+    return "mxfp8"
+
+
+def dispatcher(row: dict[str, Any], where: Origin) -> str:
+    """Return how rows reach their experts."""
+    text = (row.get("dispatcher") or "").lower()
+    if "drop" in (row.get("routing") or "") and where.release == "25.09":
+        return "padded"
+    for word in ("hybridep", "deepep"):
+        if word in text:
+            return word
+    if "cross-node" in text:
+        return "two_level"
+    if text:
+        return "alltoall"
+    if where.stack == "automodel":
+        return "deepep"
+    if where.release in ("mpf", "dgxc", "25.09"):
+        return "alltoall"
+    if where.stack == "torchtitan":
+        return "alltoall"
+    if row["gpu"] in GRACE and _at_least(where.release, "25.11"):
+        return "hybridep"
+    if row["gpu"] in HOPPER and row["model"] == "Qwen3-235B-A22B" and where.release != "zoo":
+        return "alltoall"
+    if where.release in ("guide", "zoo") or _at_least(where.release, "25.11"):
+        return "deepep"
+    return "two_level" if where.stack == "deepseek" else "alltoall"
+
+
+def graphs(row: dict[str, Any], where: Origin) -> str:
+    """Return what CUDA graphs hold."""
+    text = (row.get("cuda_graph") or "").lower()
+    if text.startswith("full"):
+        return "full"
+    if text == "none":
+        return "none"
+    if text:
+        return "partial"
+    if where.stack != "megatron" or not _at_least(where.release, "25.11"):
+        return "none"
+    if row["gpu"] in GRACE:
+        whole = _at_least(where.release, "26.06") and "Nemotron" not in row["model"]
+        return "full" if whole else "partial"
+    return (
+        "partial" if _at_least(where.release, "26.02") and row["model"] != "DeepSeek-V3" else "none"
+    )
+
+
+def expert_overlap(row: dict[str, Any], where: Origin) -> bool:
+    """Return whether exchanges run beside another micro-batch's computing."""
+    text = (row.get("overlap") or "").lower()
+    if text:
+        has = "a2a" in text or "dualpipe" in text
+        return has and not any(word in text for word in ("off", "no 1f1b", "none"))
+    if where.stack != "megatron" or "Nemotron" in row["model"]:
+        return False
+    if row["gpu"] in GRACE:
+        early = row["gpu"] == "GB300" and row["model"] == "DeepSeek-V3"
+        return _at_least(where.release, "26.02" if early else "26.06")
+    large = row["model"] in ("DeepSeek-V3", "Qwen3-235B-A22B")
+    return row["gpu"] in HOPPER and large and _at_least(where.release, "25.09")
+
+
+WORDS = {
+    "layernorm": "norms",
+    "mla_up_proj": "mla_up",
+    "moe_act": "moe_act",
+    "mlp": "ffn",
+    "moe": "moe",
+    "core_attn": "attention",
+    "shared_experts": "shared",
+    "full": "block",
+    "none": None,
+}
+"""The sources' names of what is recomputed, in ours."""
+
+
+def recompute(row: dict[str, Any], where: Origin) -> frozenset[str]:
+    """Return what is computed again in backward."""
+    text = row.get("recompute")
+    if text is not None:
+        words = [WORDS.get(word.strip()) for word in text.split(",")]
+        return frozenset(word for word in words if word)
+    if where.release == "dgxc" and row["model"] == "DeepSeek-V3":
+        return frozenset(("mla_up",) if row["gpu"] in HOPPER else ("attention",))
+    if where.stack != "megatron" or where.release == "mpf":
+        return frozenset()
+    if row["model"] == "DeepSeek-V3":
+        if row["gpu"] == "GB300":
+            return frozenset()
+        if row["gpu"] in GRACE:
+            return frozenset(("mla_up",) if _at_least(where.release, "26.06") else ("ffn",))
+        return frozenset(("mla_up", "ffn"))
+    if row["model"] == "Qwen3-235B-A22B" and row["gpu"] in HOPPER:
+        return frozenset(("norms", "moe_act"))
+    return frozenset()
+
+
+def load(row: dict[str, Any]) -> float:
+    """Return rows of the fullest expert rank over the mean."""
+    if row.get("load"):
+        return row["load"]
+    text = row.get("routing") or ""
+    if "natural" in text:
+        return (
+            CONVERGED_LOAD if "bias" in text or row["id"].startswith("dsv3-prod") else NATURAL_LOAD
+        )
+    return 1.0
+
+
+def host_speed(row: dict[str, Any]) -> float:
+    """Return how fast the host launches, beside the stack's usual: slower before it was bound."""
+    if row.get("host_speed"):
+        return row["host_speed"]
+    step = re.match(r"mlm-dsv3-gb200-(\d\d)-", row["id"])
+    return 0.8 if step and int(step[1]) < 8 else 1.0
+
+
+STAGES = {
+    (16, 1): "Et*4|(t*4|)*14tmL",
+    (32, 1): "Et*3|(tt|)*29m|L",
+    (16, 0): "Et*4|(t*4|)*14tL",
+    (32, 0): "Et|(tt|)*30L",
+}
+"""Pipeline layouts of DeepSeek-V3 by stages and multi-token layers, as the recipes and papers that
+print one have it; the third is the first without its multi-token layer."""
+
+
+def stages(row: dict[str, Any], count: int) -> str | None:
+    """Return the layout of a row's pipeline as text, where its stack does not balance it."""
+    if row["model"] == "DeepSeek-V3" and origin(row).stack == "megatron":
+        return STAGES.get((count, multi_token(row)))
+    return None
+
+
+def narrowed(row: dict[str, Any], where: Origin) -> frozenset[str]:
+    """Return what is computed in 8 bits besides linear layers: attention, and the head."""
+    text = row.get("optimizer_notes") or ""
+    if text.startswith("FP8 DPA"):
+        return frozenset(("attention",))
+    if "FP8 attention" in text:
+        return frozenset(("attention", "head"))
+    recent = _at_least(where.release, "26.06") and row["gpu"] in GRACE
+    if recent and row["model"] == "DeepSeek-V3":
+        return frozenset(("attention", "head"))
+    return frozenset(("attention",)) if recent and row["model"].startswith("Qwen3") else frozenset()
+
+
+def multi_token(row: dict[str, Any]) -> int:
+    """Return the number of multi-token prediction layers."""
+    if row.get("mtp_layers") is not None:
+        return row["mtp_layers"]
+    return int(row["model"].startswith("Nemotron-3-Super") and row["id"].startswith("mb-"))
+
+
+def sharded(row: dict[str, Any], where: Origin) -> int:
+    """Return the ZeRO stage."""
+    notes = f"{row.get('notes') or ''} {row.get('overlap') or ''}"
+    if "FSDP" in notes or where.stack in ("automodel", "torchtitan"):
+        return 3
+    return 1
+
+
+def expert_tensor(row: dict[str, Any], where: Origin) -> int:
+    """Return over how many ranks an expert is split."""
+    if row.get("etp"):
+        return row["etp"]
+    return (row.get("tp") or 1) if where.release == "mpf" else 1

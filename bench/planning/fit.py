@@ -1,0 +1,222 @@
+"""Fitting of the time model's constants: few, of devices and stacks alone, in logarithms.
+
+Each has a prior, so that what the rows do not decide stays where physics puts it. Large residuals
+count less (Huber), so that an odd row bends nothing.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from planning.rows import Row
+
+from moefold.planner.curves import Constants
+from moefold.planner.time import estimate
+
+FILE = Path(__file__).parents[2] / "moefold" / "planner" / "time_constants.json"
+KERNELS = "cuDNN attention of DeepSeek-V3's dims, arXiv 2603.07685 table 9"
+TABLE7 = "dispatch and combine of arXiv 2603.07685 table 7, by hand"
+SOURCED: dict[str, tuple[float, str]] = {
+    "common.nic": (0.86, TABLE7),
+    "common.device": (1.0, "a stack that was not measured counts as the middle of the others"),
+    "common.launches": (1.0, "the same"),
+    "hopper.forward_rate": (0.68, KERNELS),
+    "hopper.forward_half": (886.0, KERNELS),
+    "hopper.backward_rate": (0.574, KERNELS),
+    "hopper.backward_half": (1418.0, KERNELS),
+    "hopper.link": (0.74, TABLE7),
+    "hopper.link_fused": (0.9, TABLE7),
+    "hopper.link_deepep": (0.9, "DeepEP's README: 153-158 of 160 GB/s on H800, links alone"),
+    "B200.link_deepep": (0.8, "DeepEP's README: 726 of 900 GB/s among eight of this generation"),
+} | {
+    f"{family}.{name}": value
+    for family in ("blackwell", "blackwell_ultra")
+    for name, value in (
+        ("forward_rate", (0.75, KERNELS)),
+        ("forward_half", (1703.0, KERNELS)),
+        ("backward_rate", (0.556, KERNELS)),
+        ("backward_half", (1161.0, KERNELS)),
+        ("link", (0.62, TABLE7)),
+        ("link_fused", (0.74, TABLE7)),
+        ("link_deepep", (0.29, "arXiv 2603.07685: 400 GB/s dispatch and 190 GB/s combine, GB200")),
+    )
+}  # fmt: skip
+"""Constants that a source gives, and which."""
+PRIORS: dict[str, tuple[float, float]] = {
+    "hopper.gemm": (0.75, 0.15),
+    "blackwell.gemm": (0.75, 0.15),
+    "blackwell_ultra.gemm": (0.80, 0.15),
+    "common.half": (150.0, 0.5),
+    "hopper.narrow": (0.8, 0.15),
+    "blackwell.narrow": (0.8, 0.15),
+    "blackwell_ultra.narrow": (0.8, 0.15),
+    "common.scan": (2.0, 0.5),
+    "common.narrow_attention": (1.3, 0.15),
+    "hopper.memory": (0.75, 0.3),
+    "blackwell.memory": (0.70, 0.3),
+    "blackwell_ultra.memory": (0.75, 0.3),
+    "hopper.quantise": (1.5, 0.5),
+    "blackwell.quantise": (1.5, 0.5),
+    "blackwell_ultra.quantise": (1.5, 0.5),
+    "x86.launch_s": (8e-6, 0.5),
+    "grace.launch_s": (9e-6, 0.5),
+    "common.kernel_s": (2e-6, 0.5),
+    "common.fused": (0.5, 0.5),
+    "common.hidden": (0.9, 0.15),
+    "common.hidden_shards": (0.6, 0.5),
+    "common.step_s": (0.05, 0.7),
+}
+"""Constants that are fitted: prior, and its standard deviation as a logarithm."""
+STACK_PRIORS = {"device": (1.0, 0.3), "launches": (1.0, 0.5)}
+SHARE_MAX = {"gemm": 0.97, "narrow": 1.0, "memory": 0.95, "hidden": 0.98}
+"""Shares stay below one."""
+NOISE = 0.05
+"""What two runs of one setting differ by, as a logarithm: the sources' own spread is 2 to 5 %."""
+HUBER = 2.0
+
+
+def stacks_of(rows: Sequence[Row]) -> list[str]:
+    """Return the stacks of rows."""
+    return sorted({row.stack for row in rows})
+
+
+def priors_for(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return every constant that a fit of these rows has."""
+    found = dict(PRIORS)
+    for stack in stacks_of(rows):
+        for name, prior in STACK_PRIORS.items():
+            found[f"{stack}.{name}"] = prior
+    return found
+
+
+def made(names: Sequence[str], logs: np.ndarray) -> Constants:
+    """Return constants from logarithms of the fitted ones."""
+    values = {name: value for name, (value, _) in SOURCED.items()}
+    for name, log in zip(names, logs, strict=True):
+        limit = SHARE_MAX.get(name.split(".")[-1])
+        value = float(np.exp(log))
+        values[name] = min(value, limit) if limit else value
+    return Constants(values, {"measured": 0.1, "one": 0.2, "none": 0.3})
+
+
+def residuals(rows: Sequence[Row], given: Constants) -> np.ndarray:
+    """Return the logarithm of published over predicted speed, in units of the noise."""
+    found = [np.log(estimate(row.case, given).seconds / row.seconds) for row in rows]
+    return np.array(found) / NOISE
+
+
+def weight(row: Row) -> float:
+    """Return what a row counts: rounded and conflicting sources half, tiny steps too."""
+    return 0.5 if row.raw.get("reliability") == "C" else 1.0
+
+
+def fit(
+    rows: Sequence[Row],
+    start: dict[str, float] | None = None,
+    rounds: int = 8,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, float]:
+    """Return the fitted constants by name: damped Gauss-Newton with priors.
+
+    Args:
+        start: values to start from, such as those of a fit of more rows.
+        rounds: steps at most.
+    """
+    priors = priors_for(rows)
+    names = list(priors)
+    middle = np.log([priors[name][0] for name in names])
+    spread = np.array([priors[name][1] for name in names])
+    logs = np.log([(start or {}).get(name, priors[name][0]) for name in names])
+    weights = np.array([weight(row) for row in rows])
+    damping, now = 0.1, residuals(rows, made(names, logs))
+    cost = _cost(now, weights, logs, middle, spread)
+    for turn in range(rounds):
+        slopes = _slopes(rows, names, logs, now)
+        # Huber: beyond HUBER a residual counts linearly.
+        far = np.maximum(np.abs(now), 1e-9)
+        kept = weights * np.minimum(1.0, HUBER / far)
+        normal = slopes.T @ (slopes * kept[:, None]) + np.diag(1 / spread**2)
+        pull = slopes.T @ (now * kept) + (logs - middle) / spread**2
+        better = False
+        for _ in range(5):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -pull)
+            tried = logs + np.clip(step, -0.5, 0.5)
+            then = residuals(rows, made(names, tried))
+            found = _cost(then, weights, tried, middle, spread)
+            if found < cost:
+                better = cost - found > 1e-3 * cost
+                logs, now, cost, damping = tried, then, found, damping / 3
+                break
+            damping *= 4
+        tell(f"round {turn}: cost {cost:.1f}, median {np.median(np.abs(now)) * NOISE:.3f}")
+        if not better:
+            break
+    given = made(names, logs)
+    return {name: given.values[name] for name in names}
+
+
+def _cost(now: np.ndarray, weights: np.ndarray, logs, middle, spread) -> float:
+    size = np.abs(now)
+    huber = np.where(size < HUBER, size**2, HUBER * (2 * size - HUBER))
+    return float(np.sum(weights * huber) + np.sum(((logs - middle) / spread) ** 2))
+
+
+def _slopes(
+    rows: Sequence[Row], names: Sequence[str], logs: np.ndarray, now: np.ndarray
+) -> np.ndarray:
+    """Return the derivative of residuals; a stack's constants touch its own rows alone."""
+    step, slopes = 0.01, np.zeros((len(rows), len(names)))
+    for j, name in enumerate(names):
+        moved = logs.copy()
+        moved[j] += step
+        given = made(names, moved)
+        scope = name.rpartition(".")[0]
+        own = [i for i, row in enumerate(rows) if _touches(scope, row)]
+        if own:
+            slopes[own, j] = (residuals([rows[i] for i in own], given) - now[own]) / step
+    return slopes
+
+
+FAMILY_WORDS = {"hopper": ("H100", "H800", "H200"), "blackwell": ("B200", "GB200"),
+                "blackwell_ultra": ("GB300", "B300"), "grace": ("GB200", "GB300"),
+                "x86": ("H100", "H800", "H200", "B200")}  # fmt: skip
+
+
+def _touches(scope: str, row: Row) -> bool:
+    if scope == "common":
+        return True
+    if scope in FAMILY_WORDS:
+        return row.raw["gpu"] in FAMILY_WORDS[scope]
+    return scope == row.stack
+
+
+def constants_with(fitted: dict[str, float], rows: Sequence[Row]) -> Constants:
+    """Return fitted and sourced constants together; devices of the rows count as measured."""
+    values = {name: value for name, (value, _) in SOURCED.items()} | fitted
+    values |= {f"{row.raw['gpu']}.measured": 1.0 for row in rows}
+    return Constants(values, {"measured": 0.1, "one": 0.2, "none": 0.3})
+
+
+def save(fitted: dict[str, float], rows: Sequence[Row], spread: dict[str, float]) -> None:
+    """Write the one file of constants, each with its source."""
+    count: dict[str, int] = {}
+    for name in fitted:
+        count[name] = sum(_touches(name.rpartition(".")[0], row) for row in rows)
+    entries = {name: [value, source] for name, (value, source) in SOURCED.items()}
+    entries |= {
+        name: [float(f"{value:.6g}"), f"fit of {count[name]} rows by bench/plan_accuracy.py --fit"]
+        for name, value in fitted.items()
+    }
+    entries |= {
+        f"{gpu}.measured": [1.0, "rows of this device were fitted"]
+        for gpu in sorted({row.raw["gpu"] for row in rows})
+    }
+    stored = {
+        "about": "Constants of the time model by scope and name, each [value, source]. Written by "
+        "bench/plan_accuracy.py --fit; scopes are device families, hosts and software releases.",
+        "spread": {name: round(value, 3) for name, value in spread.items()},
+        "constants": dict(sorted(entries.items())),
+    }
+    text = json.dumps(stored, indent=1)
+    FILE.write_text(text + "\n", "utf-8")

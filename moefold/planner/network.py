@@ -1,0 +1,117 @@
+"""How long collectives take on a topology: domains of fast links, joined by one NIC per device.
+
+Ranks of a group are evenly apart; ``stride`` is the distance of neighbours in the order of ranks,
+so that a group of ``size`` ranks spans ``size * stride`` of them.
+"""
+
+from dataclasses import dataclass
+
+from moefold.planner.curves import Rates
+from moefold.planner.hardware import Cluster
+
+LATENCY_LINK = 8e-6
+"""Seconds a collective needs within a domain before bytes flow (NCCL's order of magnitude)."""
+LATENCY_NIC = 25e-6
+"""The same across domains."""
+RING_SHARE = 0.85
+"""Of link bandwidth that large all-gathers and reduce-scatters reach (nccl-tests on H100 and
+NVL72: 370-380 of 450 and 700-800 of 900 GB/s)."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a group lies over domains."""
+
+    size: int
+    inside: int
+    """Ranks of the group in one domain."""
+
+    @property
+    def outside(self) -> int:
+        """Domains that the group spans."""
+        return -(-self.size // self.inside)
+
+
+def reach(cluster: Cluster, size: int, stride: int) -> Reach:
+    """Return how a group lies. Domains are filled up to the largest power of two of ranks."""
+    domain = 1 << (min(cluster.domain, cluster.devices).bit_length() - 1)
+    inside = max(1, min(size, domain // stride if stride <= domain else 1))
+    return Reach(size, inside)
+
+
+def ring_seconds(moved: float, group: Reach, cluster: Cluster, rates: Rates) -> float:
+    """Return the seconds of an all-gather or reduce-scatter of ``moved`` bytes in all.
+
+    Within a domain each rank passes on ``(n - 1) / n`` of them. Across, every member of a domain
+    brings its share of the others' over its own NIC, and the links carry the rest meanwhile.
+    """
+    if group.size == 1 or not moved:
+        return 0.0
+    device = cluster.device
+    links = moved * (group.inside - 1) / group.inside / (device.link_bandwidth * RING_SHARE)
+    if group.outside == 1:
+        return links + LATENCY_LINK
+    share = moved * (group.outside - 1) / group.outside / group.inside
+    return max(links, share / (device.nic_bandwidth * rates.nic)) + LATENCY_NIC
+
+
+def distinct(places: int, chosen: float) -> float:
+    """Return over how many of ``places`` the choices of a token spread, all alike and free."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** chosen)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is sent to experts: rows, what each weighs, and how many experts one goes to."""
+
+    rows: float
+    bytes: float
+    top_k: int
+    groups_kept: int | None = None
+    """Groups of experts that a token may choose from, where routing limits them; of ``groups``."""
+    groups: int = 1
+
+    def domains(self, count: int) -> float:
+        """Return over how many of ``count`` domains a token's choices spread.
+
+        Routing limited to groups is limited to the domains that hold those groups.
+        """
+        if self.groups_kept is None or count > self.groups:
+            return distinct(count, self.top_k)
+        per, missed = self.groups // count, 1.0
+        for i in range(self.groups_kept):
+            missed *= max(0.0, (self.groups - per - i) / (self.groups - i))
+        hit = distinct(self.groups_kept, self.top_k) / self.groups_kept
+        return count * (1.0 - missed) * hit
+
+
+FUSED = ("deduplicated", "two_level", "deepep", "hybridep")
+
+
+def exchange_seconds(
+    what: Rows, dispatcher: str, group: Reach, cluster: Cluster, rates: Rates, load: float
+) -> float:
+    """Return the seconds of one dispatch, or of one combine, which moves the same rows back.
+
+    Args:
+        load: rows of the fullest rank over the mean; the others wait for it.
+    """
+    if group.size == 1:
+        return 0.0
+    device, n = cluster.device, group.size
+    if dispatcher == "allgather":
+        return ring_seconds(what.rows * what.bytes * n, group, cluster, rates)
+    fused = dispatcher in FUSED
+    share = rates.link_fused if fused else rates.link
+    if dispatcher == "deepep":
+        share = rates.link_deepep
+    volume = what.rows * what.bytes * load
+    spread = distinct(n, what.top_k) if fused else what.top_k
+    inside = 1.0 if fused else group.inside / n
+    seconds = volume * spread * (n - 1) / n * inside / (device.link_bandwidth * share)
+    if group.outside > 1:
+        d = group.outside
+        away = what.domains(d) if fused and dispatcher != "deduplicated" else spread
+        far = volume * away * (d - 1) / d / (device.nic_bandwidth * rates.nic)
+        return max(seconds, far) + LATENCY_NIC
+    return seconds + LATENCY_LINK
