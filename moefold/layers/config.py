@@ -133,9 +133,17 @@ class Dense(Record):
     owner = "moefold.layers.ffn:dense_ffn"
 
 
+class Context(Record):
+    """How attention sees the rows of other context ranks."""
+
+    def over_heads(self, cp: int) -> int:
+        """Return over how many of ``cp`` context ranks heads are spread; it divides ``cp``."""
+        return 1
+
+
 @CONTEXT.register
-class Ring(Record):
-    """Keys and values travel round the context ranks; softmax statistics are merged as they come.
+class Ring(Context):
+    """Keys and values visit the ranks that see them; softmax statistics are merged as they come.
 
     Ring attention (arXiv 2310.01889).
     """
@@ -143,3 +151,40 @@ class Ring(Record):
     kind: Literal["ring"] = "ring"
 
     owner = "moefold.layers.context.ring:attend"
+
+
+@CONTEXT.register
+class Gathered(Context):
+    """Every context rank has all keys and values while it attends (arXiv 2407.21783, 3.3.2)."""
+
+    kind: Literal["all_gather"] = "all_gather"
+
+    owner = "moefold.layers.context.gathered:attend"
+
+
+@CONTEXT.register
+class Ulysses(Context):
+    """Each context rank attends with a share of the heads over all rows (arXiv 2309.14509)."""
+
+    kind: Literal["all_to_all"] = "all_to_all"
+
+    owner = "moefold.layers.context.ulysses:attend"
+
+    def over_heads(self, cp: int) -> int:
+        """Heads are spread over all ranks."""
+        return cp
+
+
+@CONTEXT.register
+class Mixed(Context):
+    """Neighbouring context ranks share heads, and a ring runs between them (arXiv 2405.07719)."""
+
+    kind: Literal["mixed"] = "mixed"
+    heads: Size
+    """How many neighbours share heads; divides cp. Best those that are linked fastest."""
+
+    owner = "moefold.layers.context.mixed:attend"
+
+    def over_heads(self, cp: int) -> int:
+        """Heads are spread over neighbours."""
+        return self.heads

@@ -1,0 +1,198 @@
+"""Attention block by block: each row's softmax statistics are merged as blocks come.
+
+T rows of queries, U rows of keys, H query heads, G key-value heads, d and v dims per head; in a
+kernel N segments of S rows.
+
+With ``lse`` the logarithm of a row's denominator over the keys of one block, two blocks make
+``lse = log(e^lse_1 + e^lse_2)`` and ``out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)``.
+Backward needs no order: given the whole row's ``out`` and ``lse``, each block gives its share.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.attention import block_fused, block_plain
+
+Backend = Literal["auto", "plain", "fused"]
+
+
+class Tile(NamedTuple):
+    """Which rows see which: no tile needs a mask of its own."""
+
+    queries: slice
+    keys: slice
+    segments: int = 0
+    """Queries and keys are so many segments of one length, each causal inside; with 0 every query
+    sees every key."""
+
+
+def causal_tiles(lengths: Iterable[int], first_key: int = 0) -> list[Tile]:
+    """Return the tiles of neighbouring segments, each causal inside; equal lengths share a tile.
+
+    Args:
+        lengths: rows of each segment.
+        first_key: place of the first row among the keys.
+    """
+    tiles, start = list[Tile](), 0
+    for length, same in groupby(length for length in lengths if length):
+        count = len(list(same))
+        end = start + length * count
+        tiles.append(Tile(slice(start, end), slice(first_key + start, first_key + end), count))
+        start = end
+    return tiles
+
+
+def choose(q_NHSd: Tensor, v_NGUv: Tensor, backend: Backend = "auto") -> ModuleType:
+    """Return the kernels for some queries and values.
+
+    Raises:
+        ValueError: where the fused kernels are asked for and do not fit.
+    """
+    fits = block_fused.fits(q_NHSd, v_NGUv)
+    if backend == "fused" and not fits:
+        raise ValueError(
+            f"no fused attention takes {q_NHSd.dtype} and heads of {q_NHSd.shape[-1]} and "
+            f"{v_NGUv.shape[-1]} dims on {q_NHSd.device.type}: use auto or plain"
+        )
+    return block_fused if fits and backend != "plain" else block_plain
+
+
+class Merged:
+    """What rows have seen so far; a row that has seen nothing gives zeros."""
+
+    def __init__(self, q_THd: Tensor, v_dim: int, scale: float, backend: Backend = "auto") -> None:
+        """Begin with nothing seen, in fp32 or wider."""
+        wide = torch.promote_types(q_THd.dtype, torch.float32)
+        self._q_THd, self._scale, self._backend = q_THd, scale, backend
+        self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
+        self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
+
+    def see(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
+        """Let the tile's queries see its keys."""
+        q, k, v = _of_kernel(tile, self._q_THd, k_UGd, v_UGv)
+        kernel = choose(q, v, self._backend)
+        part, lse = kernel.forward(q, k, v, self._scale, tile.segments > 0)
+        out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
+        lse = lse.transpose(1, 2).flatten(0, 1)
+        merged_SH = torch.logaddexp(lse_SH, lse)
+        out_SHv.mul_((lse_SH - merged_SH).exp_()[..., None])
+        out_SHv.add_(_rows(part) * (lse - merged_SH).exp_()[..., None])
+        lse_SH.copy_(merged_SH)
+
+
+class Seen(NamedTuple):
+    """What backward knows of rows: queries, outputs, statistics, and the outputs' gradient."""
+
+    q_THd: Tensor
+    out_THv: Tensor
+    lse_TH: Tensor
+    grad_THv: Tensor
+    scale: float
+    backend: Backend = "auto"
+
+    def gradients(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the shares of one tile: of its queries' rows, its keys' and its values'."""
+        q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
+        grad, out = (_cut(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
+        lse_NHS = _cut(self.lse_TH[tile.queries], tile)
+        kernel = choose(q, v, self.backend)
+        causal = tile.segments > 0
+        shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, causal)
+        return tuple(_rows(x) for x in shares)  # type: ignore[return-value]
+
+
+class Sums:
+    """Gradients as the tiles' shares are added to them, in the statistics' format."""
+
+    def __init__(self, q_THd: Tensor, k_UGd: Tensor, v_UGv: Tensor, dtype: torch.dtype) -> None:
+        """Begin with zeros."""
+        self._dtype = q_THd.dtype
+        self._sums = [torch.zeros_like(x, dtype=dtype) for x in (q_THd, k_UGd, v_UGv)]
+
+    def add_queries(self, rows: slice, dq: Tensor) -> None:
+        """Add a share to rows of the queries."""
+        self._sums[0][rows] += dq
+
+    def add_keys(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        """Add shares to rows of the keys and values."""
+        self._sums[1][rows] += dk
+        self._sums[2][rows] += dv
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values in their own format."""
+        dq, dk, dv = (total.to(self._dtype) for total in self._sums)
+        return dq, dk, dv
+
+
+class _Tiled(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THd: Tensor,
+        k_UGd: Tensor,
+        v_UGv: Tensor,
+        tiles: Sequence[Tile],
+        scale: float,
+        backend: Backend,
+    ) -> Tensor:
+        merged = Merged(q_THd, v_UGv.shape[-1], scale, backend)
+        for tile in tiles:
+            merged.see(tile, k_UGd, v_UGv)
+        out_THv = merged.out_THv.to(q_THd.dtype)
+        ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH)
+        ctx.tiles, ctx.scale, ctx.backend = tiles, scale, backend
+        return out_THv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q_THd, k_UGd, v_UGv, out_THv, lse_TH = ctx.saved_tensors
+        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale, ctx.backend)
+        sums = Sums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
+        for tile in ctx.tiles:
+            dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
+            sums.add_queries(tile.queries, dq)
+            sums.add_keys(tile.keys, dk, dv)
+        return *sums.gradients(), None, None, None
+
+
+def attention(
+    q_THd: Tensor,
+    k_UGd: Tensor,
+    v_UGv: Tensor,
+    tiles: Sequence[Tile],
+    scale: float,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return ``out_THv``: each row sees the keys that the tiles say; a row of no tile gives zeros.
+
+    Args:
+        q_THd: queries.
+        k_UGd: keys; the rows may be others than the queries'.
+        v_UGv: their values.
+        tiles: who sees whom, each pair of rows at most once.
+        scale: factor on the scores.
+        backend: kernels; ``auto`` is fused ones where they fit.
+    """
+    args = (q_THd, k_UGd, v_UGv, tuple(tiles), scale, backend)
+    return _Tiled.apply(*args)  # type: ignore[return-value]
+
+
+def _of_kernel(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _cut(q[tile.queries], tile), _cut(k[tile.keys], tile), _cut(v[tile.keys], tile)
+
+
+def _cut(rows: Tensor, tile: Tile) -> Tensor:
+    """Turn rows [N * S, H, ...] into [N, H, S, ...]."""
+    return rows.unflatten(0, (max(tile.segments, 1), -1)).transpose(1, 2)
+
+
+def _rows(x_NHSd: Tensor) -> Tensor:
+    return x_NHSd.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,73 @@
+"""Attention of one block by the fused kernels under ``scaled_dot_product_attention``.
+
+They return the softmax statistics that blocks are merged by, and their backward takes those of the
+merged row. Their heads have one width, so narrower ones are padded with zeros. Shapes as in
+``block_plain``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
+_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+CUDA_WIDTH = 256
+"""Widest head of the CUDA kernel, which reads dims in vectors of eight."""
+
+
+def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
+    """Whether there is a kernel for the device, the number format and the width of heads."""
+    if q_NHSd.device.type == "cpu":
+        return True
+    narrow = q_NHSd.dtype in (torch.bfloat16, torch.float16)
+    return q_NHSd.is_cuda and narrow and _width(q_NHSd, v_NGUv) <= CUDA_WIDTH
+
+
+def forward(
+    q_NHSd: Tensor, k_NGUd: Tensor, v_NGUv: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``out_NHSv`` in the queries' format, and ``lse_NHS`` in fp32 or wider."""
+    width, v_dim = _width(q_NHSd, v_NGUv), v_NGUv.shape[-1]
+    q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
+    if q.is_cuda:
+        out, lse_NHS, *_ = _CUDA(q, k, v, 0.0, causal, False, scale=scale)
+    else:
+        out, lse_NHS = _CPU(q, k, v, 0.0, causal, scale=scale)
+    return out[..., :v_dim], lse_NHS
+
+
+def backward(
+    grad_NHSv: Tensor,
+    q_NHSd: Tensor,
+    k_NGUd: Tensor,
+    v_NGUv: Tensor,
+    out_NHSv: Tensor,
+    lse_NHS: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values in the queries' format."""
+    width, d, v_dim = _width(q_NHSd, v_NGUv), q_NHSd.shape[-1], v_NGUv.shape[-1]
+    q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
+    grad, out = (_padded(x.to(q.dtype), width) for x in (grad_NHSv, out_NHSv))
+    lse = lse_NHS.contiguous()
+    if q.is_cuda:
+        # Random numbers that dropout would have drawn; there is none.
+        drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rows, keys = q.shape[2], k.shape[2]
+        more = (None, None, rows, keys, 0.0, causal, drawn, drawn[:0])
+        dq, dk, dv = _CUDA_BACKWARD(grad, q, k, v, out, lse, *more, scale=scale)
+    else:
+        dq, dk, dv = _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    return dq[..., :d], dk[..., :d], dv[..., :v_dim]
+
+
+def _width(q_NHSd: Tensor, v_NGUv: Tensor) -> int:
+    widest = max(q_NHSd.shape[-1], v_NGUv.shape[-1])
+    return -(-widest // 8) * 8 if q_NHSd.is_cuda else widest
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -1,0 +1,60 @@
+"""Attention of one block written out: what the fused kernels are compared with, on any device.
+
+N segments, S queries and U keys of each, H query heads, G key-value heads, d and v dims per head.
+"""
+
+import torch
+from torch import Tensor
+
+
+def forward(
+    q_NHSd: Tensor, k_NGUd: Tensor, v_NGUv: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``out_NHSv`` and the logarithm of each row's softmax denominator, fp32 or wider."""
+    wide = torch.promote_types(q_NHSd.dtype, torch.float32)
+    q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    scores_NHSU = _scores(q, k, scale, causal)
+    lse_NHS = scores_NHSU.logsumexp(-1)
+    return (scores_NHSU - lse_NHS[..., None]).exp() @ v, lse_NHS
+
+
+def backward(
+    grad_NHSv: Tensor,
+    q_NHSd: Tensor,
+    k_NGUd: Tensor,
+    v_NGUv: Tensor,
+    out_NHSv: Tensor,
+    lse_NHS: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, fp32 or wider.
+
+    ``out_NHSv`` and ``lse_NHS`` are those of the whole row, which may have seen other blocks too.
+    """
+    wide = lse_NHS.dtype
+    kv_heads = k_NGUd.shape[1]
+    q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
+    weights_NHSU = (_scores(q, k, scale, causal) - lse_NHS[..., None]).exp()
+    dv_NHUv = weights_NHSU.mT @ grad
+    towards_NHS1 = (grad * out).sum(-1, keepdim=True)
+    dscores_NHSU = weights_NHSU * (grad @ v.mT - towards_NHS1) * scale
+    dk_NHUd = dscores_NHSU.mT @ q
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk_NHUd, dv_NHUv))
+    return dscores_NHSU @ k, dk, dv
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all in one format, keys and values repeated for each query head."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.to(dtype).repeat_interleave(repeat, 1) for x in (k, v))
+    return q.to(dtype), k, v
+
+
+def _scores(q_NHSd: Tensor, k_NHUd: Tensor, scale: float, causal: bool) -> Tensor:
+    scores_NHSU = q_NHSd @ k_NHUd.mT * scale
+    if not causal:
+        return scores_NHSU
+    sees_SU = torch.ones(scores_NHSU.shape[-2:], dtype=torch.bool, device=scores_NHSU.device)
+    return scores_NHSU.masked_fill(~sees_SU.tril(), float("-inf"))

@@ -1,0 +1,35 @@
+"""Keys and values of all context ranks on each of them; queries stay where they are.
+
+T rows here, U rows of all ranks, H query heads, G key-value heads, d and v dims per head.
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_gather
+from moefold.kernels.attention.block import Tile, attention
+from moefold.layers.config import Gathered
+from moefold.layers.context.sight import Sight
+from moefold.layers.flow import Flow
+
+
+def attend(
+    record: Gathered, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
+) -> Tensor:
+    """Return ``out_THv`` of this rank's rows; gradients of keys and values are summed at home."""
+    ranks = flow.world.group("cp")
+    kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
+    k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
+    k_UGd, v_UGv = k_UG.unflatten(1, k_TGd.shape[1:]), v_UG.unflatten(1, v_TGv.shape[1:])
+    sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size)
+    return attention(q_THd, k_UGd, v_UGv, tiles_of(sight, ranks.index), scale)
+
+
+def tiles_of(sight: Sight, rank: int) -> list[Tile]:
+    """Return what a rank's rows see where the ranks' rows lie one rank after the other."""
+    tiles = sight.own(rank, first_key=rank * sight.rows)
+    for owner in range(sight.ranks):
+        view = sight.view(rank, owner) if owner != rank else None
+        if view is not None and view.keys:
+            tiles.append(view.tile(owner * sight.rows + view.keys.start))
+    return tiles

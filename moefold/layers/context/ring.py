@@ -1,0 +1,153 @@
+"""Ring attention: in round s each rank's keys and values visit the rank s places on.
+
+T rows here, U visiting rows, H query heads, G key-value heads, d and v dims per head, W numbers of
+a row's keys and values together.
+
+Rows go from their owner straight to the rank that sees them, and only those that it sees: ranks
+with no segment in common exchange nothing, and a zigzag leaves out the owner's second piece where
+no row there is seen. Both ends know this from the lengths. The next round's rows are under way
+while the present ones are computed with, and gradients of visitors go home in the same way, each
+rounded once to the rows' format and summed at home in fp32 or wider.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moefold.comm.group import Group
+from moefold.comm.plain import Pending, shift
+from moefold.kernels.attention.block import Merged, Seen, Sums
+from moefold.layers.config import Ring
+from moefold.layers.context.sight import Sight, View
+from moefold.layers.flow import Flow
+
+
+def attend(
+    record: Ring, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
+) -> Tensor:
+    """Return ``out_THv`` of this rank's rows; keys and values visit all ranks that see them."""
+    return ring_attention(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, flow.world.group("cp"))
+
+
+def ring_attention(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    lengths: tuple[int, ...],
+    ranks: Group,
+) -> Tensor:
+    """Return ``out_THv``; ``ranks`` hold the micro-batch of these segments in zigzag pieces."""
+    sight = Sight(lengths, q_THd.shape[0], ranks.size)
+    return _Ring.apply(q_THd, k_TGd, v_TGv, scale, sight, ranks)  # type: ignore[return-value]
+
+
+class _Passing(NamedTuple):
+    """Rows under way."""
+
+    pending: Pending
+    into_UW: Tensor
+
+
+class _Rounds:
+    """The visits of one pass as this rank sees them."""
+
+    def __init__(
+        self, k_TGd: Tensor, v_TGv: Tensor, sight: Sight, ranks: Group, label: str | None
+    ) -> None:
+        self._dims = (k_TGd.shape[1:], v_TGv.shape[1:])
+        self._kv_TW = torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1)
+        self._sight, self._ranks, self._label = sight, ranks, label
+
+    def view(self, by: int) -> View:
+        """Return what this rank sees of the rank ``by`` places back."""
+        at, size = self._ranks.index, self._ranks.size
+        return self._sight.view(at, (at - by) % size)
+
+    def lent(self, by: int) -> slice:
+        """Return the rows here that the rank ``by`` places on sees."""
+        at, size = self._ranks.index, self._ranks.size
+        keys = self._sight.view((at + by) % size, at).keys
+        return slice(keys.start, keys.stop)
+
+    def start(self, by: int) -> _Passing | None:
+        """Begin round ``by``: rows leave for the rank that sees them, and visitors come."""
+        if by == self._ranks.size:
+            return None
+        rows = len(self.view(by).keys)
+        return self._pass(self._kv_TW[self.lent(by)], rows, by)
+
+    def send_home(self, by: int, dk_UGd: Tensor, dv_UGv: Tensor) -> _Passing:
+        """Send the visitors' gradients home, for those of the rows that were out."""
+        lent = self.lent(by)
+        dkv_UW = torch.cat([dk_UGd.flatten(1), dv_UGv.flatten(1)], 1).to(self._kv_TW.dtype)
+        return self._pass(dkv_UW, lent.stop - lent.start, -by)
+
+    def arrived(self, passing: _Passing) -> tuple[Tensor, Tensor]:
+        """Wait for rows under way; return them as keys and values, or gradients of such."""
+        passing.pending.wait()
+        k_UG, v_UG = passing.into_UW.split([dims.numel() for dims in self._dims], 1)
+        return k_UG.unflatten(1, self._dims[0]), v_UG.unflatten(1, self._dims[1])
+
+    def _pass(self, given_UW: Tensor, rows: int, by: int) -> _Passing:
+        into_UW = given_UW.new_empty((rows, given_UW.shape[1]))
+        pending = shift(given_UW, into_UW, by, self._ranks, self._label)
+        return _Passing(pending, into_UW)
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        scale: float,
+        sight: Sight,
+        ranks: Group,
+    ) -> Tensor:
+        rounds = _Rounds(k_TGd, v_TGv, sight, ranks, None)
+        merged = Merged(q_THd, v_TGv.shape[-1], scale)
+        arriving = rounds.start(1)
+        for tile in sight.own(ranks.index):
+            merged.see(tile, k_TGd, v_TGv)
+        for by in range(1, ranks.size):
+            k_UGd, v_UGv = rounds.arrived(arriving)
+            arriving = rounds.start(by + 1)
+            if len(k_UGd):
+                merged.see(rounds.view(by).tile(), k_UGd, v_UGv)
+        out_THv = merged.out_THv.to(q_THd.dtype)
+        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH)
+        ctx.scale, ctx.sight, ctx.ranks, ctx.label = scale, sight, ranks, ranks.recorder.label
+        return out_THv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        q_THd, k_TGd, v_TGv, out_THv, lse_TH = ctx.saved_tensors
+        rounds = _Rounds(k_TGd, v_TGv, ctx.sight, ctx.ranks, ctx.label)
+        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
+        sums = Sums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
+        arriving = rounds.start(1)
+        for tile in ctx.sight.own(ctx.ranks.index):
+            dq, *dkv = seen.gradients(tile, k_TGd, v_TGv)
+            sums.add_queries(tile.queries, dq)
+            sums.add_keys(tile.keys, *dkv)
+        returning: _Passing | None = None
+        for by in range(1, ctx.ranks.size):
+            k_UGd, v_UGv = rounds.arrived(arriving)
+            arriving = rounds.start(by + 1)
+            dkv = [k_UGd, v_UGv]
+            if len(k_UGd):
+                tile = rounds.view(by).tile()
+                dq, *dkv = seen.gradients(tile, k_UGd, v_UGv)
+                sums.add_queries(tile.queries, dq)
+            if returning is not None:
+                sums.add_keys(rounds.lent(by - 1), *rounds.arrived(returning))
+            returning = rounds.send_home(by, *dkv)
+        if returning is not None:
+            sums.add_keys(rounds.lent(ctx.ranks.size - 1), *rounds.arrived(returning))
+        return *sums.gradients(), None, None, None
