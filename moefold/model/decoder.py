@@ -99,7 +99,8 @@ class DecoderModel(nn.Module):
     def start(self, flow: Flow) -> Tensor:
         """Return the embedded rows ``x_TD``."""
         assert self.embed is not None, "the embedding is not on this rank"
-        return self.embed(flow)
+        with flow.world.recorder.module("embed"):
+            return self.embed(flow)
 
     def run(
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]

@@ -1,0 +1,96 @@
+"""What a proof runs: a small model on some rows, one layout of it, and how many ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, count
+
+from moefold.config.base import Record
+from moefold.config.problems import RunError
+from moefold.mesh.folding import Folding
+from moefold.mesh.legality import violations
+from moefold.mesh.needs import needs
+from moefold.model.config import Decoder
+from moefold.parallel.config import Layout
+from moefold.precision.config import Precision
+
+SHARED_COUNTS = (8, 16, 32)
+"""Micro-batches of a step, tried first, so that many layouts share one reference."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is computed, whatever the layout: cases that agree in it share one reference run."""
+
+    decoder: Decoder
+    optim: Record
+    micro_batches: int = 8
+    """Of a step, over all data ranks."""
+    rows: int = 32
+    """Of each micro-batch, padding included."""
+    padding: int = 3
+    """Micro-batch j ends with ``(j % 3) * padding`` rows of padding."""
+    empty: tuple[int, ...] = ()
+    """Micro-batches without a valid row."""
+    idle: tuple[int, ...] = ()
+    """Experts that no token may choose; a router without a selection bias keeps them."""
+    precision: Precision = "fp64"
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A subject in a layout over a number of ranks."""
+
+    name: str
+    subject: Subject
+    layout: Layout
+    world: int
+
+    @property
+    def folding(self) -> Folding:
+        """The layout's sizes laid over the ranks."""
+        return Folding(self.layout.split, self.world, self.layout.order)
+
+    def refused(self) -> Iterator[str]:
+        """Yield, in words, what makes the case illegal; nothing where it can run."""
+        model = needs(self.subject.decoder, self.subject.rows)
+        layout = self.layout
+        found = violations(layout.split, model, self.world, layout.order, layout.stages)
+        yield from (violation.rule for violation in found)
+        if found:
+            return
+        sizes, dp = layout.split, self.folding.dp
+        if self.subject.rows % (sizes.tp * 2 * sizes.cp):
+            yield f"tp * 2 * cp divides the rows of a micro-batch ({self.subject.rows})"
+        if self.subject.micro_batches % dp:
+            yield f"dp{dp} divides the micro-batches ({self.subject.micro_batches})"
+        elif not fills(layout, self.subject.micro_batches // dp):
+            yield f"the schedule has no table for {self.subject.micro_batches // dp} micro-batches"
+
+
+def fills(layout: Layout, micro_batches: int) -> bool:
+    """Whether a layout's schedule has a table for so many micro-batches on each data rank."""
+    try:
+        layout.table(micro_batches)
+    except RunError:
+        return False
+    return True
+
+
+def enough(layout: Layout, world: int) -> int:
+    """Return micro-batches of a step for a layout that is legal on ``world`` ranks.
+
+    Each data rank gets as many, and the schedule has a table for them.
+
+    Raises:
+        RunError: where no number of micro-batches is inside the schedule's domain.
+    """
+    sizes = layout.split
+    dp = world // (sizes.pp * sizes.cp * sizes.tp)
+    most = 8 * sizes.pp * max(sizes.vpp, 1) * dp
+    for total in chain(SHARED_COUNTS, count(dp, dp)):
+        if total % dp == 0 and fills(layout, total // dp):
+            return total
+        if total > max(most, SHARED_COUNTS[-1]):
+            layout.table(total // dp)  # says what is outside its domain
+    raise AssertionError("counting never ends")

@@ -1,0 +1,264 @@
+"""Holds what the ranks of a layout found against one rank's run of the same subject.
+
+The error of a tensor is ``|a - b| / max(|b|, 1e-6 |all| sqrt(n / n_all))`` in the 2-norm, *all*
+being every tensor of its kind: where a tensor is small beside the others by a millionfold, its
+last bits say nothing. Tensors on that floor are named.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from moefold.proof.case import Subject
+from moefold.proof.trial import Findings, Piece
+
+VACUOUS = 1e-6
+"""A quantity below this proves nothing."""
+FLOOR = 1e-6
+SEPARATOR = "|"
+
+
+@dataclass
+class Outcome:
+    """What a case came to."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """The largest relative error by quantity."""
+    worst: dict[str, str] = field(default_factory=dict)
+    """The tensor or step of that error."""
+    floored: tuple[str, ...] = ()
+    """Tensors so small beside the others of their kind that the floor is their measure."""
+    problems: tuple[str, ...] = ()
+    """What is wrong beside errors: pieces missing, copies that differ, narrow tensors."""
+    sites: tuple[tuple[str, str, str, str], ...] = ()
+    seconds: float = 0.0
+
+    def passed(self, bound: float) -> bool:
+        """Whether every error is within the bound and nothing else is wrong; NaN is not."""
+        return not self.problems and all(error <= bound for error in self.errors.values())
+
+
+# ------------------------------------------------------------------------- the reference, on disk
+
+
+def write_reference(path: Path, subject: Subject, found: Findings) -> None:
+    """Write what one rank found, to be read by the ranks of layouts."""
+    tensors = {
+        kind + SEPARATOR + name: piece.values.contiguous()
+        for kind, pieces in found.pieces.items()
+        for name, piece in pieces.items()
+    }
+    facts = {
+        "figures": found.figures,
+        "counts": found.counts,
+        "vacuous": vacuous(subject, found),
+        "narrow": found.narrow,
+        "norms": {
+            kind: {name: float(piece.values.double().norm()) for name, piece in pieces.items()}
+            for kind, pieces in found.pieces.items()
+        },
+        "shapes": {
+            kind: {name: list(piece.values.shape) for name, piece in pieces.items()}
+            for kind, pieces in found.pieces.items()
+        },
+    }
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, {"facts": json.dumps(facts)})
+    partial.rename(path)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return all of a reference but its tensors."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["facts"])
+
+
+def vacuous(subject: Subject, found: Findings) -> list[str]:
+    """Return what in a reference run is so small that agreeing on it proves nothing."""
+    words = []
+    for name, values in found.figures.items():
+        words += [f"{name} is {v:g}" for v in values if not abs(v) > VACUOUS]
+    grads = found.pieces["gradients"]
+    for kind in ("gradients", "weights"):
+        for name in grads:
+            norm = float(found.pieces[kind][name].values.double().norm())
+            words += [f"{kind} of {name}: {norm:g}"] if not norm > VACUOUS else []
+    for name, piece in grads.items():
+        if ".experts." in name:
+            by_expert = piece.values.double().flatten(1).norm(dim=1).tolist()
+            words += _idle_words(f"gradients of {name}", by_expert, subject, VACUOUS)
+    for name, counts in found.counts.items():
+        if name.endswith("load_E"):
+            words += _idle_words(name, counts, subject, 0)
+    return words
+
+
+def _idle_words(what: str, values: Sequence[float], subject: Subject, least: float) -> list[str]:
+    words = []
+    for expert, value in enumerate(values):
+        if expert in subject.idle and value:
+            words.append(f"{what}: expert {expert} is to have no token and has {value:g}")
+        elif expert not in subject.idle and not value > least:
+            words.append(f"{what}: expert {expert} has {value:g}")
+    return words
+
+
+# --------------------------------------------------------------------------------- on each rank
+
+
+def measure(path: Path, found: Findings) -> dict[str, Any]:
+    """Return a rank's findings beside the reference, as data that JSON can hold.
+
+    Each piece comes with its place, its squared error, and a digest of its bits.
+    """
+    told: dict[str, dict[str, Any]] = {}
+    with safe_open(path, "pt") as file:
+        known = set(file.keys())
+        for kind, pieces in found.pieces.items():
+            told[kind] = {}
+            for name, piece in pieces.items():
+                key = kind + SEPARATOR + name
+                wanted = file.get_slice(key) if key in known else None
+                told[kind][name] = [piece.box, _error(piece, wanted), _digest(piece.values)]
+    return {
+        "figures": found.figures,
+        "counts": found.counts,
+        "pieces": told,
+        "narrow": found.narrow,
+        "sites": found.sites,
+    }
+
+
+def _error(piece: Piece, wanted: Any) -> float:
+    """Return the squared error, NaN where the reference has no such tensor."""
+    if wanted is None:
+        return math.nan
+    place = tuple(slice(start, end) for start, end in piece.box)
+    values = wanted[place] if place else wanted[...]
+    difference = piece.values.double() - values.double()
+    return float(difference.square().sum())
+
+
+def _digest(values: torch.Tensor) -> str:
+    raw = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
+
+
+# ----------------------------------------------------------------------------- over all ranks
+
+
+def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
+    """Return the outcome of a case from the reference's facts and what each rank told."""
+    outcome = Outcome()
+    problems = [f"vacuous: {words}" for words in facts["vacuous"]]
+    narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
+    problems += [f"not fp64: {words}" for words in narrow]
+    _judge_figures(outcome, facts["figures"], told)
+    problems += _judge_counts(outcome, facts["counts"], told)
+    floored: list[str] = []
+    replicas: list[str] = []
+    for kind in facts["norms"]:
+        pieces = [rank["pieces"].get(kind, {}) for rank in told]
+        norms, shapes = facts["norms"][kind], facts["shapes"][kind]
+        problems += _missing(kind, shapes, pieces)
+        replicas += _unequal(kind, pieces)
+        floored += _judge_kind(outcome, kind, norms, shapes, pieces)
+    outcome.errors["replicas"] = float(len(replicas))
+    outcome.worst["replicas"] = replicas[0] if replicas else ""
+    outcome.floored, outcome.problems = tuple(floored), tuple(problems)
+    outcome.sites = tuple(sorted({tuple(site) for rank in told for site in rank["sites"]}))
+    return outcome
+
+
+def _note(outcome: Outcome, quantity: str, error: float, where: str) -> None:
+    """Keep the larger error of a quantity; NaN is the largest."""
+    held = outcome.errors.get(quantity)
+    if held is None or math.isnan(error) or error > held:
+        outcome.errors[quantity], outcome.worst[quantity] = error, where
+
+
+def _judge_figures(
+    outcome: Outcome, wanted: dict[str, list[float]], told: Sequence[dict[str, Any]]
+) -> None:
+    for name, values in wanted.items():
+        for number, rank in enumerate(told):
+            have = rank["figures"].get(name, [])
+            if len(have) != len(values):
+                _note(outcome, name, math.inf, f"rank {number} has {len(have)} values")
+            for step, (a, b) in enumerate(zip(have, values, strict=False)):
+                error = abs(a - b) / max(abs(b), VACUOUS)
+                _note(outcome, name, error, f"step {step + 1}, rank {number}")
+
+
+def _judge_counts(
+    outcome: Outcome, wanted: dict[str, list[int]], told: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Compare whole numbers; returns what no rank counted."""
+    seen = set()
+    for number, rank in enumerate(told):
+        for name, have in rank["counts"].items():
+            seen.add(name)
+            differ = name not in wanted or have != wanted[name]
+            _note(outcome, "counts", float(differ), f"{name}, rank {number}")
+    return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
+
+
+def _missing(
+    kind: str, shapes: dict[str, list[int]], pieces: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Return tensors of which the ranks' pieces do not make up the whole, exactly once."""
+    words = []
+    for name, shape in shapes.items():
+        boxes = {_box(rank[name][0]) for rank in pieces if name in rank}
+        volume = sum(math.prod(end - start for start, end in box) for box in boxes)
+        if volume != math.prod(shape) or not boxes:
+            words.append(f"{kind} of {name}: {volume} of {math.prod(shape)} elements are there")
+    extra = {name for rank in pieces for name in rank} - shapes.keys()
+    return words + [f"{kind} of {name}: one rank has no such tensor" for name in sorted(extra)]
+
+
+def _unequal(kind: str, pieces: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the pieces that several ranks hold and whose bits differ."""
+    digests: dict[tuple[str, Any], set[str]] = {}
+    for rank in pieces:
+        for name, (box, _, digest) in rank.items():
+            digests.setdefault((name, _box(box)), set()).add(digest)
+    return sorted({f"{kind} of {name}" for (name, _), seen in digests.items() if len(seen) > 1})
+
+
+def _judge_kind(
+    outcome: Outcome,
+    kind: str,
+    norms: dict[str, float],
+    shapes: dict[str, list[int]],
+    pieces: Sequence[dict[str, Any]],
+) -> list[str]:
+    """Note the error of each tensor of a kind; returns those on the floor."""
+    everything = math.hypot(*norms.values())
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    floored = []
+    for name, norm in norms.items():
+        errors: dict[Any, float] = {}
+        for rank in pieces:
+            if name in rank:
+                box, error, _ = rank[name]
+                held = errors.get(_box(box), 0.0)
+                errors[_box(box)] = error if math.isnan(error) else max(held, error)
+        floor = FLOOR * everything * math.sqrt(math.prod(shapes[name]) / max(elements, 1))
+        if norm < floor:
+            floored.append(f"{kind} of {name}")
+        error = math.sqrt(sum(errors.values()))
+        _note(outcome, kind, error / max(norm, floor) if error else 0.0, name)
+    return floored
+
+
+def _box(box: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(start), int(end)) for start, end in box)

@@ -1,0 +1,165 @@
+"""Runs cases one after another on one set of processes, each case with groups of its own.
+
+References come first, dealt out over the ranks; then the cases, the widest first, so that no rank
+waits for others that have work left without it. What fails ends the processes; the cases left
+start anew.
+"""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from moefold.comm.collectives import gather_objects
+from moefold.comm.environment import Spot
+from moefold.comm.join import join
+from moefold.comm.launch import RankError, launch
+from moefold.comm.world import World
+from moefold.config.uses import bring
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import Folding
+from moefold.parallel.config import Layout
+from moefold.proof.case import Case, Subject
+from moefold.proof.compare import Outcome, facts_of, judge, measure, write_reference
+from moefold.proof.trial import Break, try_out
+
+TIME_OUT_S = 120.0
+PLAIN = Layout()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A case, where its reference lies, and what is broken on purpose."""
+
+    case: Case
+    reference: str
+    broken: Break | None = None
+
+
+Told = Callable[[int, Outcome], None]
+"""Called with a case's number and outcome as it is known."""
+
+
+def run_cases(
+    cases: Sequence[Case],
+    breaks: Sequence[Break | None] = (),
+    *,
+    told: Told | None = None,
+    time_out_s: float = TIME_OUT_S,
+    uses: Iterable[str] = (),
+) -> list[Outcome]:
+    """Run cases and return their outcomes in order.
+
+    Args:
+        cases: what to run; cases of one subject share its reference.
+        breaks: for each case what is broken in it; none where left out.
+        told: is called with each case's number and outcome when it is known.
+        time_out_s: how long ranks wait for each other.
+        uses: Python files with parts from outside.
+    """
+    outcomes: dict[int, Outcome] = {}
+
+    def keep(number: int, outcome: Outcome) -> None:
+        outcomes[number] = outcome
+        if told is not None:
+            told(number, outcome)
+
+    with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
+        tasks = _tasks(cases, breaks or [None] * len(cases), Path(folder))
+        while len(outcomes) < len(cases):
+            left = {number: task for number, task in tasks.items() if number not in outcomes}
+            error = _run(left, keep, time_out_s, tuple(uses))
+            if error is not None:
+                first = next(number for number in left if number not in outcomes)
+                keep(first, Outcome(problems=(error,)))
+    return [outcomes[number] for number in range(len(cases))]
+
+
+def _tasks(cases: Sequence[Case], breaks: Sequence[Break | None], folder: Path) -> dict[int, Task]:
+    """Return the tasks by number, in the order in which they run."""
+    references: dict[Subject, str] = {}
+    for case in cases:
+        references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
+    order = sorted(range(len(cases)), key=lambda number: -cases[number].world)
+    return {n: Task(cases[n], references[cases[n].subject], breaks[n]) for n in order}
+
+
+def _run(
+    tasks: dict[int, Task], keep: Told, time_out_s: float, uses: tuple[str, ...]
+) -> str | None:
+    """Run tasks until one fails; returns what the first that failed had to say."""
+    ours, theirs = Pipe(duplex=False)
+    reader = threading.Thread(target=_read, args=(ours, keep), daemon=True)
+    reader.start()
+    ranks = max(task.case.world for task in tasks.values())
+    error = None
+    try:
+        launch(_work, ranks, list(tasks.items()), theirs, time_out_s, uses, time_out_s=time_out_s)
+    except RankError as failed:
+        error = str(failed)
+    finally:
+        theirs.close()
+        reader.join()
+    return error
+
+
+def _read(ours: Connection, keep: Told) -> None:
+    while True:
+        try:
+            number, outcome = ours.recv()
+        except (EOFError, OSError):
+            return
+        keep(number, outcome)
+
+
+# --------------------------------------------------------------------------------- on each rank
+
+
+def _work(
+    spot: Spot,
+    tasks: list[tuple[int, Task]],
+    told: Connection,
+    time_out_s: float,
+    uses: tuple[str, ...],
+) -> None:
+    """Run every task that this rank is in."""
+    bring(uses)
+    with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
+        _references(spot, [task for _, task in tasks])
+        gather_objects("references are there", everyone.group("world"))
+    for number, task in tasks:
+        case = task.case
+        if spot.rank >= case.world:
+            continue
+        started = time.perf_counter()
+        if case.world > 1:
+            join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
+        with World.open(case.folding, "cpu", time_out_s) as world:
+            answers = _answers(task, world)
+        if spot.rank == 0:
+            outcome = judge(facts_of(Path(task.reference)), answers)
+            outcome.seconds = time.perf_counter() - started
+            told.send((number, outcome))
+
+
+def _references(spot: Spot, tasks: list[Task]) -> None:
+    """Make the references that are not there yet, each on one rank."""
+    subjects = {task.reference: task.case.subject for task in tasks}
+    for turn, (path, subject) in enumerate(subjects.items()):
+        if turn % spot.world == spot.rank and not Path(path).exists():
+            write_reference(Path(path), subject, reference_of(subject))
+
+
+def reference_of(subject: Subject) -> Any:
+    """Run a subject on one rank, in the plainest layout."""
+    return try_out(subject, PLAIN, World.single())
+
+
+def _answers(task: Task, world: World) -> list[dict[str, Any]]:
+    found = try_out(task.case.subject, task.case.layout, world, task.broken)
+    return gather_objects(measure(Path(task.reference), found), world.group("world"))
