@@ -1,0 +1,294 @@
+"""Planned memory against Megatron's own count, measured peaks, and runs that did not fit."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.layers.config import Gqa, Mla
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router, Shared
+from moefold.planner.case import Case, Keeping, Numbers, Software
+from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
+from moefold.planner.hardware import cluster
+from moefold.planner.memory import Memory, fits, fullest, layer_kept, memory, peak_bytes
+from moefold.planner.memory_state import (
+    State,
+    Weight,
+    model_weights,
+    place_weights,
+    stage_states,
+    state,
+)
+from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
+from tests.published import decoder, qk_norms
+
+FILE = Path(__file__).parents[1] / "data" / "memory_layouts.json"
+DATA = json.loads(FILE.read_text("utf-8"))
+MEGATRON = Software(stack="megatron")
+GIB = 2**30
+UNDESCRIBED = "gpt3-175b(dense,megatron)"
+"""Two matrices per feed-forward and biases, which no kind of ours has."""
+LAYOUTS = [case for case in DATA["cases"] if case["model"] != UNDESCRIBED]
+
+
+def layout(entry: dict[str, Any]) -> Case:
+    model, vpp = decoder(entry["model"]), entry["vpp"] or 1
+    axes = {axis: entry[axis] for axis in ("tp", "cp", "pp", "ep", "etp")}
+    stages = Stages.balanced(entry["pp"], vpp, len(model.blocks), entry["mtp"] or 0)
+    return Case(
+        model,
+        entry["seq"],
+        64 * entry["world"],
+        entry["mbs"],
+        cluster(f"h100x{entry['world']}"),
+        Sizes(**axes, vpp=vpp),
+        stages,
+        Interleaved() if vpp > 1 else OneFOneB(),
+        "alltoall",
+        1.0,
+        keeping=Keeping(zero=int(entry["dist_opt"])),
+        software=MEGATRON,
+    )
+
+
+def known_gap(entry: dict[str, Any], case: Case) -> float:
+    """Return the bytes by which the estimator is known to be below an average stage of ours."""
+    pp, tp = entry["pp"], entry["tp"]
+    gap = Weight("norms", (qk_norms(entry["model"]),))
+    bytes_ = state(case, [gap]).total / pp
+    attention, dp = case.blocks[0].attention, case.folding.dp
+    dense = sum(w.local(case) for w in model_weights(case.decoder) if not w.expert)
+    dense -= qk_norms(entry["model"])
+    # The estimator shares master weights and moments of dense parts over dp alone.
+    bytes_ -= entry["dist_opt"] * 12 * dense / pp * (1 / dp - 1 / (dp * entry["cp"]))
+    if isinstance(attention, Mla):
+        rank = attention.q_rank or 0
+        width = rank + attention.kv_rank + attention.rope_dim
+        latents = width * case.decoder.hidden + rank + attention.kv_rank
+        # Whole on each tensor rank; the estimator cuts them, the norms on latents too.
+        down = Weight("down", (latents * len(case.blocks),))
+        bytes_ += state(case, [down]).total / pp * (1 - 1 / tp)
+    return bytes_
+
+
+@pytest.mark.parametrize("entry", LAYOUTS, ids=lambda e: f"{e['model']} {e['world']} pp{e['pp']}")
+def test_state_is_that_of_megatron_once_known_gaps_are_taken_out(entry: dict[str, Any]) -> None:
+    """To the byte: the average stage without embeddings, plus those of the first."""
+    case = layout(entry)
+    ends = state(case, [Weight("embed.weight", (case.decoder.vocab, case.decoder.hidden), 0)]).total
+    total = sum(stage_states(case), State()).total
+    extra = 0.0
+    if entry["mtp"]:
+        # Theirs is a whole layer on one stage; ours joins it by a matrix and three norms.
+        last = stage_states(case)[-1].total
+        without = layout(entry | {"mtp": None})
+        added = last - stage_states(without)[-1].total
+        hidden = case.decoder.hidden
+        joined = state(case, [Weight("join", (2 * hidden + 3, hidden))]).total
+        total -= added
+        extra = added - joined - ends
+    blocks = total - 2 * ends
+    first = ends * (2 if entry["pp"] == 1 else 1)
+    found = blocks / entry["pp"] + first + extra - known_gap(entry, case)
+    assert found == pytest.approx(entry["weight_and_optimizer_bytes"], rel=1e-9)
+
+
+def mixtral_2b(run: dict[str, Any]) -> Case:
+    attention = Gqa(heads=32, kv_heads=4, head_dim=64)
+    ffn = Moe(width=5504, router=Router(experts=8, top_k=2))
+    stack = Stack(repeat=4, blocks=(Block(attention=attention, ffn=ffn),))
+    model = Decoder(vocab=32000, hidden=2048, stacks=(stack,))
+    sizes, stages = Sizes(tp=run["tp"], etp=run["tp"]), Stages.parse("Et*4L")
+    where, mbs = cluster("h100x8"), run["mbs"]
+    return Case(
+        model, 4096, 8 * mbs, mbs, where, sizes, stages, OneFOneB(), "alltoall", 1.0,
+        software=MEGATRON,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run", DATA["measured"]["runs"], ids=str)
+def test_measured_peaks_of_eight_gpus(run: dict[str, Any]) -> None:
+    """Within 8 %, asked for; within 3 % as it stands. Nothing was fitted to them."""
+    assert fullest(mixtral_2b(run)).allocated / GIB == pytest.approx(run["total"], rel=0.03)
+
+
+def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
+    model, stages = decoder("deepseek-v3"), Stages.parse("Et*4|(tttt|)*14tmL")
+    sizes = Sizes(pp=4, vpp=4, ep=64)
+    return Case(
+        model, 4096, 8192, 1, cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall", 1.0,
+        keeping=Keeping(recompute=recompute), software=MEGATRON,
+    )  # fmt: skip
+
+
+def test_activations_of_deepseek_v3_are_those_of_the_paper() -> None:
+    """The third pipeline rank holds 15 chunks of four mixtures.
+
+    The paper counts the experts' output, which a weight before it spares, and shows it apart.
+    """
+    want = DATA["deepseek_v3"]
+    case = deepseek()
+    assert case.in_flight[2] == 15
+    found = memory(case)[2].fullest.activations / GIB
+    rows = case.rows * 8 * case.decoder.hidden * 2
+    assert 60 * rows / GIB == pytest.approx(want["unpermuted"], rel=0.01)
+    assert found + want["unpermuted"] == pytest.approx(want["activations"], rel=0.01)
+    less = found - memory(deepseek(frozenset(("mla_up",))))[2].fullest.activations / GIB
+    assert less == pytest.approx(want["mla_up"], rel=0.02)
+
+
+def moonlight() -> Decoder:
+    attention = Mla(heads=16, q_rank=None)
+    dense = Block.model_validate({"attention": attention, "ffn": {"kind": "dense", "width": 11264}})
+    router = Router(experts=64, top_k=6, score="sigmoid", selection_bias=True)
+    mixture = Moe(width=1408, router=router, shared=Shared(width=2816))
+    stacks = (
+        Stack(blocks=(dense,)),
+        Stack(repeat=26, blocks=(Block(attention=attention, ffn=mixture),)),
+    )
+    return Decoder(vocab=163840, hidden=2048, stacks=stacks)
+
+
+def nano() -> Decoder:
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    router = Router(experts=128, top_k=6)
+    mixture = PlainMoe(width=1856, router=router, shared=Shared(width=3712))
+    mixers = {"M": Mamba2(heads=64, head_dim=64), "*": Gqa(heads=32, kv_heads=2, head_dim=128)}
+    blocks = tuple(
+        block(mixers[letter], mixture if after == "E" else Nothing())
+        for letter, after in pairwise(pattern + " ")
+        if letter != "E"
+    )
+    return Decoder(vocab=131072, hidden=2688, stacks=(Stack(blocks=blocks),))
+
+
+def llama_8x70b() -> Decoder:
+    attention = Gqa(heads=64, kv_heads=8, head_dim=128)
+    ffn = Moe(width=28672, router=Router(experts=8, top_k=2))
+    stack = Stack(repeat=80, blocks=(Block(attention=attention, ffn=ffn),))
+    return Decoder(vocab=128256, hidden=8192, stacks=(stack,))
+
+
+MODELS = {"Moonlight": moonlight, "Nano": nano, "Llama3-8x70B": llama_8x70b}
+
+
+def published(row: dict[str, Any]) -> Case:
+    """Return a row of Megatron-Bridge: gradients in bf16, moments too in two of its recipes."""
+    made = MODELS.get(row["model"], lambda: decoder("qwen3-30b-a3b"))
+    model = made()
+    narrow = 2 if row["model"] in ("Moonlight", "Nano") else 4
+    sizes = Sizes(tp=row["tp"], ep=row["ep"], etp=row.get("etp", 1))
+    schedule = Merged() if row.get("merged") else OneFOneB()
+    stages = Stages.balanced(1, 1, len(model.blocks))
+    batch = row["world"] // row["tp"] * (4 if row.get("merged") else 1)
+    return Case(
+        model, row["seq"], batch, 1, cluster(f"h100x{row['world']}"), sizes, stages, schedule,
+        "hybridep", 1.0, Numbers(gradient_bytes=2, moment_bytes=narrow),
+        Keeping(recompute=frozenset(row["recompute"])),
+        replace(MEGATRON, cuda_graphs=row.get("graphs", "none")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("row", DATA["published"]["rows"], ids=str)
+def test_published_rows_fit_or_do_not_as_they_did(row: dict[str, Any]) -> None:
+    case = published(row)
+    assert fits(case) == row["fits"]
+    if row["gb"] is not None:
+        assert fullest(case).allocated / 1e9 == pytest.approx(row["gb"], rel=0.08)
+
+
+def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes: Any) -> Case:
+    attention = Gqa(heads=8, kv_heads=4, head_dim=16)
+    ffn = Moe(width=64, router=Router(experts=8, top_k=2))
+    stack = Stack(repeat=12, blocks=(Block(attention=attention, ffn=ffn),))
+    model = Decoder(vocab=512, hidden=128, stacks=(stack,))
+    sizes = changes.pop("sizes", Sizes(pp=pp, ep=2))
+    stages = Stages.balanced(sizes.pp, sizes.vpp, 12)
+    world = changes.pop("world", 8 * pp)
+    dp = world // (sizes.pp * sizes.cp * sizes.tp)
+    case = Case(
+        model, 128, m * dp, 1, cluster(f"h100x{world}"), sizes, stages,
+        schedule or OneFOneB(), "alltoall", 1.0,
+    )  # fmt: skip
+    return replace(case, **changes)
+
+
+def test_activations_are_chunks_in_flight() -> None:
+    case = small()
+    kept = sum(part.bytes for part in layer_kept(case, case.blocks[0]) if part.stays(frozenset()))
+    row = case.rows * case.decoder.hidden * 2
+    found = [one.fullest.activations for one in memory(case)]
+    assert found == [4 * 3 * kept, 3 * 3 * kept, 2 * 3 * kept, 3 * kept + 2 * row]
+    assert fullest(case).rank == 0
+
+
+def test_a_step_ends_with_nothing_kept() -> None:
+    for schedule, vpp in ((OneFOneB(), 1), (Interleaved(), 3), (Merged(), 3), (GPipe(), 1)):
+        for one in memory(small(schedule=schedule, sizes=Sizes(pp=4, vpp=vpp, ep=2))):
+            assert one.moments[-1].label == "step" and one.moments[-1].activations == 0
+            assert all(moment.activations > 0 for moment in one.moments[:-1])
+
+
+def test_gpipe_keeps_all_and_merged_passes_share() -> None:
+    plain, all_first = parts(small()), parts(small(schedule=GPipe()))
+    assert all_first.fullest.activations == 3 * plain.fullest.activations
+    one = small(pp=1, schedule=OneFOneB())
+    alone, beside = fullest(one), fullest(replace(one, schedule=Merged()))
+    ratio = beside.fullest.activations / alone.fullest.activations
+    assert 1 < ratio < 1.15, "a merged pair holds one layer more, not a second micro-batch"
+
+
+def test_the_bound_is_never_below_the_peak() -> None:
+    for schedule, vpp in ((OneFOneB(), 1), (Interleaved(), 3), (Merged(), 3), (GPipe(), 1)):
+        for m in (4, 8, 40):
+            case = small(schedule=schedule, sizes=Sizes(pp=4, vpp=vpp, ep=2), m=m)
+            assert peak_bytes(case) >= fullest(case).total
+
+
+def parts(case: Case) -> Memory:
+    return memory(case)[0]
+
+
+def test_each_stage_of_sharding_takes_its_part() -> None:
+    """What is shared lies once on all copies: eight of dense parts, four of each expert's."""
+    for zero in range(4):
+        case = small(keeping=Keeping(zero=zero), software=MEGATRON)
+        weights = [w for chunk in case.places[1] for p in chunk for w in place_weights(case, p)]
+        copies = [case.folding.edp if w.expert else case.folding.dp for w in weights]
+        locals_ = [w.local(case) for w in weights]
+        shared = sum(local / n for local, n in zip(locals_, copies, strict=True))
+        found, whole = memory(case)[1].state, sum(locals_)
+        assert found.weights == pytest.approx(2 * (shared if zero > 2 else whole))
+        assert found.gradients == pytest.approx(4 * (shared if zero > 1 else whole))
+        assert found.master == pytest.approx(4 * (shared if zero > 0 else whole))
+        assert found.moments == pytest.approx(2 * found.master)
+
+
+def test_offload_and_recompute_take_away_what_they_name() -> None:
+    base = parts(small()).fullest.activations
+    experts = frozenset(("experts",))
+    gone = parts(small(keeping=Keeping(offload=experts))).fullest.activations
+    half = parts(small(keeping=Keeping(offload=experts, offload_share=0.5))).fullest.activations
+    assert gone < half < base
+    assert base - half == pytest.approx((base - gone) / 2)
+    block_only = parts(small(keeping=Keeping(recompute=frozenset(("block",))))).fullest.activations
+    assert block_only < gone
+    moved = parts(small(keeping=Keeping(optimizer_offload=1.0))).state
+    assert (moved.master, moved.moments) == (0, 0)
+
+
+def test_the_fullest_experts_decide() -> None:
+    even, uneven = parts(small()), parts(small(load=2.0))
+    assert uneven.fullest.activations > even.fullest.activations
+    assert uneven.state == even.state
+
+
+def test_parts_add_up_to_the_total() -> None:
+    for one in memory(small()):
+        assert sum(one.parts.values()) == pytest.approx(one.total)
