@@ -5,6 +5,7 @@ has waited half of the time-out raises an alarm; then each rank writes its last 
 stacks, one of them reads all beats and gives the verdict, and all add it to what they wrote.
 """
 
+import atexit
 import faulthandler
 import json
 import sys
@@ -57,9 +58,12 @@ class Watch:
         self._beat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+        # A thread inside of the store's code when the interpreter ends would abort the process.
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the watch."""
+        atexit.unregister(self.stop)
         self._over.set()
         self._thread.join(self.time_out_s)
 

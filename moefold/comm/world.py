@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ class World:
         self._by_ranks: dict[Ranks, Group] = {}
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._watch: Watch | None = None
+        self._prefix = ""
 
     @property
     def size(self) -> int:
@@ -121,6 +123,20 @@ class World:
             self._made(f"{kind} outer {inner}", whole.ranks[place::inner]),
         )
 
+    @cached_property
+    def beside(self) -> "World":
+        """The same ranks with groups of their own, for a second thread of every rank.
+
+        Operations of one group must be issued in one order on all its ranks, and those of two
+        threads are in none. Every rank asks for it at the same place; the groups are made once.
+        """
+        if self.size == 1:
+            return self
+        world = World(self.folding, self.rank, self.device, self.time_out_s)
+        world.recorder, world._prefix = self.recorder, "second "
+        world._make_all()
+        return world
+
     def __enter__(self) -> "World":
         """Return itself."""
         return self
@@ -148,7 +164,9 @@ class World:
             named.setdefault(first, []).append(kind)
         for first, kinds in named.items():
             if first != EMBEDDING:
-                group = self._made("+".join(kinds), self.folding.group(first, self.rank))
+                group = self._made(
+                    self._prefix + "+".join(kinds), self.folding.group(first, self.rank)
+                )
                 self._by_kind.update(dict.fromkeys(kinds, group))
         if EMBEDDING in named:
             ends = (0, self.folding.sizes.pp - 1)
@@ -181,6 +199,7 @@ class World:
         return self._by_ranks[ranks]
 
     def _new(self, name: str, ranks: Ranks) -> Group:
+        name = self._prefix + name
         handle = self._process_group(ranks, name)
         # NCCL runs what two ranks say to each other one after the other.
         back = self._process_group(ranks, name) if self.device.type == "cuda" else None

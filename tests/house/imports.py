@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.tree import PACKAGE, Module, modules
+from tests.house.tree import PACKAGE, Module, dotted, modules
 
 # Rooms by floor; imports point down. A room's config.py and the model families stand on floor 0.
 FLOORS: dict[str, int] = {
@@ -36,6 +36,12 @@ SIDEWAYS: dict[tuple[str, str], str] = {
 TORCH_FREE = {"config", "mesh", "schedule", "planner", "run", "recipes"}
 # What stands for torch: the packages that load it.
 TORCHES = {"torch", "torchvision", "transformers", "triton", "torchao"}
+
+# The room that talks to other ranks; the others may use torch's sharding, whose calls are its own,
+# and `doctor` asks which back ends are there.
+TALKS = "moefold/comm/"
+SHARDING = tuple(f"torch.distributed.{part}" for part in ("fsdp", "tensor", "device_mesh"))
+ASKS = {"moefold/cli/_probes.py"}
 
 # Where a command may import the package when it runs, so that `--help` stays quick.
 LAUNCHERS = ("moefold/cli/", "moefold/__main__.py")
@@ -204,6 +210,35 @@ def no_local_imports(root: Path) -> list[str]:
         for module, target, found in inner_edges(root)
         if found.local and not module.path.startswith(LAUNCHERS)
     ]
+
+
+def only_comm_talks(root: Path) -> list[str]:
+    """No room but comm/ uses torch.distributed, its sharding excepted."""
+    breaches = []
+    for module in modules(root).values():
+        if module.path.startswith(TALKS) or module.path in ASKS:
+            continue
+        used = {
+            (node.lineno, name)
+            for node in ast.walk(module.syntax)
+            for name in _names_used(node)
+            if f"{name}.".startswith("torch.distributed.")
+            and not f"{name}.".startswith(tuple(f"{part}." for part in SHARDING))
+        }
+        breaches += [
+            module.at(line, f"uses {name}; comm/ alone talks to other ranks")
+            for line, name in sorted(used)
+        ]
+    return breaches
+
+
+def _names_used(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Attribute) and not dotted(node).endswith(".distributed"):
+        yield dotted(node)
 
 
 def _is_command(module: Module) -> bool:

@@ -16,6 +16,7 @@ RULES: list[Rule] = [
     imports.no_torch,
     imports.loads_without_torch,
     imports.no_local_imports,
+    imports.only_comm_talks,
     shape.file_sizes,
     shape.function_sizes,
     shape.function_p90,
@@ -133,6 +134,22 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         imports.no_local_imports,
         {"moefold/moe/a.py": "\ndef f():\n    import moefold.moe.b\n", "moefold/moe/b.py": ""},
         "moefold/moe/a.py:3: imports moefold.moe.b inside a function",
+    ),
+    (
+        "a collective outside of comm/",
+        imports.only_comm_talks,
+        {
+            "moefold/comm/a.py": "import torch.distributed\n",
+            "moefold/layers/a.py": "import torch\n\ntorch.distributed.all_reduce(x)\n",
+            "moefold/parallel/a.py": "from torch.distributed.fsdp import fully_shard\n",
+        },
+        "moefold/layers/a.py:3: uses torch.distributed.all_reduce; comm/ alone",
+    ),
+    (
+        "torch.distributed by another name",
+        imports.only_comm_talks,
+        {"moefold/moe/a.py": "from torch import distributed as d\n"},
+        "moefold/moe/a.py:1: uses torch.distributed; comm/ alone",
     ),
     (
         "a long file",

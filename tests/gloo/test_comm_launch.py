@@ -1,0 +1,210 @@
+"""Ranks are started, told of signals, ended when one fails; torchrun and Slurm start them too."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moefold.comm.environment import Spot
+from moefold.comm.launch import RankError, launch
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
+
+
+def answer(spot: Spot, factor: int) -> tuple[int, int, int]:
+    total = torch.tensor([spot.rank + 1])
+    dist.all_reduce(total)
+    return spot.rank, factor * int(total), torch.get_num_threads()
+
+
+def test_rank_zero_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch(answer, 3, 10, time_out_s=20) == (0, 60, 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert launch(answer, 1, 10, time_out_s=20) == (0, 10, 2)
+
+
+def fail_on_one(spot: Spot, folder: str) -> None:
+    (Path(folder) / str(spot.rank)).write_text(str(os.getpid()))
+    if spot.rank == 1:
+        time.sleep(0.2)
+        raise LookupError("rank one found nothing")
+    dist.barrier()
+    time.sleep(60)
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_first_error_is_reported_and_the_others_end(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed first.*LookupError: rank one found"):
+        launch(fail_on_one, 3, str(tmp_path), time_out_s=20)
+    assert time.monotonic() - started < 15
+    assert not any(lives(int((tmp_path / str(rank)).read_text())) for rank in range(3))
+
+
+def leave(spot: Spot) -> None:
+    if spot.rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1: the process died without a word, exit status 7"):
+        launch(leave, 2, time_out_s=20)
+
+
+def wait_for_signal(spot: Spot, folder: str) -> int:
+    heard: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    (Path(folder) / f"ready {spot.rank}").touch()
+    until = time.monotonic() + 20
+    while len(heard) < 2 and time.monotonic() < until:
+        time.sleep(0.02)
+    both = torch.tensor([int(sorted(heard) == sorted([signal.SIGTERM, signal.SIGUSR1]))])
+    dist.all_reduce(both)
+    return int(both)
+
+
+def when_ready(folder: Path, ranks: int, *signals: int) -> threading.Thread:
+    def send() -> None:
+        while len(list(folder.glob("ready *"))) < ranks:
+            time.sleep(0.02)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_signals_reach_every_rank(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    sender = when_ready(tmp_path, 2, signal.SIGTERM, signal.SIGUSR1)
+    assert launch(wait_for_signal, 2, str(tmp_path), time_out_s=20) == 2
+    sender.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
+    when_ready(tmp_path, 2, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch(wait_for_signal, 2, str(tmp_path), time_out_s=20)
+
+
+ORPHANS = """
+    import sys
+    from moefold.comm.launch import launch
+    from tests.gloo.test_comm_launch import wait_for_signal
+
+    if __name__ == "__main__":
+        launch(wait_for_signal, 2, sys.argv[1], time_out_s=20)
+"""
+
+
+def write_pid(spot: Spot, folder: str) -> None:
+    (Path(folder) / f"ready {spot.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(ORPHANS.replace("wait_for_signal", "write_pid")))
+    launcher = subprocess.Popen([sys.executable, script, tmp_path], env=environ())
+    files = [tmp_path / f"ready {rank}" for rank in range(2)]
+    until = time.monotonic() + 30
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    pids = [int(file.read_text()) for file in files]
+    until = time.monotonic() + 15
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < until, "ranks go on without their launcher"
+        time.sleep(0.05)
+
+
+def environ(**more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def slurm_tasks(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start what ``srun`` would: the variables that it sets, and the address of this machine."""
+    slurm = {
+        "SLURM_NTASKS": str(world),
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    return [
+        subprocess.Popen(
+            [*PROGRAM, *arguments],
+            env=environ(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def test_ranks_started_by_slurm_meet() -> None:
+    for rank, task in enumerate(slurm_tasks(2)):
+        out, err = task.communicate(timeout=60)
+        assert task.returncode == 0 and out == f"rank {rank} of 2 has 11\n", err
+
+
+def test_the_store_outlives_a_stopped_rank_zero(tmp_path: Path) -> None:
+    tasks = slurm_tasks(3, str(tmp_path))
+    try:
+        for task in tasks[1:]:
+            _, err = task.communicate(timeout=60)
+            assert task.returncode != 0, err
+        for rank in (1, 2):
+            report = (tmp_path / f"rank-{rank:05d}.txt").read_text()
+            assert "rank 0 is absent: it does not answer" in report
+    finally:
+        for task in tasks:
+            task.kill()
+            task.communicate()
+
+
+def test_ranks_started_by_torchrun_meet() -> None:
+    port = f"--master-port={free_port()}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", port, "-m"]
+    done = subprocess.run(
+        [*command, PROGRAM[-1]], env=environ(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of 2 has 11", done.stdout)) == [
+        "rank 0 of 2 has 11",
+        "rank 1 of 2 has 11",
+    ]
