@@ -1,0 +1,127 @@
+"""Cases: what they refuse, and what follows from them by the tables that training executes."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.planner.case import Case, Keeping, peaks_of, recomputed, table_of
+from moefold.planner.hardware import cluster
+from moefold.policies.config import Full, Selective
+from moefold.run import load_run
+from moefold.schedule.checker import peak_in_flight
+from moefold.schedule.config import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
+
+DECODER = load_run("deepseek_v3").decoder()
+LAYOUT = "Et*4|(tttt|)*14tmL"
+
+
+def case(**changes: Any) -> Case:
+    known: dict[str, Any] = {
+        "decoder": DECODER,
+        "seq": 4096,
+        "batch": 8192,
+        "micro_batch": 1,
+        "cluster": cluster("gb300x256"),
+        "sizes": Sizes.parse("pp4 vpp4 ep64"),
+        "stages": Stages.parse(LAYOUT),
+        "schedule": Interleaved(),
+        "dispatch": "hybridep",
+        "load": 1.0,
+    }
+    return Case(**known | changes)
+
+
+def test_what_follows_from_a_published_layout() -> None:
+    one = case()
+    assert (one.world, one.folding.dp, one.folding.edp) == (256, 64, 1)
+    assert (one.micro_batches, one.rows, one.multi_token) == (128, 4096, 1)
+    assert one.in_flight == (19, 17, 15, 13)
+    assert [len(stage) for stage in one.places[0]] == [5, 4, 4, 4]
+    assert [place.kind for place in one.places[3][3]] == ["layer", "multi_token", "loss"]
+    assert one.table is case().table, "a table is made once"
+
+
+def test_rows_are_split_over_tp_and_cp() -> None:
+    sizes = Sizes.parse("tp2 cp4 pp4 vpp4 ep32")
+    assert case(sizes=sizes, micro_batch=2).rows == 2 * 4096 // 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stages": Stages.parse("Et*61L")}, "pp . vpp is 16"),
+        ({"stages": Stages.parse("E|(tttt|)*14tmL")}, "hold 57 layers, the model has 61"),
+        ({"batch": 8191}, "a multiple of dp . micro_batch = 64"),
+        ({"load": 0.5}, "at least the mean"),
+        ({"cluster": cluster("h100x100")}, "a multiple of"),
+    ],
+)
+def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        case(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero": 4}, "zero 4"),
+        ({"recompute": frozenset(("mlp",))}, r"recompute \['mlp'\]"),
+        ({"offload": frozenset(("all",))}, r"offload \['all'\]"),
+        ({"offload_share": 1.5}, "offload_share 1.5"),
+        ({"optimizer_offload": -1.0}, "optimizer_offload -1.0"),
+    ],
+)
+def test_what_is_kept_is_checked(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Keeping(**changes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        (OneFOneB(), [(1, 1), (2, 1), (4, 1), (7, 1)]),
+        (Interleaved(), [(2, 2), (4, 3), (3, 5)]),
+        (Interleaved(group=6), [(4, 2)]),
+        (Merged(), [(1, 1), (4, 1), (4, 3)]),
+        (ZeroBubbleH1(), [(4, 1), (4, 2)]),
+        (ZeroBubbleV(), [(4, 2), (3, 2)]),
+        (DualPipeV(), [(4, 2), (3, 2)]),
+        (GPipe(), [(4, 1), (2, 2)]),
+    ],
+)
+def test_peaks_of_a_shortened_table_are_those_of_the_whole(
+    schedule: Schedule, sizes: list[tuple[int, int]]
+) -> None:
+    """Long tables are shortened, by whole groups, and only beyond their warm-up."""
+    for p, v in sizes:
+        period = getattr(schedule, "group", None) or p
+        for m in (2 * period, 9 * period, 31 * period):
+            assert peaks_of(schedule, p, v, m) == peak_in_flight(table_of(schedule, p, v, m))
+
+
+def test_recompute_records_of_a_run_file_have_their_modules() -> None:
+    assert recomputed(None) == frozenset()
+    assert recomputed(Full()) == {"block"}
+    assert recomputed(Selective(modules=("norms", "mla_up"))) == {"norms", "mla_up"}
+    with pytest.raises(ValueError, match="OneFOneB is not planned"):
+        recomputed(OneFOneB())
+
+
+def test_the_planner_imports_no_torch() -> None:
+    names = "case hardware count memory memory_kept memory_megatron memory_state traffic"
+    lines = [f"import moefold.planner.{name}" for name in names.split()]
+    lines.append("import sys; assert 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=60)

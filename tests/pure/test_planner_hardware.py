@@ -1,0 +1,50 @@
+"""Devices as data: complete, each number with its source, and named in words people type."""
+
+import pytest
+
+from moefold.planner.hardware import FORMAT_OF, catalogue, cluster, device
+
+NAMES = {"A100", "H100", "H200", "H800", "H20", "B200", "B300", "GB200", "GB300", "Ascend910"}
+
+
+def test_every_device_is_there_and_every_number_has_a_source() -> None:
+    assert set(catalogue()) == NAMES
+    for one in catalogue().values():
+        stated = dict(one.sources)
+        fields = {name for name in vars(one) if name not in ("name", "peaks", "sources")}
+        assert set(stated) == fields | {f"peaks.{name}" for name, _ in one.peaks}
+        assert all(len(source) > 3 for source in stated.values())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_numbers_are_in_their_units(name: str) -> None:
+    """A slip by a factor of a thousand in any field shows."""
+    one = device(name)
+    assert 40e9 < one.memory_bytes < 400e9
+    assert 1e12 < one.memory_bandwidth < 10e12
+    assert 100e9 < one.link_bandwidth <= 900e9
+    assert 20e9 < one.nic_bandwidth <= 100e9 < 20 * one.host_bandwidth
+    assert 100e12 < one.peak("bf16") < 3e15
+    assert one.peak("fp32") < one.peak("bf16") <= one.peak("fp8") <= one.peak("fp4")
+    assert 300 <= one.watts <= 1500
+
+
+def test_a_format_that_a_device_lacks_runs_as_the_next_wider() -> None:
+    assert device("a100").peak("fp4") == device("a100").peak("bf16")
+    assert device("h100").peak("fp4") == device("h100").peak("fp8") == 1979e12
+    assert set(FORMAT_OF.values()) == {"fp32", "bf16", "fp8", "fp4"}
+
+
+def test_a_cluster_is_read_from_a_word() -> None:
+    one = cluster("h100x1024")
+    assert (one.device.name, one.devices, one.per_node, one.domain) == ("H100", 1024, 8, 8)
+    rack = cluster("GB200x144")
+    assert (rack.per_node, rack.domain, rack.nodes) == (4, 72, 36)
+    assert cluster("h100x12", per_node=4).nodes == 3
+    assert cluster("b200x16", domain=16).domain == 16
+
+
+@pytest.mark.parametrize("word", ["h100", "h100x", "x8", "h100x0", "h100xmany", "tpux8"])
+def test_other_words_are_refused_with_what_there_is(word: str) -> None:
+    with pytest.raises(ValueError, match=r"such as h100x256|there are A100"):
+        cluster(word)
