@@ -1,7 +1,7 @@
 """Records of the dense parts of a decoder: rotary positions, attention kinds, the dense FFN."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +9,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
+from moefold.mesh.config import Sizes
 
 ATTENTION = Slot("attention")
 FFN = Slot("feed-forward")
@@ -134,11 +135,15 @@ class Dense(Record):
 
 
 class Context(Record):
-    """How attention sees the rows of other context ranks."""
+    """How attention sees the rows of other context ranks; base of every kind."""
 
-    def over_heads(self, cp: int) -> int:
-        """Return over how many of ``cp`` context ranks heads are spread; it divides ``cp``."""
-        return 1
+    def splits(self, sizes: Sizes) -> tuple[tuple[str, int], ...]:
+        """Return the kinds of groups that it cuts in two levels, and how many go together."""
+        return ()
+
+    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+        """Yield what of the record does not fit sizes and the model's numbers of heads."""
+        yield from ()
 
 
 @CONTEXT.register
@@ -170,9 +175,13 @@ class Ulysses(Context):
 
     owner = "moefold.layers.context.ulysses:attend"
 
-    def over_heads(self, cp: int) -> int:
-        """Heads are spread over all ranks."""
-        return cp
+    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+        """All context ranks share the heads; fewer can by ``mixed``."""
+        most = _most_over_heads(sizes, heads)
+        if most < sizes.cp:
+            rule = f"tp * cp ({sizes.tp * sizes.cp}) divides {_counts(heads)}"
+            fewer = {"kind": "mixed", "heads": most} if most > 1 else {"kind": "ring"}
+            yield Violation((), self.kind, rule, fewer)
 
 
 @CONTEXT.register
@@ -181,10 +190,29 @@ class Mixed(Context):
 
     kind: Literal["mixed"] = "mixed"
     heads: Size
-    """How many neighbours share heads; divides cp. Best those that are linked fastest."""
+    """How many neighbours share heads; best those that are linked fastest."""
 
     owner = "moefold.layers.context.mixed:attend"
 
-    def over_heads(self, cp: int) -> int:
-        """Heads are spread over neighbours."""
-        return self.heads
+    def splits(self, sizes: Sizes) -> tuple[tuple[str, int], ...]:
+        """Return the context ranks by neighbours."""
+        return (("cp", self.heads),) if sizes.cp > 1 else ()
+
+    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+        """Neighbours are of equal number and share the heads evenly."""
+        most = _most_over_heads(sizes, heads, self.heads)
+        if sizes.cp > 1 and most < self.heads:
+            rule = f"divides cp ({sizes.cp}), and tp * heads divides {_counts(heads)}"
+            yield Violation(("heads",), self.heads, rule, most)
+
+
+def _most_over_heads(sizes: Sizes, heads: Collection[int], at_most: int | None = None) -> int:
+    """Return the most context ranks, at most so many, that can share heads cut over tp already."""
+    among = math.gcd(*heads) // sizes.tp
+    bound = min(at_most or sizes.cp, sizes.cp)
+    return max(n for n in range(1, bound + 1) if sizes.cp % n == among % n == 0)
+
+
+def _counts(heads: Collection[int]) -> str:
+    counts = ", ".join(str(count) for count in sorted(set(heads)))
+    return f"the numbers of heads and of key-value heads ({counts})"

@@ -20,11 +20,13 @@ class Need(NamedTuple):
     axis: str
     size: int
     rule: str
+    of_heads: bool = False
+    """Whether it counts heads, which context ranks may share further."""
 
 
-def divides(axis: str, what: str, size: int) -> Need:
+def divides(axis: str, what: str, size: int, of_heads: bool = False) -> Need:
     """Return the need that an axis divides one of the model's dims."""
-    return Need(axis, size, f"{axis} divides {what} ({size})")
+    return Need(axis, size, f"{axis} divides {what} ({size})", of_heads)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Model:
     def layers(self) -> int:
         """Number of layers."""
         return len(self.mixtures)
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The different numbers of heads and of key-value heads that layers have."""
+        return tuple(dict.fromkeys(need.size for need in self.needs if need.of_heads))
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -78,12 +85,12 @@ def needs_of(record: Record) -> Iterable[Need]:
 
 
 def _gqa(record: Gqa) -> Iterator[Need]:
-    yield divides("tp", "attention heads", record.heads)
-    yield divides("tp", "key-value heads", record.kv_heads)
+    yield divides("tp", "attention heads", record.heads, of_heads=True)
+    yield divides("tp", "key-value heads", record.kv_heads, of_heads=True)
 
 
 def _mla(record: Mla) -> Iterator[Need]:
-    yield divides("tp", "attention heads", record.heads)
+    yield divides("tp", "attention heads", record.heads, of_heads=True)
 
 
 def _dense(record: Dense) -> Iterator[Need]:
