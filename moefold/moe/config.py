@@ -11,6 +11,7 @@ from moefold.config.base import Record
 from moefold.config.problems import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Size
+from moefold.mesh.config import Sizes
 
 BALANCE = Slot("balance term")
 DISPATCH = Slot("dispatcher")
@@ -177,19 +178,92 @@ class Moe(Record):
             seen.append(term.model_copy(update=FREE))
 
 
+class Dispatch(Record):
+    """How token rows go to the ranks of their experts and back; base of every dispatcher."""
+
+    @property
+    def splits(self) -> tuple[tuple[str, int], ...]:
+        """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
+        return ()
+
+    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+        """Yield what of the record does not fit the sizes of a layout."""
+        yield from ()
+
+
 @DISPATCH.register
-class Local(Record):
+class Local(Dispatch):
     """All experts live on this rank: rows are permuted, nothing is sent."""
 
     kind: Literal["local"] = "local"
 
     owner = "moefold.moe.dispatch.local:LocalDispatch"
 
+    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+        """Experts on other ranks need rows to be sent."""
+        if sizes.ep * sizes.etp > 1:
+            rule = f"local sends nothing, and ep{sizes.ep} etp{sizes.etp} has experts elsewhere"
+            yield Violation(("kind",), self.kind, rule, "alltoall")
+
 
 @DISPATCH.register
-class AllToAll(Record):
+class AllToAll(Dispatch):
     """Each rank sends token copies straight to the ranks of their experts."""
 
     kind: Literal["alltoall"] = "alltoall"
 
     owner = "moefold.moe.dispatch.alltoall:AllToAllDispatch"
+
+
+@DISPATCH.register
+class AllToAllOnce(Dispatch):
+    """A token is sent once to each rank that has any of its experts, and copied there."""
+
+    kind: Literal["alltoall_once"] = "alltoall_once"
+
+    owner = "moefold.moe.dispatch.once:OnceDispatch"
+
+
+@DISPATCH.register
+class TwoLevel(Dispatch):
+    """A token is sent once to each node that has any of its experts, and there once to each rank."""
+
+    kind: Literal["two_level"] = "two_level"
+    node: Size
+    """Neighbouring ranks of ``ep`` that are on one node."""
+
+    owner = "moefold.moe.dispatch.two_level:TwoLevelDispatch"
+
+    @property
+    def splits(self) -> tuple[tuple[str, int], ...]:
+        """The ranks of ``ep`` by nodes."""
+        return (("ep", self.node),)
+
+    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+        """Nodes are of equal size."""
+        if sizes.ep % self.node:
+            nearest = max(d for d in range(1, min(self.node, sizes.ep) + 1) if sizes.ep % d == 0)
+            yield Violation(("node",), self.node, f"must divide ep ({sizes.ep})", nearest)
+
+
+@DISPATCH.register
+class AllGather(Dispatch):
+    """Every rank gathers all rows and takes the copies of its own experts."""
+
+    kind: Literal["allgather"] = "allgather"
+
+    owner = "moefold.moe.dispatch.allgather:AllGatherDispatch"
+
+
+@DISPATCH.register
+class Padded(Dispatch):
+    """Token copies in equal splits: nothing is read on the host, and every shape is fixed.
+
+    A step in which any pair of ranks needs more room ends with an error that says how much.
+    """
+
+    kind: Literal["padded"] = "padded"
+    max_rows: Size
+    """Room between each pair of ranks, in copies of tokens of one micro-batch."""
+
+    owner = "moefold.moe.dispatch.padded:PaddedDispatch"

@@ -1,14 +1,20 @@
 """Dispatch by one all-to-all over the expert-parallel group: each copy goes to its expert's rank.
 
-T rows, D hidden, K experts per token, E experts, e of them here, R rows after dispatch, P ranks.
+T rows, D hidden, K experts per token, E experts, e of them here, R rows after dispatch, N rows
+sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same experts, so each
+needs the rows that come to all of them, and their results are added up.
 """
 
+import torch
 from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.config.base import Record
+from moefold.kernels.permute.gather import collect
 from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
-from moefold.moe.dispatch.local import LocalDispatch
+from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host, slots_of
+from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.order import sort_copies
 
 
 class AllToAllDispatch:
@@ -27,8 +33,31 @@ class AllToAllDispatch:
         world: World = ALONE,
     ) -> Dispatched:
         """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        if world.group("tp_ep").size == 1:
+            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        ep, etp = world.group("ep"), world.group("etp")
+        order = sort_copies(experts_TK, self._experts, complete)
+        counts_PSPe = everyone(order.counts_B, world).unflatten(2, (ep.size, -1))
+        coming_SPe = counts_PSPe[:, :, ep.index].transpose(0, 1)
+        going_P = order.counts_B.view(ep.size, -1).sum(1)
+        numbers = host_counts(torch.cat([going_P, coming_SPe.sum(2).flatten()]))
+        plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
+        order = order.first(sum(plan.send))
+        x_RD = plan.out(order.rows(x_TD, complete), ep, etp)
+        p_R = plan.out(order.entries(weights_TK), ep, etp)
+        slots_R = slots_of(coming_SPe.flatten(0, 1), sum(plan.slices))
+        experts = self._experts // ep.size
+        here = permute(x_RD, p_R[:, None], slots_R[:, None], experts, True)
+        handle = (order.token_R, order.row_TK, *here.handle, on_host(numbers))
+        return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
     def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        return self._local.combine(y_RD, handle, complete, world)
+        if world.group("tp_ep").size == 1:
+            return self._local.combine(y_RD, handle, complete, world)
+        ep, etp = world.group("ep"), world.group("etp")
+        token_N, row_TK, token_R, row_R1, counts = handle
+        numbers = host_counts(counts)
+        plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
+        y_ND = plan.back(collect(y_RD, token_R, row_R1, True), ep, etp)
+        return collect(y_ND, token_N, row_TK, complete)

@@ -28,6 +28,9 @@ class Dispatched:
     probs_R: Tensor
     """Routing weight of each row, differentiable; unspecified past the last offset."""
     handle: Handle
+    excess: Tensor | None = None
+    """int64: by how many rows the fullest pair of ranks exceeds the stated room, whose rows are
+    missing then; None where there is always room."""
 
 
 class Dispatcher(Protocol):
@@ -46,7 +49,8 @@ class Dispatcher(Protocol):
         Args:
             x_TD: token rows.
             weights_TK: routing weights, differentiable.
-            experts_TK: int64 expert ids; E, one past the last, for a dropped copy and padding.
+            experts_TK: int64 expert ids in the order of their seats, rank by rank; E, one past the
+                last, for a dropped copy and padding.
             complete: the host knows that no entry says "none".
             world: the groups; rows go over ``ep``, and over ``etp`` whose ranks share each expert.
         """

@@ -1,0 +1,62 @@
+"""Dispatch by gathering all rows: each rank takes from them the copies of its own experts.
+
+T rows here, A of all ranks, D hidden, K experts per token, E experts, R rows after dispatch, P
+ranks of ``ep``, S of ``etp``. It sends each token to every rank and so pays where K is near P or
+above.
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import gather_rows, scatter_rows
+from moefold.comm.world import World
+from moefold.config.base import Record
+from moefold.kernels.permute.gather import collect
+from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.counts import everyone, host_counts, on_host
+from moefold.moe.dispatch.hop import ranks_of
+from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.router import count
+
+
+class AllGatherDispatch:
+    """All rows to all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
+
+    def __init__(self, record: Record, experts: int) -> None:
+        self._experts = experts
+        self._local = LocalDispatch(record, experts)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        complete: bool,
+        world: World = ALONE,
+    ) -> Dispatched:
+        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        ranks = world.group("tp_ep")
+        if ranks.size == 1:
+            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        ep = world.group("ep")
+        each = self._experts // ep.size
+        copies_P = count(ranks_of(experts_TK, each), ep.size)
+        told_PSC = everyone(torch.cat([copies_P.new_full((1,), x_TD.shape[0]), copies_P]), world)
+        rows_PS, copies_PS = told_PSC[..., 0], told_PSC[..., 1 + ep.index]
+        *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))
+        parts = (x_TD, weights_TK, experts_TK)
+        x_AD, weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in parts)
+        slots_AK = experts_AK - ep.index * each
+        here_AK = (slots_AK >= 0) & (slots_AK < each)
+        slots_AK = torch.where(here_AK, slots_AK, each)
+        here = permute(x_AD, weights_AK, slots_AK, each, False, copies)
+        handle = (*here.handle, on_host(rows))
+        return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
+
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        ranks = world.group("tp_ep")
+        if ranks.size == 1:
+            return self._local.combine(y_RD, handle, complete, world)
+        token_R, row_AK, counts = handle
+        return scatter_rows(collect(y_RD, token_R, row_AK), ranks, host_counts(counts))
