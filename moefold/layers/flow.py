@@ -110,3 +110,15 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
 Segment = Callable[..., tuple[Tensor, ...]]
 """A piece of a block: ``segment(flow, *tensors) -> tensors``. Schedules, graph capture and
 compilation work on segments; running a block's segments one after another is its forward."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A segment that mostly waits for other ranks, so that a schedule may run it beside the
+    computing of another micro-batch. It has no weights and reaches ranks through ``flow.world``."""
+
+    run: Segment
+
+    def __call__(self, flow: Flow, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the segment."""
+        return self.run(flow, *tensors)

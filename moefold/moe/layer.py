@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
-from moefold.layers.flow import Flow, Segment
+from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
 from moefold.moe.dispatch.base import Dispatcher
@@ -44,7 +44,7 @@ class MoeFfn(nn.Module):
 
     def segments(self) -> tuple[Segment, ...]:
         """From residual and normed rows to (x_TD, terms_N)."""
-        return (self._route, self._dispatch, self._experts, self._combine)
+        return (self._route, Exchange(self._dispatch), self._experts, Exchange(self._combine))
 
     def _route(self, flow: Flow, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, ...]:
         routed = self.router(y_TD, flow, flow.decisions.get(self._key))

@@ -1,34 +1,51 @@
-"""Runs a pipeline's table: the passes of each chunk in order, and what crosses between ranks.
+"""Runs a pipeline's table: the steps of this rank's line, one after another.
 
 T rows here, D hidden. One rank without a pipeline is a table of one line.
+
+Where the head is: its loss, its gradient and the gradient of its rows are one product pass at the
+end of the last stage's F, so that logits are never kept. I and W of that stage hold the rest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import Pending, receive, send
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import Placed
-from moefold.schedule.table import Action, Result, actions_of
-from moefold.schedule.transfers import Transfer, with_transfers
+from moefold.parallel.pipeline.lanes import Chain, Lanes, State
+from moefold.parallel.pipeline.mail import Mail
+from moefold.parallel.pipeline.passes import Loss, Pass
+from moefold.parallel.pipeline.plan import Plan, plan
+from moefold.schedule.table import Action, Result, Step, actions_of
 
-Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
+
+class Storage(Protocol):
+    """Where weights and gradients are between steps: what shards them over data ranks."""
+
+    def before(self, step: Step) -> None:
+        """Lay out the weights that a step's chunks compute with."""
+        ...
+
+    def after(self, step: Step) -> None:
+        """Put away what no step needs soon, and pass on gradients that are complete."""
+        ...
 
 
-@dataclass
-class Forward:
-    """What a forward pass of one chunk leaves for its backward."""
+class Resident:
+    """Weights and gradients stay where they are."""
 
-    start: Tensor | None
-    """Its input rows, which collect their gradient; None where it embedded them itself."""
-    roots: list[Tensor]
-    gradients: list[Tensor | None]
-    """Of the roots; None for the output rows until the next stage's gradient comes."""
+    def before(self, step: Step) -> None:
+        """Do nothing."""
+
+    def after(self, step: Step) -> None:
+        """Do nothing."""
+
+
+RESIDENT = Resident()
 
 
 @dataclass
@@ -41,116 +58,119 @@ class Ran:
     """Micro-batch, layer, and its router terms [N], without gradient."""
 
 
+@dataclass
+class Held:
+    """One micro-batch in one chunk, from its F until its last backward action."""
+
+    way: Pass
+    sink: Deferred | Accumulated
+    gradient: Tensor | None = None
+    """Of the output rows, where the chunk ends with the loss."""
+
+
 class Executor:
-    """One step of a table on one rank.
+    """One step of training on one rank.
 
     Args:
         placed: this rank's parts.
         flows: one pass per micro-batch, without a sink.
         shares: of each micro-batch in the step's valid rows, the weight of its router terms.
         loss: what the last stage ends with.
+        storage: told of each step before and after it.
     """
 
     def __init__(
-        self, placed: Placed, flows: Sequence[Flow], shares: Sequence[float], loss: Loss
+        self,
+        placed: Placed,
+        flows: Sequence[Flow],
+        shares: Sequence[float],
+        loss: Loss,
+        storage: Storage = RESIDENT,
     ) -> None:
-        self.placed, self.flows, self.shares, self.loss = placed, flows, shares, loss
-        self.table = placed.table(len(flows))
-        self.rank = placed.world.attention.pp
-        self.ran = Ran()
-        self._splits = any(a.kind == "W" for a in self.table.actions(self.rank))
-        self._passes: dict[tuple[int, int], Forward] = {}
-        self._sinks: dict[tuple[int, int], Deferred | Accumulated] = {}
-        self._inbox: dict[Result, Tensor] = {}
-        self._coming: dict[Result, tuple[Tensor, Pending]] = {}
-        self._sent: list[Pending] = []
+        self._placed, self._flows, self._shares = placed, flows, shares
+        self._loss, self._storage = loss, storage
+        rank = placed.world.attention.pp
+        self.plan: Plan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
+        self.executed: list[Step] = []
+        """Steps that have ended."""
+        self._beside = placed.world.beside if self.plan.has_pairs else None
+        self._mail = Mail(self.plan, placed.world.group("pp"), self._buffer)
+        self._held: dict[tuple[int, int], Held] = {}
+        self._ran = Ran()
 
     def run(self) -> Ran:
-        """Run every action of this rank's line."""
-        for step in with_transfers(self.table)[self.rank]:
-            if isinstance(step, Transfer):
-                self._transfer(step)
-                continue
-            for action in actions_of(step):
-                getattr(self, f"_{action.kind}")(action)
-        for pending in self._sent:
-            pending.wait()
-        assert not (self._passes or self._sinks or self._inbox or self._coming)
-        return self.ran
+        """Run every step of this rank's line."""
+        with Lanes(self._placed.world.device) as lanes:
+            for at, step in enumerate(self.plan.line):
+                self._mail.post(at)
+                self._storage.before(step)
+                self._step(step, lanes)
+                self._storage.after(step)
+                self.executed.append(step)
+        self._mail.close()
+        assert not self._held, "passes without their backward"
+        return self._ran
 
-    def _transfer(self, transfer: Transfer) -> None:
-        """Start a receive, or send a result that this rank has just computed."""
-        ranks = self.placed.world.group("pp")
-        peer = ranks.ranks[transfer.peer]
-        if transfer.way == "send":
-            self._sent.append(send(self._inbox.pop(transfer.result), peer, ranks))
-            return
-        model, flow = self.placed.model, self.flows[transfer.result.micro]
-        shape = (flow.rows.rows, model.record.hidden)
-        buffer = torch.empty(shape, dtype=model.recipe.dtype, device=flow.rows.ids_T.device)
-        self._coming[transfer.result] = buffer, receive(buffer, peer, ranks)
+    def _step(self, step: Step, lanes: Lanes) -> None:
+        """Run one action, or two side by side; the backward of a pair has the first turn."""
+        actions = actions_of(step)
+        chains = {action: self._chain(action) for action in reversed(actions)}
+        left = dict(zip(chains, lanes.run(*chains.values()), strict=True))
+        for action in actions:
+            self._end(action, left[action])
 
-    def _take(self, result: Result) -> Tensor:
-        """Return a result of another stage, waiting for it if it is still on its way."""
-        if result in self._coming:
-            buffer, pending = self._coming.pop(result)
-            pending.wait()
-            return buffer
-        return self._inbox.pop(result)
+    def _chain(self, action: Action) -> Chain:
+        """Return what an action runs, once its inputs are here."""
+        stage, micro = self._spot(action)
+        if action.kind == "F":
+            held = self._held[stage, micro] = self._start(action)
+            needs = self.plan.table.needs(self.plan.rank, action)
+            given = [self._mail.take(need).requires_grad_() for need in needs]
+            return Chain(tuple(given), held.way.forward())
+        held = self._held[stage, micro]
+        if action.kind == "W":
+            assert isinstance(held.sink, Deferred)
+            held.sink.drain()
+            return Chain((), ())
+        gradient, held.gradient = held.gradient, None
+        if gradient is None:
+            gradient = self._mail.take(Result("gradient", stage + 1, micro))
+        drain = held.sink.drain if isinstance(held.sink, Deferred) else None
+        return Chain((gradient,), held.way.backward(drain if action.kind == "B" else None))
 
-    def _give(self, result: Result | None, tensor: Tensor | None) -> None:
-        """Lay a result down for another stage, here or elsewhere, if one reads it."""
-        if result is not None and self.table.reader(result) is not None:
-            assert tensor is not None
-            self._inbox[result] = tensor
-
-    def _F(self, action: Action) -> None:
-        """Run a chunk forward and keep what its backward needs."""
-        model, chunk = self.placed.model, self.placed.chunks[action.chunk]
-        stage, micro = self.table.stage(self.rank, action.chunk), action.micro
+    def _start(self, action: Action) -> Held:
+        """Prepare a micro-batch's way through a chunk."""
         # Where no action drains a queue, products run at once and their rows are let go.
-        sink = self._sinks[stage, micro] = Deferred() if self._splits else Accumulated()
-        flow = replace(self.flows[micro], sink=sink)
-        start = None
-        if stage:
-            start = self._take(Result("output", stage - 1, micro)).requires_grad_()
-        x_TD = model.start(flow) if chunk.embeds else start
-        assert x_TD is not None
-        x_TD, terms = model.run(flow, x_TD, chunk.layers)
-        done = Forward(start, [x_TD], [None])
-        if chunk.scores:
-            x_TD = model.finish(flow, x_TD)
-            loss, dx_TD = self.loss(x_TD.detach(), flow)
-            self.ran.losses.append(loss)
-            done = Forward(start, [x_TD], [dx_TD])
-        self.ran.terms += [(micro, layer, values.detach()) for layer, values in terms.items()]
-        _, weighted = model.router_terms(terms)
-        if weighted is not None and weighted.requires_grad:
-            done.roots.append(weighted)
-            done.gradients.append(torch.full_like(weighted, self.shares[micro]))
-        self._passes[stage, micro] = done
-        self._give(self.table.gives(self.rank, action), x_TD.detach())
+        apart = self.plan.splits or self._beside is not None
+        sink = Deferred() if apart else Accumulated()
+        placed, micro = self._placed, action.micro
+        chunk, flow = placed.chunks[action.chunk], replace(self._flows[micro], sink=sink)
+        share = self._shares[micro]
+        return Held(Pass(placed.model, chunk, flow, share, self._loss, self._beside), sink)
 
-    def _I(self, action: Action) -> None:
-        """Run a chunk backward as far as its inputs; weights' products wait in the sink."""
-        stage, micro = self.table.stage(self.rank, action.chunk), action.micro
-        done = self._passes.pop((stage, micro))
-        if done.gradients[0] is None:
-            done.gradients[0] = self._take(Result("gradient", stage + 1, micro))
-        pairs = [(r, g) for r, g in zip(done.roots, done.gradients, strict=True) if r.requires_grad]
-        if pairs:
-            roots, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(roots, gradients)
-        given = None if done.start is None else done.start.grad
-        self._give(self.table.gives(self.rank, action), given)
+    def _end(self, action: Action, left: State) -> None:
+        """Hand on what an action left, and forget what nothing needs any more."""
+        stage, micro = self._spot(action)
+        held = self._held[stage, micro]
+        if action.kind == "F":
+            way = held.way
+            self._ran.terms += [(micro, layer, values) for layer, values in way.terms]
+            if way.summed is not None:
+                self._ran.losses.append(way.summed)
+                held.gradient = left[0]
+        if action.kind in "BW":
+            del self._held[stage, micro]
+        given = self.plan.table.gives(self.plan.rank, action)
+        if given is not None and self.plan.table.reader(given) is not None:
+            (rows_TD,) = left
+            assert rows_TD is not None, "no gradient reaches the chunk's input"
+            self._mail.give(given, rows_TD.detach())
 
-    def _B(self, action: Action) -> None:
-        """Run a chunk backward: inputs, then weights."""
-        self._I(action)
-        self._W(action)
+    def _spot(self, action: Action) -> tuple[int, int]:
+        return self.plan.table.stage(self.plan.rank, action.chunk), action.micro
 
-    def _W(self, action: Action) -> None:
-        """Run the weights' products that a chunk's backward has left waiting."""
-        sink = self._sinks.pop((self.table.stage(self.rank, action.chunk), action.micro))
-        if isinstance(sink, Deferred):
-            sink.drain()
+    def _buffer(self, micro: int) -> Tensor:
+        """Return a tensor for a micro-batch's rows [T, D] from another stage."""
+        model, rows = self._placed.model, self._flows[micro].rows
+        shape = (rows.rows, model.record.hidden)
+        return torch.empty(shape, dtype=model.recipe.dtype, device=rows.ids_T.device)

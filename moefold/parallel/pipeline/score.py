@@ -1,10 +1,17 @@
-"""One forward pass through all stages, for a loss without gradients."""
+"""One forward pass through all stages, without gradients: for a loss, or for what follows texts.
+
+T rows here, D hidden, P texts, V vocabulary.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import receive, send
-from moefold.layers.flow import Flow
+from moefold.comm.collectives import all_gather, broadcast_, receive, send, sum_
+from moefold.data.batch import pack
+from moefold.kernels.linear.product import linear
+from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import summed_loss
 from moefold.parallel.apply import Placed
 
@@ -18,26 +25,73 @@ def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
         flow: the pass; outside training.
         loss_chunk: rows whose logits exist at once.
     """
+    total = torch.zeros((), dtype=torch.float64, device=placed.world.device)
+    x_TD = forward(placed, flow)
+    if x_TD is not None:
+        total += summed_loss(x_TD, placed.model.head_operand(), flow, chunk=loss_chunk)
+    return total
+
+
+@torch.no_grad()
+def next_logits(placed: Placed, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return the logits [P, V] of the token that follows each text, on every rank.
+
+    All ranks give the same texts, none of them empty.
+    """
+    model, world = placed.model, placed.world
+    sizes = world.folding.sizes
+    whole = pack(texts, pad_to=sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1))
+    rows, piece = cut(whole, world)
+    flow = Flow(
+        rows.to(world.device),
+        model.recipe,
+        training=False,
+        world=world,
+        context=placed.layout.context,
+        piece=None if piece is None else piece.to(world.device),
+    )
+    x_TD = forward(placed, flow)
+    last_P = (whole.cu_seqlens[1:] - 1).long().to(world.device)
+    vocab = model.record.vocab
+    logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
+    if x_TD is not None:
+        logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
+        logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
+    last_rank = placed.layout.table(placed.enough)
+    return broadcast_(logits_PV, world.group("pp"), last_rank.home(last_rank.stages - 1))
+
+
+def forward(placed: Placed, flow: Flow) -> Tensor | None:
+    """Run every stage; returns the normed rows ``x_TD`` where the last one is, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table(placed.enough), placed.world.attention.pp
-    total = torch.zeros((), dtype=torch.float64, device=placed.world.device)
+    here = {table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
     x_TD: Tensor | None = None
     for stage in range(table.stages):
         source, home = table.home(max(stage - 1, 0)), table.home(stage)
         if source != home and rank == source:
             assert x_TD is not None
             send(x_TD, ranks.ranks[home], ranks).wait()
+            x_TD = None
         if rank != home:
             continue
         if source != home:
             shape = (flow.rows.rows, model.record.hidden)
-            x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=total.device)
+            x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
-        chunk = placed.chunks[[table.stage(rank, c) for c in range(table.chunks)].index(stage)]
+        chunk = here[stage]
         x_TD = model.start(flow) if chunk.embeds else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
         if chunk.scores:
             x_TD = model.finish(flow, x_TD)
-            total += summed_loss(x_TD, model.head_operand(), flow, chunk=loss_chunk)
-    return total
+    return x_TD if table.home(table.stages - 1) == rank else None
+
+
+def _rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:
+    """Return some rows [P, D] of the micro-batch, whichever ranks have them."""
+    row_T = flow.rows.row_T
+    if row_T is None:
+        return x_TD[places_P]
+    found_PT = (places_P[:, None] == row_T[None]).to(x_TD.dtype)
+    return sum_(found_PT @ x_TD, flow.world.group("tp_cp"))

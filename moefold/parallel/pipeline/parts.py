@@ -1,0 +1,80 @@
+"""A stretch of a pass whose graph autograd keeps apart: backward can stop at its borders."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Part:
+    """One function of a pass, from its inputs' border to its outputs' border.
+
+    It keeps what its function saves for backward and nothing else: neither inputs nor outputs.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._function = function
+        self._caught: list[Tensor | None] = []
+        self._edges: list[Any] = []
+        self.seeds: Gradients = ()
+        """Gradients, known from the forward on, of outputs that the next part does not take."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the function; each output asks for a gradient where one would reach something."""
+        live = tuple(x.requires_grad for x in inputs)
+        self._caught = [None] * len(inputs)
+        if any(live):
+            anchor = torch.empty(0, requires_grad=True)
+            inputs = _Border.apply(anchor, self._caught, live, *(x.detach() for x in inputs))  # type: ignore[assignment]
+        outputs = self._function(*inputs)
+        self._edges = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
+        return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+
+    def bare(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the function and keep nothing: the part runs again before its backward."""
+        with torch.no_grad():
+            return self._function(*inputs)
+
+    def backward(self, *gradients: Tensor | None) -> Gradients:
+        """Run backward from the outputs' gradients, once; returns those of the inputs."""
+        given = zip(self._edges, (*gradients, *self.seeds), strict=True)
+        pairs = [(edge, grad) for edge, grad in given if None not in (edge, grad)]
+        self._edges, caught = [], self._caught
+        if pairs:
+            edges, grads = zip(*pairs, strict=True)
+            torch.autograd.backward(edges, grads)
+        return tuple(caught)
+
+
+class _Border(torch.autograd.Function):
+    """Hands tensors on and catches their gradients; keeps nothing of the tensors themselves.
+
+    The anchor is what makes autograd follow it: detached inputs would not, and inputs that ask for
+    gradients would be kept alive, storage and all, until backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        caught: list[Tensor | None],
+        live: Sequence[bool],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        handed = tuple(tensor.detach() for tensor in tensors)
+        dead = [tensor for tensor, lives in zip(handed, live, strict=True) if not lives]
+        ctx.mark_non_differentiable(*dead)
+        return handed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Gradients:
+        ctx.caught[:] = gradients
+        return (None,) * (3 + len(gradients))

@@ -1,0 +1,218 @@
+"""One micro-batch's way through one chunk, there and back, as chains of tasks.
+
+T rows here, D hidden. Without pairs in the table the whole chunk is one part. With pairs each
+segment of a block is one, so that the exchanges of one micro-batch run beside the computing of
+another.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.world import World
+from moefold.layers.flow import Exchange, Flow, Segment
+from moefold.model.decoder import DecoderModel
+from moefold.parallel.apply import Chunk
+from moefold.parallel.pipeline.lanes import Fill, State, Task
+from moefold.parallel.pipeline.parts import Part
+
+Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
+"""``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
+
+
+class Pass:
+    """A forward over one chunk, and what its backward needs.
+
+    Args:
+        model: the parts of the model on this rank.
+        chunk: what of it is run.
+        flow: the micro-batch's pass, with the sink of this chunk.
+        share: weight of the router terms: the micro-batch's share of the step's valid rows.
+        loss: what the last stage ends with.
+        beside: groups for exchanges where segments run apart; None where the chunk is one part.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        chunk: Chunk,
+        flow: Flow,
+        share: float,
+        loss: Loss,
+        beside: World | None,
+    ) -> None:
+        self._model, self._chunk, self._flow = model, chunk, flow
+        self._share, self._loss = share, loss
+        self._beside = None if beside is None else replace(flow, world=beside)
+        self._stretches: list[_Apart | _Again] = []
+        self.summed: Tensor | None = None
+        """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
+        self.terms: list[tuple[int, Tensor]] = []
+        """Layer, and its router terms [N] without gradient."""
+
+    def forward(self) -> list[Task]:
+        """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
+        chunk = self._chunk
+        if self._beside is None:
+            return [Task(self._in_one), *([Task(self._end)] if chunk.scores else [])]
+        tasks: list[Task] = []
+        if chunk.embeds:
+            tasks += self._apart(lambda: (self._model.start(self._flow),))
+        for number in chunk.layers:
+            tasks += self._block(number)
+        if chunk.scores:
+            tasks += self._apart(lambda x_TD: (self._model.finish(self._flow, x_TD),))
+            tasks.append(Task(self._end))
+        return tasks
+
+    def backward(self, drain: Callable[[], Any] | None = None) -> list[Task | Fill]:
+        """Return the tasks from the output's gradient to the input's, each part's graph once.
+
+        Args:
+            drain: runs the weights' products that are waiting: beside exchanges, and at the end.
+        """
+        stretches, self._stretches = self._stretches, []
+        back = [task for stretch in reversed(stretches) for task in stretch.backward()]
+        if drain is None:
+            return list(back)
+        tasks: list[Task | Fill] = []
+        for task in back:
+            tasks += [task, Fill(drain)] if task.exchanges else [task]
+        return [*tasks, Fill(drain)]
+
+    def _in_one(self, *given: Tensor) -> State:
+        """Run the whole chunk but the loss as one part."""
+        model, chunk, flow = self._model, self._chunk, self._flow
+        numbers: list[int] = []
+
+        def run(*given: Tensor) -> tuple[Tensor, ...]:
+            x_TD = model.start(flow) if chunk.embeds else given[0]
+            x_TD, terms = model.run(flow, x_TD, chunk.layers)
+            numbers.extend(terms)
+            return model.finish(flow, x_TD) if chunk.scores else x_TD, *terms.values()
+
+        part = Part(run)
+        self._stretches.append(_Apart(part))
+        x_TD, *terms = part.forward(*given)
+        part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
+        return (x_TD,)
+
+    def _end(self, x_TD: Tensor) -> State:
+        """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
+        self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
+        return (dx_TD,)
+
+    def _apart(self, function: Callable[..., tuple[Tensor, ...]]) -> list[Task]:
+        """Return the task of one part that exchanges nothing."""
+        part = Part(function)
+        self._stretches.append(_Apart(part))
+        return [Task(part.forward)]
+
+    def _block(self, number: str) -> list[Task]:
+        """Return the tasks of one layer; the last one also notes its router terms."""
+        segments = self._model.layers[number].segments()  # type: ignore[operator]
+        if self._flow.recompute.block:
+            again = _Again(self._parts(segments))
+            self._stretches.append(again)
+            tasks, last = again.forward(), again.last
+        else:
+            parts = self._parts(segments)
+            self._stretches += [_Apart(part, exchanges) for part, exchanges in parts]
+            tasks = [Task(part.forward, exchanges) for part, exchanges in parts]
+            last = parts[-1].part
+
+        def close(*left: Tensor) -> State:
+            x_TD, *terms = left
+            last.seeds = self._seeds(dict.fromkeys([int(number)] if terms else [], *terms))
+            return (x_TD,)
+
+        return [*tasks, Task(close)]
+
+    def _parts(self, segments: Sequence[Segment]) -> list["_Apart"]:
+        assert self._beside is not None
+        return [
+            _Apart(Part(partial(_kept, s, self._beside)), True)
+            if isinstance(s, Exchange)
+            else _Apart(Part(partial(_kept, s, self._flow)))
+            for s in segments
+        ]
+
+    def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+        """Note router terms [N] by layer, and return the gradient of the step's loss by each."""
+        self.terms += [(number, values.detach()) for number, values in terms.items()]
+        _, weighted = self._model.router_terms(terms)
+        if weighted is None or not weighted.requires_grad:
+            return (None,) * len(terms)
+        leaves = [values for values in terms.values() if values.requires_grad]
+        scale = torch.full_like(weighted, self._share)
+        found = iter(torch.autograd.grad(weighted, leaves, scale, allow_unused=True))
+        return tuple(next(found) if t.requires_grad else None for t in terms.values())
+
+
+class _Apart(NamedTuple):
+    """A part, and whether it exchanges."""
+
+    part: Part
+    exchanges: bool = False
+
+    def backward(self) -> list[Task]:
+        return [Task(self.part.backward, self.exchanges)]
+
+
+class _Again:
+    """A block of which only the input is kept: its parts run again in backward.
+
+    Where it ends with an exchange, that one runs once, as a part of its own: it keeps where rows
+    go and nothing of the rows.
+    """
+
+    def __init__(self, parts: list[_Apart]) -> None:
+        self._parts = parts
+        self._kept: tuple[Tensor, ...] = ()
+        self._once = parts[-1] if len(parts) > 1 and parts[-1].exchanges else None
+        self.last = parts[-1].part
+
+    def forward(self) -> list[Task]:
+        """Return the tasks of the first run, which keep no graph but the last exchange's."""
+        runs = self._parts[:-1] if self._once else self._parts
+        tasks = [Task(partial(_bare, part), exchanges) for part, exchanges in runs]
+        if self._once:
+            tasks.append(Task(self.last.forward, exchanges=True))
+
+        def keep(*given: Tensor) -> State:
+            self._kept = given
+            return given
+
+        return [Task(keep), *tasks]
+
+    def backward(self) -> list[Task]:
+        """Return the tasks of the second run and of its backward."""
+        runs = self._parts[:-1] if self._once else self._parts
+        held: list[State] = []
+
+        def begin(*gradients: Tensor | None) -> State:
+            held.append(gradients)
+            kept, self._kept = self._kept, ()
+            return kept
+
+        return [
+            *(self._once.backward() if self._once else ()),
+            Task(begin),
+            *(Task(part.forward, exchanges) for part, exchanges in runs),
+            Task(lambda *_: held.pop()),
+            *(task for run in reversed(runs) for task in run.backward()),
+        ]
+
+
+def _bare(part: Part, *given: Tensor) -> State:
+    """Run a part without a graph; what follows still asks for gradients."""
+    return tuple(y.detach().requires_grad_(y.is_floating_point()) for y in part.bare(*given))
+
+
+def _kept(segment: Segment, flow: Flow, *given: Tensor) -> tuple[Tensor, ...]:
+    with flow.recompute.keeping():
+        return segment(flow, *given)
