@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
-from moefold.layers.flow import Flow, Segment
+from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.layers.norm import RmsNorm
 from moefold.model.config import Block
 from moefold.moe.config import Moe
@@ -24,7 +24,7 @@ class DecoderBlock(nn.Module):
         self.attention_norm = RmsNorm(hidden, epsilon)
         self.attention = build(record.attention, hidden, epsilon)
         self.ffn_norm = RmsNorm(hidden, epsilon)
-        self._half = "moe" if isinstance(record.ffn, Moe) else "ffn"
+        self._name, self._half = f"layers.{layer}", "moe" if isinstance(record.ffn, Moe) else "ffn"
         self.add_module(self._half, build(record.ffn, hidden, layer, layout))
 
     def segments(self) -> tuple[Segment, ...]:
@@ -35,10 +35,23 @@ class DecoderBlock(nn.Module):
         first, *rest = self.get_submodule(self._half).segments()  # type: ignore[operator]
 
         def attend(flow: Flow, x_TD: Tensor) -> tuple[Tensor, ...]:
-            x_TD = x_TD + self.attention(self.attention_norm(x_TD, flow), flow)
-            return first(flow, x_TD, self.ffn_norm(x_TD, flow))
+            with flow.world.recorder.module(f"{self._name}.attention"):
+                x_TD = x_TD + self.attention(self.attention_norm(x_TD, flow), flow)
+            with flow.world.recorder.module(f"{self._name}.{self._half}"):
+                return first(flow, x_TD, self.ffn_norm(x_TD, flow))
 
-        return (attend, *rest)
+        return (attend, *(self._labelled(segment) for segment in rest))
+
+    def _labelled(self, segment: Segment) -> Segment:
+        """Let what a segment says to other ranks go by its name in records and reports."""
+        inner = segment.run if isinstance(segment, Exchange) else segment
+        label = f"{self._name}.{self._half}.{getattr(inner, '__name__', 'segment').strip('_')}"
+
+        def run(flow: Flow, *state: Tensor) -> tuple[Tensor, ...]:
+            with flow.world.recorder.module(label):
+                return inner(flow, *state)
+
+        return Exchange(run) if isinstance(segment, Exchange) else run
 
     def forward(self, x_TD: Tensor, flow: Flow) -> tuple[Tensor, ...]:
         """Run the segments in order."""
