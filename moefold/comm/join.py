@@ -8,6 +8,9 @@ import torch.distributed as dist
 from moefold.comm.environment import Spot
 from moefold.comm.store import PrefixStore, connect, serve_beside
 
+MEET_S = 120.0
+"""Ranks start at different moments: at least so long they wait for the first meeting."""
+
 
 def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
@@ -32,7 +35,7 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     if device == "cuda":
         here = torch.device("cuda", spot.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(here)
-    store = connect(spot.address, spot.port, time_out_s)
+    store = connect(spot.address, spot.port, max(time_out_s, MEET_S))
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=PrefixStore(f"attempt {spot.attempt}", store),

@@ -28,6 +28,7 @@ PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dyn
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SETTLE_S = 0.5
 GRACE_S = 3.0
+ORPHAN_S = 1.0
 
 
 class RankError(RuntimeError):
@@ -220,5 +221,5 @@ def _live(life: Connection, over: threading.Event) -> None:
         life.recv()
     except (EOFError, OSError):
         over.set()
-        time.sleep(GRACE_S)
+        time.sleep(ORPHAN_S)
         os._exit(1)

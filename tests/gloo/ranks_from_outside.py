@@ -1,6 +1,6 @@
 """What a rank started by torchrun or Slurm does: joins, opens its groups, and sums.
 
-``python -m tests.gloo.ranks_from_outside [FOLDER]``; with a folder, rank 0 stops itself.
+``python -m tests.gloo.ranks_from_outside [FOLDER]``; with a folder, rank 0 then stops itself.
 """
 
 import os
@@ -30,11 +30,14 @@ def main(folder: str | None) -> None:
     device = join(spot, time_out_s)
     laid = Folding(Sizes(), spot.world)
     with World.open(laid, device, time_out_s, Path(folder) if folder else None) as world:
-        if folder and spot.rank == 0:
-            time.sleep(0.3)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        total = comm.sum_(torch.tensor([10.0**spot.rank]), world.group("world"))
+        everybody = world.group("world")
+        total = comm.sum_(torch.tensor([10.0**spot.rank]), everybody)
         print(f"rank {spot.rank} of {spot.world} has {total.item():g}", flush=True)
+        if folder is not None:
+            if spot.rank == 0:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            comm.sum_(total, everybody)
 
 
 if __name__ == "__main__":

@@ -111,13 +111,13 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
         launch(wait_for_signal, 2, str(tmp_path), time_out_s=20)
 
 
-ORPHANS = """
+LAUNCHER = """
     import sys
     from moefold.comm.launch import launch
-    from tests.gloo.test_comm_launch import wait_for_signal
+    from tests.gloo.test_comm_launch import write_pid
 
     if __name__ == "__main__":
-        launch(wait_for_signal, 2, sys.argv[1], time_out_s=20)
+        launch(write_pid, 2, sys.argv[1], time_out_s=20)
 """
 
 
@@ -126,9 +126,10 @@ def write_pid(spot: Spot, folder: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(ORPHANS.replace("wait_for_signal", "write_pid")))
+    script.write_text(textwrap.dedent(LAUNCHER))
     launcher = subprocess.Popen([sys.executable, script, tmp_path], env=environ())
     files = [tmp_path / f"ready {rank}" for rank in range(2)]
     until = time.monotonic() + 30
@@ -155,48 +156,43 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def slurm_tasks(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start what ``srun`` would: the variables that it sets, and the address of this machine."""
-    slurm = {
-        "SLURM_NTASKS": str(world),
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
-    return [
-        subprocess.Popen(
-            [*PROGRAM, *arguments],
-            env=environ(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+SRUN = """#!/bin/bash
+# Starts tasks as srun does with --kill-on-bad-exit: options first, then the command.
+while [[ $1 == --* ]]; do options+="$1 "; shift; done
+[[ $options == *--kill-on-bad-exit=1* ]] || exit 99
+export SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+    SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & tasks+=($!)
+done
+wait "${tasks[1]}" && wait "${tasks[0]}"
+status=$?
+kill -9 "${tasks[@]}" 2> /dev/null
+exit $status
+"""
 
 
-def test_ranks_started_by_slurm_meet() -> None:
-    for rank, task in enumerate(slurm_tasks(2)):
-        out, err = task.communicate(timeout=60)
-        assert task.returncode == 0 and out == f"rank {rank} of 2 has 11\n", err
+@pytest.mark.slow
+def test_the_slurm_script_starts_ranks_and_rank_zero_may_be_stopped(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "MASTER_PORT": str(free_port())}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", ROOT / "docs" / "slurm.sh", *PROGRAM, tmp_path],
+        env=environ(PATH=path, **slurm),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    ranks = re.findall(r"rank \d of 2 has 11", done.stdout)
+    assert sorted(ranks) == ["rank 0 of 2 has 11", "rank 1 of 2 has 11"], done.stderr
+    assert done.returncode == 1 and "Timed out" in done.stderr
+    report = (tmp_path / "rank-00001.txt").read_text()
+    assert "rank 0 is absent: it does not answer" in report
 
 
-def test_the_store_outlives_a_stopped_rank_zero(tmp_path: Path) -> None:
-    tasks = slurm_tasks(3, str(tmp_path))
-    try:
-        for task in tasks[1:]:
-            _, err = task.communicate(timeout=60)
-            assert task.returncode != 0, err
-        for rank in (1, 2):
-            report = (tmp_path / f"rank-{rank:05d}.txt").read_text()
-            assert "rank 0 is absent: it does not answer" in report
-    finally:
-        for task in tasks:
-            task.kill()
-            task.communicate()
-
-
+@pytest.mark.slow
 def test_ranks_started_by_torchrun_meet() -> None:
     port = f"--master-port={free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", port, "-m"]
