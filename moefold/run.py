@@ -13,8 +13,10 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.load import Loaded, load
-from moefold.config.problems import Violation
+from moefold.config.problems import RunError, Violation
+from moefold.config.records import plain
 from moefold.data.config import Data, DataError
+from moefold.mesh.legality import violations
 from moefold.mesh.needs import needs
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
@@ -67,6 +69,25 @@ class Run(Record):
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
         return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
+
+
+def demand_fit(run: Run, world: int) -> None:
+    """Refuse a layout that cannot be laid over ``world`` ranks.
+
+    Raises:
+        RunError: with every violation and the nearest legal values.
+    """
+    layout = run.layout
+    model = needs(run.decoder(), run.data.seq)
+    found = violations(layout.split, model, world, layout.order, layout.stages)
+    if found:
+        raise RunError(found, plain(run), f"{_ranks(world)} for the layout {layout.sizes!r}")
+
+
+def _ranks(world: int) -> str:
+    if world == 1:
+        return "one rank (--nproc N or a launcher starts more)"
+    return f"{world} ranks"
 
 
 def recipes() -> dict[str, Path]:

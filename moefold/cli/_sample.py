@@ -35,7 +35,7 @@ def sample(args: argparse.Namespace) -> int:
     if not all(ids):
         raise ValueError("--prompt: give some text; this tokenizer has no token that starts one")
     continued = generate(
-        model,
+        model.next_logits,
         ids,
         args.tokens,
         temperature=args.temperature,

@@ -2,8 +2,8 @@
 
 import argparse
 import json
-import os
 import tempfile
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +13,16 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import newest
 from moefold.cli._training import answer, go, open_job
+from moefold.comm.agree import on_first
+from moefold.comm.environment import Spot, environment
+from moefold.comm.join import join
+from moefold.comm.launch import launch
+from moefold.comm.world import World
 from moefold.config.records import plain
-from moefold.run import Run, load_run
+from moefold.run import Run, demand_fit, load_run
 from moefold.training.banner import facts, panel
 from moefold.training.loop import Job
+from moefold.training.ranks import device_kind, world_of
 from moefold.training.state import differences, restore
 
 FORK_FILE = "fork.json"
@@ -24,54 +30,75 @@ FORK_FILE = "fork.json"
 
 def train(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    _one_process(args.nproc)
+    spot, nproc = environment(), 1 if args.nproc is None else args.nproc
+    if args.fork is not None and args.folder is None:
+        raise ValueError("--fork NEW starts from another run: name its folder with --folder OLD")
+    if nproc < 1:
+        raise ValueError(f"--nproc {nproc}: at least 1")
+    run = _run(args)
+    if spot is not None and spot.world > 1:
+        if args.nproc is not None:
+            raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
+        join(spot, run.watch.time_out_s, device_kind())
+        return rank(spot, args)
+    demand_fit(run, nproc)
+    if nproc == 1:
+        return _train(run, args, None)
+    args.folder = args.folder or str(free_folder(run.name))
+    time_out_s = run.watch.time_out_s
+    return launch(rank, nproc, args, time_out_s=time_out_s, device=device_kind())
+
+
+def _run(args: argparse.Namespace) -> Run:
     overrides = list(args.overrides)
     if args.layout is not None:
         overrides.append(f"layout.sizes={json.dumps(args.layout)}")
-    run = load_run(args.source, overrides)
-    if args.fork is not None and args.folder is None:
-        raise ValueError("--fork NEW starts from another run: name its folder with --folder OLD")
-    console = Console(stderr=args.json)
+    return load_run(args.source, overrides)
+
+
+def rank(spot: Spot, args: argparse.Namespace) -> int:
+    """Carry out the command as one of several ranks, which have joined each other."""
+    run = _run(args)
+    folder = Path(args.fork or args.folder or f"runs/{run.name}")
+    with world_of(run, spot, folder) as world:
+        ranks = world.group("world")
+        if args.folder is None:
+            found = on_first(lambda: str(free_folder(run.name)), ranks, world.device)
+            args.folder = found
+        return _train(run, args, world)
+
+
+def _train(run: Run, args: argparse.Namespace, world: World | None) -> int:
+    first = world is None or world.rank == 0
+    console = Console(stderr=args.json, file=None if first else StringIO())
     folder = Path(args.fork or args.folder or free_folder(run.name))
     if args.dry_run:
-        return _dry_run(run, folder, args, console)
-    with open_job(run, folder, console) as job:
+        return _dry_run(run, folder, args, console, world)
+    with open_job(run, folder, console, world=world) as job:
         if args.fork is not None:
             _fork(job, Path(args.folder), console)
         _until(job, args.until)
         status = go(job, console)
-    if args.json:
+    if args.json and first:
         print(answer(folder, status))
     return status
 
 
-def _one_process(nproc: int) -> None:
-    """Refuse what this version cannot do, before anything is read."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if nproc < 1:
-        raise ValueError(f"--nproc {nproc}: at least 1")
-    if nproc > 1:
-        raise ValueError(f"--nproc {nproc}: this version trains on one process; leave it out")
-    if started > 1:
-        raise ValueError(
-            f"started as one of {started} processes (WORLD_SIZE): this version trains on one; "
-            "start it without a launcher"
-        )
-
-
-def _dry_run(run: Run, folder: Path, args: argparse.Namespace, console: Console) -> int:
+def _dry_run(
+    run: Run, folder: Path, args: argparse.Namespace, console: Console, world: World | None
+) -> int:
     """Show the banner of the run as it would start in ``folder``, and leave no trace there."""
     if args.fork is not None:
         raise ValueError("--dry-run looks at one folder: leave --fork out")
     if folder.exists():
-        with open_job(run, folder, console) as job:
+        with open_job(run, folder, console, world=world) as job:
             _until(job, args.until)
             _show(job, folder, args.json, console)
         return 0
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix=".dry-run-", dir=folder.parent) as scratch,
-        open_job(run, Path(scratch) / "run", console, folder.parent / ".prepared") as job,
+        open_job(run, Path(scratch) / "run", console, folder.parent / ".prepared", world) as job,
     ):
         _until(job, args.until)
         _show(job, folder, args.json, console)
@@ -79,6 +106,8 @@ def _dry_run(run: Run, folder: Path, args: argparse.Namespace, console: Console)
 
 
 def _show(job: Job, folder: Path, as_json: bool, console: Console) -> None:
+    if job.world.rank:
+        return
     if as_json:
         print(json.dumps(facts(job, folder), indent=2))
     else:

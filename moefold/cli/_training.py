@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from moefold.comm.world import World
 from moefold.data.prepare import Progress as Told
 from moefold.data.prepare import prepare
 from moefold.run import Run
@@ -25,12 +26,19 @@ ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 """Exit status of a command that trains; ``docs/errors.md`` says what each one asks for."""
 
 
-def open_job(run: Run, folder: Path, console: Console, cache: Path | None = None) -> Job:
+def open_job(
+    run: Run,
+    folder: Path,
+    console: Console,
+    cache: Path | None = None,
+    world: World | None = None,
+) -> Job:
     """Open a run with its hooks; its data is prepared first, with a bar on a terminal."""
     cache = cache or folder.parent / ".prepared"
-    with telling(console) as told:
-        prepare(run.data, cache, told)
-    return Job(run, folder, assemble(run.watch, console), cache=cache)
+    if world is None or world.rank == 0:
+        with telling(console) as told:
+            prepare(run.data, cache, told)
+    return Job(run, folder, assemble(run.watch, console), cache=cache, world=world)
 
 
 def go(job: Job, console: Console) -> int:

@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
         "--fork", metavar="NEW", help="start a new run here from the newest checkpoint of --folder"
     )
     parser.add_argument("--layout", metavar="SIZES", help='axis sizes, such as "tp2 pp2 ep4"')
-    parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks started here")
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks started here (default 1)")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

@@ -179,19 +179,25 @@ def padded(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def pack(documents: Sequence[Sequence[int]], pad_to: int = 1, first_token: int = 0) -> MicroBatch:
+def pack(
+    documents: Sequence[Sequence[int]],
+    pad_to: int = 1,
+    first_token: int = 0,
+    rows: int | None = None,
+) -> MicroBatch:
     """Pack whole documents one after another; labels are the next token of the same document.
 
     Args:
         documents: token ids of each document; each becomes one segment, empty ones none.
         pad_to: the rows are padded to a multiple of this.
         first_token: global number of the first row.
+        rows: number of rows in all; default the fewest.
     """
     kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
     ids_T = np.concatenate(kept) if kept else np.zeros(0, np.int64)
     pieces = [np.append(d[1:], IGNORED) for d in kept]
     labels_T = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
-    rows = padded(len(ids_T), pad_to)
+    rows = padded(len(ids_T), pad_to) if rows is None else rows
     token_T = np.arange(first_token, first_token + rows, dtype=np.int64)
     return assemble(ids_T, labels_T, [len(d) for d in kept], rows=rows, token_T=token_T)
 

@@ -6,7 +6,7 @@ by the same code, and keeps its global names.
 T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a layer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.base import Record
-from moefold.data.batch import MicroBatch, from_ids
+from moefold.data.batch import MicroBatch, from_ids, pack
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
 from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
@@ -147,6 +147,12 @@ class DecoderModel(nn.Module):
         """Return next-token logits [B, S, V] of sequences of token ids [B, S]."""
         x_TD, _ = self(Flow(from_ids(ids_BS), self.recipe, training=False))
         return linear(x_TD, self.head_operand()).unflatten(0, ids_BS.shape)
+
+    def next_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits [B, V] of the token that follows each text; none is empty."""
+        rows = pack(texts).to(self.head_weight.device)
+        x_TD, _ = self(Flow(rows, self.recipe, training=False))
+        return linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
         """Return the differentiable loss of sequences [B, S].

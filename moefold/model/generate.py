@@ -3,20 +3,18 @@
 T rows, V vocabulary, P prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from moefold.data.batch import pack
-from moefold.kernels.linear.product import linear
-from moefold.layers.flow import Flow
-from moefold.model.decoder import DecoderModel
+NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
+"""From the tokens of each text to the logits [P, V] of what follows it."""
 
 
 @torch.no_grad()
 def generate(
-    model: DecoderModel,
+    next_logits: NextLogits,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
@@ -30,7 +28,7 @@ def generate(
     """Return what the model writes after each prompt, without the prompt.
 
     Args:
-        model: the model.
+        next_logits: what gives the logits, such as :meth:`DecoderModel.next_logits`.
         prompts: token ids of each prompt; none is empty.
         tokens: at most so many tokens each.
         temperature: 0 takes the likeliest token each time.
@@ -50,16 +48,13 @@ def generate(
             f"temperature {temperature} and top_p {top_p}: the first is at least 0, the second "
             f"above 0 and at most 1"
         )
-    device = model.embed.weight.device
     # One stream a prompt: what one writes does not depend on the others beside it.
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, open_ = [list(p) for p in prompts], list(range(len(prompts)))
     for _ in range(tokens):
         if not open_:
             break
-        rows = pack([texts[i][-(window or 0) :] for i in open_]).to(device)
-        x_TD, _ = model(Flow(rows, model.recipe, training=False))
-        logits_PV = linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], model.head_operand())
+        logits_PV = next_logits([texts[i][-(window or 0) :] for i in open_])
         streams = [draws[i] for i in open_]
         drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, streams)
         for i, token in zip(open_, drawn, strict=True):

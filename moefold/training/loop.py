@@ -9,8 +9,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +25,8 @@ from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
+from moefold.comm.agree import demand_same, on_first
+from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.config.slot import build
@@ -32,13 +37,17 @@ from moefold.data.loader import Loader
 from moefold.data.prepare import prepare
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.families.folder import Folder
+from moefold.model.generate import generate
 from moefold.model.init import initialise
+from moefold.observe.code import code_version
 from moefold.observe.machine import Machine
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale, non_finite
 from moefold.parallel.apply import build as build_parts
+from moefold.parallel.pipeline.score import next_logits
 from moefold.planner.count import count
-from moefold.run import Run
+from moefold.run import Run, demand_fit
+from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
 from moefold.training.state import (
@@ -50,6 +59,7 @@ from moefold.training.state import (
 )
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import describe, fill
+from moefold.training.together import Together
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
@@ -77,6 +87,9 @@ class Job:
             complete checkpoint, if it computes the same; what differs is refused and listed.
         hooks: told of every event, in this order.
         cache: where prepared data is kept (default: beside the folder).
+        world: the ranks that train; all of them open the run. Default: this process alone.
+
+    Every method is called on all ranks; hooks live on the first one, see ``together.py``.
 
     Attributes:
         model, optimizer, loader, tokenizer: its parts.
@@ -91,36 +104,67 @@ class Job:
         hooks: Sequence[Hook] = (),
         *,
         cache: str | Path | None = None,
+        world: World | None = None,
     ) -> None:
-        world = run.layout.split.smallest_world
-        if world > 1:
-            raise ValueError(
-                f"layout.sizes: {run.layout.sizes!r} needs {world} ranks; one process trains here"
-            )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = world or World.single(device)
+        self.device = self.world.device
+        demand_fit(run, self.world.size)
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
         self.last_step = run.train.steps
+        self._together = Together(
+            self.world,
+            {
+                "evaluate": self._evaluate,
+                "save": self._save,
+                "health": self._health,
+                "generate": self._generate,
+            },
+        )
         self.parts = parts_from_outside(run)
         if run.deterministic:
             # What cuBLAS needs to be so too; it is read before the first product on a device.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.lock = FolderLock(self.folder, run.name)
-        self.lock.acquire()
+        self._first(self.lock.acquire)
         try:
             self._open(Path(cache) if cache else self.folder.parent / ".prepared")
         except BaseException:
-            self.lock.release()
+            self._release()
             raise
 
+    def _first(self, function: Callable[[], object]) -> None:
+        """Do something on the first rank; where it fails there, it fails on all."""
+
+        def done() -> None:
+            function()
+
+        on_first(done, self.world.group("world"), self.device)
+
+    def _release(self) -> None:
+        if self._together.leader:
+            self.lock.release()
+
     def _open(self, cache: Path) -> None:
-        run, train = self.run, self.run.train
+        run, train, sizes = self.run, self.run.train, self.world.folding.sizes
+        self._first(lambda: prepare(run.data, cache))
         prepared = prepare(run.data, cache)
         self.tokenizer: Tokenizer = prepared.tokenizer
-        self.loader = Loader(prepared, run.data.seq, train.batch, train.micro_batch, run.seed)
+        self.loader = Loader(
+            prepared,
+            run.data.seq,
+            train.batch,
+            train.micro_batch,
+            run.seed,
+            pad_to=sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1),
+        )
+        self.feed = Feed(self.loader, self.world)
+        self._agree()
         self.decoder = run.decoder()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        world = World.single(self.device)
-        self.placed = build_parts(self.decoder, train.precision, run.layout, world, self.device)
+        self.placed = build_parts(
+            self.decoder, train.precision, run.layout, self.world, self.device
+        )
         self.model = self.placed.model
         self.start_values()
         self.optimizer: Optimizer = build(run.optim, dict(self.model.named_parameters()))
@@ -129,17 +173,34 @@ class Job:
         self.counts = count(self.decoder)
         self._strikes = self._struck_at = 0
         self._running = False
-        self._stop_reason: str | None = None
+        # What was asked of this rank, and what all ranks have been told.
+        self._asked: str | None = None
+        self._stops: str | None = None
         self.resumed_from = self._resume()
+
+    def _agree(self) -> None:
+        """Refuse ranks that were started with different things.
+
+        Raises:
+            Disagreement: naming what differs, its values, and the ranks that hold them.
+        """
+        facts = {
+            "torch": torch.__version__,
+            "moefold": code_version(),
+            "data": self.loader.fingerprint(),
+            **{f"run.{key}": value for key, value in plain(self.run).items()},
+            **self.parts,
+        }
+        demand_same(facts, self.world.group("world"))
 
     def start_values(self) -> None:
         """Give the model its values before step one: drawn, or a folder's weights."""
         source = self.run.model
         if isinstance(source, Folder):
             with import_folder(source.path) as imported:
-                fill(self.model, imported.tensors)
+                fill(self.model, imported.tensors, self.placed.shards)
         else:
-            initialise(self.model, self.decoder, self.run.seed)
+            initialise(self.model, self.decoder, self.run.seed, self.placed.shards)
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
@@ -193,10 +254,11 @@ class Job:
         with _signals(self.request_stop):
             try:
                 self._start()
-                while self.progress.step < self.last_step and self._stop_reason is None:
+                self._hear(lambda: None)
+                while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
                 self.save()
-                reason, self._stop_reason = self._stop_reason, None
+                reason, self._stops, self._asked = self._stops, None, None
                 if reason is not None:
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
             except BaseException as caught:
@@ -210,8 +272,20 @@ class Job:
         """Tell the hooks once, before the first step of this process."""
         if not self._running:
             self._running = True
+            self._tell("on_start")
+
+    def _tell(self, event: str, *given: Any) -> None:
+        """Tell the hooks of an event, on the first rank; the others do what hooks ask for."""
+
+        def tell() -> None:
             for hook in self.hooks:
-                hook.on_start(self)
+                getattr(hook, event)(self, *given)
+
+        self._hear(tell)
+
+    def _hear(self, tell: Callable[[], None]) -> None:
+        """Let the first rank tell its hooks, and all ranks know whether to stop."""
+        self._stops = self._together.while_leading(tell, lambda: self._asked)
 
     def _stop(self, error: BaseException | None) -> None:
         """Tell every hook that the run ends; one that fails keeps none of the others from it."""
@@ -219,11 +293,18 @@ class Job:
             return
         self._running = False
         failed: list[Exception] = []
-        for hook in self.hooks:
-            try:
-                hook.on_stop(self, error)
-            except Exception as caught:
-                failed.append(caught)
+
+        def tell() -> None:
+            for hook in self.hooks:
+                try:
+                    hook.on_stop(self, error)
+                except Exception as caught:
+                    failed.append(caught)
+
+        if error is None or isinstance(error, Interrupted):
+            self._together.while_leading(tell, lambda: None)
+        elif self._together.leader:
+            tell()  # Others may have failed too, or be gone: nobody is waited for.
         for caught in failed:
             if error is None:
                 raise caught
@@ -233,13 +314,14 @@ class Job:
         """Make one optimizer step and return its figures.
 
         Args:
-            batches: micro-batches to train on; default those of the data's order.
+            batches: micro-batches to train on, this data rank's, of which each has as many;
+                default those of the data's order.
         """
         self._start()
         started = time.perf_counter()
         run, place = self.run, self.progress.place()
         if batches is None:
-            batches = self.loader.step(place)
+            batches = self.feed.step(place)
         figures = gradients(self.placed, batches, run.train.loss_chunk)
         verdict = self._judge(figures, place, batches)
         if verdict is Verdict.REWIND:
@@ -255,8 +337,7 @@ class Job:
         metrics = self._figures(figures, factor, time.perf_counter() - started)
         if verdict is Verdict.SKIP:
             metrics["skipped"] = 1
-        for hook in self.hooks:
-            hook.on_step(self, metrics)
+        self._tell("on_step", metrics)
         return metrics
 
     def _figures(self, figures: StepFigures, factor: float, seconds: float) -> Figures:
@@ -270,7 +351,7 @@ class Job:
             "grad_norm": figures.grad_norm,
             "lr": next(iter(rates.values())),
             "tokens_per_s": per_second,
-            "mfu": per_second * flops / self.machine.flops_per_s,
+            "mfu": per_second * flops / (self.machine.flops_per_s * self.world.size),
             "step_time_s": seconds,
         }
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
@@ -303,8 +384,7 @@ class Job:
             self.optimizer = build(self.run.optim, dict(self.model.named_parameters()))
             self.progress = Progress()
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
-        for hook in self.hooks:
-            hook.on_rewind(self)
+        self._tell("on_rewind")
 
     def evaluate(self, tokens: int | None = None) -> Figures:
         """Return loss and bits per byte on each held-out set.
@@ -312,6 +392,9 @@ class Job:
         Args:
             tokens: about how many tokens of each set at most; default as the run says, or all.
         """
+        return self._together.do("evaluate", tokens)
+
+    def _evaluate(self, tokens: int | None) -> Figures:
         record = self.run.watch.evaluate
         if tokens is None and record is not None:
             ended = self.progress.step >= self.run.train.steps
@@ -319,7 +402,7 @@ class Job:
         metrics: Figures = {}
         nats = labels = 0.0
         for name in self.loader.evaluation_sets:
-            batches = (batch.to(self.device) for batch in self.loader.evaluation(name, tokens))
+            batches = self.feed.held_out(name, tokens)
             found, count_, n_bytes = evaluate(self.placed, batches, self.run.train.loss_chunk)
             metrics[f"val/{name}/loss"] = found / max(count_, 1)
             if n_bytes:
@@ -327,12 +410,14 @@ class Job:
             nats, labels = nats + found, labels + count_
         if labels:
             metrics = {"val_loss": nats / labels, **metrics}
-        for hook in self.hooks:
-            hook.on_evaluate(self, metrics)
+        self._tell("on_evaluate", metrics)
         return metrics
 
     def save(self) -> Path:
         """Write a checkpoint of the present step, if there is none yet, and return its folder."""
+        return Path(self._together.do("save"))
+
+    def _save(self) -> Path:
         present = newest(self.folder)
         if present is not None and present.name == step_name(self.progress.step):
             return present
@@ -355,7 +440,10 @@ class Job:
         )
 
     def health(self) -> list[dict[str, Any]]:
-        """Return the figures of each mixture's routing in the last step."""
+        """Return the figures of each mixture's routing in the last step, by layer."""
+        return self._together.do("health")
+
+    def _health(self) -> list[dict[str, Any]]:
         layers = []
         for i, mixture in self.model.mixtures():
             figures: Mapping[str, torch.Tensor] = mixture.balance.health(mixture.router)
@@ -363,18 +451,26 @@ class Job:
                 {"layer": i, "top_k": mixture.record.router.top_k}
                 | {k: v.tolist() for k, v in figures.items()}
             )
-        return layers
+        everywhere = gather_objects(layers, self.world.group("pp"))
+        return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+
+    def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+        """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""
+        return self._together.do("generate", prompts, how)
+
+    def _generate(self, prompts: list[list[int]], how: dict[str, Any]) -> list[list[int]]:
+        return generate(partial(next_logits, self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to save and end after the present step."""
-        self._stop_reason = reason
+        """Ask the loop to save and end after the present step; the first rank is asked."""
+        self._asked = reason
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the hooks that the run ends here or failed with ``error``; give the folder back."""
         try:
             self._stop(error)
         finally:
-            self.lock.release()
+            self._release()
 
     def __enter__(self) -> "Job":
         return self

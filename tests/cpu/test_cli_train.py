@@ -188,9 +188,9 @@ def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: A
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--nproc", "2"], "this version trains on one process"),
         (["--nproc", "0"], "at least 1"),
-        (["--layout", "ep2"], "needs 2 ranks"),
+        (["--layout", "ep2"], "such as 2"),
+        (["--layout", "ep2", "--nproc", "3"], "such as 2"),
         (["--layout", "xp2"], "layout.sizes"),
         (["--until", "99"], "its last is 8"),
         (["--fork", "x"], "--folder OLD"),
@@ -207,13 +207,13 @@ def test_what_cannot_be_done_is_refused(
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_a_launcher_of_several_processes_is_refused(trained: Path, monkeypatch: Any) -> None:
-    """Each of them would train the same run into another folder."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="one of 4 processes"):
-        from moefold.cli._train import _one_process
-
-        _one_process(1)
+def test_a_launchers_ranks_are_not_multiplied(trained: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Each process that a launcher started is one rank already."""
+    place = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "MASTER_ADDR": "-", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["train", str(trained.parent / "run.yaml"), "--nproc", "2"]) == 2
+    assert "started 4 ranks already" in capsys.readouterr().err
 
 
 def test_collapsed_routing_stops_with_its_own_status(tmp_path: Path, capsys: Any) -> None:

@@ -177,7 +177,7 @@ class Poison:
 
     def __init__(self, job: Job, places: set[int], value: float = math.nan) -> None:
         self.seen: list[int] = []
-        plain = job.loader.step
+        plain = job.feed.step
 
         def step(place: int) -> Any:
             self.seen.append(place)
@@ -186,7 +186,7 @@ class Poison:
         def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
             return out * value if self.seen[-1] in places else out
 
-        job.loader.step = step  # type: ignore[method-assign]
+        job.feed.step = step  # type: ignore[method-assign]
         job.model.norm.register_forward_hook(spoil)
 
 
@@ -419,7 +419,7 @@ def test_deterministic_runs_are_equal_bit_for_bit(
 
 
 def test_more_than_one_rank_is_refused_clearly(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"layout\.sizes: 'ep4' needs 4 ranks"):
+    with pytest.raises(ValueError, match="such as 4"):
         job_of(tmp_path, layout={"sizes": "ep4"})
 
 

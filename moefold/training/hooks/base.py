@@ -15,7 +15,10 @@ class JobView(Protocol):
     folder: Path
     last_step: int
     """The step at which this process ends."""
+    world: Any
+    """The ranks that train; hooks are told on the first."""
     model: Any
+    """This rank's part of the model."""
     loader: Any
     tokenizer: Any
 
@@ -35,6 +38,10 @@ class JobView(Protocol):
 
     def evaluate(self) -> Figures:
         """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
+        ...
+
+    def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+        """Return what the model writes after each prompt; see ``model.generate`` for options."""
         ...
 
     def save(self) -> Path:

@@ -36,6 +36,9 @@ class ExpertsPageHook(Hook):
         """Write the page, unless the run failed."""
         if isinstance(error, ValueError) or not any(job.model.mixtures()):
             return
+        if job.world.size > 1:
+            # The page follows single tokens through a whole model, which no rank has here.
+            return
         held_out = job.loader.prepared.valid
         if not held_out:
             return

@@ -6,7 +6,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from moefold.model.generate import generate
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Sample
 from moefold.training.words import harmless
@@ -37,10 +36,9 @@ class SampleHook(Hook):
         if step % record.every and step != job.last_step:
             return
         tokenizer = job.tokenizer
-        continued = generate(
-            job.model,
+        continued = job.generate(
             [tokenizer.prompt(text) for text in record.prompts],
-            record.tokens,
+            tokens=record.tokens,
             temperature=record.temperature,
             top_p=record.top_p,
             seed=job.run.seed,

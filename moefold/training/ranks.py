@@ -1,0 +1,36 @@
+"""From a run and a process's place among others to the world that trains it."""
+
+from pathlib import Path
+
+import torch
+
+from moefold.comm.environment import Spot
+from moefold.comm.world import World
+from moefold.mesh.folding import Folding
+from moefold.run import Run, demand_fit
+
+REPORTS = "hangs"
+"""Folder, in the run's, of what ranks write when they wait in vain for each other."""
+
+
+def device_kind() -> str:
+    """Return ``cuda`` where there is one, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_of(spot: Spot) -> torch.device:
+    """Return the device of a rank that has joined the others."""
+    if device_kind() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", spot.local_rank % torch.cuda.device_count())
+
+
+def world_of(run: Run, spot: Spot, folder: Path) -> World:
+    """Open the run's layout over all ranks; each of them has joined.
+
+    Raises:
+        RunError: where the layout does not fit so many ranks, with the nearest that does.
+    """
+    demand_fit(run, spot.world)
+    folding = Folding(run.layout.split, spot.world, run.layout.order)
+    return World.open(folding, device_of(spot), run.watch.time_out_s, folder / REPORTS)
