@@ -7,7 +7,7 @@ from itertools import chain, count
 from moefold.config.base import Record
 from moefold.config.problems import RunError
 from moefold.mesh.folding import Folding
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import folding_violations
 from moefold.mesh.needs import needs
 from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
@@ -45,6 +45,11 @@ class Case:
     subject: Subject
     layout: Layout
     world: int
+    precision: Precision | None = None
+    """Number format of the case where it is not the reference's; then no update is made, since
+    an optimizer magnifies roundings as it pleases."""
+    order: tuple[int, ...] = (0, 1, 2)
+    """In which the documents of a micro-batch stand: the same maths, summed in another order."""
 
     @property
     def folding(self) -> Folding:
@@ -55,7 +60,8 @@ class Case:
         """Yield, in words, what makes the case illegal; nothing where it can run."""
         model = needs(self.subject.decoder, self.subject.rows)
         layout = self.layout
-        found = violations(layout.split, model, self.world, layout.order, layout.stages)
+        found = [*layout.misfits(model)]
+        found += folding_violations(layout.split, self.world, layout.order)
         yield from (violation.rule for violation in found)
         if found:
             return

@@ -14,7 +14,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 ANGLES = "angles are fp32 in every published model, a function of positions alone"
 ALLOWED: Mapping[str, str] = {
-    "layers/rope.py:of": ANGLES,
+    "layers/rope.py:Angles.of": ANGLES,
     "layers/rope.py:inverse_frequencies": ANGLES,
     "layers/rope.py:_stretched": ANGLES,
     "moe/balance.py:sum_counters": "the mean probability of experts is reported and enters no loss",
@@ -49,7 +49,9 @@ class NarrowWatch(TorchDispatchMode):
 
 
 def _narrow(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    return value.dtype != torch.float64
 
 
 def _place() -> tuple[str, str, int]:
@@ -58,6 +60,10 @@ def _place() -> tuple[str, str, int]:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}/proof/"):
-            return file[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno
+            return (
+                file[len(PACKAGE) + 1 :],
+                frame.f_code.co_qualname.partition(".<")[0],
+                frame.f_lineno,
+            )
         frame = frame.f_back
     return "torch", "", 0

@@ -152,14 +152,10 @@ def _references(spot: Spot, tasks: list[Task]) -> None:
     subjects = {task.reference: task.case.subject for task in tasks}
     for turn, (path, subject) in enumerate(subjects.items()):
         if turn % spot.world == spot.rank and not Path(path).exists():
-            write_reference(Path(path), subject, reference_of(subject))
-
-
-def reference_of(subject: Subject) -> Any:
-    """Run a subject on one rank, in the plainest layout."""
-    return try_out(subject, PLAIN, World.single())
+            case = Case("one rank", subject, PLAIN, 1)
+            write_reference(Path(path), subject, try_out(case, World.single()))
 
 
 def _answers(task: Task, world: World) -> list[dict[str, Any]]:
-    found = try_out(task.case.subject, task.case.layout, world, task.broken)
+    found = try_out(task.case, world, task.broken)
     return gather_objects(measure(Path(task.reference), found), world.group("world"))

@@ -4,10 +4,9 @@ What it finds is kept by *kind*: ``gradients``, ``weights`` (what three steps ch
 ``optimizer/<state>``, each a tensor's piece and its place in the whole tensor.
 """
 
-from collections.abc import Sequence
+import re
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,8 +20,7 @@ from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import Placed
 from moefold.parallel.apply import build as build_parts
-from moefold.parallel.config import Layout
-from moefold.proof.case import Subject
+from moefold.proof.case import Case
 from moefold.proof.narrow import NarrowWatch
 from moefold.proof.rows import fill, micro_batches
 from moefold.training.step import evaluate, gradients
@@ -37,7 +35,7 @@ class Break:
     """Something done wrong on purpose, to show that a proof notices."""
 
     site: Site | None = None
-    """The call-site whose result is replaced, on every rank and each time."""
+    """The call-site, in its plain form, whose result is replaced on every rank each time."""
     how: str = "alone"
     """``alone``: by what it were had no other rank taken part; ``half``: by its half."""
     parameter: str = ""
@@ -55,9 +53,15 @@ class Break:
 
     def alter(self, record: Operation, result: Tensor, alone: Tensor) -> Tensor:
         """Return the wrong result of an operation at the site, the right one of all others."""
-        if record.site != self.site:
+        if plain(record.site) != self.site:
             return result
         return alone if self.how == "alone" else result / 2
+
+
+def plain(site: Site) -> Site:
+    """Return a call-site without the layer's number and other names of the same ranks."""
+    label, group = re.sub(r"\d+", "*", site.label), site.group.partition("+")[0]
+    return site._replace(label=label, group=group)
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,9 @@ class Findings:
     """Call-sites whose result a proof can replace."""
 
 
-def try_out(
-    subject: Subject,
-    layout: Layout,
-    world: World,
-    broken: Break | None = None,
-    order: Sequence[int] = (0, 1, 2),
-) -> Findings:
-    """Run a subject in a layout on this rank and return what came of it."""
-    trial = Trial(subject, layout, world, order)
+def try_out(case: Case, world: World, broken: Break | None = None) -> Findings:
+    """Run a case on this rank and return what came of it."""
+    trial = Trial(case, world)
     world.recorder.alter = None if broken is None or broken.site is None else broken.alter
     try:
         return trial.run(broken)
@@ -102,46 +100,51 @@ def try_out(
 
 
 class Trial:
-    """A subject's parts on this rank."""
+    """A case's parts on this rank."""
 
-    def __init__(
-        self, subject: Subject, layout: Layout, world: World, order: Sequence[int]
-    ) -> None:
-        self.subject, self.world = subject, world
-        self.placed: Placed = build_parts(subject.decoder, subject.precision, layout, world)
-        fill(self.placed.model, subject, self.placed.shards)
+    def __init__(self, case: Case, world: World) -> None:
+        self.subject, self.world = case.subject, world
+        self.precision = case.precision or case.subject.precision
+        self.updates = STEPS if case.precision is None else 0
+        decoder = case.subject.decoder
+        self.placed: Placed = build_parts(decoder, self.precision, case.layout, world)
+        fill(self.placed.model, case.subject, self.placed.shards)
         spot, dp = world.attention, world.folding.dp
-        every = micro_batches(subject, order)
-        self.batches: list[MicroBatch] = every[spot.dp :: dp]
+        self.batches: list[MicroBatch] = micro_batches(case.subject, case.order)[spot.dp :: dp]
         parameters = dict(self.placed.model.named_parameters())
-        self.optimizer: Optimizer = build(subject.optim, parameters)
+        self.optimizer: Optimizer = build(case.subject.optim, parameters)
         self.found = Findings()
 
     def run(self, broken: Break | None) -> Findings:
         """Make the steps; the first one is looked at closely."""
         before = {name: tensor.clone() for name, tensor in self._weights().items()}
         found = self.found
-        watch = NarrowWatch() if self.subject.precision == "fp64" else None
+        watch = NarrowWatch() if self.precision == "fp64" else None
         with watch or nullcontext():
             scale = self._gradients(broken)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
         self._note_first_step()
         total, labels, _ = evaluate(self.placed, self.batches, LOSS_CHUNK)
         found.figures["evaluation"] = [total / max(labels, 1)]
-        for step in range(STEPS):
+        for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
             for _, mixture in self.placed.model.mixtures():
                 mixture.balance.finish_step(mixture.router)
+        if self.updates:
+            self._note_changes(before)
+        found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
+        return found
+
+    def _note_changes(self, before: dict[str, Tensor]) -> None:
+        """Note what the steps changed, and the optimizer's state after them."""
+        pieces = self.found.pieces
         changed = {name: after - before[name] for name, after in self._weights().items()}
-        found.pieces["weights"] = {n: self._piece(n, values) for n, values in changed.items()}
+        pieces["weights"] = {name: self._piece(name, values) for name, values in changed.items()}
         for name, values in self.optimizer.state().items():
             parameter, _, what = name.removeprefix("optim.").rpartition(".")
-            found.pieces.setdefault(f"optimizer/{what}", {})[parameter] = self._piece(
-                parameter, values
-            )
-        found.sites = tuple(self.world.recorder.totals)
-        return found
+            held = pieces.setdefault(f"optimizer/{what}", {})
+            held[parameter] = self._piece(parameter, values)
 
     def _gradients(self, broken: Break | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
@@ -181,13 +184,3 @@ class Trial:
         if values.dim() == 0:
             return Piece((), (), values)
         return Piece(shard.shape, shard.box, values)
-
-
-def whole(piece: Piece) -> bool:
-    """Whether nothing of the tensor is elsewhere."""
-    return tuple(end - start for start, end in piece.box) == piece.shape
-
-
-def scaled(broken: Break, **changes: Any) -> Break:
-    """Return a break with some of its values changed."""
-    return replace(broken, **changes)

@@ -1,0 +1,94 @@
+"""Shows that a proof can fail: everything that ranks say to each other is broken once.
+
+For each call-site that cases recorded, its result is replaced by what it were had no other rank
+taken part, and a gradient's by its half. Each must make the proof fail. So must one parameter's
+gradient that one rank scales by 1 + 1e-8, and the proof must name the parameter.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moefold.comm.recorder import BACKWARD, Site
+from moefold.proof.case import Case
+from moefold.proof.compare import Outcome
+from moefold.proof.pool import run_cases
+from moefold.proof.trial import Break
+
+SCALE = 1 + 1e-8
+UNSEEN = ("send",)
+"""Operations without a result: the other end's receive is broken instead."""
+TIME_OUT_S = 20.0
+"""How long ranks wait for each other where what they were told may be wrong."""
+
+
+class Control(NamedTuple):
+    """A break, and what the proof said."""
+
+    case: str
+    broken: Break
+    noticed: bool
+    said: str
+    """The worst quantity, its error and its tensor; or the error that ended the step."""
+
+
+def breaks_of(recorded: Sequence[tuple[Case, Sequence[Site]]]) -> list[tuple[Case, Break]]:
+    """Return every break of every call-site, in the first and smallest case that recorded it."""
+    first: dict[Site, Case] = {}
+    for case, sites in sorted(recorded, key=lambda pair: pair[0].world):
+        for site in sites:
+            first.setdefault(site, case)
+    found = []
+    for site, case in sorted(first.items()):
+        if site.op not in UNSEEN:
+            ways = ("alone", "half") if halves(site) else ("alone",)
+            found += [(case, Break(site=site, how=how)) for how in ways]
+    return found
+
+
+def halves(site: Site) -> bool:
+    """Whether a call-site's result is gradients, so that halving it means something."""
+    return site.direction == BACKWARD or site.label == "gradients"
+
+
+def scalings(cases: Sequence[Case], parameters: Sequence[str]) -> list[tuple[Case, Break]]:
+    """Return, for each case, the scaling of each parameter's gradient on its last rank."""
+    return [
+        (case, Break(parameter=name, rank=case.world - 1, factor=SCALE))
+        for case in cases
+        for name in parameters
+    ]
+
+
+def control(
+    planned: Sequence[tuple[Case, Break]],
+    bound: float,
+    told: Callable[[Control], None] | None = None,
+    uses: Sequence[str] = (),
+) -> list[Control]:
+    """Run cases with their breaks and return what the proof said of each."""
+    cases, breaks = [case for case, _ in planned], [broken for _, broken in planned]
+
+    def judged(number: int, outcome: Outcome) -> Control:
+        return Control(
+            cases[number].name, breaks[number], *_noticed(breaks[number], outcome, bound)
+        )
+
+    def tell(number: int, outcome: Outcome) -> None:
+        if told is not None:
+            told(judged(number, outcome))
+
+    outcomes = run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S, uses=uses)
+    return [judged(number, outcome) for number, outcome in enumerate(outcomes)]
+
+
+def _noticed(broken: Break, outcome: Outcome, bound: float) -> tuple[bool, str]:
+    beyond = {name: e for name, e in outcome.errors.items() if not e <= bound}
+    if broken.parameter:
+        error, named = outcome.errors.get("gradients", 0.0), outcome.worst.get("gradients")
+        return named == broken.parameter and not error <= bound, f"gradients {error:.1e} of {named}"
+    if beyond:
+        name = max(beyond, key=lambda quantity: beyond[quantity])
+        return True, f"{name} {beyond[name]:.1e}, {outcome.worst[name]}"
+    if outcome.problems:
+        return True, outcome.problems[0].strip().splitlines()[-1]
+    return False, "nothing"

@@ -1,0 +1,217 @@
+"""The matrix: layouts that a release must pass, made by a few rules. Torch-free.
+
+Kinds of dispatcher, schedule, context, balance, optimizer and recompute are taken from their slots,
+and models from the recipes too: what is registered later is in the matrix without an edit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+from moefold.layers.config import CONTEXT
+from moefold.mesh.config import ORDERS, Sizes
+from moefold.moe.config import DISPATCH
+from moefold.optim.config import OPTIMIZER
+from moefold.parallel.config import Layout
+from moefold.policies.config import RECOMPUTE
+from moefold.proof.case import Case, Subject, enough
+from moefold.proof.models import SUBJECTS, kinds, terms
+from moefold.proof.shrink import shrink, small_optimizer
+from moefold.run import load_run, recipes
+from moefold.schedule.config import SCHEDULE
+
+AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
+ROOM = 64
+"""Rows between two ranks that are always enough here: a micro-batch has 32."""
+
+Rule = Callable[[], Iterator[Case]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(make: Rule) -> Rule:
+    """Add a rule under its name."""
+    RULES[make.__name__] = make
+    return make
+
+
+def matrix() -> dict[str, tuple[Case, ...]]:
+    """Return every case once, by the rule that asks for it first."""
+    seen: set[tuple[Subject, Layout, int]] = set()
+    found: dict[str, tuple[Case, ...]] = {}
+    for name, make in RULES.items():
+        kept = []
+        for case in make():
+            key = case.subject, case.layout, case.world
+            if key not in seen:
+                seen.add(key)
+                kept.append(case)
+        found[name] = tuple(kept)
+    return found
+
+
+def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -> Case | None:
+    """Return a case, None where no table, dim or group allows it."""
+    name, subject = (of, SUBJECTS[of]) if isinstance(of, str) else of
+    record = Layout(sizes=sizes, **layout)
+    words = [f"{key} {_word(value)}" for key, value in layout.items()]
+    title = ", ".join([f"{name}: {sizes or f'dp{world}'} on {world}", *words])
+    try:
+        subject = replace(subject, micro_batches=enough(record, world))
+    except ValueError:
+        return None
+    made = Case(title, subject, record, world)
+    return None if any(made.refused()) else made
+
+
+def _word(value: Any) -> str:
+    """Name a layout's choice: a record by its kind and what of it is not by default."""
+    kind = getattr(value, "kind", None)
+    if kind is None:
+        return str(value)
+    return " ".join([kind, *(f"{k} {v}" for k, v in value if k != "kind" and v is not None)])
+
+
+def _sizes(**axes: int) -> str:
+    return " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1 and axis != "dp")
+
+
+def _smallest(sizes: str) -> int:
+    return Sizes.parse(sizes).smallest_world
+
+
+def _each(
+    names: Sequence[str | tuple[str, Subject]], layouts: Sequence[tuple[str, int]], **more: Any
+) -> Iterator[Case]:
+    """Yield the legal ones of some models in some layouts."""
+    made = (case(name, sizes, world, **more) for name in names for sizes, world in layouts)
+    return (found for found in made if found is not None)
+
+
+@rule
+def axes() -> Iterator[Case]:
+    """Every axis alone, on 2, 4 and 8 ranks."""
+    for axis, size in product(AXES, (2, 4, 8)):
+        sizes = _sizes(**{axis: size})
+        if axis == "pp":
+            more = {"stages": "Et|t||t|||t|L"} if size == 8 else {}
+            yield from _each(["deep"], [(sizes, size)], **more)
+        else:
+            yield from _each(["mha"], [(sizes, size)])
+
+
+@rule
+def pairs() -> Iterator[Case]:
+    """Every pair of axes, on the fewest ranks and on eight."""
+    for one, other in combinations(AXES, 2):
+        sizes = _sizes(**{one: 2, other: 2})
+        fewest = _smallest(sizes) * (2 if "dp" in (one, other) else 1)
+        for world in dict.fromkeys((fewest, 8)):
+            yield from _each(["gqa"], [(sizes, world)])
+
+
+@rule
+def foldings() -> Iterator[Case]:
+    """Every folding of eight ranks with up to four tensor or context ranks and four stages."""
+    for pp, tp, cp, ep, etp in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
+        if pp * tp * cp > 8 or pp * ep * etp > 8:
+            continue
+        sizes = _sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+        yield from _each(["deep" if pp > 2 else "gqa"], [(sizes, 8)])
+
+
+@rule
+def orders() -> Iterator[Case]:
+    """Every order of ranks."""
+    for order in ORDERS:
+        yield from _each(["gqa"], [("tp2 pp2 ep2", 8), ("cp2 pp2 etp2", 8)], order=order)
+
+
+@rule
+def dispatchers() -> Iterator[Case]:
+    """Every dispatcher, dropless and with capacity, over folded groups."""
+    layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("tp2 ep4 etp2", 8), ("cp2 ep8", 8)]
+    for record in kinds(DISPATCH, max_rows=ROOM):
+        yield from _each(["gqa"], [*layouts, ("", 2)], dispatch=record)
+        yield from _each(["capacity", "idle experts"], [("tp2 ep4", 8)], dispatch=record)
+        yield from _each(["idle ranks"], [("ep4", 4)], dispatch=record)
+
+
+@rule
+def schedules() -> Iterator[Case]:
+    """Every schedule, with and without virtual stages, even and uneven, with empty stages."""
+    for record in kinds(SCHEDULE):
+        for sizes in ("pp2", "pp4", "pp2 vpp2"):
+            yield from _each(["deep"], [(sizes, _smallest(sizes))], schedule=record)
+        yield from _each(["deep"], [("tp2 pp2 ep4", 8), ("tp2 pp2 vpp2 ep2", 8)], schedule=record)
+        for sizes, stages in (
+            ("pp2", "Et|tttL"),
+            ("pp4", "Ett||tt|L"),
+            ("pp2 vpp2", "E|tt|t|tL"),
+            ("pp4 vpp2", "Et||t|t|||t|L"),
+        ):
+            world = _smallest(sizes)
+            yield from _each(["deep"], [(sizes, world)], schedule=record, stages=stages)
+        yield from _each(["tied deep"], [("pp2 vpp2", 2), ("pp2", 4)], schedule=record)
+
+
+@rule
+def contexts() -> Iterator[Case]:
+    """Every kind of context parallelism on packed documents, of both kinds of attention."""
+    layouts = [("cp2", 2), ("cp4", 4), ("tp2 cp2", 4), ("cp2 pp2 ep2", 8), ("tp2 cp4", 8)]
+    for record in kinds(CONTEXT):
+        yield from _each(["mha", "mla"], layouts, context=record)
+        yield from _each(["idle ranks"], [("cp4", 4)], context=record)
+
+
+@rule
+def models() -> Iterator[Case]:
+    """Every model over each axis, and over several."""
+    layouts = [("tp2", 2), ("ep2", 2), ("cp2", 2), ("pp2", 2), ("", 2)]
+    layouts += [("tp2 cp2 ep4", 8), ("tp2 pp2 ep4", 8)]
+    yield from _each(list(SUBJECTS), layouts)
+
+
+@rule
+def router_terms() -> Iterator[Case]:
+    """Every router loss over every population, alone."""
+    for name, subject in terms():
+        yield from _each([(name, subject)], [("tp2 cp2 ep2", 8), ("ep4", 4)])
+
+
+@rule
+def zero_stages() -> Iterator[Case]:
+    """Every way in which data ranks share a model's state."""
+    layouts = [("", 2), ("tp2", 4), ("ep2", 4), ("cp2 ep4", 8), ("pp2 ep2", 8), ("tp2 pp2", 8)]
+    for stage in range(4):
+        yield from _each(["gqa"], layouts, zero=stage)
+
+
+@rule
+def recomputes() -> Iterator[Case]:
+    """Every recompute policy."""
+    for record in RECOMPUTE.kinds.values():
+        given = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
+        policy = record(**(given if "modules" in record.model_fields else {}))
+        layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("tp2 pp2 ep2", 8)]
+        yield from _each(["gqa", "mla"], layouts, recompute=policy)
+
+
+@rule
+def optimizers() -> Iterator[Case]:
+    """Every optimizer, with state in pieces and whole."""
+    for kind, record in OPTIMIZER.kinds.items():
+        subject = replace(SUBJECTS["gqa"], optim=small_optimizer(record()))
+        for sizes, world in (("tp2", 2), ("", 2), ("tp2 ep4", 8), ("cp2 pp2 etp2", 8)):
+            for zero in (0, 1, 3):
+                yield from _each([(kind, subject)], [(sizes, world)], zero=zero)
+
+
+@rule
+def shipped() -> Iterator[Case]:
+    """Every recipe, made small, in two layouts."""
+    for name in recipes():
+        run = load_run(name, ["layout={}"])
+        for sizes, world in (("tp2 cp2 ep4", 8), ("pp2 ep2 etp2", 8)):
+            subject = shrink(run, [Layout(sizes=sizes)])
+            yield from _each([(name, subject)], [(sizes, world)])

@@ -1,0 +1,238 @@
+"""Proves that layouts do not change the maths of a run, or of the whole matrix.
+
+A layout passes where every error beside one rank's run is within its bound: 1e-10 in fp64; in a
+run's own number format ten times what two orders of the same sums differ by on one rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from moefold.comm.recorder import Site
+from moefold.config.problems import RunError, Violation
+from moefold.mesh.config import Sizes
+from moefold.mesh.legality import violations
+from moefold.mesh.needs import needs
+from moefold.parallel.config import Layout
+from moefold.precision.config import Precision
+from moefold.precision.recipe import DTYPES
+from moefold.proof.case import Case, Subject, enough
+from moefold.proof.compare import Outcome
+from moefold.proof.controls import Control, breaks_of, control
+from moefold.proof.pool import run_cases
+from moefold.proof.shrink import shrink
+from moefold.run import Run
+
+BOUND = 1e-10
+"""Largest relative error in fp64."""
+SPREAD = 10
+"""Largest error in a run's own format, in units of what shuffled sums differ by."""
+SHUFFLED = ((1, 2, 0), (2, 0, 1))
+"""Orders of a micro-batch's documents that are run on one rank to see what sums differ by."""
+
+
+class Row(NamedTuple):
+    """One compared quantity of one layout."""
+
+    layout: str
+    quantity: str
+    max_relative_error: float
+    bound: float
+    worst: str
+    """The tensor, step or rank of the largest error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one layout came to."""
+
+    layout: str
+    world: int
+    rows: tuple[Row, ...]
+    problems: tuple[str, ...]
+    """What is wrong beside errors."""
+    floored: tuple[str, ...]
+    """Tensors that are compared at the floor, being tiny beside the others of their kind."""
+    seconds: float
+    sites: tuple[Site, ...] = ()
+    """Call-sites of exchanges between ranks that it recorded."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every error is within its bound (NaN is not) and nothing else is wrong."""
+        within = all(row.max_relative_error <= row.bound for row in self.rows)
+        return bool(self.rows) and within and not self.problems
+
+    @property
+    def worst(self) -> Row | None:
+        """The row furthest beyond, or nearest to, its bound."""
+        return max(self.rows, key=_excess, default=None)
+
+
+def _excess(row: Row) -> float:
+    error = row.max_relative_error
+    return float("inf") if error != error else error / row.bound if row.bound else error * 1e300
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What several layouts came to."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every layout passed."""
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every compared quantity of every layout."""
+        return tuple(row for verdict in self.verdicts for row in verdict.rows)
+
+
+Told = Callable[[Verdict], None]
+
+
+def verify(
+    run: Run,
+    layouts: Sequence[str] | None = None,
+    world: int | None = None,
+    as_run: bool = False,
+    told: Told | None = None,
+) -> Proof:
+    """Shrink a run's model, run it in layouts and on one rank, and compare.
+
+    See :func:`cases_of` for the arguments; ``told`` hears of each verdict as it is known.
+    """
+    cases = cases_of(run, layouts, world, as_run)
+    return (within_spread if as_run else prove)(cases, told, run.uses)
+
+
+def cases_of(
+    run: Run,
+    layouts: Sequence[str] | None = None,
+    world: int | None = None,
+    as_run: bool = False,
+) -> list[Case]:
+    """Return a run's layouts as cases of its shrunk model.
+
+    Args:
+        run: the run; schedule, dispatcher and all else of its layout but the sizes are kept.
+        layouts: axis sizes such as ``tp2 ep2``; those of the run where left out.
+        world: number of ranks; default the fewest of each layout, and two at least.
+        as_run: keep the run's number format instead of fp64.
+
+    Raises:
+        RunError: for a layout that is not legal for the run on so many ranks, with the nearest.
+    """
+    records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
+    cases = []
+    for record in records:
+        ranks = world or max(2, record.split.smallest_world)
+        _check(run, record, ranks)
+        subject = replace(shrink(run, records, as_run), micro_batches=enough(record, ranks))
+        cases.append(Case(record.split.text or f"dp{ranks}", subject, record, ranks))
+    return cases
+
+
+def _layout(run: Run, sizes: str) -> Layout:
+    """Return the run's layout with other sizes; named stages go where they fit no longer."""
+    Sizes.parse(sizes)
+    asked = run.layout.model_copy(update={"sizes": sizes})
+    if asked.stages is not None and asked.split.pp * asked.split.vpp != len(
+        asked.stages_of(0).letters
+    ):
+        asked = asked.model_copy(update={"stages": None})
+    return asked
+
+
+def _check(run: Run, layout: Layout, world: int) -> None:
+    model = needs(run.decoder(), run.data.seq)
+    found: list[Violation] = list(layout.misfits(model))
+    if not found:
+        found = list(violations(layout.split, model, world, layout.order, layout.stages))
+    if found:
+        raise RunError(found, source=f"layout {str(layout.split)!r} on {world} ranks")
+
+
+def prove(
+    cases: Sequence[Case], told: Told | None = None, uses: Sequence[str] = (), bound: float = BOUND
+) -> Proof:
+    """Run cases against one rank, with one bound for every error."""
+
+    def tell(number: int, outcome: Outcome) -> None:
+        if told is not None:
+            told(verdict(cases[number], outcome, bound))
+
+    outcomes = run_cases(cases, told=tell, uses=uses)
+    pairs = zip(cases, outcomes, strict=True)
+    return Proof(tuple(verdict(case, outcome, bound) for case, outcome in pairs))
+
+
+def verdict(
+    case: Case, outcome: Outcome, bound: float, bounds: dict[str, float] | None = None
+) -> Verdict:
+    """Return a case's verdict; ``bounds`` names quantities with a bound of their own."""
+    rows = [
+        Row(
+            case.name, quantity, error, (bounds or {}).get(quantity, bound), outcome.worst[quantity]
+        )
+        for quantity, error in outcome.errors.items()
+    ]
+    sites = tuple(Site(*site) for site in outcome.sites)
+    told = outcome.problems, outcome.floored, outcome.seconds, sites
+    return Verdict(case.name, case.world, tuple(rows), *told)
+
+
+def controls_of(cases: Sequence[Case], proof: Proof, uses: Sequence[str] = ()) -> list[Control]:
+    """Break every exchange that cases recorded, each once, and return what the proof says."""
+    recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
+    return control(breaks_of(recorded), BOUND, uses=uses)
+
+
+def within_spread(
+    cases: Sequence[Case], told: Told | None = None, uses: Sequence[str] = ()
+) -> Proof:
+    """Hold each error against ten times what shuffled sums on one rank differ by."""
+    subjects = list(dict.fromkeys(case.subject for case in cases))
+    shuffled = [
+        Case(f"one rank, documents {order}", subject, Layout(), 1, order=order)
+        for subject in subjects
+        for order in SHUFFLED
+    ]
+    outcomes = run_cases([*cases, *shuffled], uses=uses)
+    spread: dict[Subject, dict[str, float]] = {subject: {} for subject in subjects}
+    for case, outcome in zip(shuffled, outcomes[len(cases) :], strict=True):
+        held = spread[case.subject]
+        for quantity, error in outcome.errors.items():
+            held[quantity] = max(held.get(quantity, 0.0), error)
+    verdicts = []
+    for case, outcome in zip(cases, outcomes, strict=False):
+        least = torch.finfo(DTYPES[case.subject.precision]).eps
+        seen = spread[case.subject].items()
+        bounds = {quantity: SPREAD * max(error, least) for quantity, error in seen}
+        bounds |= {"replicas": 0.0}
+        verdicts.append(verdict(case, outcome, SPREAD * least, bounds))
+        if told is not None:
+            told(verdicts[-1])
+    return Proof(tuple(verdicts))
+
+
+def lowered(cases: Sequence[Case], precision: Precision, told: Told | None = None) -> Proof:
+    """Hold cases in a narrower format against one rank in fp64.
+
+    An error may be ``4 * 1.03^depth * eps`` of that format, depth being the number of layers.
+    """
+    verdicts: list[Verdict] = []
+    narrowed = [replace(case, precision=precision) for case in cases]
+    outcomes = run_cases(narrowed)
+    for case, outcome in zip(narrowed, outcomes, strict=True):
+        depth = len(case.subject.decoder.blocks)
+        bound = 4 * 1.03**depth * torch.finfo(DTYPES[precision]).eps
+        verdicts.append(verdict(case, outcome, bound, {"replicas": 0.0, "counts": 0.0}))
+        if told is not None:
+            told(verdicts[-1])
+    return Proof(tuple(verdicts))
