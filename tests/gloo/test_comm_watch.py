@@ -4,19 +4,22 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from moefold.comm import collectives as comm
 from moefold.comm.environment import Spot
+from moefold.comm.launch import RankError, launch
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from tests.gloo.harness import RankError, run_spots
+from tests.gloo.harness import one_at_a_time
 
-TIME_OUT_S = 4.0
+TIME_OUT_S = 8.0
 
 
 def pipeline(spot: Spot, how: str, who: int, folder: str) -> None:
@@ -45,40 +48,70 @@ def break_off(how: str) -> None:
         time.sleep(60)
 
 
-def failure(how: str, who: int, folder: Path, world: int = 4) -> tuple[str, float]:
+SCENARIOS = {
+    "rank 0 stopped": ("stop", 0, 4),
+    "rank 2 stopped": ("stop", 2, 4),
+    "rank 1 asleep": ("sleep", 1, 3),
+    "rank 2 killed": ("kill", 2, 4),
+}
+
+
+class Outcome(NamedTuple):
+    """How a scenario ended."""
+
+    text: str
+    seconds: float
+    folder: Path
+
+
+def end_of(name: str, folder: Path) -> Outcome:
+    how, who, ranks = SCENARIOS[name]
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run_spots(pipeline, world, how, who, str(folder), time_out_s=TIME_OUT_S)
-    return str(caught.value), time.monotonic() - started
+        launch(pipeline, ranks, how, who, str(folder), time_out_s=TIME_OUT_S)
+    return Outcome(str(caught.value), time.monotonic() - started, folder)
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """All scenarios at once: they mostly wait."""
+    folders = [tmp_path_factory.mktemp("reports") for _ in SCENARIOS]
+    with one_at_a_time(), ThreadPoolExecutor(len(SCENARIOS)) as threads:
+        return dict(zip(SCENARIOS, threads.map(end_of, SCENARIOS, folders), strict=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2], ids=["rank 0", "two stages away"])
-def test_a_stopped_rank_is_named_by_every_other(who: int, tmp_path: Path) -> None:
-    text, _ = failure("stop", who, tmp_path)
+def test_a_stopped_rank_is_named_by_every_other(who: int, outcomes: dict[str, Outcome]) -> None:
+    text, _, folder = outcomes[f"rank {who} stopped"]
     named = f"rank {who} is absent: it does not answer"
     assert named in text
     assert re.search(
         rf"first divergence: .* in #4 \w+ of pp.* in layers\.2.*rank {who} began", text
     )
-    assert named in (tmp_path / "report.txt").read_text()
+    assert named in (folder / "report.txt").read_text()
     for rank in {0, 1, 2, 3} - {who}:
-        report = (tmp_path / f"rank-{rank:05d}.txt").read_text()
+        report = (folder / f"rank-{rank:05d}.txt").read_text()
         assert named in report and f"rank {rank} has waited" in report
         assert "#3 all_reduce of pp@0 in layers.1, float32[3]" in report
         assert "in pipeline" in report, "the stack shows the function"
         waited = re.findall(r"has waited ([0-9.]+) s", report)
         assert waited and all(float(seconds) < TIME_OUT_S for seconds in waited)
-    assert not (tmp_path / f"rank-{who:05d}.txt").exists()
+    assert not (folder / f"rank-{who:05d}.txt").exists()
 
 
-def test_a_killed_rank_is_named_in_seconds(tmp_path: Path) -> None:
-    text, seconds = failure("kill", 2, tmp_path)
+def test_a_killed_rank_is_named_in_seconds(outcomes: dict[str, Outcome]) -> None:
+    text, seconds, _ = outcomes["rank 2 killed"]
     assert "rank 2: the process died: killed by SIGKILL" in text
-    assert seconds < TIME_OUT_S
+    assert seconds < min(
+        outcome.seconds for name, outcome in outcomes.items() if "kill" not in name
+    )
 
 
-def test_a_rank_that_lives_and_stays_away_is_named_with_its_stack(tmp_path: Path) -> None:
-    text, _ = failure("sleep", 1, tmp_path, world=3)
+def test_a_rank_that_lives_and_stays_away_is_named_with_its_stack(
+    outcomes: dict[str, Outcome],
+) -> None:
+    text, _, folder = outcomes["rank 1 asleep"]
     assert "rank 1 is absent: it is alive and in no operation" in text
     assert "Its last operation: #3 all_reduce of pp@0 in layers.1" in text
-    assert "in break_off" in (tmp_path / "rank-00001.txt").read_text()
+    assert "in break_off" in (folder / "rank-00001.txt").read_text()
