@@ -3,23 +3,29 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from moefold.comm.environment import Spot
+from moefold.comm.launch import launch
+from moefold.config.check import check
+from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.tokenizer import TokenizerFiles
 from moefold.model.decoder import DecoderModel
 from moefold.precision.config import Precision
-from moefold.run import Run
+from moefold.run import Run, demand_fit
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.loop import Job
+from moefold.training.ranks import device_kind, world_of
 from moefold.training.stored import StoredModel, fill
 
 PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
+PRECISION_NAMES: dict[str, Any] = {short: name for name, short in PRECISIONS.items()}
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,36 @@ def train(
 
     Args:
         run: the run, from :func:`load_run`.
-        nproc: processes on this machine.
-        hooks: more hooks, told of each event after the run's own.
+        nproc: ranks on this machine, each its own process.
+        hooks: more hooks, told of each event after the run's own. With several ranks they live in
+            the first one: they must be picklable, and what they change is not seen here.
         folder: where output goes; a run found there is continued. Default: a new ``runs/<name>``.
 
     Raises:
         ValueError: where the run cannot be trained here, or the folder holds another one.
     """
-    if nproc != 1:
-        raise ValueError(f"nproc={nproc}: this version trains on one process; leave nproc at 1")
-    with open(run, folder, hooks) as job:
-        return Result(job.folder, job.train(), job.model)
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc}: at least 1")
+    demand_fit(run, nproc)
+    if nproc == 1:
+        with open(run, folder, hooks) as job:
+            return Result(job.folder, job.train(), job.model)
+    where = Path(folder or free_folder(run.name))
+    task = (plain(run), list(hooks), str(where))
+    time_out_s = run.watch.time_out_s
+    final = launch(_train_rank, nproc, *task, time_out_s=time_out_s, device=device_kind())
+    return Result(where, final, load_model(where, PRECISION_NAMES[run.train.precision]))
+
+
+def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
+    """Train as one of several ranks."""
+    bring(said["uses"])
+    run, where = check(Run, said).record, Path(folder)
+    assert run is not None
+    with world_of(run, spot, where) as world:
+        told = assemble(run.watch, outside=hooks) if spot.rank == 0 else ()
+        with Job(run, where, told, world=world) as job:
+            return job.train()
 
 
 def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Job:

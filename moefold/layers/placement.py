@@ -42,18 +42,19 @@ class Placement:
 
 
 WHOLE = Placement()
+_STATED = "placements"
 
 
 def place(module: nn.Module, **cuts: Mapping[str, int]) -> None:
     """State the cuts of a module's own parameters: ``place(self, weight={"tp": 0})``."""
-    module.placements = {name: Placement(dict(axes)) for name, axes in cuts.items()}
+    vars(module)[_STATED] = {name: Placement(dict(axes)) for name, axes in cuts.items()}
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:
     """Return the placement of every parameter and buffer of a model by its global name."""
     found: dict[str, Placement] = {}
     for prefix, module in model.named_modules():
-        stated = module.__dict__.get("placements", {})
+        stated = vars(module).get(_STATED, {})
         names = [*dict(module.named_parameters(recurse=False))]
         names += dict(module.named_buffers(recurse=False))
         for name in names:

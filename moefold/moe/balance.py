@@ -90,7 +90,7 @@ class AuxLoss(Term):
     def __init__(self, record: Aux) -> None:
         self.name = f"aux_{record.over}"
         self.coefficient = record.coefficient
-        self.over = record.over
+        self.over: Population = record.over
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the rows' share of the value, in the logits' dtype."""

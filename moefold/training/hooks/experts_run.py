@@ -96,7 +96,7 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
 @torch.no_grad()
 def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
     """Return where each mixture sends the tokens of the pieces, each piece on its own."""
-    device = model.embed.weight.device
+    device = model.head_weight.device
     with _listening(model) as heard:
         for group in _groups(pieces):
             model(Flow(pack(group).to(device), model.recipe, training=False))
