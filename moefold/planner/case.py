@@ -6,7 +6,7 @@ stages from :class:`Stages`, what is in flight from the schedule's own table.
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from moefold.config.base import Record
 from moefold.mesh.config import ORDERS, Order, Sizes
@@ -204,13 +204,11 @@ class Case:
         return peaks_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
 
 
-@lru_cache(maxsize=512)
 def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
     """Return a schedule's table, made once; see :func:`moefold.schedule.build.tabulate`."""
-    return tabulate(schedule, p, v, m)
+    return _table(cast("Any", schedule), p, v, m)
 
 
-@lru_cache(maxsize=4096)
 def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
     """Return the most chunks that each rank of a schedule's table keeps at once.
 
@@ -221,6 +219,16 @@ def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
     full = 4 * max(p, period) * max(v, 1)
     if m > full + period and not isinstance(schedule, GPipe):
         m = full + (m - full) % period
+    return _peaks(cast("Any", schedule), p, v, m)
+
+
+@lru_cache(maxsize=512)
+def _table(schedule: Schedule, p: int, v: int, m: int) -> Table:
+    return tabulate(schedule, p, v, m)
+
+
+@lru_cache(maxsize=4096)
+def _peaks(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
     return peak_in_flight(table_of(schedule, p, v, m))
 
 

@@ -128,3 +128,26 @@ GRACE = ("GB200", "GB300")
 def resized(one: Device, memory_bytes: int) -> Device:
     """Return the same device with another memory, such as a 24 GB card of the same kind."""
     return replace(one, memory_bytes=memory_bytes)
+
+
+def processor(peak: float, memory_bandwidth: float, memory_bytes: int) -> Device:
+    """Return this machine's CPU as one device, by rates that were measured on it.
+
+    Args:
+        peak: FLOP/s of large fp32 products.
+        memory_bandwidth: bytes/s.
+        memory_bytes: what a process may take.
+    """
+    sources = (("peaks.fp32", "measured here"), ("memory_bandwidth", "measured here"))
+    return Device(
+        name="CPU",
+        peaks=(("fp32", peak),),
+        memory_bytes=memory_bytes,
+        memory_bandwidth=memory_bandwidth,
+        link_bandwidth=0.0,
+        nic_bandwidth=0.0,
+        domain=1,
+        host_bandwidth=0.0,
+        watts=0.0,
+        sources=sources,
+    )

@@ -16,7 +16,7 @@ from moefold.planner import memory_kept, memory_megatron
 from moefold.planner.case import Case, peaks_of
 from moefold.planner.foreign import PlainMoe
 from moefold.planner.memory_kept import Kept, Shape
-from moefold.planner.memory_state import State, stage_states
+from moefold.planner.memory_state import State, embedding, place_weights, stage_states, state
 from moefold.schedule.table import Pair, actions_of
 
 MIB = 2**20
@@ -55,6 +55,13 @@ class Moment:
     activations: float
     working: float
     """What the action itself works with."""
+    gradients: float
+    """Those that are there already."""
+
+    @property
+    def total(self) -> float:
+        """All that is not there for the whole step."""
+        return self.activations + self.working + self.gradients
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,12 @@ class Memory:
     @cached_property
     def fullest(self) -> Moment:
         """The moment with the most."""
-        return max(self.moments, key=lambda m: m.activations + m.working)
+        return max(self.moments, key=lambda m: m.total)
 
     @property
     def allocated(self) -> float:
         """The most that tensors take at once: what a framework reports as peak allocated."""
-        return self.state.total + self.fullest.activations + self.fullest.working
+        return self.state.total - self.state.gradients + self.fullest.total
 
     @property
     def total(self) -> float:
@@ -92,6 +99,7 @@ class Memory:
         moment = self.fullest
         return {
             **vars(self.state),
+            "gradients": moment.gradients,
             "activations": moment.activations,
             "working": moment.working,
             "fragments": self.allocated * self.fragments,
@@ -103,8 +111,8 @@ def memory(case: Case) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank over a step."""
     chunks = _Chunks(case)
     return tuple(
-        Memory(rank, state, _overheads(case), _software(case).fragments, chunks.moments(rank))
-        for rank, state in enumerate(stage_states(case))
+        Memory(rank, lasting, _overheads(case), _software(case).fragments, chunks.moments(rank))
+        for rank, lasting in enumerate(chunks.states)
     )
 
 
@@ -122,9 +130,9 @@ def peak_bytes(case: Case) -> float:
     sizes, m = case.sizes, case.micro_batches
     peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, m)
     most = 0.0
-    for rank, state in enumerate(stage_states(case)):
+    for rank, lasting in enumerate(chunks.states):
         bound = chunks.bound(rank, peaks[rank])
-        tensors = state.total + bound
+        tensors = lasting.total + bound
         most = max(most, tensors * (1 + software.fragments) + _overheads(case))
     return most
 
@@ -161,6 +169,7 @@ class _Chunks:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.shape = Shape.of(case)
+        self.states = stage_states(case)
         self._known: dict[int, tuple[float, float, float]] = {}
 
     def moments(self, rank: int) -> tuple[Moment, ...]:
@@ -178,20 +187,40 @@ class _Chunks:
         kept = [self._kept(chunk) for chunk in places]
         working = [self._working(chunk) for chunk in places]
         layers = [self._fullest_layer(chunk) for chunk in places]
+        # Gradients of a chunk come with its first backward, those of the head before.
+        coming = [self._gradients(chunk) for chunk in places]
+        there = self.states[rank].gradients - sum(coming)
         alive = 0.0
         for step in self.case.table.lines[rank]:
             actions = actions_of(step)
             grown = sum(kept[a.chunk] for a in actions if a.kind == "F")
-            freed = sum(kept[a.chunk] for a in actions if a.kind in ("B", "W"))
+            back = [a.chunk for a in actions if a.kind in ("B", "W")]
+            freed = sum(kept[chunk] for chunk in back)
             used = max(working[a.chunk][0 if a.kind == "F" else 1] for a in actions)
             peak = alive + grown
             if isinstance(step, Pair) and freed:
                 # Layer by layer one pass keeps and the other frees: they are never both whole.
-                ahead = layers[step.forward.chunk]
-                peak = alive + max(grown - freed, 0.0) + ahead
-            yield Moment(str(step), peak, used if actions[0].kind != "W" else 0.0)
-            alive += grown - freed
-        yield Moment("step", 0.0, 0.0)
+                peak = alive + max(grown - freed, 0.0) + layers[step.forward.chunk]
+            new = sum(coming[chunk] for chunk in back)
+            for chunk in back:
+                coming[chunk] = 0.0
+            # A first backward frees as its gradients come: of the two the larger counts.
+            during = there + max(new - freed, 0.0)
+            yield Moment(str(step), peak, used if actions[0].kind != "W" else 0.0, during)
+            alive, there = alive + grown - freed, there + new
+        yield Moment("step", 0.0, 0.0, there)
+
+    def _gradients(self, chunk: tuple[Place, ...]) -> float:
+        """Bytes of a chunk's gradients that are not there before its first backward.
+
+        Moefold drops gradients as a step begins; other stacks keep their buffers.
+        """
+        case = self.case
+        if case.software.stack != "moefold" or case.keeping.zero > 1:
+            return 0.0
+        layers = sum(state(case, place_weights(case, place)).gradients for place in chunk)
+        embeds = not case.decoder.tied and any(place.kind == "embedding" for place in chunk)
+        return layers + (state(case, [embedding(case.decoder)]).gradients if embeds else 0.0)
 
     def _kept(self, chunk: tuple[Place, ...]) -> float:
         """Bytes that a chunk keeps for one micro-batch."""
@@ -229,7 +258,8 @@ class _Chunks:
         if self.case.software.stack == "moefold" and any(p.kind == "loss" for p in chunk):
             rows = min(LOSS_CHUNK, self.shape.piece)
             columns = self.case.decoder.vocab / self.case.sizes.tp
-            forward = max(forward, rows * columns * (2 * self.shape.width + 4))
+            # Logits, and their logarithms in fp32, which become the gradient in place.
+            forward = max(forward, rows * columns * (self.shape.width + 4))
         return forward, backward
 
     def _layer(self, block: Block) -> tuple[float, float, float]:

@@ -77,7 +77,7 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
     layers = (w for i, block in blocks for w in block_weights(block, decoder.hidden, i))
     head = () if decoder.tied else (_matrix(decoder, "head.weight"),)
     norm = _norm("norm.weight", decoder.hidden)
-    return (_embedding(decoder), *layers, norm, *head)
+    return (embedding(decoder), *layers, norm, *head)
 
 
 def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
@@ -133,7 +133,7 @@ def _rank_state(case: Case, chunks: Iterable[tuple[Place, ...]], known: dict[Any
         total += known[key]
     kinds = {place.kind for place in places}
     embeds = kinds & {"embedding", "multi_token"} or ("loss" in kinds and case.decoder.tied)
-    ends = [_embedding(case.decoder)] if embeds else []
+    ends = [embedding(case.decoder)] if embeds else []
     if "loss" in kinds and not case.decoder.tied:
         ends.append(_matrix(case.decoder, "head.weight"))
     return total + state(case, ends)
@@ -169,7 +169,8 @@ def _norm(name: str, width: int) -> Weight:
     return Weight(name, (width,), product=False)
 
 
-def _embedding(decoder: Decoder) -> Weight:
+def embedding(decoder: Decoder) -> Weight:
+    """Return the matrix of tokens, which is the head too where they are tied."""
     return Weight("embed.weight", (decoder.vocab, decoder.hidden), 0, product=decoder.tied)
 
 

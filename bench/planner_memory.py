@@ -1,0 +1,163 @@
+"""Planned memory of one-process CPU steps beside the measured peak of the same steps.
+
+Each recipe is built, trained for two steps and measured in a process of its own. The peak is that
+of torch's allocator (every allocation and release, kernels' own included), and beside it what the
+process took at most from the system over what it took before the model was built.
+
+    python bench/planner_memory.py [--json]
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.config.base import Record
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router, Shared
+from moefold.optim.config import AdamW, Muon, Optim
+from moefold.planner.case import Case, Keeping, Numbers, recomputed
+from moefold.planner.hardware import Cluster, processor
+from moefold.planner.memory import fullest
+from moefold.policies.config import Full, Selective
+from moefold.precision.config import Precision
+from moefold.schedule.config import OneFOneB
+
+LOSS_CHUNK = 1024
+MIXTURE = Moe(width=128, router=Router(experts=8, top_k=2), shared=Shared(width=128))
+ADAMW = AdamW(lr=1e-3)
+GROUPED = Gqa(heads=4, kv_heads=2, head_dim=64)
+LATENT = Mla(heads=4, q_rank=96, kv_rank=64, nope_dim=48, rope_dim=16, v_dim=48)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run to plan and to measure."""
+
+    name: str
+    attention: Record = GROUPED
+    ffn: Record = MIXTURE
+    layers: int = 4
+    vocab: int = 2048
+    seq: int = 256
+    micro_batch: int = 2
+    micro_batches: int = 2
+    precision: Precision = "fp32"
+    recompute: Record | None = None
+    optim: Optim = ADAMW
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+        blocks = (Block.model_validate({"attention": self.attention, "ffn": self.ffn}),)
+        stack = Stack(repeat=self.layers, blocks=blocks)
+        return Decoder(vocab=self.vocab, hidden=256, stacks=(stack,))
+
+    @property
+    def case(self) -> Case:
+        """The same as the planner takes it."""
+        wide = self.precision == "fp32"
+        numbers = Numbers("fp32" if wide else "bf16", self.optim, weight_bytes=0 if wide else 2)
+        return Case(
+            decoder=self.decoder,
+            seq=self.seq,
+            batch=self.micro_batch * self.micro_batches,
+            micro_batch=self.micro_batch,
+            cluster=Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1),
+            sizes=Sizes(),
+            stages=Stages.balanced(1, 1, self.layers),
+            schedule=OneFOneB(),
+            dispatch="local",
+            load=1.0,
+            numbers=numbers,
+            keeping=Keeping(recompute=recomputed(self.recompute)),
+        )
+
+
+RECIPES = (
+    Recipe("mixture fp32"),
+    Recipe("mixture bf16", precision="bf16"),
+    Recipe("mixture, one micro-batch", micro_batches=1, micro_batch=4),
+    Recipe("mixture, full recompute", recompute=Full(), micro_batch=4),
+    Recipe("mixture, norms and experts", recompute=Selective(modules=("norms", "experts"))),
+    Recipe("mixture, muon", optim=Muon()),
+    Recipe("dense fp32", ffn=Dense(width=1024)),
+    Recipe("dense bf16, ffn recomputed", ffn=Dense(width=1024), precision="bf16",
+           recompute=Selective(modules=("ffn",))),
+    Recipe("latents bf16", attention=LATENT, precision="bf16", micro_batch=4),
+    Recipe("latents, up-projections", attention=LATENT, recompute=Selective(modules=("mla_up",))),
+    Recipe("large vocabulary", vocab=16384, layers=2),
+    Recipe("long sequence", seq=2048, micro_batch=1, layers=3),
+)  # fmt: skip
+
+
+def measure(recipe: Recipe) -> dict[str, float]:
+    """Return measured peaks of two steps, in bytes; meant for a process of its own."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from moefold.config.slot import build
+    from moefold.data.batch import from_ids
+    from moefold.model.decoder import DecoderModel
+    from moefold.parallel.apply import alone
+    from moefold.parallel.config import Layout
+    from moefold.training.step import gradients
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    shape = (recipe.micro_batch, recipe.seq)
+    batches = [from_ids(torch.randint(recipe.vocab, shape)) for _ in range(recipe.micro_batches)]
+    layout = Layout(recompute=recipe.recompute)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model = DecoderModel(recipe.decoder, recipe.precision, layout)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        placed = alone(model, layout)
+        optimizer = build(recipe.optim, dict(model.named_parameters()))
+        for _ in range(2):
+            gradients(placed, batches, LOSS_CHUNK)
+            optimizer.step()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"tensors": most, "process": taken * 1024}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Yield every recipe with what was planned and what was measured, in bytes."""
+    context = multiprocessing.get_context("spawn")
+    for recipe in RECIPES:
+        with context.Pool(1) as pool:
+            measured = pool.apply(measure, (recipe,))
+        plan = fullest(recipe.case)
+        yield {"name": recipe.name, "planned": plan.allocated, **measured}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="planned against measured memory of CPU steps")
+    parser.add_argument("--json", action="store_true")
+    if parser.parse_args().json:
+        print(json.dumps(list(rows()), indent=1))
+        return
+    print(f"{'recipe':32} {'planned':>9} {'tensors':>9} {'off':>7} {'process':>9}   MiB")
+    for row in rows():
+        planned, tensors, process = (row[k] / 2**20 for k in ("planned", "tensors", "process"))
+        off = planned / tensors - 1
+        print(
+            f"{row['name']:32} {planned:9.1f} {tensors:9.1f} {off:+7.1%} {process:9.1f}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
