@@ -40,6 +40,7 @@ class Flow:
         training: whether counters count.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
         context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
+        excess: int64 rows that each dispatch of stated room could not take; looked at by the step.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
     """
 
@@ -51,6 +52,7 @@ class Flow:
     training: bool = True
     world: World = field(default_factory=World.single)
     context: Record | None = None
+    excess: list[Tensor] = field(default_factory=list)
     piece: MicroBatch | None = None
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 

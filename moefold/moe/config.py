@@ -226,7 +226,7 @@ class AllToAllOnce(Dispatch):
 
 @DISPATCH.register
 class TwoLevel(Dispatch):
-    """A token is sent once to each node that has any of its experts, and there once to each rank."""
+    """A token is sent once to each node with any of its experts, and there once to each rank."""
 
     kind: Literal["two_level"] = "two_level"
     node: Size

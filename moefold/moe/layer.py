@@ -63,6 +63,8 @@ class MoeFfn(nn.Module):
     ) -> tuple[Tensor, ...]:
         complete = self._complete(flow)
         sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, complete, flow.world)
+        if sent.excess is not None:
+            flow.excess.append(sent.excess)
         return x_TD, y_TD, terms_N, sent.x_RD, sent.offs_E, sent.probs_R, *sent.handle
 
     def _experts(

@@ -88,6 +88,8 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
     chunks = chunks_of(stages, layout, world)
     keep(model, chunks)
     shards = cut(model, world)
+    for kind, inner in layout.split_groups:
+        world.split(kind, inner)
     return Placed(model, world, layout, chunks, shards, stages, dict(term_layers))
 
 

@@ -10,12 +10,12 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.problems import Violation
-from moefold.layers.config import CONTEXT, Ring
+from moefold.layers.config import CONTEXT, Context, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import Model
 from moefold.mesh.pipeline import Stages, Way
-from moefold.moe.config import DISPATCH, AllToAll
+from moefold.moe.config import DISPATCH, AllToAll, Dispatch
 from moefold.policies.config import RECOMPUTE
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee
@@ -53,8 +53,13 @@ class Layout(Record):
             )
 
     def misfits(self, model: Model) -> Iterator[Violation]:
-        """Yield what of sizes, order and stages does not fit together or not the model."""
+        """Yield what does not fit together or not the model."""
         yield from violations(self.split, model, order=self.order, stages=self.stages)
+        if isinstance(self.context, Context):
+            broken = self.context.misfits(self.split, model.heads)
+            yield from (found.under("context") for found in broken)
+        if isinstance(self.dispatch, Dispatch):
+            yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
 
     def table(self, micro_batches: int) -> Table:
         """Return what the ranks of a pipeline do in a step of so many micro-batches each.
@@ -78,6 +83,12 @@ class Layout(Record):
     def split(self) -> Sizes:
         """The sizes as numbers."""
         return Sizes.parse(self.sizes)
+
+    @property
+    def split_groups(self) -> tuple[tuple[str, int], ...]:
+        """Kinds of groups that are cut in two levels, and how many neighbours go together."""
+        context = self.context.splits(self.split) if isinstance(self.context, Context) else ()
+        return context + (self.dispatch.splits if isinstance(self.dispatch, Dispatch) else ())
 
     @property
     def is_split(self) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import sum_
+from moefold.comm.collectives import max_, sum_
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
 from moefold.moe.balance import sum_counters
+from moefold.moe.config import Padded
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
 from moefold.parallel.data import Copies
@@ -54,7 +55,9 @@ def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) ->
         loss_chunk: rows whose logits exist at once.
     """
     model, world = placed.model, placed.world
-    labels, tokens = _everywhere(batches, world)
+    module = world.recorder.module
+    with module("step"):
+        labels, tokens = _everywhere(batches, world)
     for parameter in model.parameters():
         parameter.grad = None
     for _, mixture in model.mixtures():
@@ -62,15 +65,41 @@ def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) ->
     shares = [batch.population / max(tokens, 1) for batch in batches]
 
     def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-        scale = 1 / max(labels, 1)
-        return loss_and_gradients(x_TD, model.head_operand(), flow, scale=scale, chunk=loss_chunk)
+        head, scale = model.head_operand(), 1 / max(labels, 1)
+        with module("loss"):
+            return loss_and_gradients(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 
     flows = [flow_of(placed, batch) for batch in batches]
-    ran = Executor(placed, flows, shares, loss).run()
-    norm_squared = Copies(placed).finish()
+    with module("pipeline"):
+        ran = Executor(placed, flows, shares, loss).run()
+    check_room(placed, flows)
+    with module("gradients"):
+        norm_squared = Copies(placed).finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
-    sum_counters(balances, world.group("stage"))
-    return _figures(placed, ran, shares, norm_squared, labels, tokens)
+    with module("counters"):
+        sum_counters(balances, world.group("stage"))
+    with module("figures"):
+        return _figures(placed, ran, shares, norm_squared, labels, tokens)
+
+
+def check_room(placed: Placed, flows: Sequence[Flow]) -> None:
+    """Refuse a step in which a dispatch of stated room left rows out; all ranks do alike.
+
+    Raises:
+        ValueError: names the room that would have been enough.
+    """
+    dispatch = placed.layout.dispatch
+    if not isinstance(dispatch, Padded):
+        return
+    found = [count for flow in flows for count in flow.excess]
+    most = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.int64)
+    excess = int(max_(most.to(placed.world.device), placed.world.group("world")))
+    if excess:
+        room, needed = dispatch.max_rows, dispatch.max_rows + excess
+        raise ValueError(
+            f"layout.dispatch.max_rows is {room}, and in this step a rank had {needed} rows for "
+            f"another. Set max_rows to {needed} or more, or choose dispatch: alltoall"
+        )
 
 
 def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
@@ -130,8 +159,11 @@ def evaluate(
     """
     figures = torch.zeros(3, dtype=torch.float64, device=placed.world.device)
     for batch in batches:
-        figures[0] += score(placed, flow_of(placed, batch, training=False), loss_chunk)
+        with placed.world.recorder.module("evaluation"):
+            figures[0] += score(placed, flow_of(placed, batch, training=False), loss_chunk)
         if placed.world.group("tp_cp_pp").index == 0:
             figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
-    total, labels, n_bytes = read_scalars(*sum_(figures, placed.world.group("world")).unbind())
+    with placed.world.recorder.module("evaluation"):
+        sum_(figures, placed.world.group("world"))
+    total, labels, n_bytes = read_scalars(*figures.unbind())
     return total, round(labels), n_bytes

@@ -55,6 +55,7 @@ class Routed:
         return bool((self.experts_TK < E).all())
 
 
+NAMES = ("x_TD", "weights_TK", "experts_TK", "cotangent_TD")
 CASES = ("even", "dropped", "idle", "one_rank", "one_expert", "top_8")
 
 
@@ -81,8 +82,7 @@ def routed(case: str, rank: int) -> Routed:
 
 def joined(parts: list[Routed]) -> Routed:
     """Return the rows of several ranks as one rank's."""
-    fields = ("x_TD", "weights_TK", "experts_TK", "cotangent_TD")
-    return Routed(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
+    return Routed(**{name: torch.cat([vars(part)[name] for part in parts]) for name in NAMES})
 
 
 def expert_weights() -> tuple[Tensor, Tensor]:
@@ -156,7 +156,8 @@ def there_and_back(
     (out_TD * rows.cotangent_TD).sum().backward()
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (w_in, w_out)]
     assert x_TD.grad is not None and weights_TK.grad is not None
-    return Results(out_TD.detach(), x_TD.grad, weights_TK.grad, *grads, sent.excess)
+    dw_in, dw_out = grads
+    return Results(out_TD.detach(), x_TD.grad, weights_TK.grad, dw_in, dw_out, sent.excess)
 
 
 def sources(world: World) -> tuple[int, ...]:
@@ -178,8 +179,10 @@ def expected(case: str, world: World) -> Results:
     parts = [routed(case, rank) for rank in ranks]
     whole = there_and_back(Local(), joined(parts), *expert_weights())
     place, counts = ranks.index(world.rank), [part.x_TD.shape[0] for part in parts]
-    rows = [t.split(counts)[place] for t in (whole.out_TD, whole.dx_TD, whole.dweights_TK)]
-    return Results(*rows, *here(world, whole.dw_in, whole.dw_out))
+    out_TD, dx_TD, dweights_TK = (
+        t.split(counts)[place] for t in (whole.out_TD, whole.dx_TD, whole.dweights_TK)
+    )
+    return Results(out_TD, dx_TD, dweights_TK, *here(world, whole.dw_in, whole.dw_out))
 
 
 def gap(ours: Results, theirs: Results) -> float:

@@ -5,7 +5,6 @@ import torch
 
 from tests.gloo.dispatching import (
     CASES,
-    ROOM,
     WAYS,
     expected,
     expert_weights,

@@ -29,7 +29,7 @@ def ranks_of(experts_TK: Tensor, each: int) -> Tensor:
 
 
 def distinct(rank_TK: Tensor, ranks: int) -> Tensor:
-    """Return each token's ranks with ``ranks``, which says "none", for all but the first mention."""
+    """Return each token's ranks; ``ranks``, which says "none", for all but a first mention."""
     entries = range(rank_TK.shape[1])
     again = [(rank_TK[:, :k] == rank_TK[:, k : k + 1]).any(1) for k in entries]
     return torch.where(torch.stack(again, 1), ranks, rank_TK)
