@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 from moefold.config.base import Record
 from moefold.config.problems import RunError
@@ -13,7 +13,7 @@ from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
 from moefold.precision.config import Precision
 
-SHARED_COUNTS = (8, 16, 32)
+SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""
 
 
@@ -86,17 +86,17 @@ def fills(layout: Layout, micro_batches: int) -> bool:
 def enough(layout: Layout, world: int) -> int:
     """Return micro-batches of a step for a layout that is legal on ``world`` ranks.
 
-    Each data rank gets as many, and the schedule has a table for them.
+    Each data rank gets as many, at least two and enough to fill a pipeline, and the schedule has a
+    table for them.
 
     Raises:
         RunError: where no number of micro-batches is inside the schedule's domain.
     """
     sizes = layout.split
     dp = world // (sizes.pp * sizes.cp * sizes.tp)
-    most = 8 * sizes.pp * max(sizes.vpp, 1) * dp
-    for total in chain(SHARED_COUNTS, count(dp, dp)):
-        if total % dp == 0 and fills(layout, total // dp):
+    least, most = 2 * sizes.pp * dp, 8 * sizes.pp * sizes.vpp * dp
+    for total in chain(SHARED_COUNTS, range(dp, most, dp)):
+        if total >= least and total % dp == 0 and fills(layout, total // dp):
             return total
-        if total > max(most, SHARED_COUNTS[-1]):
-            layout.table(total // dp)  # says what is outside its domain
-    raise AssertionError("counting never ends")
+    layout.table(most // dp)
+    raise AssertionError("the largest number fills every schedule's domain, or is refused")

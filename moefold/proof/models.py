@@ -51,8 +51,8 @@ SHARED = moe(shared=Shared(width=16, gate=True))
 def decoder(attention: Record, *ffns: Record, **changes: Any) -> Decoder:
     """Return a decoder of one block for each feed-forward."""
     stacks = tuple(Stack(blocks=(Block(attention=attention, ffn=ffn),)) for ffn in ffns)
-    sizes: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
-    return Decoder(**(sizes | {"stacks": stacks} | changes))
+    usual: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
+    return Decoder(**(usual | changes), stacks=stacks)
 
 
 def subject(described: Decoder, **changes: Any) -> Subject:

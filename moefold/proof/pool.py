@@ -5,6 +5,7 @@ waits for others that have work left without it. What fails ends the processes; 
 start anew.
 """
 
+import re
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import Any
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
 from moefold.comm.join import join
-from moefold.comm.launch import RankError, launch
+from moefold.comm.launch import launch
 from moefold.comm.world import World
 from moefold.config.uses import bring
 from moefold.mesh.config import Sizes
@@ -39,6 +40,10 @@ class Task:
     case: Case
     reference: str
     broken: Break | None = None
+
+
+class CaseFailed(RuntimeError):
+    """A case ended with an error on this rank; the text is its number."""
 
 
 Told = Callable[[int, Outcome], None]
@@ -75,9 +80,17 @@ def run_cases(
             left = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(left, keep, time_out_s, tuple(uses))
             if error is not None:
-                first = next(number for number in left if number not in outcomes)
-                keep(first, Outcome(problems=(error,)))
+                keep(_which(error, left, outcomes), Outcome(problems=(error,)))
+            assert error is not None or len(outcomes) == len(cases), "ranks ended without a word"
     return [outcomes[number] for number in range(len(cases))]
+
+
+def _which(error: str, left: dict[int, Task], outcomes: dict[int, Outcome]) -> int:
+    """Return the number of the case that an error ended; of a rank that died, the one it was at."""
+    named = re.search(rf"{CaseFailed.__name__}: (\d+)", error)
+    if named is not None and int(named[1]) not in outcomes:
+        return int(named[1])
+    return next(number for number in left if number not in outcomes)
 
 
 def _tasks(cases: Sequence[Case], breaks: Sequence[Break | None], folder: Path) -> dict[int, Task]:
@@ -94,27 +107,28 @@ def _run(
 ) -> str | None:
     """Run tasks until one fails; returns what the first that failed had to say."""
     ours, theirs = Pipe(duplex=False)
-    reader = threading.Thread(target=_read, args=(ours, keep), daemon=True)
-    reader.start()
     ranks = max(task.case.world for task in tasks.values())
-    error = None
-    try:
-        launch(_work, ranks, list(tasks.items()), theirs, time_out_s, uses, time_out_s=time_out_s)
-    except RankError as failed:
-        error = str(failed)
-    finally:
-        theirs.close()
-        reader.join()
-    return error
+    given = list(tasks.items()), theirs, time_out_s, uses
+    failed: list[str] = []
 
+    def start() -> None:
+        try:
+            launch(_work, ranks, *given, time_out_s=time_out_s)
+        except Exception as error:
+            failed.append(str(error))
+        finally:
+            theirs.close()
 
-def _read(ours: Connection, keep: Told) -> None:
+    # Beside the main thread, which a signal then ends, and the ranks with it.
+    launcher = threading.Thread(target=start, daemon=True)
+    launcher.start()
     while True:
         try:
-            number, outcome = ours.recv()
+            keep(*ours.recv())
         except (EOFError, OSError):
-            return
-        keep(number, outcome)
+            break
+    launcher.join()
+    return failed[0] if failed else None
 
 
 # --------------------------------------------------------------------------------- on each rank
@@ -137,10 +151,13 @@ def _work(
         if spot.rank >= case.world:
             continue
         started = time.perf_counter()
-        if case.world > 1:
-            join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
-        with World.open(case.folding, "cpu", time_out_s) as world:
-            answers = _answers(task, world)
+        try:
+            if case.world > 1:
+                join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
+            with World.open(case.folding, "cpu", time_out_s) as world:
+                answers = _answers(task, world)
+        except Exception as error:
+            raise CaseFailed(number) from error
         if spot.rank == 0:
             outcome = judge(facts_of(Path(task.reference)), answers)
             outcome.seconds = time.perf_counter() - started
