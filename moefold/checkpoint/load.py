@@ -4,7 +4,7 @@ Bytes go straight from the file into the tensor that is returned, so that no sec
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.disk import DISK, Disk, Say, retried
 from moefold.checkpoint.errors import DamagedError, MismatchError
 from moefold.checkpoint.folder import check_size
-from moefold.checkpoint.manifest import Manifest, Slice, Stored
+from moefold.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, Stored
 from moefold.checkpoint.tensors import DTYPES, empty, host_bytes
 
 ATTEMPTS = 3
@@ -133,6 +133,42 @@ class Reader:
                 self._read_slice(name, part, whole.view(-1).view(torch.uint8))
                 box.copy_(whole)
 
+    def read_part_into(self, name: str, target: Tensor, at: tuple[int, ...]) -> None:
+        """Fill ``target`` with the box of a tensor that begins at ``at``.
+
+        Of each slice only the rows that reach into the box are read, in whole chunks: what is read
+        is checked.
+        """
+        stored, target = self.manifest.tensors[name], target.detach()
+        for part in stored.slices:
+            shared = _overlap(part, at, target.shape)
+            if shared is None:
+                continue
+            there = target[tuple(slice(a - b, e - b) for (a, e), b in zip(shared, at, strict=True))]
+            if not shared:
+                self._read_slice(name, part, there.reshape(1).view(torch.uint8))
+                continue
+            first, end = (place - part.at[0] for place in shared[0])
+            rows = self._read_rows(name, stored.dtype, part, first, end)
+            inner = zip(shared[1:], part.at[1:], strict=True)
+            there.copy_(rows[(slice(None), *(slice(a - b, e - b) for (a, e), b in inner))])
+
+    def _read_rows(self, name: str, dtype: str, part: Slice, first: int, end: int) -> Tensor:
+        """Return rows ``first`` to ``end`` of a slice."""
+        row = part.size // part.shape[0]
+        step = self.manifest.chunk_bytes
+        low, high = first * row // step, -(-end * row // step)
+        start, stop = low * step, min(high * step, part.size)
+        held = empty("U8", (stop - start,))
+        for i in range(low, high):
+            chunk = held[i * step - start : min((i + 1) * step, part.size) - start]
+            offset = part.span[0] + i * step
+            self._read_chunk(name, part.shard, offset, host_bytes(chunk), part.sha256[i])
+        rows = held[first * row - start : end * row - start]
+        if rows.storage_offset() % ITEM_BYTES[dtype]:
+            rows = rows.clone()
+        return rows.view(DTYPES[dtype]).view(end - first, *part.shape[1:])
+
     def check_sizes(self, names: Iterable[str]) -> None:
         """Raise ``DamagedError`` where a shard that these tensors lie in has not its full size."""
         shards = {part.shard for name in names for part in self.manifest.tensors[name].slices}
@@ -190,6 +226,15 @@ class Reader:
         self._open = (-1, -1)
         if number >= 0:
             self._disk.close(fd)
+
+
+def _overlap(
+    part: Slice, at: tuple[int, ...], shape: Sequence[int]
+) -> tuple[tuple[int, int], ...] | None:
+    """Return the box, in global places, that a slice and another box share; None where none."""
+    dims = zip(part.at, part.shape, at, shape, strict=True)
+    shared = tuple((max(a, b), min(a + n, b + m)) for a, n, b, m in dims)
+    return shared if all(start < end for start, end in shared) else None
 
 
 def _difference(stored: Stored, target: Tensor) -> str:

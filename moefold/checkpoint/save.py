@@ -6,7 +6,7 @@ then retention.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +21,31 @@ from moefold.checkpoint.config import Policy
 from moefold.checkpoint.disk import DISK, FULL, Disk, Say, retried, write_whole
 from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, Stored
+from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, Slice, Stored
 from moefold.checkpoint.meta import check_meta
 from moefold.checkpoint.shards import Piece, plan, write_shard
-from moefold.checkpoint.tensors import NAMES, TensorSource, Unread, check_dtype, check_storable
+from moefold.checkpoint.tensors import (
+    NAMES,
+    Part,
+    TensorSource,
+    Unread,
+    check_dtype,
+    check_storable,
+)
 
 POLICY = Policy()
 _log = logging.getLogger("moefold.checkpoint")
 
 
+Content = Tensor | Unread | Part
+"""What is saved under a name: a whole tensor, or a box of one that other ranks have the rest of."""
+Contents = Mapping[str, Content | Sequence[Part]]
+
+
 def save(
     folder: str | Path,
     step: int,
-    tensors: Mapping[str, Tensor | Unread],
+    tensors: Contents,
     meta: dict[str, Any],
     policy: Policy = POLICY,
     *,
@@ -53,37 +65,30 @@ def save(
     where another run holds the folder; ``SaveError``, with what is needed and what is free, where
     the storage refuses: the partial checkpoint is then removed, and those before it still stand.
     """
-    pieces = [_piece(name, tensor) for name, tensor in tensors.items()]
-    _check_manifest(step, pieces, meta)
-    work = _Work(Path(folder), step, plan(pieces, policy.shard_bytes), meta, say, disk)
+    work = Work.of(folder, step, tensors, meta, policy, say, disk)
     work.make_folder()
     own = FolderLock(folder, f"a save of step {step}", say=say)
     with own if lock is None else nullcontext(lock) as held:
-        work.tidy("clearing leftovers", lambda: folders.sweep(work.folder, say, disk))
-        staged = work.stage(policy.attempts)
-        try:
-            held.check()
-            work.publish(staged)
-        finally:
-            if staged.exists():
-                folders.try_remove(staged, say, disk)
-        work.tidy("naming it as the latest", lambda: folders.point(work.folder, work.final, disk))
-        work.tidy(
-            "removing older ones",
-            lambda: folders.retain(work.folder, policy, work.final, say, disk),
-        )
+        work.clear()
+        work.conclude(work.stage(policy.attempts), policy, held)
     return work.final
 
 
-def _piece(name: str, tensor: Tensor | Unread) -> Piece:
-    """Return a whole tensor as one piece."""
-    shape = tuple(tensor.shape)
-    at = (0,) * len(shape)
-    if isinstance(tensor, Unread):
-        check_dtype(name, tensor.dtype)
-        return Piece(name, NAMES[tensor.dtype], shape, at, shape, tensor)
+def _pieces(tensors: Contents) -> Iterator[Piece]:
+    for name, content in tensors.items():
+        for part in content if isinstance(content, Sequence) else (content,):
+            yield _piece(name, part)
+
+
+def _piece(name: str, content: Content) -> Piece:
+    shape = tuple(content.shape)
+    at = content.at if isinstance(content, Part) else (0,) * len(shape)
+    if isinstance(content, Unread):
+        check_dtype(name, content.dtype)
+        return Piece(name, NAMES[content.dtype], shape, at, shape, content)
+    tensor = content.tensor if isinstance(content, Part) else content
     check_storable(name, tensor)
-    return Piece(name, NAMES[tensor.dtype], shape, at, shape, TensorSource(tensor))
+    return Piece(name, NAMES[tensor.dtype], shape, at, tuple(tensor.shape), TensorSource(tensor))
 
 
 def _check_manifest(step: int, pieces: list[Piece], meta: dict[str, Any]) -> None:
@@ -99,8 +104,8 @@ def _check_manifest(step: int, pieces: list[Piece], meta: dict[str, Any]) -> Non
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One save: what is written and where."""
+class Work:
+    """One save: what this process writes and where; ``save`` and ``together`` call its parts."""
 
     folder: Path
     step: int
@@ -109,8 +114,25 @@ class _Work:
     say: Say
     disk: Disk
 
+    @classmethod
+    def of(
+        cls,
+        folder: str | Path,
+        step: int,
+        tensors: Contents,
+        meta: dict[str, Any],
+        policy: Policy,
+        say: Say,
+        disk: Disk,
+    ) -> "Work":
+        """Check what is to be saved, and group it into shards."""
+        pieces = list(_pieces(tensors))
+        _check_manifest(step, pieces, meta)
+        return cls(Path(folder), step, plan(pieces, policy.shard_bytes), meta, say, disk)
+
     @property
     def final(self) -> Path:
+        """The checkpoint's folder once it is published."""
         return self.folder / folders.step_name(self.step)
 
     @property
@@ -121,6 +143,7 @@ class _Work:
         return sum(piece.size for piece in pieces) + digests + 512 * (len(pieces) + 8)
 
     def make_folder(self) -> None:
+        """Make the folder of checkpoints."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -133,12 +156,32 @@ class _Work:
         except OSError as error:
             self.say(f"{self.folder}: {what} failed: {error}")
 
+    def clear(self) -> None:
+        """Remove what earlier saves left half done."""
+        self.tidy("clearing leftovers", lambda: folders.sweep(self.folder, self.say, self.disk))
+
+    def conclude(self, staged: Path, policy: Policy, held: FolderLock) -> None:
+        """Publish what is staged, point to it, and let go of older ones."""
+        try:
+            held.check()
+            self.publish(staged)
+        finally:
+            if staged.exists():
+                folders.try_remove(staged, self.say, self.disk)
+        self.tidy(
+            "naming it as the latest", lambda: folders.point(self.folder, self.final, self.disk)
+        )
+        self.tidy(
+            "removing older ones",
+            lambda: folders.retain(self.folder, policy, self.final, self.say, self.disk),
+        )
+
     def stage(self, attempts: int) -> Path:
         """Write the whole checkpoint under a temporary name and return it."""
         try:
             return retried(self._attempt, self.final.name, attempts, self.say, self.disk)
         except OSError as error:
-            raise self._refused(error, attempts) from error
+            raise self.refused(error, attempts) from error
 
     def publish(self, staged: Path) -> None:
         """Give the staged checkpoint its name; one of the same step steps aside first."""
@@ -179,22 +222,36 @@ class _Work:
 
     def _write(self, staged: Path) -> None:
         """Write shards, then the manifest, then the folder's entries."""
+        shards, tensors = self.write_shards(staged, "shard")
+        self.write_manifest(staged, shards, tensors)
+
+    def write_shards(self, staged: Path, stem: str) -> tuple[list[Shard], dict[str, Stored]]:
+        """Write the shards, and return what the manifest says of them and their tensors."""
         shards: list[Shard] = []
-        found: dict[str, Stored] = {}
+        found: dict[str, list[Slice]] = {}
         for number, group in enumerate(self.groups):
-            path = staged / f"shard-{number:05d}.safetensors"
+            path = staged / f"{stem}-{number:05d}.safetensors"
             shard, parts = write_shard(self.disk, path, group, CHUNK_BYTES, number)
             shards.append(shard)
             for piece, part in parts:
-                found[piece.name] = Stored(
-                    dtype=piece.dtype, shape=piece.global_shape, slices=(part,)
-                )
+                found.setdefault(piece.name, []).append(part)
+        tensors = {
+            p.name: Stored(dtype=p.dtype, shape=p.global_shape, slices=tuple(found[p.name]))
+            for group in self.groups
+            for p in group
+        }
+        return shards, tensors
+
+    def write_manifest(
+        self, staged: Path, shards: Sequence[Shard], tensors: Mapping[str, Stored]
+    ) -> None:
+        """Write the manifest, and the folder's entries."""
         content = manifest.dump(
             Manifest(
                 writer=manifest.writer(),
                 step=self.step,
                 shards=tuple(shards),
-                tensors={p.name: found[p.name] for group in self.groups for p in group},
+                tensors=dict(tensors),
                 meta=self.meta,
             )
         )
@@ -206,7 +263,7 @@ class _Work:
         write_whole(self.disk, staged / manifest.FILE, content)
         self.disk.sync_folder(staged)
 
-    def _refused(self, error: OSError, attempts: int) -> SaveError:
+    def refused(self, error: OSError, attempts: int) -> SaveError:
         """Return the error of a save that the storage refused."""
         before = "nothing of it is left, and the checkpoints before it still stand"
         if error.errno not in FULL:

@@ -89,6 +89,24 @@ class Unread:
         yield from TensorSource(tensor).blocks()
 
 
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor whose other boxes may lie on other ranks."""
+
+    tensor: Tensor
+    """The box's values."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    at: tuple[int, ...]
+    """Place of the box's first element in the whole."""
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """First place and end along each dim."""
+        ends = zip(self.at, self.tensor.shape, strict=True)
+        return tuple((start, start + size) for start, size in ends)
+
+
 def _blocks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
     """Yield parts of at most ``limit`` bytes, in row-major order of the whole."""
     size = tensor.numel() * tensor.element_size()
