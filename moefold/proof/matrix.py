@@ -25,6 +25,13 @@ AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 ROOM = 64
 """Rows between two ranks that are always enough here: a micro-batch has 32."""
 
+BY_MODEL = ("models",)
+"""Rules whose models are choices too."""
+UNSELECTED = {"shipped", "optimizers", "axes", "foldings"}
+"""Rules of which the tests run nothing by choice."""
+FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
+"""Foldings that the tests run."""
+
 Rule = Callable[[], Iterator[Case]]
 RULES: dict[str, Rule] = {}
 
@@ -215,3 +222,25 @@ def shipped() -> Iterator[Case]:
         for sizes, world in (("tp2 cp2 ep4", 8), ("pp2 ep2 etp2", 8)):
             subject = shrink(run, [Layout(sizes=sizes)])
             yield from _each([(name, subject)], [(sizes, world)])
+
+
+def selection() -> tuple[Case, ...]:
+    """Return the part of the matrix that runs with the tests: one small case for each choice.
+
+    A choice is a rule's dispatcher, schedule, model or the like, whatever the sizes; which of the
+    smallest layouts stands for it goes round.
+    """
+    choices: dict[Any, list[Case]] = {}
+    every = matrix()
+    for name, cases in every.items():
+        for made in cases if name not in UNSELECTED else ():
+            what = replace(made.subject, micro_batches=0) if name in BY_MODEL else None
+            choice = made.layout.model_copy(update={"sizes": "", "stages": None})
+            choices.setdefault((name, what, choice), []).append(made)
+    chosen = []
+    for turn, found in enumerate(choices.values()):
+        fewest = min(made.world for made in found)
+        smallest = [made for made in found if made.world == fewest]
+        chosen.append(smallest[turn % len(smallest)])
+    folded = [made for made in every["foldings"] if made.layout.sizes in FOLDED]
+    return tuple(dict.fromkeys([*chosen, *folded]))

@@ -83,7 +83,7 @@ SUBJECTS: dict[str, Subject] = {
         decoder(GQA, moe(router=Router(experts=8, top_k=4, score="sqrt_softplus")))
     ),
     "top-1": subject(decoder(GQA, moe(router=Router(experts=8, top_k=1, renormalise=False)))),
-    "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(3, 6)),
+    "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(6, 7)),
     "idle ranks": subject(decoder(GQA, DENSE, SHARED), empty=(1, 3), padding=12),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
     "to all": subject(decoder(GQA, DENSE, moe(router=Router(experts=4, top_k=4)))),
