@@ -72,7 +72,7 @@ def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) ->
     flows = [flow_of(placed, batch) for batch in batches]
     with module("pipeline"):
         ran = Executor(placed, flows, shares, loss).run()
-    check_room(placed, flows)
+    check_room(placed, [count for flow in flows for count in flow.excess])
     with module("gradients"):
         norm_squared = Copies(placed).finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
@@ -82,8 +82,12 @@ def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) ->
         return _figures(placed, ran, shares, norm_squared, labels, tokens)
 
 
-def check_room(placed: Placed, flows: Sequence[Flow]) -> None:
-    """Refuse a step in which a dispatch of stated room left rows out; all ranks do alike.
+def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
+    """Refuse passes in which a dispatch of stated room left rows out; all ranks do alike.
+
+    Args:
+        placed: the model's parts on this rank.
+        excess: of every such dispatch here, the rows that it could not take.
 
     Raises:
         ValueError: names the room that would have been enough.
@@ -91,14 +95,15 @@ def check_room(placed: Placed, flows: Sequence[Flow]) -> None:
     dispatch = placed.layout.dispatch
     if not isinstance(dispatch, Padded):
         return
-    found = [count for flow in flows for count in flow.excess]
-    most = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.int64)
-    excess = int(max_(most.to(placed.world.device), placed.world.group("world")))
-    if excess:
-        room, needed = dispatch.max_rows, dispatch.max_rows + excess
+    most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
+    with placed.world.recorder.module("room"):
+        most = max_(torch.stack([most, *excess]).amax(), placed.world.group("world"))
+    (missing,) = read_scalars(most)
+    if missing:
+        room, needed = dispatch.max_rows, dispatch.max_rows + round(missing)
         raise ValueError(
-            f"layout.dispatch.max_rows is {room}, and in this step a rank had {needed} rows for "
-            f"another. Set max_rows to {needed} or more, or choose dispatch: alltoall"
+            f"layout.dispatch.max_rows is {room}, and a rank had {needed} rows for another. "
+            f"Set max_rows to {needed} or more, or choose dispatch: alltoall"
         )
 
 
@@ -158,11 +163,15 @@ def evaluate(
     gives as many, its own; the figures are those of all.
     """
     figures = torch.zeros(3, dtype=torch.float64, device=placed.world.device)
+    excess: list[Tensor] = []
     for batch in batches:
+        flow = flow_of(placed, batch, training=False)
         with placed.world.recorder.module("evaluation"):
-            figures[0] += score(placed, flow_of(placed, batch, training=False), loss_chunk)
+            figures[0] += score(placed, flow, loss_chunk)
+        excess += flow.excess
         if placed.world.group("tp_cp_pp").index == 0:
             figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
+    check_room(placed, excess)
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
     total, labels, n_bytes = read_scalars(*figures.unbind())
