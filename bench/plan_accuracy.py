@@ -5,10 +5,10 @@
     python bench/plan_accuracy.py --rows FILE --json # one line per row of any file of that form
 
 The rows, with their sources, are in ``bench/data/published_runs.json``. Which are left out is a
-rule in ``planning/rows.py``, what a row does not say is one table in ``planning/defaults.py``, and which
-are held out of the fit is a hash of their layout in ``planning/score.py``: all three were written
-before any row was scored. Constants belong to devices and software releases, never to a row or a
-model. Errors are of TFLOP/s per GPU, which is the speed as the source counts it.
+rule in ``planning/rows.py``, what a row does not say is one table in ``planning/defaults.py``, and
+which are held out of the fit is a hash of their layout in ``planning/score.py``: all three were
+written before any row was scored. Constants belong to devices and software releases, never to a row
+or a model. Errors are of TFLOP/s per GPU, which is the speed as the source counts it.
 """
 
 import argparse

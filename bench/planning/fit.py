@@ -20,7 +20,7 @@ TABLE7 = "dispatch and combine of arXiv 2603.07685 table 7, by hand"
 SOURCED: dict[str, tuple[float, str]] = {
     "common.nic": (0.86, TABLE7),
     "common.device": (1.0, "a stack that was not measured counts as the middle of the others"),
-    "common.launches": (1.0, "the same"),
+    "common.launches": (1.0, "the same of the number of launches"),
     "hopper.forward_rate": (0.68, KERNELS),
     "hopper.forward_half": (886.0, KERNELS),
     "hopper.backward_rate": (0.574, KERNELS),
@@ -64,8 +64,10 @@ PRIORS: dict[str, tuple[float, float]] = {
     "common.kernel_s": (2e-6, 0.5),
     "common.fused": (0.5, 0.5),
     "common.hidden": (0.9, 0.15),
-    "common.hidden_shards": (0.6, 0.5),
-    "common.step_s": (0.05, 0.7),
+    "common.hidden_shards": (0.8, 0.3),
+    "megatron mpf.hidden_shards": (0.4, 0.5),
+    "common.step_s": (0.03, 0.5),
+    "megatron card.step_s": (0.2, 0.5),
 }
 """Constants that are fitted: prior, and its standard deviation as a logarithm."""
 STACK_PRIORS = {"device": (1.0, 0.3), "launches": (1.0, 0.5)}

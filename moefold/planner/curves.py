@@ -12,7 +12,6 @@ from importlib.resources import files
 from typing import NamedTuple
 
 FAMILIES = {
-    "A100": "ampere",
     "H100": "hopper",
     "H200": "hopper",
     "H800": "hopper",
@@ -22,7 +21,9 @@ FAMILIES = {
     "B300": "blackwell_ultra",
     "GB300": "blackwell_ultra",
 }
-"""Devices that share their curves; any other is planned as the family ``hopper``, less surely."""
+"""Devices that share their curves."""
+FALLBACK = "hopper"
+"""The family as which any other device is planned, less surely: shares of its own peaks."""
 GRACE = ("GB200", "GB300")
 
 
@@ -125,10 +126,11 @@ class Constants:
 
     def _rates(self, device: str, stack: str, release: str) -> Rates:
         near = self.nearest(stack, release)
-        scopes = (f"{stack} {near}", stack, device, FAMILIES.get(device, "hopper"))
+        family = FAMILIES.get(device, FALLBACK)
+        scopes = (f"{stack} {near}".strip(), stack, device, family)
         host = "grace" if device in GRACE else "x86"
         found = {
-            field.name: self._first(field.name, (*scopes, host, "common"))
+            field.name: self._first(field.name, (*scopes, host, "common", FALLBACK))
             for field in fields(Rates)
         }
         return Rates(**found)

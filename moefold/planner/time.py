@@ -5,9 +5,12 @@ then what data parallelism and the optimizer add.
     took.seconds, took.tflops_per_gpu, took.parts, took.binds, took.uncertainty
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from moefold.config.base import Record
+from moefold.layers.config import Gqa, Mla
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.moe.config import Moe
@@ -24,7 +27,7 @@ from moefold.planner.time_layer import (
     layer_time,
     tensor_seconds,
 )
-from moefold.planner.time_pipeline import pipeline_seconds
+from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
 from moefold.planner.time_work import BF16, Share, head, joint, layer, offload_bytes
 
 BINDS = {
@@ -35,11 +38,15 @@ BINDS = {
     "pipeline": ("bubble",),
 }
 """What binds a step, and the parts that say so."""
+JOINT = 0
+"""Stands for a multi-token layer's joint projection among the ids of blocks."""
+Span = tuple[float, float, dict[str, float], float]
+"""Forward and backward seconds of a micro-batch, by part, and exchanges that are hidden."""
 FUSED = ("deepep", "hybridep")
 HOST_ADAM = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
-SHARP = 3.0
+SHARP = 4.0
 """How sharply the slower of device and host decides; endless would be the maximum, which needs a
 host that always runs ahead."""
 
@@ -48,9 +55,8 @@ host that always runs ahead."""
 class StepTime:
     """How long a step takes, and why."""
 
+    case: Case = field(repr=False)
     seconds: float
-    tflops_per_gpu: float
-    """Causal attention counted by half, multi-token layers in, recompute out."""
     parts: Mapping[str, float]
     """Seconds of the slowest rank by part; they add up to ``seconds``."""
     ranks: tuple[tuple[float, float], ...]
@@ -62,6 +68,11 @@ class StepTime:
     binds: str
     uncertainty: float
     """Relative half-width: two steps of three should lie within."""
+
+    @cached_property
+    def tflops_per_gpu(self) -> float:
+        """Causal attention counted by half, multi-token layers in, recompute out."""
+        return flops(self.case) / self.seconds / self.case.world / 1e12
 
 
 def estimate(case: Case, given: Constants | None = None) -> StepTime:
@@ -84,8 +95,8 @@ class _Step:
         whole = software.cuda_graphs == "full"
         self.setting = Setting(
             case.cluster, self.rates, case.numbers.recipe, case.dispatch, software.cuda_graphs,
-            case.keeping.recompute, software.overlaps.tp, software.host_speed, case.numbers.narrowed,
-            given.values["common.fused"] if whole else 1.0,
+            case.keeping.recompute, software.overlaps.tp, software.host_speed,
+            case.numbers.narrowed, given.values["common.fused"] if whole else 1.0,
         )  # fmt: skip
         sizes = case.sizes
         self.share = Share(
@@ -93,19 +104,17 @@ class _Step:
             sizes.etp, case.load, case.dispatch in FUSED,
         )  # fmt: skip
         self._layers: dict[int, Time] = {}
+        self._known: dict[int, Block] = {}
+        self._sums: dict[tuple, Time] = {}
         self._head: Time | None = None
-        self.flops = 0.0
 
     def time(self) -> StepTime:
         """Return the time of the step."""
         case, m = self.case, self.case.micro_batches
-        chunks = [[self._chunk(places) for places in chunks] for chunks in case.places]
-        ranks = [_total(rank) for rank in chunks]
+        ranks = [self._held(place for chunk in rank for place in chunk) for rank in case.places]
         spans = [self._span(rank) for rank in ranks]
         slow = max(range(len(ranks)), key=lambda rank: sum(spans[rank][:2]))
-        forward = [[self._span(one)[0] for one in rank] for rank in chunks]
-        backward = [[self._span(one)[1] for one in rank] for rank in chunks]
-        inner = pipeline_seconds(case.schedule, case.sizes.vpp, m, forward, backward)
+        inner = self._pipeline(spans, m)
         busy = m * sum(spans[slow][:2])
         parts = dict.fromkeys((*PARTS, "host", "bubble", "dp", "optimizer", "step"), 0.0)
         hidden = {"dispatch": m * spans[slow][3], "dp": 0.0}
@@ -119,29 +128,50 @@ class _Step:
         parts["optimizer"] = self._optimizer(ranks[slow])
         parts["step"] = self.rates.step_s
         seconds = sum(parts.values())
-        rate = self._flops() / seconds / case.world / 1e12
         whole = {group: sum(parts[name] for name in names if name in parts)
                  for group, names in BINDS.items()}  # fmt: skip
         return StepTime(
-            seconds, rate, parts, tuple(span[:2] for span in spans),
+            case, seconds, parts, tuple(span[:2] for span in spans),
             tuple(rank.host_forward + rank.host_backward for rank in ranks), hidden,
             max(whole, key=lambda group: whole[group]), self._uncertainty(),
         )  # fmt: skip
 
-    def _chunk(self, places: tuple[Place, ...]) -> Time:
-        """Return the time of one chunk."""
-        made = Time()
-        blocks = self.case.blocks
+    def _pipeline(self, spans: list[Span], m: int) -> float:
+        """Return the seconds of all micro-batches."""
+        case = self.case
+        ranks = [span[0] + span[1] for span in spans]
+        if len(ranks) == 1 or is_steady(case.schedule):
+            return steady_seconds(m, case.sizes.vpp, ranks)
+        return table_seconds(case.schedule, m, case.sizes.vpp, ranks)
+
+    def _held(self, places: Iterable[Place]) -> Time:
+        """Return the time of what a rank holds; equal layers are counted, not repeated."""
+        counts: dict[int, int] = {}
+        blocks, losses = self.case.blocks, 0
         for place in places:
             if place.kind == "layer":
-                made.add(self._layer(blocks[place.index]))
+                block = blocks[place.index]
+                self._known[id(block)] = block
+                counts[id(block)] = counts.get(id(block), 0) + 1
             elif place.kind == "loss":
-                made.add(self._loss())
+                losses += 1
             elif place.kind == "multi_token":
-                made.add(self._layer(blocks[-1]))
-                made.add(layer_time(joint(self.share), self.share, self.setting))
-                made.add(self._loss())
-        return made
+                self._known[id(blocks[-1])] = blocks[-1]
+                counts[id(blocks[-1])] = counts.get(id(blocks[-1]), 0) + 1
+                counts[JOINT] = counts.get(JOINT, 0) + 1
+                losses += 1
+        key = (*sorted(counts.items()), losses)
+        if key not in self._sums:
+            made = Time()
+            for name, times in counts.items():
+                made.add(self._joint() if name == JOINT else self._layer(name), times)
+            if losses:
+                made.add(self._loss(), losses)
+            self._sums[key] = made
+        return self._sums[key]
+
+    def _joint(self) -> Time:
+        return layer_time(joint(self.share), self.share, self.setting)
 
     def _loss(self) -> Time:
         if self._head is None:
@@ -149,11 +179,11 @@ class _Step:
             self._head = layer_time(parts, self.share, self.setting)
         return self._head
 
-    def _layer(self, block: Block) -> Time:
+    def _layer(self, name: int) -> Time:
         """Return the time of a block with its exchanges, made once per kind."""
-        if id(block) not in self._layers:
-            self._layers[id(block)] = self._made(block)
-        return self._layers[id(block)]
+        if name not in self._layers:
+            self._layers[name] = self._made(self._known[name])
+        return self._layers[name]
 
     def _made(self, block: Block) -> Time:
         share, setting, recompute = self.share, self.setting, self.case.keeping.recompute
@@ -163,13 +193,9 @@ class _Step:
         ahead, back = tensor_seconds(share, setting, halves)
         made.forward["tp"], made.backward["tp"] = ahead, back
         if share.cp > 1 and "core" in parts:
-            keys = (
-                share.t * block.attention.kv_heads * 128 * 2 * BF16 / share.tp
-                if (getattr(block.attention, "kv_heads", None))
-                else share.t * 576 * BF16
-            )
             core = made.forward["attention"], made.backward["attention"]
-            made.forward["cp"], made.backward["cp"] = context_seconds(keys, core, share, setting)
+            sent = _keys(block.attention, share)
+            made.forward["cp"], made.backward["cp"] = context_seconds(sent, core, share, setting)
         offloaded = offload_bytes(parts, self.case.keeping.offload)
         if offloaded:
             self._offload(made, offloaded * self.case.keeping.offload_share)
@@ -188,7 +214,7 @@ class _Step:
             seconds["offload"] += max(0.0, moved / device.host_bandwidth - 0.8 * work)
             seconds["memory"] += memory_seconds(moved, self.rates, device.memory_bandwidth)
 
-    def _span(self, rank: Time) -> tuple[float, float, dict[str, float], float]:
+    def _span(self, rank: Time) -> Span:
         """Return forward, backward, both by part, and exchanges that are hidden."""
         spans, parts, hidden = [], dict.fromkeys((*PARTS, "host"), 0.0), 0.0
         for seconds, host in (
@@ -211,7 +237,7 @@ class _Step:
             hidden += under
         return spans[0], spans[1], parts, hidden
 
-    def _data(self, rank: Time, span: tuple, m: int) -> tuple[float, float]:
+    def _data(self, rank: Time, span: Span, m: int) -> tuple[float, float]:
         """Return data-parallel communication per step: what shows, and what is hidden."""
         case, cluster = self.case, self.case.cluster
         sizes, folding, overlaps = case.sizes, case.folding, case.software.overlaps
@@ -253,10 +279,6 @@ class _Step:
         device = moved / (case.cluster.device.memory_bandwidth * self.rates.memory)
         return device + own * case.keeping.optimizer_offload / HOST_ADAM
 
-    def _flops(self) -> float:
-        """Return the model's FLOPs of a step, as Megatron counts them."""
-        return flops(self.case)
-
     def _uncertainty(self) -> float:
         device, stack = self.given.knows(*self.named)
         name = "measured" if device and stack else ("one" if device or stack else "none")
@@ -285,6 +307,16 @@ def _counted(parts: dict) -> float:
     )
 
 
+def _keys(attention: Record, share: Share) -> float:
+    """Return the bytes of keys and values that a rank passes on, of kinds that have them."""
+    if isinstance(attention, Gqa):
+        return share.t * 2 * attention.kv_heads * attention.head_dim * BF16 / share.tp
+    if isinstance(attention, Mla):
+        width = attention.nope_dim + attention.rope_dim + attention.v_dim
+        return share.t * attention.heads * width * BF16 / share.tp
+    return 0.0
+
+
 def _rows(ffn: Moe, share: Share) -> Rows:
     """Return what a rank sends to a layer's experts."""
     groups = ffn.router.groups
@@ -296,10 +328,3 @@ def _rows(ffn: Moe, share: Share) -> Rows:
         groups.keep if groups else None,
         groups.count if groups else 1,
     )
-
-
-def _total(chunks: list[Time]) -> Time:
-    made = Time()
-    for one in chunks:
-        made.add(one)
-    return made

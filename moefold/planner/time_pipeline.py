@@ -1,10 +1,11 @@
-"""How long a pipeline takes: closed forms where they hold, else its own table, simulated.
+"""How long a pipeline takes: a closed form where it holds, else by its own table.
 
-The closed forms are of schedules whose ranks work without a gap once filled. They are held to the
-simulator by tests, over the same tables that training executes.
+The closed form is of schedules whose ranks work without a gap once filled. Both are held by tests
+to the simulator, over the tables that training executes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from moefold.planner.case import table_of
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
@@ -15,57 +16,41 @@ WEIGHT_SHARE = 0.5
 """Of a backward's products that make gradients of weights."""
 
 
-def pipeline_seconds(
-    schedule: Schedule,
-    v: int,
-    m: int,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-) -> float:
-    """Return the seconds of all micro-batches of a step.
+def is_steady(schedule: Schedule) -> bool:
+    """Return whether a schedule has the closed form of :func:`steady_seconds`."""
+    return isinstance(schedule, STEADY)
+
+
+def steady_seconds(m: int, v: int, ranks: Sequence[float]) -> float:
+    """Return the seconds of m micro-batches.
+
+    Filling and draining pass the other ranks once, a chunk each; between, the slowest rank is
+    never idle.
 
     Args:
         v: chunks per rank.
-        m: micro-batches.
-        forward: seconds of each chunk of each pipeline rank: ``[rank][chunk]``.
-        backward: the same, of inputs and weights together.
+        ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
     """
-    p = len(forward)
-    ranks = [sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)]
-    if p == 1:
-        return m * ranks[0]
-    if isinstance(schedule, STEADY):
-        return _steady(m, v, ranks)
-    return _simulated(schedule, v, m, forward, backward)
-
-
-def _steady(m: int, v: int, ranks: Sequence[float]) -> float:
-    """Fill and drain pass the other ranks once per chunk; between, the slowest is never idle."""
     slowest = max(ranks)
-    others = sum(ranks) - slowest
-    return m * slowest + others / v
+    return m * slowest + (sum(ranks) - slowest) / v
 
 
-def _simulated(
-    schedule: Schedule,
-    v: int,
-    m: int,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-) -> float:
-    """Simulate a table shortened to its filling, two rounds and its draining.
+def table_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
+    """Return the same of any schedule, from its table: all that it leaves idle, at equal stages.
 
-    Beyond, each further micro-batch takes the slowest rank's time.
+    Beyond filling and draining, each micro-batch takes the slowest rank's time.
     """
-    p = len(forward)
+    return m * max(ranks) + idle_of(schedule, len(ranks), v, m) * sum(ranks) / len(ranks)
+
+
+@lru_cache(maxsize=1024)
+def idle_of(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return by how much a table is longer than its work, in micro-batches of one rank.
+
+    The table is simulated with backwards twice as long as forwards, half of them for gradients of
+    weights, and shortened to its filling, two rounds and its draining.
+    """
     short = min(m, 4 * p)
     table = table_of(schedule, p, v, short)
-    costs: list[Costs] = [Costs()] * table.stages
-    for rank in range(p):
-        for chunk in range(v):
-            back = backward[rank][chunk]
-            costs[table.stage(rank, chunk)] = Costs(
-                forward[rank][chunk], back * (1 - WEIGHT_SHARE), back * WEIGHT_SHARE
-            )
-    slowest = max(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True))
-    return simulate(table, costs).makespan + (m - short) * slowest
+    half = 2 / 3 / v * WEIGHT_SHARE
+    return simulate(table, Costs(1 / 3 / v, half, half)).makespan - short

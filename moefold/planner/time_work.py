@@ -8,6 +8,7 @@ sub-layers, H hidden.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from moefold.config.base import Record
@@ -20,7 +21,7 @@ from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainM
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Readings and writings of a row by two norms and two residual sums."""
-ROUTER_PASSES = 10
+ROUTER_PASSES = 25
 """The same of a row of scores: scores, top-k, map, counts, balance."""
 
 
@@ -48,7 +49,7 @@ class Work:
     scanned: float = 0.0
     """Bytes that a scan over the sequence moves, at the least; the same backward, twice."""
 
-    @property
+    @cached_property
     def quantised(self) -> tuple[float, float]:
         """Elements that a narrow recipe quantises, forward and backward."""
         if self.wide:
@@ -85,8 +86,9 @@ class Share(NamedTuple):
 Parts = dict[str, Work]
 
 
+@lru_cache(maxsize=4096)
 def layer(one: Block, share: Share) -> Parts:
-    """Return the parts of a block."""
+    """Return the parts of a block; not to be changed."""
     found: Parts = {}
     halves = 0
     for record in (one.attention, one.ffn):
@@ -99,6 +101,7 @@ def layer(one: Block, share: Share) -> Parts:
     return found
 
 
+@lru_cache(maxsize=1024)
 def head(vocab: int, share: Share) -> Parts:
     """Return the head and the loss: logits in fp32, which softmax and its gradient pass over."""
     logits = share.t * vocab / share.tp
@@ -219,8 +222,11 @@ def _moe(record: Moe, share: Share) -> Parts:
     products = (Product(m, gates * width, hidden, local), Product(m, hidden, width, local))
     act = rows * width * BF16
     scores = Product(r, experts, share.hidden)
-    # With biases: each is added, gates are clamped and rows are scaled in kernels of their own.
-    biased = 4 * (2 * act + rows * hidden * BF16) if isinstance(record, BiasedMoe) else 0.0
+    wide, back = act * (gates + 1), act * (2 * gates + 1)
+    if isinstance(record, BiasedMoe):
+        # Biases are added, gates clamped and rows scaled in kernels of their own.
+        out = rows * hidden * BF16
+        wide, back = wide + 16 * act + 6 * out, back + 24 * act + 8 * out
     copied = rows * hidden * BF16 * 2 * (2 if share.fused else 4)
     found = {
         "router": Work(
@@ -229,7 +235,7 @@ def _moe(record: Moe, share: Share) -> Parts:
         ),
         "permute": Work((), (), copied, copied, 8 if share.fused else 20),
         "experts": Work(products, (), 0, 0, 2 * local, _weights(products)),
-        "moe_act": Work((), (), act * (gates + 1) + biased, act * (2 * gates + 1) + biased, 2),
+        "moe_act": Work((), (), wide, back, 2),
     }  # fmt: skip
     if latent:
         narrow = (Product(r, latent, share.hidden), Product(r, share.hidden, latent))
@@ -259,7 +265,7 @@ OFFLOADED = {
 
 
 def offload_bytes(parts: Parts, modules: frozenset[str]) -> float:
-    """Return the bytes of a layer that go to the host: the inputs of products, or of activations."""
+    """Return the bytes of a layer that go to the host: inputs of products or activations."""
     names = {name for module in modules for name in OFFLOADED[module]} & set(parts)
     total = 0.0
     for name in names:

@@ -1,0 +1,119 @@
+"""What the time model reaches on published runs, with the constants that come with the package.
+
+The script prints more, and fits; here are the figures that need no fit, and the rules that keep
+them honest.
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+from plan_accuracy import effects, line, parts_of, report  # noqa: E402
+from planning.rows import FILE, Row, read  # noqa: E402
+from planning.score import held_out, published, twin_key  # noqa: E402
+
+from moefold.planner.curves import constants  # noqa: E402
+
+STORED = json.loads((BENCH / "results" / "plan_accuracy.json").read_text("utf-8"))
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Return every published row."""
+    return tuple(read())
+
+
+@cache
+def found() -> dict:
+    """Return the figures of the shipped constants."""
+    return report(rows(), constants())
+
+
+def test_fitted_rows_are_near():
+    assert found()["fitted"]["rows"] > 150
+    assert found()["fitted"]["median"] <= 0.06
+    assert found()["fitted"]["p80"] <= 0.12
+
+
+def test_rows_without_a_fitted_twin_are_near():
+    assert found()["held_out"]["rows"] >= 30
+    assert found()["held_out"]["median"] <= 0.13
+    assert found()["held_out"]["p80"] <= 0.25
+
+
+def test_models_and_stacks_left_out_of_the_fit_are_near():
+    assert STORED["leave_one_model_out"]["median"] <= 0.12
+    assert STORED["leave_one_stack_out"]["median"] <= 0.12
+
+
+def test_stored_figures_are_those_of_the_shipped_constants():
+    for name in ("fitted", "held_out", "sweeps"):
+        assert STORED[name] == found()[name]
+
+
+def test_held_out_layouts_are_not_fitted():
+    fitted, held = parts_of(rows())
+    assert not {twin_key(row) for row in fitted} & {twin_key(row) for row in held}
+    assert all(held_out(row) for row in held)
+
+
+def test_the_model_beats_both_baselines_where_they_have_no_twin():
+    mine, theirs = found()["held_out"], found()["held_out"]["baselines"]
+    for name in ("nearest_twin", "constant_rate"):
+        assert mine["median"] < theirs[name]["median"]
+        assert mine["p80"] < theirs[name]["p80"]
+
+
+def test_layouts_of_each_sweep_are_ranked_and_the_pick_is_good():
+    assert len(found()["sweeps"]) >= 4
+    for name, one in found()["sweeps"].items():
+        assert one["spearman"] >= 0.75, name
+        assert one["regret"] <= 0.10, name
+
+
+def test_published_effects_have_the_right_sign():
+    changed = effects(constants())
+    assert len(changed) >= 20
+    assert sum(one["sign"] for one in changed) >= 20
+    assert sum(one["points"] <= 8 for one in changed) >= 14
+
+
+def test_rows_are_left_out_by_rule_alone():
+    reasons = {row.left_out.split(":")[0].split(" ")[0] for row in rows() if row.left_out}
+    assert reasons == {"no", "incomplete", "conflict"}
+    assert any(row.marks for row in rows() if not row.left_out)
+
+
+@pytest.mark.parametrize("wanted", ["mb-26.08-dsv3-GB300", "zoo-mixtral8x22b-h100-dropless"])
+def test_a_row_becomes_a_line(wanted):
+    row = next(row for row in rows() if row.id.startswith(wanted))
+    said = line(row, constants())
+    assert said["id"] == row.id
+    assert said["published"] == pytest.approx(published(row), abs=0.01)
+    assert 0.5 < said["predicted"] / said["published"] < 2
+    assert {"memory_gb", "fits"} <= set(said)
+
+
+def test_other_files_of_the_form_are_scored(tmp_path):
+    some = json.loads(FILE.read_text("utf-8"))[:2]
+    strange = {"id": "x-1", "model": "Unknown-1B", "gpu": "H100", "num_gpus": 8, "seq_len": 4096,
+               "gbs": 8, "pp": 1, "ep": 1, "tflops_per_gpu": 300}  # fmt: skip
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([*some, strange]))
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "plan_accuracy.py"), "--rows", str(file), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(BENCH.parent), "PATH": "/usr/bin:/bin"},
+    )
+    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    assert [one["id"] for one in lines] == [*(row["id"] for row in some), "x-1"]
+    assert "left_out" in lines[2]

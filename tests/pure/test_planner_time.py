@@ -1,0 +1,254 @@
+"""The planner's time model: curves and network against printed figures, the pipeline against the
+simulator, and what a step's parts must satisfy."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router, Shared
+from moefold.planner.case import Case, Keeping, Numbers, Overlaps, Software, table_of
+from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
+from moefold.planner.hardware import cluster
+from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
+from moefold.planner.time import estimate, flops
+from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
+from moefold.schedule.config import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
+from moefold.schedule.simulate import Costs, simulate
+
+STORED = json.loads(
+    Path(__file__).parents[2].joinpath("moefold/planner/time_constants.json").read_text("utf-8")
+)
+QWEN3_30B = Decoder(
+    vocab=151936,
+    hidden=2048,
+    stacks=(
+        Stack(
+            repeat=48,
+            blocks=(
+                Block(
+                    attention=Gqa(heads=32, kv_heads=4, head_dim=128, qk_norm="head"),
+                    ffn=Moe(width=768, router=Router(experts=128, top_k=8)),
+                ),
+            ),
+        ),
+    ),
+)
+ATTENTION = Mla(heads=128, q_rank=1536)
+DEEPSEEK = Decoder(
+    vocab=129280,
+    hidden=7168,
+    stacks=(
+        Stack(repeat=3, blocks=(Block(attention=ATTENTION, ffn=Dense(width=18432)),)),
+        Stack(
+            repeat=58,
+            blocks=(
+                Block(
+                    attention=ATTENTION,
+                    ffn=Moe(
+                        width=2048,
+                        router=Router(experts=256, top_k=8),
+                        shared=Shared(width=2048),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def case(**changes: object) -> Case:
+    """Return a case of Qwen3-30B-A3B on 16 H100."""
+    base = Case(
+        decoder=QWEN3_30B,
+        seq=4096,
+        batch=256,
+        micro_batch=1,
+        cluster=cluster("h100x16"),
+        sizes=Sizes(ep=8),
+        stages=Stages.balanced(1, 1, 48),
+        schedule=OneFOneB(),
+        dispatch="hybridep",
+        load=1.0,
+        software=Software(stack="megatron", release="26.04", cuda_graphs="partial"),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "multi_token", "gflop"),
+    [(QWEN3_30B, 0, 23.01), (DEEPSEEK, 0, 249.81), (DEEPSEEK, 1, 260.0)],
+)
+def test_flops_are_those_that_sources_count(decoder, multi_token, gflop):
+    layers = len(decoder.blocks)
+    one = case(
+        decoder=decoder,
+        stages=Stages.balanced(1, 1, layers, multi_token),
+        cluster=cluster("h100x64"),
+        sizes=Sizes(ep=64),
+    )
+    assert flops(one) / (one.batch * one.seq) / 1e9 == pytest.approx(gflop, rel=0.003)
+
+
+def test_parts_add_up_and_name_what_binds():
+    took = estimate(case())
+    assert sum(took.parts.values()) == pytest.approx(took.seconds)
+    assert min(took.parts.values()) >= 0
+    assert took.tflops_per_gpu == pytest.approx(flops(case()) / took.seconds / 16 / 1e12)
+    assert took.binds in ("compute", "memory", "communication", "host", "pipeline")
+    assert len(took.ranks) == len(took.host) == 1
+
+
+@pytest.mark.parametrize(
+    "schedule", [OneFOneB(), GPipe(), Interleaved(), Merged(), ZeroBubbleH1()], ids=lambda s: s.kind
+)
+def test_pipelines_take_as_long_as_their_tables(schedule):
+    chance = random.Random(7)
+    for p, v, m in ((2, 1, 8), (4, 1, 16), (4, 1, 64)):
+        uneven = [chance.uniform(0.9, 1.1) for _ in range(p * v)]
+        costs = [Costs(one / 3, one / 3, one / 3) for one in uneven]
+        exact = simulate(table_of(schedule, p, v, m), costs).makespan
+        found = steady_seconds if is_steady(schedule) else None
+        args = (m, v, uneven)
+        near = found(*args) if found else table_seconds(schedule, *args)
+        assert near == pytest.approx(exact, rel=0.05), (p, v, m)
+
+
+@pytest.mark.parametrize("schedule", [Interleaved(), Merged()], ids=lambda s: s.kind)
+def test_chunks_shorten_the_bubble_as_in_tables(schedule):
+    p, m = 4, 16
+    for v in (2, 4):
+        each = Costs(1 / 3 / v, 1 / 3 / v, 1 / 3 / v)
+        exact = simulate(table_of(schedule, p, v, m), each).makespan
+        assert steady_seconds(m, v, [1.0] * p) == pytest.approx(exact, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", [ZeroBubbleV(), DualPipeV()], ids=lambda s: s.kind)
+def test_long_pipelines_follow_from_short_tables(schedule):
+    exact = simulate(table_of(schedule, 4, 2, 48), Costs(1 / 6, 1 / 6, 1 / 6)).makespan
+    assert table_seconds(schedule, 48, 2, [1.0] * 4) == pytest.approx(exact, rel=0.03)
+
+
+TABLE_7 = {
+    "gb200": ((735, 391), (743, 578), (769, 612), (930, 675)),
+    "h100": ((1265, 661), (5774, 1485), (8059, 3064), (9164, 4626)),
+}
+"""Dispatch in microseconds by all-to-all and by HybridEP, over 8, 16, 32 and 64 ranks
+(arXiv 2603.07685, table 7: hidden 7168, 4096 rows, 256 experts, 8 of them per row)."""
+
+
+@pytest.mark.parametrize("device", TABLE_7)
+def test_exchanges_take_as_long_as_printed(device):
+    rows = Rows(4096, 14336, 8, 4, 8)
+    where = cluster(f"{device}x64")
+    rates = constants().rates(where.device.name, "megatron", "26.04")
+    for ranks, printed in zip((8, 16, 32, 64), TABLE_7[device], strict=True):
+        group = reach(where, ranks, 1)
+        for dispatcher, micros in zip(("alltoall", "hybridep"), printed, strict=True):
+            seconds = exchange_seconds(rows, dispatcher, group, where, rates, 1.0)
+            assert seconds * 1e6 == pytest.approx(micros, rel=0.2), (ranks, dispatcher)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak", "length", "forward", "backward"),
+    [
+        ("H100", 989e12, 4096, 553, 422),
+        ("H100", 989e12, 16384, 638, 523),
+        ("GB200", 2500e12, 4096, 1324, 1083),
+        ("GB200", 2500e12, 16384, 1698, 1298),
+    ],
+)
+def test_attention_is_as_fast_as_printed(device, peak, length, forward, backward):
+    rates = constants().rates(device, "megatron", "26.04")
+    for back, printed in ((False, forward), (True, backward)):
+        seconds = attention_seconds(1e15, length, 128, rates, peak, back)
+        assert 1e3 / seconds == pytest.approx(printed, rel=0.02)
+
+
+def test_products_lose_at_small_dims_and_never_beat_the_peak():
+    rates = constants().rates("H100", "megatron", "26.04")
+    large, small = Product(8192, 8192, 8192), Product(64, 8192, 8192)
+    rate = [one.flops / product_seconds(one, rates, 989e12, False) for one in (large, small)]
+    assert rate[1] < 0.8 * rate[0] < rate[0] < 989e12
+
+
+def test_groups_that_leave_their_domain_are_slower():
+    where = cluster("h100x64")
+    rates = constants().rates("H100", "megatron", "26.04")
+    inside = ring_seconds(1e9, reach(where, 8, 1), where, rates)
+    across = ring_seconds(1e9, reach(where, 8, 8), where, rates)
+    assert across > 4 * inside
+    assert reach(where, 8, 8).outside == 8
+    assert reach(cluster("gb200x128"), 64, 1).outside == 1
+
+
+def test_each_policy_moves_the_step_the_way_it_should():
+    base = estimate(case()).seconds
+    slower = {
+        "load": case(load=1.5),
+        "recompute": case(keeping=Keeping(recompute=frozenset(("block",)))),
+        "no graphs": case(software=Software("megatron", "26.04", "none")),
+        "optimizer on the host": case(keeping=Keeping(optimizer_offload=1.0)),
+        "all-to-all": case(dispatch="alltoall"),
+    }
+    for name, other in slower.items():
+        assert estimate(other).seconds > base, name
+    wider = case(sizes=Sizes(ep=16))
+    assert estimate(wider).parts["dispatch"] > estimate(case()).parts["dispatch"]
+    software = Software("megatron", "26.04", "partial", Overlaps(ep=True))
+    overlapped = estimate(case(sizes=Sizes(ep=16), software=software))
+    assert overlapped.seconds < estimate(wider).seconds
+    assert overlapped.hidden["dispatch"] > 0
+    fast = case(software=Software("megatron", "26.04", "none", host_speed=2.0))
+    assert estimate(fast).seconds < estimate(slower["no graphs"]).seconds
+
+
+def test_narrow_formats_quantise_and_save_time_on_wide_models():
+    wide = case(
+        decoder=DEEPSEEK,
+        stages=Stages.balanced(8, 1, 61),
+        cluster=cluster("gb200x256"),
+        sizes=Sizes(pp=8, ep=32),
+        batch=2048,
+    )
+    narrow = replace(wide, numbers=Numbers(recipe="mxfp8"))
+    assert estimate(narrow).parts["quantise"] > 0 == estimate(wide).parts["quantise"]
+    assert estimate(narrow).seconds < estimate(wide).seconds
+
+
+def test_what_was_not_measured_is_less_certain():
+    known = estimate(case()).uncertainty
+    other = estimate(case(software=Software(stack="torchtitan"))).uncertainty
+    strange = case(cluster=cluster("a100x16"), software=Software(stack="torchtitan"))
+    assert 0 < known < other < estimate(strange).uncertainty
+
+
+def test_a_release_that_was_not_measured_is_planned_as_the_one_before():
+    given = constants()
+    assert given.nearest("megatron", "26.05") == "26.04"
+    assert given.nearest("megatron", "27.01") == given.nearest("megatron", "")
+    assert given.nearest("megatron", "unheard") == ""
+
+
+def test_every_constant_has_a_source_and_none_belongs_to_a_model():
+    scopes = ("common", "hopper", "blackwell", "blackwell_ultra", "x86", "grace", "megatron",
+              "automodel", "deepseek", "torchtitan", "H100", "H800", "B200", "GB200",
+              "GB300")  # fmt: skip
+    for name, (value, source) in STORED["constants"].items():
+        assert value > 0, name
+        assert len(source) > 10, name
+        assert name.split(".")[0].split(" ")[0] in scopes, name
