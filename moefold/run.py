@@ -61,10 +61,19 @@ class Run(Record):
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))
+                yield from self._step_misfits()
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
         except ValueError as error:
             yield Violation(("model",), self.model, str(error))
+
+    def _step_misfits(self) -> Iterator[Violation]:
+        """Yield where the step has micro-batches that the pipeline's schedule cannot run."""
+        train = self.train
+        for found in self.layout.step_misfits(train.batch // train.micro_batch):
+            rule = f"in micro-batches of {train.micro_batch}: {found.rule}"
+            nearest = found.nearest * train.micro_batch
+            yield Violation(("train", "batch"), train.batch, rule, nearest)
 
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""

@@ -82,7 +82,7 @@ class Recorder:
             runs_behind: the device executes operations after the call has returned, so that the
                 last one may still be under way.
         """
-        self.label = ""
+        self._labels = threading.local()
         self.runs_behind = runs_behind
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
@@ -92,14 +92,20 @@ class Recorder:
         self._latest: Open | None = None
         self._lock = threading.Lock()
 
+    @property
+    def label(self) -> str:
+        """The module that this thread works for."""
+        return getattr(self._labels, "now", "")
+
     @contextmanager
     def module(self, label: str) -> Iterator[None]:
         """Label the operations made inside, and their backward whenever it runs."""
-        before, self.label = self.label, label
+        before = self.label
+        self._labels.now = label
         try:
             yield
         finally:
-            self.label = before
+            self._labels.now = before
 
     def begin(
         self,

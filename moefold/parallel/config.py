@@ -60,6 +60,42 @@ class Layout(Record):
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
+        yield from self._schedule_misfits()
+
+    def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
+        """Yield what keeps the schedule from running a step, however many data ranks share it.
+
+        Args:
+            micro_batches: of a step, on all data ranks together.
+        """
+        sizes = self.split
+        if sizes.pp == 1:
+            return
+        each = [m for m in range(1, micro_batches + 1) if micro_batches % m == 0]
+        tried = [list(self._ordered_by.misfits(sizes.pp, sizes.vpp, m)) for m in each]
+        broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
+        if broken and all(broken):
+            yield from broken[-1]
+
+    def _schedule_misfits(self) -> Iterator[Violation]:
+        """Yield where sizes are outside the schedule's domain, whatever the step."""
+        sizes = self.split
+        for found in self._ordered_by.misfits(sizes.pp, sizes.vpp, 2 * sizes.pp):
+            if found.path == ("vpp",) and sizes.pp == 1:
+                rule = f"{found.rule}, and without a pipeline there are none"
+                yield Violation(("schedule",), self.schedule, rule, None)
+            elif found.path == ("vpp",):
+                nearest = sizes.model_copy(update={"vpp": found.nearest}).text
+                yield Violation(("sizes",), self.sizes, found.rule, nearest)
+            elif found.path == ("group",):
+                yield found.under("schedule")
+
+    @property
+    def _ordered_by(self) -> Schedule:
+        """The schedule: 1f1b, or interleaved with virtual stages, where none is named."""
+        chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
+        assert isinstance(chosen, Schedule)
+        return chosen
 
     def table(self, micro_batches: int) -> Table:
         """Return what the ranks of a pipeline do in a step of so many micro-batches each.
@@ -68,9 +104,7 @@ class Layout(Record):
             RunError: outside the schedule's domain, with the nearest legal values.
         """
         sizes = self.split
-        schedule = self.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
-        assert isinstance(schedule, Schedule)
-        return tabulate(schedule, sizes.pp, sizes.vpp, micro_batches)
+        return tabulate(self._ordered_by, sizes.pp, sizes.vpp, micro_batches)
 
     def stages_of(self, layers: int) -> Stages:
         """Return what each stage holds of a model with so many layers."""
@@ -92,5 +126,6 @@ class Layout(Record):
 
     @property
     def is_split(self) -> bool:
-        """Whether anything could misfit: an axis is split, or stages are named."""
-        return bool(self.sizes.strip()) or self.stages is not None
+        """Whether anything could misfit: an axis is split, or stages or a schedule are named."""
+        named = self.stages is not None or self.schedule is not None
+        return bool(self.sizes.strip()) or named
