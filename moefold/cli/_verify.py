@@ -12,13 +12,13 @@ from rich.text import Text
 
 from moefold.proof.case import Case
 from moefold.proof.controls import Control
+from moefold.proof.lowered import lowered
 from moefold.proof.matrix import RULES, matrix
 from moefold.proof.verify import (
     Proof,
     Verdict,
     cases_of,
     controls_of,
-    lowered,
     prove,
     within_spread,
 )

@@ -89,6 +89,6 @@ def _noticed(broken: Break, outcome: Outcome, bound: float) -> tuple[bool, str]:
     if beyond:
         name = max(beyond, key=lambda quantity: beyond[quantity])
         return True, f"{name} {beyond[name]:.1e}, {outcome.worst[name]}"
-    if outcome.problems:
+    if not outcome.errors:
         return True, outcome.problems[0].strip().splitlines()[-1]
     return False, "nothing"

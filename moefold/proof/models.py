@@ -86,9 +86,7 @@ SUBJECTS: dict[str, Subject] = {
     "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(6, 7)),
     "idle ranks": subject(decoder(GQA, DENSE, SHARED), empty=(1, 3), padding=12),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
-    "to all": subject(decoder(GQA, DENSE, moe(router=Router(experts=4, top_k=4)))),
 }
-"""``to all`` sends each token to all experts, so that no choice hangs on a rounding."""
 
 
 def terms() -> Iterator[tuple[str, Subject]]:

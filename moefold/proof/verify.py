@@ -16,7 +16,6 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import needs
 from moefold.parallel.config import Layout
-from moefold.precision.config import Precision
 from moefold.precision.recipe import DTYPES
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
@@ -216,23 +215,6 @@ def within_spread(
         bounds = {quantity: SPREAD * max(error, least) for quantity, error in seen}
         bounds |= {"replicas": 0.0}
         verdicts.append(verdict(case, outcome, SPREAD * least, bounds))
-        if told is not None:
-            told(verdicts[-1])
-    return Proof(tuple(verdicts))
-
-
-def lowered(cases: Sequence[Case], precision: Precision, told: Told | None = None) -> Proof:
-    """Hold cases in a narrower format against one rank in fp64.
-
-    An error may be ``4 * 1.03^depth * eps`` of that format, depth being the number of layers.
-    """
-    verdicts: list[Verdict] = []
-    narrowed = [replace(case, precision=precision) for case in cases]
-    outcomes = run_cases(narrowed)
-    for case, outcome in zip(narrowed, outcomes, strict=True):
-        depth = len(case.subject.decoder.blocks)
-        bound = 4 * 1.03**depth * torch.finfo(DTYPES[precision]).eps
-        verdicts.append(verdict(case, outcome, bound, {"replicas": 0.0, "counts": 0.0}))
         if told is not None:
             told(verdicts[-1])
     return Proof(tuple(verdicts))

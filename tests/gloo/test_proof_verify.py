@@ -1,0 +1,100 @@
+"""A selection of the matrix passes on real ranks; what is broken on purpose does not."""
+
+from dataclasses import replace
+
+import pytest
+
+from moefold.comm.recorder import Site
+from moefold.parallel.config import Layout
+from moefold.proof.case import Case, enough
+from moefold.proof.controls import breaks_of, control, scalings
+from moefold.proof.lowered import lowered, narrowed
+from moefold.proof.matrix import selection
+from moefold.proof.models import SUBJECTS
+from moefold.proof.pool import run_cases
+from moefold.proof.trial import Break
+from moefold.proof.verify import BOUND, prove, verify
+from moefold.run import load_run
+
+
+def case(name: str, sizes: str, world: int, **layout: object) -> Case:
+    record = Layout(sizes=sizes, **layout)  # type: ignore[arg-type]
+    subject = replace(SUBJECTS[name], micro_batches=enough(record, world))
+    return Case(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
+
+
+def test_a_selection_of_the_matrix_computes_what_one_rank_computes() -> None:
+    proof = prove(selection())
+    failed = {
+        verdict.layout: (verdict.problems, verdict.worst)
+        for verdict in proof.verdicts
+        if not verdict.passed
+    }
+    assert not failed
+    compared = {row.quantity for row in proof.rows}
+    assert compared >= {"lm_loss", "grad_norm", "clip", "counts", "gradients", "weights"}
+    assert compared >= {"router/aux_sequence", "router/z", "evaluation", "replicas"}
+    assert compared >= {"optimizer/exp_avg", "optimizer/exp_avg_sq", "optimizer/step"}
+
+
+AXES = {
+    "tp": case("gqa", "tp2", 2),
+    "cp": case("gqa", "cp2", 2),
+    "pp": case("gqa", "pp2", 2),
+    "dp": case("gqa", "", 2),
+    "ep": case("gqa", "ep2", 2),
+    "etp": case("gqa", "etp2", 2),
+}
+SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
+
+
+def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> None:
+    found = control(scalings(list(AXES.values()), SCALED), BOUND)
+    assert len(found) == len(AXES) * len(SCALED)
+    assert not [(c.case, c.broken.words, c.said) for c in found if not c.noticed]
+
+
+def test_each_exchange_of_a_folded_layout_is_needed() -> None:
+    cases = [case("gqa", "tp2 ep2", 2)]
+    outcomes = run_cases(cases)
+    sites = [Site(*site) for site in outcomes[0].sites]
+    assert {"embed", "loss", "gradients", "layers.*.attention", "layers.*.moe.dispatch"} <= {
+        site.label for site in sites
+    }
+    found = control(breaks_of([(cases[0], sites)]), BOUND)
+    assert len(found) > 20
+    assert not [c.broken.words for c in found if not c.noticed]
+
+
+def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
+    """Without this, a control that never ran would look like one that was noticed."""
+    nowhere = Break(site=Site("no such module", "all_reduce", "tp"))
+    found = control([(AXES["tp"], nowhere)], BOUND)
+    assert [c.noticed for c in found] == [False]
+
+
+def test_a_case_that_fails_is_named_and_the_others_still_run() -> None:
+    wrong = replace(AXES["dp"], name="dp of odd rows", subject=replace(AXES["dp"].subject, rows=31))
+    broken = replace(AXES["tp"], name="tp of odd rows", subject=replace(wrong.subject, rows=31))
+    proof = prove([AXES["ep"], broken, AXES["dp"]])
+    assert [verdict.passed for verdict in proof.verdicts] == [True, False, True]
+    (problem,) = proof.verdicts[1].problems
+    assert "AssertionError" in problem
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_narrow_formats_stay_within_their_rounding(precision: str) -> None:
+    cases = [case("gqa", "tp2 ep2", 2), case("mla", "cp2 ep2", 2), case("tied", "pp2", 2)]
+    proof = lowered(cases, precision)  # type: ignore[arg-type]
+    assert {narrowed(c, precision).layout.experts for c in cases} == {"grouped"}  # type: ignore[arg-type]
+    assert not [(v.layout, v.problems, v.worst) for v in proof.verdicts if not v.passed]
+    largest = max(row.max_relative_error for row in proof.rows)
+    assert largest > 1e-9, "nothing was computed in a narrow format"
+
+
+def test_a_run_is_proved_as_it_runs() -> None:
+    run = load_run("tiny", ["train.precision=fp32"])
+    proof = verify(run, layouts=["tp2 ep2"], as_run=True)
+    assert proof.passed, proof.verdicts
+    errors = {row.quantity: row.max_relative_error for row in proof.rows}
+    assert 1e-9 < errors["gradients"] < 1e-4
