@@ -16,9 +16,16 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Overlaps, Software, table_of
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
 from moefold.planner.hardware import cluster
-from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
+from moefold.planner.network import (
+    LATENCY_LINK,
+    Rows,
+    exchange_seconds,
+    reach,
+    ring_seconds,
+)
 from moefold.planner.time import estimate, flops
 from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
+from moefold.planner.traffic import expert
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,
@@ -194,6 +201,20 @@ def test_groups_that_leave_their_domain_are_slower():
     assert across > 4 * inside
     assert reach(where, 8, 8).outside == 8
     assert reach(cluster("gb200x128"), 64, 1).outside == 1
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deduplicated"])
+def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
+    one = case(dispatch=dispatcher)
+    rows = Rows(4096, 2048 * 2, 8)
+    free = replace(constants().rates("H100", "megatron", "26.04"), link=1.0, link_fused=1.0)
+    group = reach(one.cluster, 8, 1)
+    seconds = exchange_seconds(rows, dispatcher, group, one.cluster, free, 1.0) - LATENCY_LINK
+    sent = seconds * one.cluster.device.link_bandwidth
+    counted = [call for call in expert(one, 0) if call.group == "ep"]
+    # Dispatch and combine, forward and backward; counts and probabilities are a few bytes a row.
+    passes = 4 * 48 * one.micro_batches
+    assert sum(call.total for call in counted) / passes == pytest.approx(sent, rel=0.03)
 
 
 def test_each_policy_moves_the_step_the_way_it_should():
