@@ -9,7 +9,7 @@ RUN    := $(VENV)/.installed
 TEST   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format golden plants clean
+.PHONY: help demo test lint types pytest format golden plants matrix clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ golden: $(TEST)  ## rewrite the golden dumps of the recipes; look at the differe
 
 plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: several minutes
 	@$(PY) -m tests.plants $(ARGS)
+
+matrix: $(RUN)  ## prove every layout of the matrix against one rank: ten minutes on two cores
+	@$(PY) -m moefold verify --matrix $(ARGS)
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ _HOMES = {
     "train": "moefold.api",
     "open": "moefold.api",
     "export": "moefold.api",
+    "verify": "moefold.api",
 }
 
 

@@ -17,6 +17,8 @@ from moefold.convert.importer import import_folder
 from moefold.convert.tokenizer import TokenizerFiles
 from moefold.model.decoder import DecoderModel
 from moefold.precision.config import Precision
+from moefold.proof.verify import Proof
+from moefold.proof.verify import verify as prove_layouts
 from moefold.run import Run, demand_fit
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
@@ -161,3 +163,27 @@ def export(
             layout,
             special_tokens=stored.meta.get("special_tokens"),
         )
+
+
+def verify(
+    run: Run,
+    layouts: Sequence[str] | None = None,
+    world: int | None = None,
+    as_run: bool = False,
+) -> Proof:
+    """Prove that layouts do not change the maths of a run: its model made small, on processes here.
+
+    The answer's ``passed`` says whether all do, ``rows`` holds the largest relative error of each
+    layout and quantity, ``verdicts`` more. What is compared stands in ``docs/proof.md``.
+
+    Args:
+        run: the run; schedule, dispatcher and all else of its layout but the sizes are kept.
+        layouts: axis sizes such as ``tp2 ep2``; those of the run where left out.
+        world: number of ranks; default the fewest of each layout, and two at least.
+        as_run: in the run's own number format instead of fp64, within ten times what reordered
+            sums differ by.
+
+    Raises:
+        ValueError: for a layout that is not legal for the run on so many ranks, with the nearest.
+    """
+    return prove_layouts(run, layouts, world, as_run)
