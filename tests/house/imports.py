@@ -221,6 +221,7 @@ def only_comm_talks(root: Path) -> list[str]:
         used = {
             (node.lineno, name)
             for node in ast.walk(module.syntax)
+            if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)
             for name in _names_used(node)
             if f"{name}.".startswith("torch.distributed.")
             and not f"{name}.".startswith(tuple(f"{part}." for part in SHARDING))
@@ -232,12 +233,12 @@ def only_comm_talks(root: Path) -> list[str]:
     return breaches
 
 
-def _names_used(node: ast.AST) -> Iterator[str]:
+def _names_used(node: ast.Import | ast.ImportFrom | ast.Attribute) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.level == 0:
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Attribute) and not dotted(node).endswith(".distributed"):
+    elif isinstance(node, ast.ImportFrom):
+        yield from (f"{node.module}.{alias.name}" for alias in node.names if not node.level)
+    elif not dotted(node).endswith(".distributed"):
         yield dotted(node)
 
 
