@@ -29,6 +29,7 @@ TWO = (
     Case("pp2", "interleaved"),
     Case("pp2 vpp2", "interleaved", "tied"),
     Case("pp2 vpp2", "gpipe", "deep", 3),
+    Case("pp2 vpp2", "zb_h1", "deep", 4),
     Case("pp2 vpp2", "zb_v", "tied"),
     Case("pp2 vpp2", "zb_v", "deep", 6, FULL),
     Case("pp2 vpp2", "dualpipe_v", "mla", 5),

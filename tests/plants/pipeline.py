@@ -1,0 +1,61 @@
+"""Plants in pipelines: rows of another micro-batch, gradients lost, doubled or not summed."""
+
+from tests.plants.plant import Plant
+
+BUGS = "tests/gloo/test_parallel_pipeline_bugs.py::"
+B03 = BUGS + "test_b03_a_tied_embedding_is_summed_over_stages_and_counts_once"
+B06 = BUGS + "test_b06_router_terms_of_every_stage_reach_its_routers"
+B29 = BUGS + "test_b29_every_chunk_takes_its_own_micro_batch"
+B30 = BUGS + "test_b30_each_weight_gradient_is_added_once"
+B32 = BUGS + "test_b32_no_group_carries_operations_of_two_lanes"
+
+PLANTS = (
+    Plant(
+        "b03",
+        "a tied embedding's gradient is not summed over stages",
+        B03,
+        "parallel/apply.py",
+        'letters = "EL" if self.model.record.tied else "E"',
+        'letters = "E"',
+    ),
+    Plant(
+        "b06",
+        "router terms of stages without the loss are lost",
+        B06,
+        "parallel/pipeline/passes.py",
+        "        if weighted is None or not weighted.requires_grad:",
+        "        if weighted is None or not self._chunk.scores:",
+    ),
+    Plant(
+        "b29",
+        "receives are posted in the order in which they are read",
+        B29,
+        "parallel/pipeline/plan.py",
+        "now.append(queues[source].pop(0))",
+        "now.append(need)",
+    ),
+    Plant(
+        "b29",
+        "every chunk runs with the first micro-batch's rows",
+        B29,
+        "parallel/pipeline/executor.py",
+        "replace(self._flows[micro], sink=sink)",
+        "replace(self._flows[0], sink=sink)",
+    ),
+    Plant(
+        "b30",
+        "products put off run again with the next",
+        B30,
+        "kernels/gradients.py",
+        "        self._queue.clear()\n",
+        "",
+    ),
+    Plant(
+        "b32",
+        "exchanges of the second lane go over the first lane's groups",
+        B32,
+        "parallel/pipeline/executor.py",
+        "    beside = placed.world.beside\n",
+        "    beside = placed.world\n",
+    ),
+)
