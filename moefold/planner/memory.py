@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.moe.config import Moe
@@ -109,9 +110,9 @@ class Memory:
 
 def memory(case: Case) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank over a step."""
-    chunks = _Chunks(case)
+    chunks, overheads = _Chunks(case), _overheads(case)
     return tuple(
-        Memory(rank, lasting, _overheads(case), _software(case).fragments, chunks.moments(rank))
+        Memory(rank, lasting, overheads, _software(case).fragments, chunks.moments(rank))
         for rank, lasting in enumerate(chunks.states)
     )
 
@@ -126,14 +127,14 @@ def peak_bytes(case: Case) -> float:
 
     It takes each rank's activations as its fullest chunk as often as chunks are in flight.
     """
-    chunks, software = _Chunks(case), _software(case)
+    chunks, software, overheads = _Chunks(case), _software(case), _overheads(case)
     sizes, m = case.sizes, case.micro_batches
     peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, m)
     most = 0.0
     for rank, lasting in enumerate(chunks.states):
         bound = chunks.bound(rank, peaks[rank])
         tensors = lasting.total + bound
-        most = max(most, tensors * (1 + software.fragments) + _overheads(case))
+        most = max(most, tensors * (1 + software.fragments) + overheads)
     return most
 
 
@@ -157,10 +158,36 @@ def _software(case: Case) -> Overheads:
 
 def _overheads(case: Case) -> float:
     """Return what software takes outside the allocator; groups of the same ranks are one."""
-    software, folding = _software(case), case.folding
-    first = set(folding.same().values())
-    groups = sum(len(folding.group(kind, 0)) > 1 for kind in first)
-    return software.context + groups * software.communicator
+    software = _software(case)
+    return software.context + communicators(case.folding) * software.communicator
+
+
+def communicators(folding: Folding) -> int:
+    """Return how many different groups of several ranks a rank is in.
+
+    Without making them: groups are the same where the axes that they run over are, written with
+    neighbouring axes joined.
+    """
+    return len({_reach(folding, kind) for kind in KINDS} - {()})
+
+
+def _reach(folding: Folding, kind: str) -> tuple[tuple[int, int], ...]:
+    """Return the strides and sizes of the axes that a kind of group runs over."""
+    name, axes, _ = KINDS[kind]
+    grid = folding.attention if name == ATTENTION else folding.experts
+    if kind == EMBEDDING:
+        pp = folding.sizes.pp
+        return ((grid.strides["pp"] * (pp - 1), 2),) if pp > 1 else ()
+    found: list[tuple[int, int]] = []
+    for axis, size in grid.axes:
+        if axis not in axes or size == 1:
+            continue
+        stride, last = grid.strides[axis], found[-1] if found else (0, 0)
+        if last[0] * last[1] == stride:
+            found[-1] = last[0], last[1] * size
+        else:
+            found.append((stride, size))
+    return tuple(found)
 
 
 class _Chunks:

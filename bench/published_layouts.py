@@ -1,0 +1,62 @@
+"""Writes ``moefold/planner/published_layouts.json``: the fastest published layout of each model and
+length on each number of each device, which plans show beside what the search finds.
+
+    python bench/published_layouts.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from planning.rows import Row, read
+
+FILE = Path(__file__).parents[1] / "moefold" / "planner" / "published_layouts.json"
+
+
+def entry(row: Row) -> dict[str, Any]:
+    """Return a row's layout as a plan reads it."""
+    case = row.case
+    assert case is not None
+    found = {
+        "id": row.id,
+        "source": row.raw["source"],
+        "model": row.raw["model"],
+        "device": case.cluster.device.name,
+        "devices": case.world,
+        "seq": case.seq,
+        "batch": case.batch,
+        "micro_batch": case.micro_batch,
+        "sizes": case.sizes.text,
+        "stages": case.stages.text,
+        "schedule": type(case.schedule).model_fields["kind"].default,
+        "dispatch": case.dispatch,
+        "recompute": sorted(case.keeping.recompute),
+        "zero": case.keeping.zero,
+        "recipe": case.numbers.recipe,
+        "multi_token": case.multi_token,
+    }
+    rate = row.raw.get("tflops_per_gpu")
+    return found | ({"tflops_per_gpu": rate} if rate else {})
+
+
+def main() -> None:
+    """Write the file."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in read():
+        if row.case is None or row.raw.get("status") == "OOM":
+            continue
+        found = entry(row)
+        key = (found["model"], found["device"], found["devices"], found["seq"])
+        if key not in best or _rank(found) > _rank(best[key]):
+            best[key] = found
+    rows = [best[key] for key in sorted(best)]
+    FILE.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+    print(f"{len(rows)} layouts in {FILE}")
+
+
+def _rank(found: dict[str, Any]) -> float:
+    return found.get("tflops_per_gpu", 0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What is to be planned: a run or a published model on a cluster, and one way to lay it out.
+
+    task, given = of_run(load_run("run.yaml"), cluster("h100x256"))
+    case = given.case(task)
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast, get_args
+
+from moefold.config.base import Record
+from moefold.layers.config import Gathered, Mixed, Ring, Ulysses
+from moefold.mesh.config import ORDERS, Order, Sizes
+from moefold.mesh.pipeline import Stages, Way
+from moefold.model.config import Decoder
+from moefold.moe.config import AllGather, AllToAll, AllToAllOnce, Local, Padded, TwoLevel
+from moefold.planner.case import (
+    Case,
+    Context,
+    Dispatcher,
+    Keeping,
+    Numbers,
+    Overlaps,
+    Recipe,
+    Software,
+    recomputed,
+)
+from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
+from moefold.planner.hardware import Cluster
+from moefold.planner.published import Model
+from moefold.policies.config import Kind
+from moefold.run import Run
+from moefold.schedule.config import (
+    SCHEDULE,
+    DualPipeV,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    Vee,
+)
+
+LOAD = 1.2
+"""Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
+and young routers, which published pairs of runs put near 1.6."""
+SEQ = 4096
+DISPATCHERS: dict[type[Record], Dispatcher] = {
+    Local: "local",
+    AllGather: "allgather",
+    AllToAll: "alltoall",
+    AllToAllOnce: "deduplicated",
+    TwoLevel: "two_level",
+    Padded: "padded",
+}
+"""A run file's dispatchers as the planner calls them."""
+CONTEXTS: dict[type[Record], Context] = {
+    Ring: "ring",
+    Gathered: "allgather",
+    Ulysses: "heads",
+    Mixed: "heads",
+}
+FOREIGN = (Windowed, Mamba2, DeltaNet, Nothing, PlainMoe, BiasedMoe)
+PAIRED = (Merged, DualPipeV)
+"""Schedules that run one micro-batch's exchanges beside another's computing."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what: everything but the layout."""
+
+    name: str
+    decoder: Decoder
+    seq: int
+    batch: int
+    cluster: Cluster
+    numbers: Numbers = Numbers()
+    load: float = LOAD
+    software: Software = Software()
+    multi_token: int = 0
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
+    tokens: float | None = None
+    """Of the whole run, where it states its steps."""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the model has layers that only other stacks execute."""
+        records = (r for s in self.decoder.stacks for b in s.blocks for r in (b.attention, b.ffn))
+        return any(isinstance(record, FOREIGN) for record in records)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to lay a task out."""
+
+    sizes: Sizes = Sizes()
+    schedule: Schedule = field(default_factory=OneFOneB)
+    micro_batch: int = 1
+    dispatch: Dispatcher = "alltoall"
+    recipe: Recipe = "bf16"
+    keeping: Keeping = Keeping()
+    stages: Stages | None = None
+    """None is balanced."""
+    context: Context = "ring"
+    order: Order = ORDERS[0]
+
+    @property
+    def paired(self) -> bool:
+        """Whether exchanges run beside computing."""
+        return isinstance(self.schedule, PAIRED)
+
+    def case(self, task: Task) -> Case:
+        """Return the step of a task in this layout.
+
+        Raises:
+            ValueError: where the task cannot be laid out so, in words.
+        """
+        wide = self.recipe == "fp32"
+        numbers = replace(
+            task.numbers, recipe=self.recipe, weight_bytes=0 if wide else task.numbers.weight_bytes
+        )
+        overlaps = replace(task.software.overlaps, ep=self.paired)
+        return Case(
+            decoder=task.decoder,
+            seq=task.seq,
+            batch=task.batch,
+            micro_batch=self.micro_batch,
+            cluster=task.cluster,
+            sizes=self.sizes,
+            stages=self.stages or self.balanced(task),
+            schedule=self.schedule,
+            dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
+            load=task.load,
+            numbers=numbers,
+            keeping=self.keeping,
+            software=replace(task.software, overlaps=overlaps),
+            context=self.context,
+            order=self.order,
+        )
+
+    def balanced(self, task: Task) -> Stages:
+        """Return the stages that a run file without any has."""
+        way: Way = "v" if isinstance(self.schedule, Vee) else "round"
+        layers = sum(len(stack.blocks) * stack.repeat for stack in task.decoder.stacks)
+        return Stages.balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
+
+    @property
+    def not_yet(self) -> tuple[str, ...]:
+        """Policies of this layout that training cannot execute yet."""
+        found = []
+        if self.recipe not in ("bf16", "fp32"):
+            found.append(f"precision {self.recipe}")
+        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch not in DISPATCHERS.values():
+            found.append(f"dispatch {self.dispatch}")
+        known = {*get_args(Kind), "block"}
+        found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
+        if self.keeping.offload or self.keeping.optimizer_offload:
+            found.append("offload")
+        return tuple(found)
+
+
+def of_run(
+    run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
+) -> tuple[Task, Choice]:
+    """Return a run's task on a cluster, and the layout that the run states.
+
+    Raises:
+        ValueError: where the planner does not know a record of the run.
+    """
+    precision = run.train.precision
+    if precision == "fp64":
+        raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
+    size = batch or run.train.batch
+    task = Task(
+        name=run.name,
+        decoder=run.decoder(),
+        seq=run.data.seq,
+        batch=size,
+        cluster=cluster,
+        numbers=Numbers(optimizer=run.optim),
+        load=load,
+        tokens=float(run.train.steps) * run.train.batch * run.data.seq,
+    )
+    layout = run.layout
+    sizes = layout.split
+    schedule = layout.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
+    choice = Choice(
+        sizes=sizes,
+        schedule=cast("Schedule", schedule),
+        micro_batch=run.train.micro_batch,
+        dispatch=_known(DISPATCHERS, layout.dispatch, "dispatch"),
+        recipe=precision,
+        keeping=Keeping(zero=layout.zero, recompute=recomputed(layout.recompute)),
+        stages=None if layout.stages is None else Stages.parse(layout.stages),
+        context=_known(CONTEXTS, layout.context, "context"),
+        order=layout.order,
+    )
+    return task, choice
+
+
+def _known(names: dict[type[Record], Any], record: Record, what: str) -> Any:
+    found = names.get(type(record))
+    if found is None:
+        kinds = ", ".join(kind.__name__ for kind in names)
+        raise ValueError(f"{what} {type(record).__name__} is not planned: one of {kinds}")
+    return found
+
+
+def of_model(
+    model: Model, cluster: Cluster, batch: int, seq: int = SEQ, load: float = LOAD
+) -> Task:
+    """Return the pre-training of a published model; layers of others are planned as Megatron."""
+    notes = (f"assumed: {model.assumed}",) if model.assumed else ()
+    task = Task(
+        model.name, model.decoder, seq, batch, cluster, load=load,
+        multi_token=model.multi_token, notes=notes,
+    )  # fmt: skip
+    if not task.foreign:
+        return task
+    said = "layers that Moefold does not train yet: planned as Megatron-Core keeps and launches"
+    overlaps = Overlaps(gradients=True, parameters=True)
+    return replace(task, software=Software("megatron", overlaps=overlaps), notes=(*notes, said))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A layout that a source prints, with what it reached."""
+
+    id: str
+    source: str
+    choice: Choice
+    device: str
+    devices: int
+    batch: int
+    seq: int
+    tflops_per_gpu: float | None
+
+
+@cache
+def _layouts() -> tuple[dict[str, Any], ...]:
+    text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
+    return tuple(json.loads(text))
+
+
+def published_layouts(name: str) -> tuple[Published, ...]:
+    """Return the published layouts of a model by its full name."""
+    return tuple(_published(row) for row in _layouts() if row["model"] == name)
+
+
+def _published(row: dict[str, Any]) -> Published:
+    choice = Choice(
+        sizes=Sizes.parse(row["sizes"]),
+        schedule=cast("Schedule", SCHEDULE.kinds[row["schedule"]]()),
+        micro_batch=row["micro_batch"],
+        dispatch=row["dispatch"],
+        recipe=row["recipe"],
+        keeping=Keeping(zero=row["zero"], recompute=frozenset(row["recompute"])),
+        stages=Stages.parse(row["stages"]),
+    )
+    return Published(
+        row["id"], row["source"], choice, row["device"], row["devices"], row["batch"], row["seq"],
+        row.get("tflops_per_gpu"),
+    )  # fmt: skip
+

@@ -1,0 +1,182 @@
+"""Published models as descriptions, by name: dimensions from ``published_models.json``.
+
+What a source leaves open is filled in from ``assumed_models.json``, and said.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from moefold.config.base import Record
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.mesh.needs import NEEDS, Need, divides
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Groups, Moe, Router, Shared
+from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block
+
+WINDOW = 128
+
+
+class Undescribed(ValueError):
+    """A model whose dimensions are not known in full."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published model."""
+
+    name: str
+    decoder: Decoder
+    multi_token: int
+    """Multi-token prediction layers it was trained with."""
+    assumed: str = ""
+    """Which dimensions are assumed; empty where sources print all."""
+
+
+@cache
+def entries() -> dict[str, dict[str, Any]]:
+    """Return every model's dimensions by name, gaps filled; ``assumed`` says with what."""
+    folder = files("moefold.planner")
+    found = json.loads(folder.joinpath("published_models.json").read_text("utf-8"))
+    filled = json.loads(folder.joinpath("assumed_models.json").read_text("utf-8"))["models"]
+    for name, more in filled.items():
+        more = {**more, "assumed": more["why"]}
+        known = {key: value for key, value in found.get(name, {}).items() if value is not None}
+        alike = found[more["like"]] if "like" in more else {}
+        found[name] = {**alike, **known, **more}
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all models."""
+    return tuple(entries())
+
+
+def find(name: str) -> str | None:
+    """Return the full name of a model, whatever case, hyphens and underscores are typed."""
+    wanted = _plain(name)
+    return next((known for known in entries() if _plain(known) == wanted), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+@cache
+def model(name: str) -> Model:
+    """Return a published model by its full name.
+
+    Raises:
+        Undescribed: where there is no such model, or a dimension is missing.
+    """
+    entry = entries().get(name)
+    if entry is None:
+        raise Undescribed(f"{name} is no published model; there are {', '.join(entries())}")
+    try:
+        blocks = _hybrid(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
+        stacks = [(first, len(list(same))) for first, same in _runs(blocks)]
+        decoder = Decoder(
+            vocab=entry["vocab"],
+            hidden=entry["hidden"],
+            stacks=tuple(Stack(repeat=count, blocks=(one,)) for one, count in stacks),
+            tied=bool(entry.get("tied_embeddings")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Undescribed(f"{name}: dimensions are not complete ({error})") from None
+    return Model(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
+
+
+def _runs(blocks: list[Block]) -> list[tuple[Block, list[Block]]]:
+    """Return runs of one and the same block."""
+    runs = [list(same) for _, same in groupby(blocks, key=id)]
+    return [(run[0], run) for run in runs]
+
+
+def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:
+    """Return the blocks of a transformer, dense ones first unless they alternate."""
+    mixture = _moe(entry, biased=name.startswith("GPT-OSS"))
+    dense = entry.get("dense_layers", 0)
+    kinds = [block(attention, mixture) for attention in _attentions(name, entry)]
+    found = [kinds[i % len(kinds)] for i in range(dense + entry["moe_layers"])]
+    if dense:
+        plain = block(kinds[0].attention, Dense(width=entry["dense_ffn"]))
+        step = 2 if dense == entry["moe_layers"] else 1
+        for i in range(0, dense * step, step):
+            found[i] = plain
+    return found
+
+
+def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
+    """Return the attention of each layer of the pattern that repeats."""
+    kind = entry["attention"]
+    if kind.startswith("MLA"):
+        mla = entry["mla"]
+        return [
+            Mla(
+                heads=entry["heads"],
+                q_rank=mla["q_lora_rank"],
+                kv_rank=mla["kv_lora_rank"],
+                nope_dim=mla["qk_nope_head_dim"],
+                rope_dim=mla["qk_rope_head_dim"],
+                v_dim=mla["v_head_dim"],
+            )
+        ]
+    sizes = {key: entry[key] for key in ("heads", "kv_heads", "head_dim")}
+    full = Gqa(**sizes, qk_norm="head" if name.startswith("Qwen3") else "none")
+    if "delta net" in kind:
+        linear = DeltaNet(**entry.get("delta", {"key_heads": 16, "value_heads": 32}))
+        return [linear, linear, linear, full]
+    if not kind.startswith("GQA"):
+        raise ValueError(kind)
+    return [Windowed(**sizes, window=WINDOW), full] if "sliding window" in kind else [full]
+
+
+def _moe(entry: dict[str, Any], biased: bool = False) -> Moe:
+    """Return the feed-forward with experts."""
+    grouped = "8 groups, top-4" in entry.get("router", "")
+    router = Router(
+        experts=entry["experts"],
+        top_k=entry["topk"],
+        renormalise=entry["topk"] > 1,
+        groups=Groups(count=8, keep=4) if grouped else None,
+    )
+    shared = Shared(width=entry["shared_ffn"]) if entry.get("shared_experts") else None
+    if entry.get("gated_mlp", True):
+        kind = BiasedMoe if biased else Moe
+        return kind(width=entry["moe_ffn"], router=router, shared=shared)
+    return PlainMoe(
+        width=entry["moe_ffn"], router=router, shared=shared, latent=entry.get("moe_latent")
+    )
+
+
+def _hybrid(entry: dict[str, Any]) -> list[Block]:
+    """Return the blocks of a pattern of letters: M a state space, * attention, E experts."""
+    mamba = Mamba2(**entry["mamba"])
+    attention = Gqa(**{key: entry[key] for key in ("heads", "kv_heads", "head_dim")})
+    mixture = _moe(entry)
+    pairs = {
+        (mixer, ffn): block(mixers, ffns)
+        for mixer, mixers in (("M", mamba), ("*", attention))
+        for ffn, ffns in (("E", mixture), ("-", Nothing()))
+    }
+    letters = entry["hybrid_pattern"]
+    return [
+        pairs[letter, "E" if letters[i + 1 : i + 2] == "E" else "-"]
+        for i, letter in enumerate(letters)
+        if letter != "E"
+    ]
+
+
+def _mamba_needs(record: Mamba2) -> list[Need]:
+    return [divides("tp", "groups of state-space heads", record.groups)]
+
+
+def _delta_needs(record: DeltaNet) -> list[Need]:
+    return [divides("tp", "key heads of linear attention", record.key_heads)]
+
+
+NEEDS.setdefault(Mamba2, _mamba_needs)
+NEEDS.setdefault(DeltaNet, _delta_needs)
