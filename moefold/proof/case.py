@@ -48,8 +48,8 @@ class Case:
     precision: Precision | None = None
     """Number format of the case where it is not the reference's; then no update is made, since
     an optimizer magnifies roundings as it pleases."""
-    order: tuple[int, ...] = (0, 1, 2)
-    """In which the documents of a micro-batch stand: the same maths, summed in another order."""
+    shuffle: int | None = None
+    """Seed of another order in which products are summed: the same maths, other last bits."""
 
     @property
     def folding(self) -> Folding:

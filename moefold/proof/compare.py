@@ -204,13 +204,15 @@ def _judge_figures(
 def _judge_counts(
     outcome: Outcome, wanted: dict[str, list[int]], told: Sequence[dict[str, Any]]
 ) -> list[str]:
-    """Compare whole numbers; returns what no rank counted."""
+    """Note the share of tokens that were counted elsewhere; returns what no rank counted."""
     seen = set()
     for number, rank in enumerate(told):
         for name, have in rank["counts"].items():
             seen.add(name)
-            differ = name not in wanted or have != wanted[name]
-            _note(outcome, "counts", float(differ), f"{name}, rank {number}")
+            want = wanted.get(name, [])
+            apart = sum(abs(a - b) for a, b in zip(have, want, strict=False))
+            error = apart / max(sum(want), 1) if len(have) == len(want) else math.inf
+            _note(outcome, "counts", error, f"{name}, rank {number}")
     return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
 
 

@@ -22,8 +22,8 @@ from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
-ROOM = 64
-"""Rows between two ranks that are always enough here: a micro-batch has 32."""
+ROOM = 256
+"""Rows between two ranks that are always enough here: 32 of a micro-batch to 8 experts each."""
 
 BY_MODEL = ("models",)
 """Rules whose models are choices too."""

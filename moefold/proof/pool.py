@@ -43,7 +43,7 @@ class Task:
 
 
 class CaseFailed(RuntimeError):
-    """A case ended with an error on this rank; the text is its number."""
+    """A case ended with an error on this rank; the text is its number and the error."""
 
 
 Told = Callable[[int, Outcome], None]
@@ -157,7 +157,7 @@ def _work(
             with World.open(case.folding, "cpu", time_out_s) as world:
                 answers = _answers(task, world)
         except Exception as error:
-            raise CaseFailed(number) from error
+            raise CaseFailed(f"{number}: {type(error).__name__}: {error}") from error
         if spot.rank == 0:
             outcome = judge(facts_of(Path(task.reference)), answers)
             outcome.seconds = time.perf_counter() - started

@@ -3,7 +3,7 @@
 Documents are packed, of uneven lengths, and most micro-batches end with padding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -20,14 +20,9 @@ NEVER = -100.0
 """Selection bias of an expert that no token may choose."""
 
 
-def micro_batches(subject: Subject, order: Sequence[int] = (0, 1, 2)) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whole.
-
-    Args:
-        subject: says how many, and of how many rows.
-        order: in which the documents of a micro-batch stand; the maths is the same in each.
-    """
-    return [_micro_batch(subject, number, order) for number in range(subject.micro_batches)]
+def micro_batches(subject: Subject) -> list[MicroBatch]:
+    """Return the micro-batches of a step, whole."""
+    return [_micro_batch(subject, number) for number in range(subject.micro_batches)]
 
 
 def lengths_of(subject: Subject, number: int) -> tuple[int, ...]:
@@ -39,26 +34,14 @@ def lengths_of(subject: Subject, number: int) -> tuple[int, ...]:
     return first, second, valid - first - second
 
 
-def _micro_batch(subject: Subject, number: int, order: Sequence[int]) -> MicroBatch:
+def _micro_batch(subject: Subject, number: int) -> MicroBatch:
     lengths = lengths_of(subject, number)
     draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
     ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
-    # Numbers of tokens go with their documents, so that ties are broken alike in each order.
-    token_T = np.arange(sum(lengths)) + number * subject.rows
-    ends = np.cumsum(lengths)[:-1]
-    documents = list(zip(np.split(ids_T, ends), np.split(token_T, ends), strict=True))
-    documents = [documents[i] for i in order] if lengths else []
-    labels = [np.append(ids[1:], IGNORED) for ids, _ in documents]
-    nothing = np.zeros(0, np.int64)
-    tokens = [nothing, *(token for _, token in documents)]
-    padding = np.arange(sum(lengths), subject.rows) + number * subject.rows
-    return assemble(
-        np.concatenate([nothing, *(ids for ids, _ in documents)]),
-        np.concatenate([nothing, *labels]),
-        [len(ids) for ids, _ in documents],
-        rows=subject.rows,
-        token_T=np.concatenate([*tokens, padding]),
-    )
+    labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
+    labels_T[np.cumsum(lengths, dtype=np.int64) - 1] = IGNORED
+    token_T = np.arange(subject.rows) + number * subject.rows
+    return assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from moefold.parallel.apply import build as build_parts
 from moefold.proof.case import Case
 from moefold.proof.narrow import NarrowWatch
 from moefold.proof.rows import fill, micro_batches
+from moefold.proof.shuffle import Shuffled
 from moefold.training.step import evaluate, gradients
 
 STEPS = 3
@@ -94,7 +95,8 @@ def try_out(case: Case, world: World, broken: Break | None = None) -> Findings:
     trial = Trial(case, world)
     world.recorder.alter = None if broken is None or broken.site is None else broken.alter
     try:
-        return trial.run(broken)
+        with nullcontext() if case.shuffle is None else Shuffled(case.shuffle):
+            return trial.run(broken)
     finally:
         world.recorder.alter = None
 
@@ -110,7 +112,7 @@ class Trial:
         self.placed: Placed = build_parts(decoder, self.precision, case.layout, world)
         fill(self.placed.model, case.subject, self.placed.shards)
         spot, dp = world.attention, world.folding.dp
-        self.batches: list[MicroBatch] = micro_batches(case.subject, case.order)[spot.dp :: dp]
+        self.batches: list[MicroBatch] = micro_batches(case.subject)[spot.dp :: dp]
         parameters = dict(self.placed.model.named_parameters())
         self.optimizer: Optimizer = build(case.subject.optim, parameters)
         self.found = Findings()
