@@ -156,12 +156,12 @@ def fit_all(rows: Sequence[Row], tell: Any) -> tuple[dict[str, float], dict[str,
 def line(row: Row, given: Constants) -> dict[str, Any]:
     """Return what is said of one row."""
     said: dict[str, Any] = {"id": row.id}
-    if row.case is None:
+    if row.planned is None:
         return said | {"left_out": row.left_out}
-    if row.seconds is not None:
+    if row.measured is not None:
         said["published"] = round(published(row), 2)
         said["predicted"] = round(predicted([row], given)[0], 2)
-    memory, fits = memory_of(row.case)
+    memory, fits = memory_of(row.planned)
     said |= {"memory_gb": memory, "fits": fits}
     if row.left_out:
         said["left_out"] = row.left_out

@@ -6,7 +6,9 @@ the recipe; the others are what the stack did unless told otherwise at that time
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from moefold.planner.case import Dispatcher, Graphs, Module, Recipe, Stack
 
 GRACE, HOPPER = ("GB200", "GB300"), ("H100", "H800", "H200")
 NATURAL_LOAD = 1.6
@@ -20,11 +22,11 @@ CONVERGED_LOAD = 1.1
 class Origin:
     """Which software made a row."""
 
-    stack: str
+    stack: Stack
     release: str
 
 
-PREFIXES = (
+PREFIXES: tuple[tuple[str, Stack, str | None], ...] = (
     (r"mb-(\d\d\.\d\d(?:\.\d\d)?)-", "megatron", None),
     (r"mcore26-", "megatron", "26.02"),
     (r"mlm-dsv3-gb200-", "megatron", "guide"),
@@ -64,7 +66,7 @@ def _at_least(release: str, least: str) -> bool:
     return release[:2].isdigit() and release >= least
 
 
-def recipe(row: dict[str, Any]) -> str:
+def recipe(row: dict[str, Any]) -> Recipe:
     """Return the number format that a row's precision means."""
     text = (row.get("precision") or "BF16").lower()
     if "nvfp4" in text:
@@ -81,14 +83,15 @@ def recipe(row: dict[str, Any]) -> str:
     return "mxfp8"
 
 
-def dispatcher(row: dict[str, Any], where: Origin) -> str:
+def dispatcher(row: dict[str, Any], where: Origin) -> Dispatcher:
     """Return how rows reach their experts."""
     text = (row.get("dispatcher") or "").lower()
     if "drop" in (row.get("routing") or "") and where.release == "25.09":
         return "padded"
-    for word in ("hybridep", "deepep"):
-        if word in text:
-            return word
+    if "hybridep" in text:
+        return "hybridep"
+    if "deepep" in text:
+        return "deepep"
     if "cross-node" in text:
         return "two_level"
     if text:
@@ -108,7 +111,7 @@ def dispatcher(row: dict[str, Any], where: Origin) -> str:
     return "two_level" if where.stack == "deepseek" else "alltoall"
 
 
-def graphs(row: dict[str, Any], where: Origin) -> str:
+def graphs(row: dict[str, Any], where: Origin) -> Graphs:
     """Return what CUDA graphs hold."""
     text = (row.get("cuda_graph") or "").lower()
     if text.startswith("full"):
@@ -142,7 +145,7 @@ def expert_overlap(row: dict[str, Any], where: Origin) -> bool:
     return row["gpu"] in HOPPER and large and _at_least(where.release, "25.09")
 
 
-WORDS = {
+WORDS: dict[str, Module | None] = {
     "layernorm": "norms",
     "mla_up_proj": "mla_up",
     "moe_act": "moe_act",
@@ -156,12 +159,13 @@ WORDS = {
 """The sources' names of what is recomputed, in ours."""
 
 
-def recompute(row: dict[str, Any], where: Origin) -> frozenset[str]:
+def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
     """Return what is computed again in backward."""
     text = row.get("recompute")
     if text is not None:
         words = [WORDS.get(word.strip()) for word in text.split(",")]
-        return frozenset(word for word in words if word)
+        named: list[Module] = [word for word in words if word]
+        return frozenset(named)
     if where.release == "dgxc" and row["model"] == "DeepSeek-V3":
         return frozenset(("mla_up",) if row["gpu"] in HOPPER else ("attention",))
     if where.stack != "megatron" or where.release == "mpf":
@@ -214,7 +218,7 @@ def stages(row: dict[str, Any], count: int) -> str | None:
     return None
 
 
-def narrowed(row: dict[str, Any], where: Origin) -> frozenset[str]:
+def narrowed(row: dict[str, Any], where: Origin) -> frozenset[Literal["attention", "head"]]:
     """Return what is computed in 8 bits besides linear layers: attention, and the head."""
     text = row.get("optimizer_notes") or ""
     if text.startswith("FP8 DPA"):

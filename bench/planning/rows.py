@@ -62,9 +62,9 @@ class Row:
     """A row with its case, or with why it has none."""
 
     raw: dict[str, Any]
-    case: Case | None
-    seconds: float | None
-    """Published, or derived from what was."""
+    planned: Case | None
+    measured: float | None
+    """Seconds of a step: published, or derived from what was."""
     gflop_per_token: float | None
     """As the source counts."""
     left_out: str = ""
@@ -76,6 +76,18 @@ class Row:
         return self.raw["id"]
 
     @property
+    def case(self) -> Case:
+        """The case of a row that is scored."""
+        assert self.planned is not None
+        return self.planned
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a row that is scored."""
+        assert self.measured is not None
+        return self.measured
+
+    @property
     def stack(self) -> str:
         """Stack and release, without its last digits."""
         where = defaults.origin(self.raw)
@@ -83,7 +95,7 @@ class Row:
 
     def rate(self, seconds: float) -> float:
         """Return TFLOP/s per GPU, as the source counts, of a step that takes so long."""
-        assert self.case is not None and self.gflop_per_token is not None
+        assert self.gflop_per_token is not None
         tokens = self.case.batch * self.case.seq / self.case.world
         return tokens * self.gflop_per_token / seconds / 1e3
 
@@ -263,5 +275,5 @@ def _marked(row: Row, rows: list[Row]) -> Row:
         same = shape(other.raw) == shape(row.raw) and other.raw["id"][:3] == row.id[:3]
         faster = (other.raw.get("tflops_per_gpu") or 0) > 1.1 * rate
         if same and faster and not other.left_out and earlier < where.release:
-            return Row(row.raw, row.case, row.seconds, row.gflop_per_token, "", ("regression",))
+            return Row(row.raw, row.planned, row.measured, row.gflop_per_token, "", ("regression",))
     return row

@@ -2,6 +2,7 @@
 rates of ``curves``, and the layer's collectives on ``network``."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from moefold.planner.curves import (
     Rates,
@@ -9,11 +10,11 @@ from moefold.planner.curves import (
     memory_seconds,
     product_seconds,
 )
-from moefold.planner.hardware import FORMAT_OF, Cluster
+from moefold.planner.hardware import FORMAT_OF, Cluster, Format
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.time_work import BF16, Parts, Share, Work
 
-PARTS = (
+PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
     "tp", "cp", "dispatch", "offload",
 )  # fmt: skip
@@ -62,6 +63,11 @@ class Setting:
     narrowed: frozenset[str] = frozenset()
     fused_quantise: float = 1.0
     """What is left of quantising and launches where experts are one fused operation."""
+
+    @property
+    def format(self) -> Format:
+        """The format whose peak the recipe's products have."""
+        return cast(Format, FORMAT_OF[self.recipe])
 
 
 @dataclass
@@ -132,7 +138,7 @@ def _work(work: Work, place: str, setting: Setting, narrow: bool) -> dict[str, t
     """Return a part's seconds, forward and backward, by what they count as."""
     rates, device = setting.rates, setting.cluster.device
     wide_peak = device.peak("bf16")
-    peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
+    peak = device.peak(setting.format) if narrow else wide_peak
     products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
     forward, backward = products, 2 * products
     faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0

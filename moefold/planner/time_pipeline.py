@@ -6,6 +6,7 @@ to the simulator, over the tables that training executes.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from moefold.planner.case import table_of
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
@@ -44,7 +45,7 @@ def table_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) ->
 
 
 @lru_cache(maxsize=1024)
-def idle_of(schedule: Schedule, p: int, v: int, m: int) -> float:
+def idle_of(schedule: Any, p: int, v: int, m: int) -> float:
     """Return by how much a table is longer than its work, in micro-batches of one rank.
 
     The table is simulated with backwards twice as long as forwards, half of them for gradients of

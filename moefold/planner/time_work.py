@@ -86,9 +86,13 @@ class Share(NamedTuple):
 Parts = dict[str, Work]
 
 
-@lru_cache(maxsize=4096)
 def layer(one: Block, share: Share) -> Parts:
     """Return the parts of a block; not to be changed."""
+    return _layer(one, share)
+
+
+@lru_cache(maxsize=4096)
+def _layer(one: Any, share: Share) -> Parts:
     found: Parts = {}
     halves = 0
     for record in (one.attention, one.ffn):
