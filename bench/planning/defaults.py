@@ -163,8 +163,11 @@ def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
     """Return what is computed again in backward."""
     text = row.get("recompute")
     if text is not None:
-        words = [WORDS.get(word.strip()) for word in text.split(",")]
-        named: list[Module] = [word for word in words if word]
+        named: set[Module] = set()
+        for word in text.split(","):
+            module = WORDS.get(word.strip())
+            if module is not None:
+                named.add(module)
         return frozenset(named)
     if where.release == "dgxc" and row["model"] == "DeepSeek-V3":
         return frozenset(("mla_up",) if row["gpu"] in HOPPER else ("attention",))

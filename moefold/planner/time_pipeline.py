@@ -6,7 +6,7 @@ to the simulator, over the tables that training executes.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from moefold.planner.case import table_of
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
@@ -41,11 +41,13 @@ def table_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) ->
 
     Beyond filling and draining, each micro-batch takes the slowest rank's time.
     """
-    return m * max(ranks) + idle_of(schedule, len(ranks), v, m) * sum(ranks) / len(ranks)
+    return m * max(ranks) + idle_of(cast("Any", schedule), len(ranks), v, m) * sum(ranks) / len(
+        ranks
+    )
 
 
 @lru_cache(maxsize=1024)
-def idle_of(schedule: Any, p: int, v: int, m: int) -> float:
+def idle_of(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return by how much a table is longer than its work, in micro-batches of one rank.
 
     The table is simulated with backwards twice as long as forwards, half of them for gradients of

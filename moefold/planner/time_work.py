@@ -9,7 +9,7 @@ sub-layers, H hidden.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
@@ -88,11 +88,11 @@ Parts = dict[str, Work]
 
 def layer(one: Block, share: Share) -> Parts:
     """Return the parts of a block; not to be changed."""
-    return _layer(one, share)
+    return _layer(cast("Any", one), share)
 
 
 @lru_cache(maxsize=4096)
-def _layer(one: Any, share: Share) -> Parts:
+def _layer(one: Block, share: Share) -> Parts:
     found: Parts = {}
     halves = 0
     for record in (one.attention, one.ffn):
