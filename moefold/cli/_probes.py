@@ -41,15 +41,18 @@ OPTIONAL = (
     Extra("pyarrow", "pyarrow", "Parquet data", "pip install 'moefold[parquet]'"),
     Extra("transformers", "transformers", "comparisons", "pip install transformers"),
     Extra("wandb", "wandb", "metrics at Weights & Biases", "pip install 'moefold[wandb]'"),
+    Extra("deep_ep", "deep_ep", "dispatch: deep_ep and hybrid_ep", "github.com/deepseek-ai/DeepEP"),
+    Extra(
+        "transformer_engine",
+        "transformer_engine",
+        "dispatch: nccl_ep",
+        "pip install 'transformer-engine[pytorch]'",
+    ),
     Extra("tensorboard", "tensorboard", "event files", "pip install 'moefold[tensorboard]'"),
 )
 REQUIRED = ("numpy", "pydantic", "tokenizers", "safetensors")
 # Found and reported for bug reports; every operation runs on PyTorch's own kernels.
-UNUSED = (
-    ("triton", "triton"),
-    ("transformer_engine", "transformer_engine"),
-    ("deep_ep", "deep_ep"),
-)
+UNUSED = (("triton", "triton"),)
 
 
 def probe_all() -> list[Finding]:

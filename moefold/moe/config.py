@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -181,6 +181,8 @@ class Moe(Record):
 class Dispatch(Record):
     """How token rows go to the ranks of their experts and back; base of every dispatcher."""
 
+    kind: str
+
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
         """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
@@ -267,3 +269,58 @@ class Padded(Dispatch):
     """Room between each pair of ranks, in copies of tokens of one micro-batch."""
 
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
+
+
+class Foreign(Dispatch):
+    """A dispatcher of another package, which sends bf16 rows of GPUs; base of its records."""
+
+    module: ClassVar[str]
+    """What is imported."""
+    names: ClassVar[tuple[str, ...]]
+    """What is used of it."""
+    remedy: ClassVar[str]
+    """How to get it."""
+
+    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+        """None of them gathers rows for slices of an expert."""
+        if sizes.etp > 1:
+            rule = f"{self.kind} sends rows over ep alone, and etp is {sizes.etp}"
+            yield Violation(("kind",), self.kind, rule, "alltoall_once")
+
+
+@DISPATCH.register
+class DeepEp(Foreign):
+    """DeepEP's normal kernels: a token once to each rank, over NVLink and RDMA."""
+
+    kind: Literal["deep_ep"] = "deep_ep"
+
+    owner = "moefold.moe.dispatch.deep_ep:DeepEpDispatch"
+    module = "deep_ep"
+    names = ("Buffer",)
+    remedy = "Build it from github.com/deepseek-ai/DeepEP"
+
+
+@DISPATCH.register
+class HybridEp(Foreign):
+    """HybridEP: across nodes and then over NVLink, sorted by expert on the way."""
+
+    kind: Literal["hybrid_ep"] = "hybrid_ep"
+
+    owner = "moefold.moe.dispatch.hybrid_ep:HybridEpDispatch"
+    module = "deep_ep"
+    names = ("HybridEPBuffer",)
+    remedy = "Build the branch hybrid-ep of github.com/deepseek-ai/DeepEP"
+
+
+@DISPATCH.register
+class NcclEp(Foreign):
+    """NCCL EP through Transformer Engine, in shapes known beforehand."""
+
+    kind: Literal["nccl_ep"] = "nccl_ep"
+    max_rows: Size
+    """Rows of one micro-batch on a rank, at most."""
+
+    owner = "moefold.moe.dispatch.nccl_ep:NcclEpDispatch"
+    module = "transformer_engine.pytorch.ep"
+    names = ("EpBuffer", "ep_bootstrap", "ep_combine", "ep_dispatch")
+    remedy = "Install transformer-engine[pytorch] 2.17 or newer built with NVTE_WITH_NCCL_EP=ON"

@@ -11,7 +11,7 @@ from typing import Any
 
 from moefold.layers.config import CONTEXT
 from moefold.mesh.config import ORDERS, Sizes
-from moefold.moe.config import DISPATCH
+from moefold.moe.config import DISPATCH, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
 from moefold.policies.config import RECOMPUTE
@@ -136,9 +136,11 @@ def orders() -> Iterator[Case]:
 
 @rule
 def dispatchers() -> Iterator[Case]:
-    """Every dispatcher, dropless and with capacity, over folded groups."""
+    """Every dispatcher that needs no GPU, dropless and with capacity, over folded groups."""
     layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("tp2 ep4 etp2", 8), ("cp2 ep8", 8)]
     for record in kinds(DISPATCH, max_rows=ROOM):
+        if isinstance(record, Foreign):
+            continue
         yield from _each(["gqa"], [*layouts, ("", 2)], dispatch=record)
         yield from _each(["capacity", "idle experts"], [("tp2 ep4", 8)], dispatch=record)
         yield from _each(["idle ranks"], [("ep4", 4)], dispatch=record)

@@ -1,0 +1,128 @@
+"""Dispatch by DeepEP's ``Buffer``: tokens once per rank, over NVLink and RDMA. Needs GPUs.
+
+Its normal kernels, as documented at github.com/deepseek-ai/DeepEP: ``get_dispatch_layout``, then
+``dispatch`` with ids (-1 for none) and fp32 weights; ``combine`` adds up a token's rows, and either
+is the other's gradient. It waits for counts on the host by itself.
+
+T rows, D hidden, K experts per token, E experts, N rows received, R rows after dispatch.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moefold.comm.group import Group
+from moefold.comm.world import World
+from moefold.kernels.permute.gather import collect
+from moefold.moe.config import DeepEp
+from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.foreign import check_rows, load
+from moefold.moe.dispatch.local import LocalDispatch, permute
+
+LEAST_BYTES = 2
+"""Per element: buffers are sized for bf16."""
+
+
+class DeepEpDispatch:
+    """Tokens over ``ep``, copied where they arrive."""
+
+    def __init__(self, record: DeepEp, experts: int) -> None:
+        self._record, self._experts = record, experts
+        self._module = load(record)
+        self._local = LocalDispatch(record, experts)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        complete: bool,
+        world: World = ALONE,
+    ) -> Dispatched:
+        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        if world.group("tp_ep").size == 1:
+            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        check_rows(self._record, x_TD)
+        buffer, each = self._buffer(x_TD, world), self._experts // world.group("ep").size
+        ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
+        weights_TK = weights_TK.float()
+        sent = _Send.apply(x_TD.contiguous(), weights_TK, ids_TK, buffer, self._experts)
+        copies, x_ND, weights_NK, ids_NK, *native = sent  # type: ignore[misc]
+        slots_NK = torch.where(ids_NK < 0, each, ids_NK.to(torch.int64))
+        here = permute(x_ND, weights_NK, slots_NK, each, False, copies)
+        return Dispatched(here.x_RD, here.offs_E, here.probs_R, (*here.handle, *native))
+
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        if world.group("tp_ep").size == 1:
+            return self._local.combine(y_RD, handle, complete, world)
+        token_R, row_NK, *native = handle
+        y_ND = collect(y_RD, token_R, row_NK)
+        return _Return.apply(y_ND, self._buffer(y_ND, world), *native)  # type: ignore[return-value]
+
+    def _buffer(self, x_TD: Tensor, world: World) -> Any:
+        row_bytes = x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
+        return buffer_of(self._module.Buffer, world.group("ep"), row_bytes)
+
+
+@cache
+def buffer_of(kind: Any, group: Group, row_bytes: int) -> Any:
+    """Return the one buffer of a group for rows of so many bytes; it holds no rows between calls.
+
+    Sized by the hints of the back end's own configurations.
+    """
+    configs = [kind.get_dispatch_config(group.size), kind.get_combine_config(group.size)]
+    nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, group.size) for c in configs)
+    rdma = max(c.get_rdma_buffer_size_hint(row_bytes, group.size) for c in configs)
+    return kind(group.handle, nvlink, rdma)
+
+
+class _Send(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, buffer: Any, experts: int
+    ) -> tuple[Any, ...]:
+        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, experts)
+        x_ND, ids_NK, weights_NK, counts, native, _ = buffer.dispatch(
+            x_TD,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        ctx.buffer = buffer
+        ctx.save_for_backward(*native)
+        ctx.mark_non_differentiable(ids_NK, *native)
+        return sum(counts), x_ND, weights_NK, ids_NK, *native
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _copies: None, dx_ND: Tensor, dweights_NK: Tensor, *_: Any
+    ) -> tuple[Any, ...]:
+        dx_TD, dweights_TK, _ = ctx.buffer.combine(
+            dx_ND.contiguous(), ctx.saved_tensors, topk_weights=dweights_NK.float().contiguous()
+        )
+        return dx_TD, dweights_TK, None, None, None
+
+
+class _Return(Function):
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, buffer: Any, *native: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        ctx.save_for_backward(*native)
+        out_TD, _, _ = buffer.combine(y_ND.contiguous(), native)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Any, ...]:
+        native = ctx.saved_tensors
+        dy_ND, *_ = ctx.buffer.dispatch(dout_TD.contiguous(), handle=native)
+        return (dy_ND, None, *[None] * len(native))

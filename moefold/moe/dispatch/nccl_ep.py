@@ -1,0 +1,92 @@
+"""Dispatch by NCCL EP, through Transformer Engine's ``transformer_engine.pytorch.ep``. Needs GPUs.
+
+``ep_bootstrap`` once per process, an ``EpBuffer`` per call, ``ep_dispatch`` and ``ep_combine``,
+which bring their gradients. Rows come sorted by local expert, in room for the most that can come:
+all rows of all ranks. Nothing is read on the host.
+
+T rows, D hidden, K experts per token, E experts, R rows after dispatch.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.comm.group import Group
+from moefold.comm.world import World
+from moefold.moe.config import NcclEp
+from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.counts import host_counts, on_host
+from moefold.moe.dispatch.foreign import check_rows, load
+from moefold.moe.dispatch.local import LocalDispatch
+
+
+class NcclEpDispatch:
+    """Tokens over ``ep``, sorted by expert on the way, in shapes known beforehand."""
+
+    def __init__(self, record: NcclEp, experts: int) -> None:
+        self._record, self._experts = record, experts
+        self._module = load(record)
+        self._local = LocalDispatch(record, experts)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        complete: bool,
+        world: World = ALONE,
+    ) -> Dispatched:
+        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`.
+
+        Raises:
+            ValueError: where there are more rows than stated, or entries that go nowhere.
+        """
+        if world.group("tp_ep").size == 1:
+            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        check_rows(self._record, x_TD)
+        self._check(x_TD.shape[0], complete)
+        top_k = experts_TK.shape[1]
+        buffer = self._buffer(x_TD.shape[1], top_k, world.group("ep"))
+        x_RD, probs_R, counts_E = self._module.ep_dispatch(
+            buffer, x_TD.contiguous(), experts_TK, weights_TK.float()
+        )
+        offs_E = counts_E.cumsum(0, dtype=torch.int64).int()
+        handle = (on_host([x_TD.shape[0], top_k]), buffer.handle_mem)
+        return Dispatched(x_RD, offs_E, probs_R, handle)
+
+    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        if world.group("tp_ep").size == 1:
+            return self._local.combine(y_RD, handle, complete, world)
+        sizes, memory = handle
+        rows, top_k = host_counts(sizes)
+        buffer = self._buffer(y_RD.shape[1], top_k, world.group("ep"))
+        buffer.handle_mem = memory
+        return self._module.ep_combine(buffer, y_RD.contiguous(), num_local_tokens=rows)
+
+    def _check(self, rows: int, complete: bool) -> None:
+        if rows > self._record.max_rows:
+            raise ValueError(
+                f"layout.dispatch.max_rows is {self._record.max_rows}, and a rank has {rows} rows: "
+                f"set it to {rows} or more"
+            )
+        if not complete:
+            raise ValueError(
+                "layout.dispatch: nccl_ep sends every row to top_k experts: pack sequences without "
+                "padding and leave capacity out, or choose dispatch: padded"
+            )
+
+    def _buffer(self, hidden: int, top_k: int, group: Group) -> Any:
+        rows = self._record.max_rows
+        room = group.size * rows * top_k
+        start(self._module.ep_bootstrap, group, self._experts, rows, room, hidden)
+        here = self._experts // group.size
+        return self._module.EpBuffer(top_k, rows, room, hidden, here)
+
+
+@cache
+def start(bootstrap: Any, group: Group, experts: int, rows: int, room: int, hidden: int) -> None:
+    """Start the back end, which does so once per process: all layers have to be of one size."""
+    bootstrap(group.handle, experts, rows, room, hidden)

@@ -1,0 +1,89 @@
+"""Plants B01, B02, B13, B14, B21, B32 and B40: rows on their way to experts on other ranks."""
+
+from tests.plants.plant import Plant
+
+STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
+EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
+BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
+GRADIENTS = STEPS + "test_b01_b02_gradients_are_those_of_one_rank"
+
+PLANTS = (
+    Plant(
+        "b01",
+        "experts' gradients are summed over all ranks that have other tokens",
+        GRADIENTS,
+        "layers/placement.py",
+        'return "edp" if self.of_experts else "dp_cp"',
+        'return "dp_cp"',
+    ),
+    Plant(
+        "b01",
+        "rows are sent and results brought back, and gradients stay where they are",
+        GRADIENTS,
+        "moe/dispatch/counts.py",
+        "return gather_rows(all_to_all(x_ND, group, self.send, self.receive), etp, self.slices)",
+        "x_ND = all_to_all(x_ND, group, self.send, self.receive)\n"
+        "        return gather_rows(x_ND * len(self.send) - x_ND.detach() * (len(self.send) - 1), "
+        "etp, self.slices)",
+    ),
+    Plant(
+        "b02",
+        "slices of an expert see their own rows alone",
+        GRADIENTS,
+        "moe/dispatch/counts.py",
+        "return all_to_all(scatter_rows(y_RD, etp, self.slices), group, self.receive, self.send)",
+        "y_RD = y_RD.split(self.slices)[etp.index]\n"
+        "        return all_to_all(y_RD, group, self.receive, self.send)",
+    ),
+    Plant(
+        "b13",
+        "no row, nothing to pick from",
+        EDGES + "test_b13_a_rank_and_an_expert_without_rows",
+        "kernels/permute/gather.py",
+        "    if values_NX.shape[0] == 0:\n",
+        "    if values_NX.ndim == 0:\n",
+    ),
+    Plant(
+        "b14",
+        "room that nothing fills is read in backward",
+        EDGES + "test_b14_rows_past_the_last_are_read_nowhere",
+        "moe/dispatch/padded.py",
+        "permute(x_RD, p_R1, slots_R[:, None], each, False)",
+        "permute(x_RD, p_R1, slots_R[:, None], each, True)",
+    ),
+    Plant(
+        "b21",
+        "weights are sent without their history",
+        EDGES + "test_b21_the_router_is_fed_through_every_way",
+        "moe/dispatch/alltoall.py",
+        "plan.out(order.entries(weights_TK), ep, etp)",
+        "plan.out(order.entries(weights_TK.detach()), ep, etp)",
+    ),
+    Plant(
+        "b21",
+        "weights that went to other ranks get no gradient",
+        EDGES + "test_b21_the_router_is_fed_through_every_way",
+        "moe/dispatch/hop.py",
+        "torch.where(there_NK, order.rows(parcel.weights_TK), 0)",
+        "torch.where(there_NK, parcel.weights_TK.detach()[order.token_R], 0)",
+    ),
+    Plant(
+        "b32",
+        "a rank that has nothing to send goes on without the others",
+        BYTES + "test_b32_ranks_talk_in_one_order",
+        "moe/dispatch/allgather.py",
+        "        told_PSC = everyone(",
+        "        if x_TD.shape[0] == 0:\n"
+        "            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete)\n"
+        "        told_PSC = everyone(",
+    ),
+    Plant(
+        "b40",
+        "every rank is taken to have as many rows as this one",
+        EDGES + "test_b40_ranks_with_different_numbers_of_rows",
+        "moe/dispatch/allgather.py",
+        "        parts = (x_TD, weights_TK, experts_TK)\n",
+        "        parts = (x_TD, weights_TK, experts_TK)\n"
+        "        rows = [x_TD.shape[0]] * ranks.size\n",
+    ),
+)
