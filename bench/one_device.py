@@ -35,6 +35,7 @@ from moefold.observe.machine import Machine
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
+from moefold.parallel.data.sharding import Data
 from moefold.planner.count import count
 from moefold.training.step import gradients
 
@@ -63,10 +64,10 @@ def ours(ids_BS: Tensor, precision: Any) -> tuple[Step, DecoderModel]:
     model = DecoderModel(SHAPE, precision)
     initialise(model, SHAPE, seed=1)
     optimizer = build(AdamW(lr=LR, weight_decay=0.0), dict(model.named_parameters()))
-    rows, placed = from_ids(ids_BS), alone(model)
+    rows, data = from_ids(ids_BS), Data(alone(model))
 
     def step() -> float:
-        figures = gradients(placed, [rows], loss_chunk=1024)
+        figures = gradients(data, [rows], loss_chunk=1024)
         optimizer.step(clip_scale(figures.grad_norm, CLIP))
         return figures.lm_loss
 

@@ -23,6 +23,7 @@ from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.layers.config import Rope
 from moefold.layers.rope import Angles
+from moefold.layers.weights import HERE, Weights
 from moefold.policies.recompute import Decisions, Recompute
 from moefold.precision.recipe import Recipe
 
@@ -42,6 +43,7 @@ class Flow:
         context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
         excess: int64 rows that each dispatch of stated room could not take; looked at by the step.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
+        weights: brings weights that do not stay on this rank.
     """
 
     rows: MicroBatch
@@ -54,6 +56,7 @@ class Flow:
     context: Record | None = None
     excess: list[Tensor] = field(default_factory=list)
     piece: MicroBatch | None = None
+    weights: Weights = HERE
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     @property

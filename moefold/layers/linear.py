@@ -36,7 +36,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
-        place(self, weight={"tp": 0})
+        place(self, wide=("weight",), weight={"tp": 0})
 
     def forward(self, flow: Flow) -> Tensor:
         """Return this rank's rows [T, hidden] in the compute dtype."""

@@ -4,7 +4,7 @@ A layer is written for one device and states its placements beside its parameter
 reads them and cuts. What no axis cuts stands whole on every rank of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ class Placement:
 
     cuts: Mapping[str, int] = field(default_factory=dict)
     """Dim by axis: ``tp``, ``ep`` or ``etp``. A dim may be cut by one axis only."""
+    wide: bool = False
+    """Whether a layer reads this matrix in the master's dtype; vectors are read so anyway."""
 
     @property
     def of_experts(self) -> bool:
@@ -45,9 +47,14 @@ WHOLE = Placement()
 _STATED = "placements"
 
 
-def place(module: nn.Module, **cuts: Mapping[str, int]) -> None:
-    """State the cuts of a module's own parameters: ``place(self, weight={"tp": 0})``."""
-    vars(module)[_STATED] = {name: Placement(dict(axes)) for name, axes in cuts.items()}
+def place(module: nn.Module, *, wide: Collection[str] = (), **cuts: Mapping[str, int]) -> None:
+    """State the cuts of a module's own parameters: ``place(self, weight={"tp": 0})``.
+
+    ``wide`` names the matrices that it reads in the master's dtype.
+    """
+    vars(module)[_STATED] = {
+        name: Placement(dict(cuts.get(name, {})), name in wide) for name in {*cuts, *wide}
+    }
 
 
 def placements(model: nn.Module) -> dict[str, Placement]:

@@ -21,6 +21,7 @@ from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
+from moefold.layers.weights import EMBEDDING, entering, leaving
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.moe.layer import MoeFfn
@@ -84,6 +85,11 @@ class DecoderModel(nn.Module):
         assert owner is not None
         return owner.weight
 
+    @property
+    def head_unit(self) -> str:
+        """The unit that holds the head's matrix."""
+        return EMBEDDING if self.head is None else "head"
+
     def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
         """Yield the number and the mixture of each layer that has one."""
         for number, layer in self.layers.items():
@@ -99,8 +105,10 @@ class DecoderModel(nn.Module):
     def start(self, flow: Flow) -> Tensor:
         """Return the embedded rows ``x_TD``."""
         assert self.embed is not None, "the embedding is not on this rank"
+        entering(flow.weights, EMBEDDING)
         with flow.world.recorder.module("embed"):
-            return self.embed(flow)
+            (x_TD,) = leaving(flow.weights, EMBEDDING, self.embed(flow))
+        return x_TD
 
     def run(
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
@@ -113,7 +121,9 @@ class DecoderModel(nn.Module):
                 def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
                     return layer(x_TD, flow)
 
-                x_TD, *router = flow.recompute.run("block", block, x_TD)
+                (x_TD,) = entering(flow.weights, f"layers.{number}", x_TD)
+                outputs = flow.recompute.run("block", block, x_TD)
+                x_TD, *router = leaving(flow.weights, f"layers.{number}", *outputs)
                 if router:
                     terms[int(number)] = router[0]
         return x_TD, terms
@@ -121,8 +131,10 @@ class DecoderModel(nn.Module):
     def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:
         """Return the normed rows ``x_TD`` that the head takes."""
         assert self.norm is not None, "the last norm is not on this rank"
+        (x_TD,) = entering(flow.weights, "norm", x_TD)
         with flow.recompute.keeping():
-            return self.norm(x_TD, flow)
+            (x_TD,) = leaving(flow.weights, "norm", self.norm(x_TD, flow))
+        return x_TD
 
     def head_operand(self) -> Operand:
         """Return the head as products take it."""

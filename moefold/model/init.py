@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moefold.layers.placement import Shard
+from moefold.layers.placement import WHOLE, Shard
 from moefold.model.config import Decoder
 
 BLOCK = 1 << 16
@@ -29,20 +29,22 @@ def initialise(
     Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals.
     ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
     """
-    out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
-                continue
-            std = decoder.init_std * (out_scale if name.endswith(WRITES_RESIDUAL) else 1.0)
-            piece = None if shards is None else shards[name]
-            if piece is None or piece.is_whole:
-                parameter.copy_(normal(seed, name, tuple(parameter.shape), std))
-            else:
-                parameter.copy_(normal_piece(seed, piece, std))
+            shape = tuple(parameter.shape)
+            whole = Shard(name, shape, tuple((0, size) for size in shape), WHOLE)
+            parameter.copy_(start_value(decoder, seed, whole if shards is None else shards[name]))
+
+
+def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
+    """Return a parameter's values before step one, those of one piece of it."""
+    if len(piece.shape) == 1:
+        return torch.full(piece.local_shape, float(piece.name.endswith("norm.weight")))
+    out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
+    scale = out_scale if piece.name.endswith(WRITES_RESIDUAL) else 1.0
+    return normal_piece(seed, piece, decoder.init_std * scale)
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:

@@ -6,7 +6,8 @@ state is named after them, so that a checkpoint made in one layout means the sam
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +19,34 @@ class StateMismatch(ValueError):
     """Stored state is not the state of this optimizer; the message lists every difference."""
 
 
+class Wholes(Protocol):
+    """Whole matrices of parameters of which this rank updates only some elements.
+
+    Every matrix of all ranks' parameters is worked on by one rank, or by a few alike.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Whole shape of each parameter of which this rank updates elements."""
+
+    @property
+    def matrices(self) -> Sequence[tuple[int, int]]:
+        """Shapes of the matrices that this rank works on."""
+        ...
+
+    def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return these matrices, made of all ranks' pieces; every rank calls it."""
+        ...
+
+    def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's pieces of all ranks' matrices; ``like`` are pieces of its own."""
+        ...
+
+
 class Optimizer(ABC):
     """Updates parameters in place from their ``grad``; frozen ones are left out for good.
 
-    ``params`` maps global names to parameters. What does not require a gradient when the optimizer
+    ``params`` maps global names to parameters, or to this rank's elements of them: all in the last
+    dim, of as many dims as the parameter has. What does not require a gradient when the optimizer
     is built has no state and is never touched. State is float32, or float64 for float64 parameters.
 
     Every optimizer is built as ``build(record, params, blocks)``, where ``blocks`` gives the rows

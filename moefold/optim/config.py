@@ -181,6 +181,14 @@ class Optim(Record):
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the state tensors, each of the parameter's own shape."""
 
+    def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether the update of a parameter needs its whole matrices.
+
+        Where it does not, any run of elements can be updated by itself. An optimizer for which
+        some do is built with a fourth argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
+        """
+        return False
+
     def misfits(self, total_steps: int) -> Iterator[Violation]:
         """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
         for violation in self.schedule_lr.misfits(total_steps):
@@ -261,6 +269,10 @@ class Muon(Optim):
     def orthogonalises(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether the parameter is Muon's rather than the rest's."""
         return len(shape) >= 2 and min(shape[-2:]) > 1 and not matches(name, self.rest_names)
+
+    def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether the parameter is Muon's."""
+        return self.orthogonalises(name, shape)
 
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the momentum, or what the rest keeps."""

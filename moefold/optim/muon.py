@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.optim.adamw import AdamWOptimizer
-from moefold.optim.base import Optimizer, zeros_for
+from moefold.optim.base import Optimizer, Wholes, zeros_for
 from moefold.optim.config import Muon
 
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
@@ -190,20 +190,22 @@ class MuonOptimizer(Optimizer):
         rule: Muon,
         params: Mapping[str, Tensor],
         blocks: Mapping[str, tuple[int, ...]] | None = None,
+        wholes: Wholes | None = None,
     ) -> None:
         super().__init__(params)
-        self.rule = rule
+        self.rule, self._wholes = rule, wholes
         blocks = blocks or {}
         _check_blocks(blocks, params)
-        self._matrices = {n: p for n, p in self.params.items() if rule.orthogonalises(n, p.shape)}
+        shapes = {n: tuple(p.shape) for n, p in params.items()} if wholes is None else wholes.shapes
+        self._matrices = {n: p for n, p in self.params.items() if rule.orthogonalises(n, shapes[n])}
         rest = {n: p for n, p in self.params.items() if n not in self._matrices}
         self._rest = AdamWOptimizer(rule.rest, rest)
         self._momenta = {
             name: self._add_state(name, what, zeros_for(p))
             for name, p in self._matrices.items()
-            for what in rule.state_names(name, p.shape)
+            for what in rule.state_names(name, shapes[name])
         }
-        self._batches = cut(self._matrices, blocks)
+        self._batches = cut(self._matrices, blocks) if wholes is None else []
         samples = [batch[0].view(self.params[batch[0].name]) for batch in self._batches]
         self._dtypes = [choose_arithmetic(rule.arithmetic, weight) for weight in samples]
 
@@ -213,11 +215,38 @@ class MuonOptimizer(Optimizer):
         grads = self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
         lr = self.rule.lr * lr_factor
+        if self._wholes is not None:
+            self._step_pieces(self._wholes, grads, scale, lr)
         for batch, dtype in zip(self._batches, self._dtypes, strict=True):
             update_Nmn = self._take_momentum(batch, grads, scale)
             update_Nmn.copy_(orthogonalise(update_Nmn, self.rule.ns_steps, dtype))
             self._apply(batch, update_Nmn, lr)
         self._rest.step(scale, lr_factor)
+
+    def _step_pieces(
+        self, wholes: Wholes, grads: dict[str, Tensor], scale: float, lr: float
+    ) -> None:
+        """Update elements of matrices: all but Newton-Schulz is elementwise."""
+        for name, grad in grads.items():
+            # In place: an element's momentum is read before its direction is written.
+            momentum = self._momenta[name]
+            advance_momentum_(momentum, grad, self.rule, scale=scale, out=grad)
+        matrices = wholes.gather(grads)
+        alike: dict[torch.Size, list[int]] = defaultdict(list)
+        for number, matrix in enumerate(matrices):
+            alike[matrix.shape].append(number)
+        for (rows, cols), numbers in alike.items():
+            room = _matrices_per_batch(rows * cols, matrices[numbers[0]].device)
+            for first in range(0, len(numbers), room):
+                some = numbers[first : first + room]
+                stacked_Nmn = torch.stack([matrices[number] for number in some])
+                dtype = choose_arithmetic(self.rule.arithmetic, stacked_Nmn)
+                made = orthogonalise(stacked_Nmn, self.rule.ns_steps, dtype)
+                for number, update in zip(some, made.to(stacked_Nmn.dtype), strict=True):
+                    matrices[number] = update
+        for name, update in wholes.scatter(matrices, grads).items():
+            size = update_scale(self.rule.scale, *wholes.shapes[name][-2:])
+            apply_update_(self.params[name], update, self.rule, lr=lr, size=size)
 
     def _take_momentum(self, batch: list[Piece], grads: dict[str, Tensor], scale: float) -> Tensor:
         """Advance the momenta of a batch and return the directions, stacked."""
@@ -246,6 +275,9 @@ class MuonOptimizer(Optimizer):
 
     def describe(self) -> dict[str, str]:
         """See ``Optimizer.describe``."""
+        if self._wholes is not None:
+            line = f"{len(self._wholes.matrices)} whole matrices of other ranks' and own pieces"
+            return {self.rule.kind: line, **self._rest.describe()}
         types = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
         words = " and ".join(sorted(types)) or "no type"
         count = sum(piece.count for batch in self._batches for piece in batch)

@@ -6,12 +6,14 @@ cut stands beside it in its layer (:mod:`moefold.layers.placement`).
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from moefold.comm.world import World
 from moefold.layers.placement import Shard, placements, shard
+from moefold.layers.weights import HERE, Weights
 from moefold.mesh.pipeline import Place, Stages
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
@@ -32,6 +34,20 @@ class Chunk:
     """Whether it ends with norm, head and loss."""
 
 
+class WeightsFor(Protocol):
+    """Returns what brings the weights of a chunk for one micro-batch's way through it.
+
+    ``training``: a backward follows. ``deferred``: weights' products wait for their own action.
+    """
+
+    def __call__(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights: ...
+
+
+def stay(chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights:
+    """All weights stay where they are."""
+    return HERE
+
+
 @dataclass(frozen=True)
 class Placed:
     """This rank's parts of a model, and what is needed to run them in step with the others."""
@@ -46,6 +62,7 @@ class Placed:
     stages: Stages
     term_layers: dict[str, int]
     """How many layers of the whole model have each router term."""
+    weights_for: WeightsFor = stay
 
     def table(self, micro_batches: int) -> Table:
         """Return the pipeline's table for so many micro-batches on each data rank."""

@@ -37,6 +37,8 @@ class Layout(Record):
     """How attention sees the rows of other context ranks."""
     zero: Annotated[int, Field(ge=0, le=3)] = 1
     """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
+    zero_ranks: Annotated[int, Field(ge=1)] | None = None
+    """How many neighbours share what zero divides; groups of so many hold copies. None: all."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
     experts: Literal["auto", "grouped", "loop"] = "auto"

@@ -22,6 +22,14 @@ class Recipe:
         self.dtype = DTYPES[precision]
         self.master_dtype = torch.promote_types(self.dtype, torch.float32)
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def give(self, weight: Tensor, value: Tensor) -> None:
+        """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
+
+        Who gives it brings it up to date, and may take its memory between uses.
+        """
+        self._given[weight] = value
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return the weight as products take it, or in another ``dtype`` where one is named.
@@ -31,6 +39,8 @@ class Recipe:
         through ``weight.data`` moves neither: update under ``torch.no_grad()`` instead.
         """
         dtype = dtype or self.dtype
+        if self._given and (value := self._given.get(weight)) is not None:
+            return Operand(weight, _as_asked(value, weight.dtype, dtype))
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
@@ -39,3 +49,13 @@ class Recipe:
             held = (weight._version, weight.detach(), weight.detach().to(dtype))
             self._copies[weight] = held
         return Operand(weight, held[2])
+
+
+def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return a given value in the dtype that a layer asks for."""
+    assert value.untyped_storage().size(), "a weight is read outside of its unit's pass"
+    assert dtype == value.dtype or value.dtype == master, (
+        f"a layer reads in {dtype} what was brought in {value.dtype}; its layer names it in "
+        "place(wide=...)"
+    )
+    return value.detach().to(dtype)

@@ -24,6 +24,8 @@ VACUOUS = 1e-6
 """A quantity below this proves nothing."""
 FLOOR = 1e-6
 SEPARATOR = "|"
+Row = Sequence[Any]
+"""A piece: its tensor's name, its box, its squared error, and a digest of its bits."""
 
 
 @dataclass
@@ -52,9 +54,9 @@ class Outcome:
 def write_reference(path: Path, subject: Subject, found: Findings) -> None:
     """Write what one rank found, to be read by the ranks of layouts."""
     tensors = {
-        kind + SEPARATOR + name: piece.values.contiguous()
+        kind + SEPARATOR + piece.name: piece.values.contiguous()
         for kind, pieces in found.pieces.items()
-        for name, piece in pieces.items()
+        for piece in pieces
     }
     facts = {
         "figures": found.figures,
@@ -62,11 +64,11 @@ def write_reference(path: Path, subject: Subject, found: Findings) -> None:
         "vacuous": vacuous(subject, found),
         "narrow": found.narrow,
         "norms": {
-            kind: {name: float(piece.values.double().norm()) for name, piece in pieces.items()}
+            kind: {piece.name: float(piece.values.double().norm()) for piece in pieces}
             for kind, pieces in found.pieces.items()
         },
         "shapes": {
-            kind: {name: list(piece.values.shape) for name, piece in pieces.items()}
+            kind: {piece.name: list(piece.values.shape) for piece in pieces}
             for kind, pieces in found.pieces.items()
         },
     }
@@ -86,10 +88,13 @@ def vacuous(subject: Subject, found: Findings) -> list[str]:
     words = []
     for name, values in found.figures.items():
         words += [f"{name} is {v:g}" for v in values if not abs(v) > VACUOUS]
-    grads = found.pieces["gradients"]
-    for kind in ("gradients", "weights"):
+    grads, weights = (
+        {piece.name: piece for piece in found.pieces.get(kind, ())}
+        for kind in ("gradients", "weights")
+    )
+    for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
-            norm = float(found.pieces[kind][name].values.double().norm())
+            norm = float(pieces[name].values.double().norm())
             words += [f"{kind} of {name}: {norm:g}"] if not norm > VACUOUS else []
     for name, piece in grads.items():
         if ".experts." in name:
@@ -119,15 +124,16 @@ def measure(path: Path, found: Findings) -> dict[str, Any]:
 
     Each piece comes with its place, its squared error, and a digest of its bits.
     """
-    told: dict[str, dict[str, Any]] = {}
+    told: dict[str, list[Any]] = {}
     with safe_open(path, "pt") as file:
         known = set(file.keys())
         for kind, pieces in found.pieces.items():
-            told[kind] = {}
-            for name, piece in pieces.items():
-                key = kind + SEPARATOR + name
+            told[kind] = []
+            for piece in pieces:
+                key = kind + SEPARATOR + piece.name
                 wanted = file.get_slice(key) if key in known else None
-                told[kind][name] = [piece.box, _error(piece, wanted), _digest(piece.values)]
+                row = [piece.name, piece.box, _error(piece, wanted), _digest(piece.values)]
+                told[kind].append(row)
     return {
         "figures": found.figures,
         "counts": found.counts,
@@ -169,7 +175,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     floored: list[str] = []
     replicas: list[str] = []
     for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
-        pieces = [rank["pieces"].get(kind, {}) for rank in told]
+        pieces = [row for rank in told for row in rank["pieces"].get(kind, ())]
         norms, shapes = facts["norms"].get(kind, {}), facts["shapes"].get(kind, {})
         problems += _missing(kind, shapes, pieces)
         replicas += _unequal(kind, pieces)
@@ -216,26 +222,23 @@ def _judge_counts(
     return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
 
 
-def _missing(
-    kind: str, shapes: dict[str, list[int]], pieces: Sequence[dict[str, Any]]
-) -> list[str]:
+def _missing(kind: str, shapes: dict[str, list[int]], pieces: Sequence[Row]) -> list[str]:
     """Return tensors of which the ranks' pieces do not make up the whole, exactly once."""
     words = []
     for name, shape in shapes.items():
-        boxes = {_box(rank[name][0]) for rank in pieces if name in rank}
+        boxes = {_box(box) for name_, box, *_ in pieces if name_ == name}
         volume = sum(math.prod(end - start for start, end in box) for box in boxes)
         if volume != math.prod(shape) or not boxes:
             words.append(f"{kind} of {name}: {volume} of {math.prod(shape)} elements are there")
-    extra = {name for rank in pieces for name in rank} - shapes.keys()
+    extra = {name for name, *_ in pieces} - shapes.keys()
     return words + [f"{kind} of {name}: one rank has no such tensor" for name in sorted(extra)]
 
 
-def _unequal(kind: str, pieces: Sequence[dict[str, Any]]) -> list[str]:
+def _unequal(kind: str, pieces: Sequence[Row]) -> list[str]:
     """Return the pieces that several ranks hold and whose bits differ."""
     digests: dict[tuple[str, Any], set[str]] = {}
-    for rank in pieces:
-        for name, (box, _, digest) in rank.items():
-            digests.setdefault((name, _box(box)), set()).add(digest)
+    for name, box, _, digest in pieces:
+        digests.setdefault((name, _box(box)), set()).add(digest)
     return sorted({f"{kind} of {name}" for (name, _), seen in digests.items() if len(seen) > 1})
 
 
@@ -244,7 +247,7 @@ def _judge_kind(
     kind: str,
     norms: dict[str, float],
     shapes: dict[str, list[int]],
-    pieces: Sequence[dict[str, Any]],
+    pieces: Sequence[Row],
 ) -> list[str]:
     """Note the error of each tensor of a kind; returns those on the floor."""
     everything = math.hypot(*norms.values())
@@ -252,11 +255,9 @@ def _judge_kind(
     floored = []
     for name, norm in norms.items():
         errors: dict[Any, float] = {}
-        for rank in pieces:
-            if name in rank:
-                box, error, _ = rank[name]
-                held = errors.get(_box(box), 0.0)
-                errors[_box(box)] = error if math.isnan(error) else max(held, error)
+        for box, error in ((box, error) for name_, box, error, _ in pieces if name_ == name):
+            held = errors.get(_box(box), 0.0)
+            errors[_box(box)] = error if math.isnan(error) else max(held, error)
         floor = FLOOR * everything * math.sqrt(math.prod(shapes[name]) / max(elements, 1))
         if norm < floor:
             floored.append(f"{kind} of {name}")

@@ -51,9 +51,9 @@ def halves(site: Site) -> bool:
 
 
 def scalings(cases: Sequence[Case], parameters: Sequence[str]) -> list[tuple[Case, Break]]:
-    """Return, for each case, the scaling of each parameter's gradient on its last rank."""
+    """Return, for each case, the scaling of each parameter's gradient on one rank."""
     return [
-        (case, Break(parameter=name, rank=case.world - 1, factor=SCALE))
+        (case, Break(parameter=name, factor=SCALE))
         for case in cases
         for name in parameters
     ]

@@ -5,21 +5,22 @@ What it finds is kept by *kind*: ``gradients``, ``weights`` (what three steps ch
 """
 
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from moefold.comm.recorder import Record as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
-from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.layers.placement import Box
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import Placed
 from moefold.parallel.apply import build as build_parts
+from moefold.parallel.data.sharding import Data, Held
 from moefold.proof.case import Case
 from moefold.proof.narrow import NarrowWatch
 from moefold.proof.rows import fill, micro_batches
@@ -40,15 +41,14 @@ class Break:
     how: str = "alone"
     """``alone``: by what it were had no other rank taken part; ``half``: by its half."""
     parameter: str = ""
-    """The parameter whose first gradient is scaled on one rank."""
-    rank: int = 0
+    """The parameter whose first gradient is scaled where its first element is, on one rank."""
     factor: float = 1.0
 
     @property
     def words(self) -> str:
         """What is wrong, in words."""
         if self.site is None:
-            return f"gradient of {self.parameter} on rank {self.rank} times {self.factor!r}"
+            return f"gradient of {self.parameter} on one rank times {self.factor!r}"
         label, op, group, direction = self.site
         return f"{op} over {group} in {label or 'the step'}, {direction}: {self.how}"
 
@@ -69,6 +69,7 @@ def plain(site: Site) -> Site:
 class Piece:
     """Part of a tensor."""
 
+    name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Box
@@ -83,7 +84,7 @@ class Findings:
     """Loss, norm, clip factor and router terms of each step; those of an evaluation."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Tokens by expert of each layer here, over the whole first step."""
-    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
     """Operations that made a narrower tensor in an fp64 step."""
     sites: tuple[Site, ...] = ()
@@ -113,13 +114,14 @@ class Trial:
         fill(self.placed.model, case.subject, self.placed.shards)
         spot, dp = world.attention, world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[spot.dp :: dp]
-        parameters = dict(self.placed.model.named_parameters())
-        self.optimizer: Optimizer = build(case.subject.optim, parameters)
+        self.data = Data(self.placed)
+        self.placed = self.data.placed
+        self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
         self.found = Findings()
 
     def run(self, broken: Break | None) -> Findings:
         """Make the steps; the first one is looked at closely."""
-        before = {name: tensor.clone() for name, tensor in self._weights().items()}
+        before = _pieces(self.data.weights())
         found = self.found
         watch = NarrowWatch() if self.precision == "fp64" else None
         with watch or nullcontext():
@@ -131,6 +133,7 @@ class Trial:
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
+            self.data.renew()
             for _, mixture in self.placed.model.mixtures():
                 mixture.balance.finish_step(mixture.router)
         if self.updates:
@@ -138,23 +141,25 @@ class Trial:
         found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
         return found
 
-    def _note_changes(self, before: dict[str, Tensor]) -> None:
+    def _note_changes(self, before: list[Piece]) -> None:
         """Note what the steps changed, and the optimizer's state after them."""
         pieces = self.found.pieces
-        changed = {name: after - before[name] for name, after in self._weights().items()}
-        pieces["weights"] = {name: self._piece(name, values) for name, values in changed.items()}
-        for name, values in self.optimizer.state().items():
-            parameter, _, what = name.removeprefix("optim.").rpartition(".")
-            held = pieces.setdefault(f"optimizer/{what}", {})
-            held[parameter] = self._piece(parameter, values)
+        after = _pieces(self.data.weights())
+        pieces["weights"] = [
+            replace(b, values=b.values - a.values) for a, b in zip(before, after, strict=True)
+        ]
+        for piece in _pieces(self.data.states(self.optimizer)):
+            parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
+            pieces.setdefault(f"optimizer/{what}", []).append(replace(piece, name=parameter))
 
     def _gradients(self, broken: Break | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
-        figures = gradients(self.placed, self.batches, LOSS_CHUNK)
-        if broken is not None and broken.parameter and broken.rank == self.world.rank:
-            parameter = dict(self.placed.model.named_parameters()).get(broken.parameter)
-            if parameter is not None and parameter.grad is not None:
-                parameter.grad.mul_(broken.factor)
+        figures = gradients(self.data, self.batches, LOSS_CHUNK)
+        if broken is not None and broken.parameter:
+            for held in self.data.gradients():
+                at_start = held.first and not any(start for start, _ in held.box)
+                if held.name == broken.parameter and at_start:
+                    held.tensor.mul_(broken.factor)
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
         told = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
         told |= {f"router/{name}": value for name, value in figures.router_terms.items()}
@@ -163,26 +168,13 @@ class Trial:
         return scale
 
     def _note_first_step(self) -> None:
-        grads = {n: p.grad for n, p in self.placed.model.named_parameters() if p.requires_grad}
-        self.found.pieces["gradients"] = {
-            name: self._piece(name, grad.clone())
-            for name, grad in grads.items()
-            if grad is not None
-        }
+        self.found.pieces["gradients"] = _pieces(self.data.gradients())
         for number, mixture in self.placed.model.mixtures():
             counters = mixture.balance.counters
             for what in ("load_E", "sent_E", "tokens"):
                 key = f"layers.{number}.{what}"
                 self.found.counts[key] = getattr(counters, what).reshape(-1).tolist()
 
-    def _weights(self) -> dict[str, Tensor]:
-        """Return parameters, and the buffers that a checkpoint would hold."""
-        model = self.placed.model
-        kept = model.state_dict()
-        return {name: tensor.detach() for name, tensor in kept.items()}
 
-    def _piece(self, name: str, values: Tensor) -> Piece:
-        shard = self.placed.shards[name]
-        if values.dim() == 0:
-            return Piece((), (), values)
-        return Piece(shard.shape, shard.box, values)
+def _pieces(here: Iterable[Held]) -> list[Piece]:
+    return [Piece(held.name, held.shape, held.box, held.tensor.clone()) for held in here]

@@ -29,7 +29,6 @@ from moefold.comm.agree import demand_same, on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.records import plain
-from moefold.config.slot import build
 from moefold.config.uses import bring
 from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
@@ -38,12 +37,13 @@ from moefold.data.prepare import prepare
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.families.folder import Folder
 from moefold.model.generate import generate
-from moefold.model.init import initialise
+from moefold.model.init import start_value
 from moefold.observe.code import code_version
 from moefold.observe.machine import Machine
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale, non_finite
 from moefold.parallel.apply import build as build_parts
+from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.score import next_logits
 from moefold.planner.count import count
 from moefold.run import Run, demand_fit
@@ -58,7 +58,7 @@ from moefold.training.state import (
     tensors_of,
 )
 from moefold.training.step import StepFigures, evaluate, gradients
-from moefold.training.stored import describe, fill
+from moefold.training.stored import demand_names, describe
 from moefold.training.together import Together
 
 FORMAT = 1
@@ -162,12 +162,11 @@ class Job:
         self.feed = Feed(self.loader, self.world)
         self._agree()
         self.decoder = run.decoder()
-        self.placed = build_parts(
-            self.decoder, train.precision, run.layout, self.world, self.device
-        )
-        self.model = self.placed.model
+        parts = build_parts(self.decoder, train.precision, run.layout, self.world, self.device)
+        self.data = Data(parts)
+        self.placed, self.model = self.data.placed, self.data.placed.model
         self.start_values()
-        self.optimizer: Optimizer = build(run.optim, dict(self.model.named_parameters()))
+        self.optimizer: Optimizer = self.data.optimizer(run.optim)
         self.progress = Progress()
         self.machine = Machine.measured(self.model.recipe.dtype, self.device)
         self.counts = count(self.decoder)
@@ -198,9 +197,10 @@ class Job:
         source = self.run.model
         if isinstance(source, Folder):
             with import_folder(source.path) as imported:
-                fill(self.model, imported.tensors, self.placed.shards)
+                demand_names(self.model, imported.tensors, whole=self.world.size == 1)
+                self.data.fill(lambda piece: piece.of(imported.tensors[piece.name]), buffers=True)
         else:
-            initialise(self.model, self.decoder, self.run.seed, self.placed.shards)
+            self.data.fill(partial(start_value, self.decoder, self.run.seed))
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
@@ -322,7 +322,7 @@ class Job:
         run, place = self.run, self.progress.place()
         if batches is None:
             batches = self.feed.step(place)
-        figures = gradients(self.placed, batches, run.train.loss_chunk)
+        figures = gradients(self.data, batches, run.train.loss_chunk)
         verdict = self._judge(figures, place, batches)
         if verdict is Verdict.REWIND:
             self._rewind(place)
@@ -330,6 +330,7 @@ class Job:
         factor = run.optim.schedule_lr.factor(self.progress.step, run.train.steps)
         if verdict is Verdict.UPDATE:
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), factor)
+            self.data.renew()
             for _, mixture in self.model.mixtures():
                 mixture.balance.finish_step(mixture.router)
         self.progress.step += 1
@@ -364,7 +365,7 @@ class Job:
                 self._strikes = 0
             return Verdict.UPDATE
         self._strikes, self._struck_at = self._strikes + 1, self.progress.step
-        grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
+        grads = {n: p.grad for n, p in self.data.params.items() if p.grad is not None}
         sources = [origin for batch in batches for origin in batch.sources]
         return judge(
             self.run.train.on_nonfinite,
@@ -381,7 +382,7 @@ class Job:
         excluded = tuple(sorted({*self.progress.excluded, place}))
         if self._resume() is None:
             self.start_values()
-            self.optimizer = build(self.run.optim, dict(self.model.named_parameters()))
+            self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
         self._tell("on_rewind")

@@ -20,7 +20,7 @@ from moefold.moe.balance import sum_counters
 from moefold.moe.config import Padded
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
-from moefold.parallel.data import Copies
+from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.executor import Executor, Ran
 from moefold.parallel.pipeline.score import score
 from moefold.policies.recompute import Recompute
@@ -46,20 +46,20 @@ class StepFigures:
         return all(abs(f) < float("inf") for f in figures)
 
 
-def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) -> StepFigures:
-    """Accumulate into ``.grad`` the gradients of the step's loss; every trained parameter gets one.
+def gradients(data: Data, batches: Sequence[MicroBatch], loss_chunk: int) -> StepFigures:
+    """Compute the gradients of the step's loss; every trained parameter gets one.
 
     Args:
-        placed: the model's parts on this rank; their gradients are dropped first.
+        data: the model's parts on this rank; their gradients are dropped first.
         batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
     """
+    placed = data.placed
     model, world = placed.model, placed.world
     module = world.recorder.module
     with module("step"):
         labels, tokens = _everywhere(batches, world)
-    for parameter in model.parameters():
-        parameter.grad = None
+    data.begin_step(len(batches))
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
     shares = [batch.population / max(tokens, 1) for batch in batches]
@@ -74,7 +74,7 @@ def gradients(placed: Placed, batches: Sequence[MicroBatch], loss_chunk: int) ->
         ran = Executor(placed, flows, shares, loss).run()
     check_room(placed, [count for flow in flows for count in flow.excess])
     with module("gradients"):
-        norm_squared = Copies(placed).finish()
+        norm_squared = data.finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
     with module("counters"):
         sum_counters(balances, world.group("stage"))

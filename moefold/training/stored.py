@@ -19,7 +19,6 @@ from moefold.config.problems import RunError
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.data.tokenizer import Tokenizer
-from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 
@@ -131,25 +130,31 @@ class ModelTensors(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def fill(
-    model: DecoderModel, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard] | None = None
-) -> None:
-    """Copy every tensor of a model from whole ``tensors``, all of them or none.
+def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy every tensor of a model from ``tensors``, all of them or none.
 
-    ``shards`` says which piece of a whole tensor each of the model's is; without them all are
-    whole, and ``tensors`` then holds no others.
+    Raises:
+        CheckpointError: listing what is missing and what is not the model's.
+    """
+    demand_names(model, tensors)
+    for name, target in model.state_dict().items():
+        target.copy_(tensors[name])
+
+
+def demand_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool = True) -> None:
+    """Refuse tensors that are not the model's by their names.
+
+    ``whole``: the model is all of what the tensors are of, so that none may be left over.
 
     Raises:
         CheckpointError: listing what is missing and what is not the model's.
     """
     own = model.state_dict()
     problems = [f"missing: {name}" for name in own if name not in tensors]
-    if shards is None:
+    if whole:
         problems += [f"unexpected: {name}" for name in tensors if name not in own]
     if problems:
         raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
-    for name, target in own.items():
-        target.copy_(tensors[name] if shards is None else shards[name].of(tensors[name]))
 
 
 def _demand_parts(path: Path, meta: Mapping[str, Any]) -> None:

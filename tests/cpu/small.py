@@ -18,6 +18,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
 from moefold.parallel.apply import alone
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
 from moefold.policies.recompute import Recompute
 from moefold.training import step
 from moefold.training.step import StepFigures
@@ -117,4 +118,4 @@ def gradients(
     model: DecoderModel, batches: Sequence[MicroBatch], recompute: Record | None, loss_chunk: int
 ) -> StepFigures:
     """One training step's gradients on one rank."""
-    return step.gradients(alone(model, Layout(recompute=recompute)), batches, loss_chunk)
+    return step.gradients(Data(alone(model, Layout(recompute=recompute))), batches, loss_chunk)

@@ -8,7 +8,6 @@ end of the last stage's F, so that logits are never kept. I and W of that stage 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,37 +15,13 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
+from moefold.layers.weights import Weights
 from moefold.parallel.apply import Placed
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.mail import Mail
 from moefold.parallel.pipeline.passes import Loss, Pass
 from moefold.parallel.pipeline.plan import Plan, plan
 from moefold.schedule.table import Action, Result, Step, actions_of
-
-
-class Storage(Protocol):
-    """Where weights and gradients are between steps: what shards them over data ranks."""
-
-    def before(self, step: Step) -> None:
-        """Lay out the weights that a step's chunks compute with."""
-        ...
-
-    def after(self, step: Step) -> None:
-        """Put away what no step needs soon, and pass on gradients that are complete."""
-        ...
-
-
-class Resident:
-    """Weights and gradients stay where they are."""
-
-    def before(self, step: Step) -> None:
-        """Do nothing."""
-
-    def after(self, step: Step) -> None:
-        """Do nothing."""
-
-
-RESIDENT = Resident()
 
 
 @dataclass
@@ -65,6 +40,7 @@ class Held:
 
     way: Pass
     sink: Deferred | Accumulated
+    weights: Weights
     gradient: Tensor | None = None
     """Of the output rows, where the chunk ends with the loss."""
 
@@ -85,7 +61,6 @@ class Executor:
         flows: one pass per micro-batch, without a sink.
         shares: of each micro-batch in the step's valid rows, the weight of its router terms.
         loss: what the last stage ends with.
-        storage: told of each step before and after it.
     """
 
     def __init__(
@@ -94,10 +69,9 @@ class Executor:
         flows: Sequence[Flow],
         shares: Sequence[float],
         loss: Loss,
-        storage: Storage = RESIDENT,
     ) -> None:
         self._placed, self._flows, self._shares = placed, flows, shares
-        self._loss, self._storage = loss, storage
+        self._loss = loss
         rank = placed.world.attention.pp
         self.plan: Plan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
@@ -112,9 +86,7 @@ class Executor:
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._mail.post(at)
-                self._storage.before(step)
                 self._step(step, lanes)
-                self._storage.after(step)
                 self.executed.append(step)
         self._mail.close()
         assert not self._held, "passes without their backward"
@@ -139,12 +111,15 @@ class Executor:
         held = self._held[stage, micro]
         if action.kind == "W":
             assert isinstance(held.sink, Deferred)
+            held.weights.collect()
             held.sink.drain()
             return Chain((), ())
         gradient, held.gradient = held.gradient, None
         if gradient is None:
             gradient = self._mail.take(Result("gradient", stage + 1, micro))
         drain = held.sink.drain if isinstance(held.sink, Deferred) else None
+        if drain is not None and action.kind == "B":
+            held.weights.collect()
         return Chain((gradient,), held.way.backward(drain if action.kind == "B" else None))
 
     def _start(self, action: Action) -> Held:
@@ -153,9 +128,11 @@ class Executor:
         apart = self.plan.splits or self._beside is not None
         sink = Deferred() if apart else Accumulated()
         placed, micro = self._placed, action.micro
-        chunk, flow = placed.chunks[action.chunk], replace(self._flows[micro], sink=sink)
-        share = self._shares[micro]
-        return Held(Pass(placed.model, chunk, flow, share, self._loss, self._beside), sink)
+        chunk, share = placed.chunks[action.chunk], self._shares[micro]
+        weights = placed.weights_for(chunk, training=True, deferred=apart)
+        flow = replace(self._flows[micro], sink=sink, weights=weights)
+        way = Pass(placed.model, chunk, flow, share, self._loss, self._beside)
+        return Held(way, sink, weights)
 
     def _end(self, action: Action, left: State) -> None:
         """Hand on what an action left, and forget what nothing needs any more."""
@@ -168,6 +145,7 @@ class Executor:
                 self._ran.losses.append(way.summed)
                 held.gradient = left[0]
         if action.kind in "BW":
+            held.weights.end()
             del self._held[stage, micro]
         given = self.plan.table.gives(self.plan.rank, action)
         if given is not None and self.plan.table.reader(given) is not None:

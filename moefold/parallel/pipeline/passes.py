@@ -48,7 +48,7 @@ class Pass:
         self._model, self._chunk, self._flow = model, chunk, flow
         self._share, self._loss = share, loss
         self._beside = None if beside is None else replace(flow, world=beside)
-        self._stretches: list[_Apart | _Again] = []
+        self._stretches: list[_Apart | _Again | _Told] = []
         self.summed: Tensor | None = None
         """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
         self.terms: list[tuple[int, Tensor]] = []
@@ -103,7 +103,8 @@ class Pass:
 
     def _end(self, x_TD: Tensor) -> State:
         """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
-        self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
+        with self._flow.weights.using(self._model.head_unit):
+            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
         return (dx_TD,)
 
     def _apart(self, function: Callable[..., tuple[Tensor, ...]]) -> list[Task]:
@@ -115,6 +116,8 @@ class Pass:
     def _block(self, number: str) -> list[Task]:
         """Return the tasks of one layer; the last one also notes its router terms."""
         segments = self._model.layers[number].segments()  # type: ignore[operator]
+        weights, unit = self._flow.weights, f"layers.{number}"
+        self._stretches.append(_Told(weights.returned, unit))
         if self._flow.recompute.block:
             again = _Again(self._parts(segments))
             self._stretches.append(again)
@@ -124,13 +127,15 @@ class Pass:
             self._stretches += [_Apart(part, exchanges) for part, exchanges in parts]
             tasks = [Task(part.forward, exchanges) for part, exchanges in parts]
             last = parts[-1].part
+        self._stretches.append(_Told(weights.returns, unit))
 
         def close(*left: Tensor) -> State:
+            weights.leave(unit)
             x_TD, *terms = left
             last.seeds = self._seeds(dict.fromkeys([int(number)] if terms else [], *terms))
             return (x_TD,)
 
-        return [*tasks, Task(close)]
+        return [Task(_Told(weights.enter, unit).run), *tasks, Task(close)]
 
     def _parts(self, segments: Sequence[Segment]) -> list["_Apart"]:
         assert self._beside is not None
@@ -151,6 +156,21 @@ class Pass:
         scale = torch.full_like(weighted, self._share)
         found = iter(torch.autograd.grad(weighted, leaves, scale, allow_unused=True))
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
+
+
+class _Told(NamedTuple):
+    """A place where the weights of a unit are told what is about to run, or has."""
+
+    tell: Callable[[str], None]
+    unit: str
+
+    def run(self, *state: Tensor | None) -> State:
+        """Tell, and hand on what came."""
+        self.tell(self.unit)
+        return state
+
+    def backward(self) -> list[Task]:
+        return [Task(self.run)]
 
 
 class _Apart(NamedTuple):

@@ -4,6 +4,8 @@ T rows here, D hidden, P texts, V vocabulary.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +30,8 @@ def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=placed.world.device)
     x_TD = forward(placed, flow)
     if x_TD is not None:
-        total += summed_loss(x_TD, placed.model.head_operand(), flow, chunk=loss_chunk)
+        with _head(placed):
+            total += summed_loss(x_TD, placed.model.head_operand(), flow, chunk=loss_chunk)
     return total
 
 
@@ -55,7 +58,8 @@ def next_logits(placed: Placed, texts: Sequence[Sequence[int]]) -> Tensor:
     vocab = model.record.vocab
     logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
     if x_TD is not None:
-        logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
+        with _head(placed):
+            logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
     last_rank = placed.layout.table(placed.enough)
     return broadcast_(logits_PV, world.group("pp"), last_rank.home(last_rank.stages - 1))
@@ -80,12 +84,19 @@ def forward(placed: Placed, flow: Flow) -> Tensor | None:
             x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
         chunk = here[stage]
+        flow = replace(flow, weights=placed.weights_for(chunk, training=False))
         x_TD = model.start(flow) if chunk.embeds else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
         if chunk.scores:
             x_TD = model.finish(flow, x_TD)
     return x_TD if table.home(table.stages - 1) == rank else None
+
+
+def _head(placed: Placed) -> AbstractContextManager[None]:
+    """Have the head's matrix here while the context is open."""
+    last = placed.weights_for(placed.chunks[-1], training=False)
+    return last.using(placed.model.head_unit)
 
 
 def _rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:

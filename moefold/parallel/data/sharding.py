@@ -1,0 +1,309 @@
+"""What data ranks share: weights, gradients and optimizer state of parameters they have copies of.
+
+A gradient is complete once three sums are made: over the ranks that hold copies and saw other
+tokens, over the tensor ranks that hold a parameter whole and read it with different rows, and over
+the stages that hold a tied embedding. Each element counts once in the norm.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.collectives import sum_
+from moefold.comm.group import Group
+from moefold.config.base import Record
+from moefold.config.slot import build
+from moefold.layers.placement import Box, Shard
+from moefold.layers.weights import EMBEDDING, HERE, Weights, unit_of
+from moefold.optim.base import PREFIX, Optimizer
+from moefold.optim.config import Optim
+from moefold.optim.norm import squared_norm
+from moefold.parallel.apply import Chunk, Placed
+from moefold.parallel.data.bucket import Bucket
+from moefold.parallel.data.runs import boxes, moved, size_of
+from moefold.parallel.data.visit import Reduction, Visit
+from moefold.parallel.data.wholes import Source, Wholes
+
+TABLE = f"{EMBEDDING}.weight"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of a tensor that this rank holds, as a checkpoint or a proof sees it."""
+
+    name: str
+    tensor: Tensor
+    """The live values, contiguous, in the shape of the box."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    first: bool
+    """Whether this rank is the first of those that hold the box."""
+
+
+class Data:
+    """This rank's share of the model's state, and what makes it whole and up to date.
+
+    Attributes:
+        placed: this rank's parts of the model; parameters that are shared out become handles.
+        params: what this rank updates, by global name: its elements of a parameter, or all of it.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        """Take the parameters as they are, and keep this rank's share of them."""
+        self.placed = replace(placed, weights_for=self.weights_for)
+        world, layout = placed.world, placed.layout
+        self._levels = {
+            kind: _levels(placed, kind, layout.zero, layout.zero_ranks) for kind in ("dp_cp", "edp")
+        }
+        self._ends: Group | None = None
+        if len(placed.embedding_stages) > 1:
+            # Every rank takes part in making the group, those on stages between too.
+            self._ends = world.stage_group(placed.embedding_stages)
+        self._units: dict[str, list[Bucket]] = defaultdict(list)
+        self._bucket: dict[str, Bucket] = {}
+        self.params: dict[str, Tensor] = {}
+        self._share_out()
+        self._reduction = Reduction({}, {}, False)
+        self.renew()
+
+    # Making the shares
+
+    def _share_out(self) -> None:
+        """Put parameters with copies into buckets, and handles in their place."""
+        model, zero = self.placed.model, self.placed.layout.zero
+        alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
+        for name, parameter in model.named_parameters():
+            placement = self.placed.shards[name].placement
+            if self._levels[placement.copies][0].size == 1:
+                continue
+            wide = placement.wide or parameter.dim() < 2
+            dtype = parameter.dtype if wide else model.recipe.dtype
+            key = unit_of(name), placement.copies, dtype, parameter.requires_grad
+            alike[key][name] = parameter
+        for (unit, kind, dtype, _), parameters in alike.items():
+            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, keeps=zero < 3)
+            self._units[unit].append(bucket)
+            for name, handle in bucket.handles.items():
+                self._bucket[name] = bucket
+                _put(model, name, handle)
+                model.recipe.give(handle, bucket.weights[name])
+        for name, parameter in model.named_parameters():
+            if name not in self._bucket:
+                self.params[name] = parameter
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                own = bucket.own(slot, bucket.master_L)
+                if own.numel():
+                    # As many dims as the parameter has: what decays is told by them.
+                    own = own.view(*[1] * (len(slot.shape) - 1), -1)
+                    self.params[slot.name] = own.requires_grad_(bucket.trained)
+
+    @property
+    def buckets(self) -> Iterator[Bucket]:
+        """All buckets, in the order of the model."""
+        for buckets in self._units.values():
+            yield from buckets
+
+    def optimizer(self, record: Record) -> Optimizer:
+        """Build the optimizer of what this rank updates."""
+        assert isinstance(record, Optim)
+        shards = self.placed.shards
+        sources = [
+            self._source(name)
+            for name, parameter in self.placed.model.named_parameters()
+            if parameter.requires_grad and record.needs_whole(name, shards[name].shape)
+        ]
+        if all(source.inside.size == 1 and source.slices is None for source in sources):
+            return build(record, self.params)
+        shapes = {name: shards[name].shape for name in self.params}
+        dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        return build(record, self.params, wholes=Wholes(sources, shapes, nothing))
+
+    def _source(self, name: str) -> Source:
+        """Return how ranks hold a parameter that has matrices."""
+        shard, bucket, world = self._shard(name), self._bucket.get(name), self.placed.world
+        shape = shard.local_shape
+        dims = len(shape)
+        cut = [
+            (world.group(axis), dim - dims)
+            for axis, dim in shard.placement.cuts.items()
+            if dim >= dims - 2 and world.group(axis).size > 1
+        ]
+        slices, dim = cut[0] if cut else (None, 0)
+        inside, runs = self._levels[shard.placement.copies][0], ((0, math.prod(shape)),)
+        if bucket is not None:
+            slot, length = bucket.slot(name), bucket.length
+            runs = tuple(slot.part(r * length, (r + 1) * length) for r in range(inside.size))
+        return Source(name, shape, shard.shape, runs, inside, slices, dim)
+
+    # A step
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Drop the gradients of the last step."""
+        for parameter in self.placed.model.parameters():
+            parameter.grad = None
+        for bucket in self.buckets:
+            bucket.begin_step()
+        uses: dict[str, int] = defaultdict(int)
+        for chunk in self.placed.chunks:
+            for unit in [*self._order(chunk), *([self._head] if chunk.scores else [])]:
+                uses[unit] += micro_batches
+        self._reduction = Reduction(self._units, uses, self.placed.layout.zero >= 2)
+
+    def weights_for(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights:
+        """Return what brings the weights for one micro-batch's way through a chunk."""
+        if not self._units:
+            return HERE
+        reduction = self._reduction if training else None
+        return Visit(self._units, self._order(chunk), reduction, deferred)
+
+    @property
+    def _head(self) -> str:
+        return self.placed.model.head_unit
+
+    def _order(self, chunk: Chunk) -> list[str]:
+        """Return the units that a chunk runs one after another, all but the head."""
+        layers = [f"layers.{number}" for number in chunk.layers]
+        return [EMBEDDING] * chunk.embeds + layers + ["norm"] * chunk.scores
+
+    def finish(self) -> Tensor:
+        """Complete every gradient; returns this rank's share of the squared norm, fp64.
+
+        A parameter that got none has a gradient of zero: the optimizer goes on with its state.
+        """
+        for bucket in self.buckets:
+            bucket.finish()
+        trained = {name: p for name, p in self.params.items() if p.requires_grad}
+        for name, parameter in trained.items():
+            bucket = self._bucket.get(name)
+            if bucket is not None:
+                assert bucket.summed_L is not None
+                parameter.grad = bucket.own(bucket.slot(name), bucket.summed_L).view_as(parameter)
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        whole = [p for n, p in trained.items() if self._shard(n).placement.shared_over_tp]
+        _sum(whole, self.placed.world.group("tp"))
+        if self._ends is not None and TABLE in trained:
+            _sum([trained[TABLE]], self._ends)
+        for kind, (_, across) in self._levels.items():
+            copied = [
+                p
+                for n, p in trained.items()
+                if n not in self._bucket and self._shard(n).placement.copies == kind
+            ]
+            _sum(copied, across)
+        counted = [p.grad for n, p in trained.items() if self._is_first(n)]
+        return squared_norm([grad for grad in counted if grad is not None])
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Bring the weights that stay whole up to date with the masters, after any change."""
+        kept = [bucket for bucket in self.buckets if bucket.keeps]
+        for bucket in kept:
+            bucket.gather()
+        for bucket in kept:
+            bucket.ready()
+
+    # What is here
+
+    def _shard(self, name: str) -> Shard:
+        return self.placed.shards[name]
+
+    def _is_first(self, name: str) -> bool:
+        """Whether this rank is the first of those that hold the same of a parameter or buffer."""
+        placement, world = self._shard(name).placement, self.placed.world
+        bucket = self._bucket.get(name)
+        copies = world.group(placement.copies) if bucket is None else bucket.across
+        if copies.index or (placement.shared_over_tp and world.attention.tp):
+            return False
+        return name != TABLE or world.attention.pp == min(self.placed.embedding_stages)
+
+    def weights(self) -> Iterator[Held]:
+        """Yield the masters and buffers that are here; write into them, then :meth:`renew`."""
+        for name, parameter in self.params.items():
+            yield from self._boxes(name, name, parameter.detach())
+        kept = self.placed.model.state_dict()
+        for name, buffer in self.placed.model.named_buffers():
+            if name not in kept:
+                continue
+            shard = self._shard(name)
+            yield Held(name, buffer, shard.shape, shard.box, self._is_first(name))
+
+    def gradients(self) -> Iterator[Held]:
+        """Yield the gradients that are here, complete after :meth:`finish`."""
+        for name, parameter in self.params.items():
+            if parameter.grad is not None:
+                yield from self._boxes(name, name, parameter.grad)
+
+    def states(self, optimizer: Optimizer) -> Iterator[Held]:
+        """Yield the optimizer's state that is here, under its names in a checkpoint."""
+        for key, tensor in optimizer.state().items():
+            name = key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
+            if tensor.shape == self.params[name].shape:
+                yield from self._boxes(key, name, tensor)
+            else:  # one value for all elements: who owns the first of them states it
+                at_start = not any(start for start, _ in self._shard(name).box)
+                first = self._is_first(name) and at_start and not self._run(name)[0]
+                box = tuple((0, size) for size in tensor.shape)
+                yield Held(key, tensor, tuple(tensor.shape), box, first)
+
+    @torch.no_grad()
+    def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
+        """Set the masters here from a function of the piece wanted, and renew the weights.
+
+        Buffers become zero, those that a checkpoint holds what the function says if ``buffers``.
+        """
+        for buffer in self.placed.model.buffers():
+            buffer.zero_()
+        for held in self.weights():
+            if held.name in self.params or buffers:
+                placement = self._shard(held.name).placement
+                held.tensor.copy_(values(Shard(held.name, held.shape, held.box, placement)))
+        self.renew()
+
+    def _run(self, name: str) -> tuple[int, int]:
+        """Return which elements of this rank's piece of a parameter it updates."""
+        bucket = self._bucket.get(name)
+        if bucket is None:
+            return 0, math.prod(self._shard(name).local_shape)
+        return bucket.part(bucket.slot(name))
+
+    def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[Held]:
+        """Yield the boxes that a tensor of a parameter's elements here is made of."""
+        shard, first = self._shard(name), self._is_first(name)
+        if name not in self._bucket:
+            yield Held(key, tensor, shard.shape, shard.box, first)
+            return
+        flat, at = tensor.reshape(-1), 0
+        for box in boxes(shard.local_shape, *self._run(name)):
+            part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
+            yield Held(key, part, shard.shape, moved(box, shard.box), first)
+            at += size_of(box)
+
+
+def _levels(placed: Placed, kind: str, zero: int, ranks: int | None) -> tuple[Group, Group]:
+    """Return the ranks that share one copy, and those that hold the same share of other copies."""
+    size = placed.world.group(kind).size
+    return placed.world.split(kind, math.gcd(ranks or size, size) if zero else 1)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    prefix, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(prefix), leaf, parameter)
+
+
+def _sum(parameters: Sequence[Tensor], ranks: Group) -> None:
+    """Sum gradients over ranks that hold the same of each parameter, in one operation."""
+    if ranks.size == 1 or not parameters:
+        return
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    sum_(flat, ranks)
+    for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(summed.view_as(grad))
