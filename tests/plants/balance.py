@@ -21,8 +21,8 @@ PLANTS = (
         "b05",
         "each micro-batch adds its terms whole",
         STEP + "test_b05_a_step_of_equal_micro_batches_is_that_of_one",
-        "parallel/pipeline/executor.py",
-        "torch.full_like(weighted, self.shares[micro])",
+        "parallel/pipeline/passes.py",
+        "torch.full_like(weighted, self._share)",
         "torch.ones_like(weighted)",
     ),
     Plant(
@@ -45,9 +45,10 @@ PLANTS = (
         "b06",
         "training's backward leaves the terms out",
         STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
-        "parallel/pipeline/executor.py",
-        "            done.roots.append(weighted)\n",
-        "            done.roots.append(weighted.detach().requires_grad_())\n",
+        "parallel/pipeline/passes.py",
+        "        part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))\n",
+        "        self._seeds(dict(zip(numbers, terms, strict=True)))\n"
+        "        part.seeds = (None,) * len(terms)\n",
     ),
     Plant(
         "b06",
@@ -71,10 +72,8 @@ PLANTS = (
         "the step's reported loss holds the terms",
         STEP + "test_b07_a_step_reports_loss_and_terms_apart",
         "parallel/pipeline/executor.py",
-        "        if weighted is not None and weighted.requires_grad:\n",
-        "        if weighted is not None and self.ran.losses:\n"
-        "            self.ran.losses[-1] = self.ran.losses[-1] + weighted.detach()\n"
-        "        if weighted is not None and weighted.requires_grad:\n",
+        "self._ran.losses.append(way.summed)",
+        "self._ran.losses.append(way.summed + sum(v.sum() for _, v in way.terms))",
     ),
     Plant(
         "b07",
@@ -187,10 +186,10 @@ PLANTS = (
         "the bias moves after every micro-batch",
         LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
         "parallel/pipeline/executor.py",
-        "            self.ran.losses.append(loss)\n",
-        "            self.ran.losses.append(loss)\n"
-        "            for _, mixture in model.mixtures():\n"
-        "                mixture.balance.finish_step(mixture.router)\n",
+        "                self._ran.losses.append(way.summed)\n",
+        "                self._ran.losses.append(way.summed)\n"
+        "                for _, mixture in self._placed.model.mixtures():\n"
+        "                    mixture.balance.finish_step(mixture.router)\n",
     ),
     Plant(
         "b18",
