@@ -1,6 +1,6 @@
 """All planted bugs."""
 
-from tests.plants import balance, context, dispatch, groups, routing, rows, stored
+from tests.plants import balance, context, dispatch, groups, pipeline, routing, rows, stored
 from tests.plants.plant import Plant
 
 PLANTS: tuple[Plant, ...] = tuple(
@@ -10,6 +10,7 @@ PLANTS: tuple[Plant, ...] = tuple(
             *context.PLANTS,
             *dispatch.PLANTS,
             *groups.PLANTS,
+            *pipeline.PLANTS,
             *routing.PLANTS,
             *rows.PLANTS,
             *stored.PLANTS,
