@@ -119,7 +119,8 @@ def run_experts(
     x_RD, probs_R = _Tail.apply(x_RD, ends[-1]), _Tail.apply(probs_R, ends[-1])  # type: ignore[assignment]
     pieces = []
     for e, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        hidden = torch.tanh(x_RD[start:end] @ w_in[e].t()) * probs_R[start:end, None]
+        hidden = torch.tanh(x_RD[start:end] @ w_in[e].t())
+        hidden = hidden * probs_R[start:end, None].to(hidden.dtype)
         pieces.append(hidden @ w_out[e].t())
     y_RD = torch.cat([*pieces, x_RD.new_zeros(x_RD.shape[0] - ends[-1], D)])
     return _Tail.apply(y_RD, ends[-1])  # type: ignore[return-value]

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from moefold.moe.config import Foreign
 
+DEVICE = "cuda"
+"""Where the back ends run."""
+
 
 def load(record: Foreign) -> Any:
     """Import the package of a back end.
@@ -35,7 +38,7 @@ def check_rows(record: Foreign, x_TD: Tensor) -> None:
     Raises:
         ValueError: where rows are not bf16 on a GPU.
     """
-    if x_TD.dtype != torch.bfloat16 or x_TD.device.type != "cuda":
+    if x_TD.dtype != torch.bfloat16 or x_TD.device.type != DEVICE:
         raise ValueError(
             f"layout.dispatch: {record.kind} sends bf16 rows of GPUs, and these are {x_TD.dtype} "
             f"on {x_TD.device.type}. Set train.precision: bf16, or choose dispatch: alltoall_once"

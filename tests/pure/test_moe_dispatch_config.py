@@ -1,0 +1,60 @@
+"""What dispatchers ask of a layout, with the nearest value."""
+
+import pytest
+
+from moefold.layers.config import Gqa
+from moefold.mesh.needs import needs
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router
+from moefold.parallel.config import Layout
+
+MODEL = needs(
+    Decoder(
+        vocab=64,
+        hidden=16,
+        stacks=(
+            Stack(
+                blocks=(
+                    Block(
+                        attention=Gqa(heads=4, kv_heads=4, head_dim=4),
+                        ffn=Moe(width=16, router=Router(experts=8, top_k=2)),
+                    ),
+                )
+            ),
+        ),
+    )
+)
+
+
+def broken(sizes: str, **dispatch: object) -> list[tuple[tuple[object, ...], object]]:
+    """Return path and nearest value of everything that does not fit."""
+    layout = Layout(sizes=sizes, dispatch=dispatch)  # type: ignore[arg-type]
+    return [(found.path, found.nearest) for found in layout.misfits(MODEL)]
+
+
+@pytest.mark.parametrize("sizes", ["ep2", "etp2", "ep4 etp2"])
+def test_local_sends_nothing(sizes: str) -> None:
+    assert broken(sizes, kind="local") == [(("dispatch", "kind"), "alltoall")]
+    assert broken("", kind="local") == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "node", "nearest"), [("ep8", 3, 2), ("ep4", 8, 4), ("ep8", 6, 4), ("ep2", 3, 2)]
+)
+def test_nodes_are_of_equal_size(sizes: str, node: int, nearest: int) -> None:
+    assert broken(sizes, kind="two_level", node=node) == [(("dispatch", "node"), nearest)]
+    assert broken(sizes, kind="two_level", node=nearest) == []
+
+
+def test_packages_from_outside_send_over_ep_alone() -> None:
+    foreign = {"deep_ep": {}, "hybrid_ep": {}, "nccl_ep": {"max_rows": 8}}
+    for kind, more in foreign.items():
+        assert broken("ep2 etp2", kind=kind, **more) == [(("dispatch", "kind"), "alltoall_once")]
+        assert broken("ep2", kind=kind, **more) == []
+
+
+def test_a_split_of_groups_is_stated_where_it_is_needed() -> None:
+    two_level = {"kind": "two_level", "node": 2}
+    assert ("ep", 2) in Layout(sizes="ep4", dispatch=two_level).split_groups  # type: ignore[arg-type]
+    for kind in ("alltoall", "alltoall_once", "allgather"):
+        assert ("ep", 2) not in Layout(sizes="ep4", dispatch=kind).split_groups  # type: ignore[arg-type]
