@@ -107,6 +107,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
     from moefold.model.decoder import DecoderModel
     from moefold.parallel.apply import alone
     from moefold.parallel.config import Layout
+    from moefold.parallel.data.sharding import Data
     from moefold.training.step import gradients
 
     torch.set_num_threads(1)
@@ -119,10 +120,10 @@ def measure(recipe: Recipe) -> dict[str, float]:
         model = DecoderModel(recipe.decoder, recipe.precision, layout)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        placed = alone(model, layout)
+        data = Data(alone(model, layout))
         optimizer = build(recipe.optim, dict(model.named_parameters()))
         for _ in range(2):
-            gradients(placed, batches, LOSS_CHUNK)
+            gradients(data, batches, LOSS_CHUNK)
             optimizer.step()
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0

@@ -15,6 +15,7 @@ from moefold.mesh.folding import Folding
 from moefold.moe.config import Padded
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
 from moefold.training.step import evaluate, gradients
 from tests.gloo.dispatching import (
     WAYS,
@@ -120,13 +121,13 @@ def without_room(rank: int) -> tuple[int, str, str]:
     sent = there_and_back(Padded(max_rows=2), rows, *weights, world)
     assert sent.excess is not None and bool(torch.isfinite(sent.out_TD).all())
     folding = Folding(Sizes.parse("ep2"), 4)
-    layout = Layout(sizes="ep2", dispatch=Padded(max_rows=1))
+    layout = Layout(sizes="ep2", dispatch=Padded(max_rows=1), zero=0)
     placed = build(small(), "fp64", layout, World.open(folding, "cpu", 20))
     for parameter in placed.model.parameters():
         torch.nn.init.normal_(parameter)
     mine = batches(4)[rank : rank + 1]
     with pytest.raises(ValueError, match="max_rows") as step:
-        gradients(placed, mine, 16)
+        gradients(Data(placed), mine, 16)
     with pytest.raises(ValueError, match="max_rows") as evaluation:
         evaluate(placed, mine, 16)
     return int(sent.excess), str(step.value), str(evaluation.value)

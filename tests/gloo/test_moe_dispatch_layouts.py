@@ -15,6 +15,7 @@ from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
 from moefold.training.step import gradients
 from tests.cpu.small import decoder, relative
 from tests.gloo.harness import run_ranks
@@ -65,12 +66,12 @@ class Step(NamedTuple):
 
 def step_of(sizes: str, dispatch: object, world: World) -> Step:
     """Run the backward of one step in a layout."""
-    layout = Layout(sizes=sizes, dispatch=dispatch)  # type: ignore[arg-type]
+    layout = Layout(sizes=sizes, dispatch=dispatch, zero=0)  # type: ignore[arg-type]
     placed = build(small(), "fp64", layout, world)
     initialise(placed.model, placed.model.record, 1, placed.shards)
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(4)) if j % dp == here]
-    figures = gradients(placed, mine, 16)
+    figures = gradients(Data(placed), mine, 16)
     found = {name: p.grad for name, p in placed.model.named_parameters()}
     assert None not in found.values()
     norm = torch.tensor(figures.grad_norm, dtype=torch.float64)
