@@ -17,6 +17,11 @@ from moefold.proof.trial import Break
 SCALE = 1 + 1e-8
 UNSEEN = ("send",)
 """Operations without a result: the other end's receive is broken instead."""
+GUARDS = {
+    "room": "it stops a step that a dispatcher has no room for, and no case is such a step",
+    "warm-up": "a group's first word carries no value of the step",
+}
+"""Modules whose exchanges decide nothing in a case that passes, each with its reason."""
 TIME_OUT_S = 20.0
 """How long ranks wait for each other where what they were told may be wrong."""
 
@@ -39,7 +44,7 @@ def breaks_of(recorded: Sequence[tuple[Case, Sequence[Site]]]) -> list[tuple[Cas
             first.setdefault(site, case)
     found = []
     for site, case in sorted(first.items()):
-        if site.op not in UNSEEN:
+        if site.op not in UNSEEN and site.label not in GUARDS:
             ways = ("alone", "half") if halves(site) else ("alone",)
             found += [(case, Break(site=site, how=how)) for how in ways]
     return found
