@@ -83,10 +83,10 @@ def values(rows: int, heads: str) -> list[Tensor]:
 
 def expected(given: list[Tensor], lengths: tuple[int, ...]) -> list[Tensor]:
     """Return output and gradients on one rank in fp64; padding gives zeros."""
-    fresh = [x.clone().requires_grad_() for x in given[:3]]
+    q, k, v = fresh = [x.clone().requires_grad_() for x in given[:3]]
     if not lengths:
         return [torch.zeros_like(x) for x in (given[3], *fresh)]
-    out = reference.attention(*fresh, lengths, SCALE)
+    out = reference.attention(q, k, v, lengths, SCALE)
     out.backward(given[3])
     return [out.detach(), *(x.grad for x in fresh if x.grad is not None)]
 
@@ -99,12 +99,12 @@ def attended(
     whole = expected([x.double() for x in given], batch.lengths)
     part = batch.part(zigzag(batch.rows, world.attention.cp, world.folding.sizes.cp))
     assert part.row_T is not None
-    mine = [x[part.row_T].requires_grad_() for x in given[:3]]
+    q, k, v = mine = [x[part.row_T].requires_grad_() for x in given[:3]]
     flow = Flow(part, Recipe("fp32"), world=world, context=kind)
     recorder = world.recorder
     recorder.clear()
     with recorder.module("here"):
-        out = attend(*mine, SCALE, flow)
+        out = attend(q, k, v, SCALE, flow)
     out.backward(given[3][part.row_T])
     got = [out.detach(), *(x.grad for x in mine if x.grad is not None)]
     assert len(got) == 4 and all(x.dtype == dtype for x in got)
@@ -135,8 +135,8 @@ def rank_finds(rank: int, cp: int) -> dict[Any, Found]:
     found = {}
     with World.open(Folding(Sizes(cp=cp), cp), "cpu", 20) as world:
         for name in kinds_of(cp):
-            if isinstance(KINDS[name], Mixed):
-                world.split("cp", KINDS[name].heads)
+            for group, inner in KINDS[name].splits(world.folding.sizes):
+                world.split(group, inner)
         for name in kinds_of(cp):
             for case, heads, number in CELLS:
                 batch, dtype = batch_of(case, cp), DTYPES[number]

@@ -70,7 +70,8 @@ class Merged:
     def __init__(self, q_THd: Tensor, v_dim: int, scale: float, backend: Backend = "auto") -> None:
         """Begin with nothing seen, in fp32 or wider."""
         wide = torch.promote_types(q_THd.dtype, torch.float32)
-        self._q_THd, self._scale, self._backend = q_THd, scale, backend
+        self._q_THd, self._scale = q_THd, scale
+        self._backend: Backend = backend
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
 

@@ -14,4 +14,5 @@ def attend(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
     """Return ``out_THv``; each row sees the rows of its own segment up to itself, on any rank."""
     if flow.world.group("cp").size == 1:
         return attention(q_THd, k_TGd, v_TGv, flow.rows.lengths, scale)
+    assert flow.context is not None, "context ranks share rows and no kind says how"
     return build(flow.context, q_THd, k_TGd, v_TGv, scale, flow)

@@ -73,10 +73,13 @@ class _Rounds:
         keys = self._sight.view((at + by) % size, at).keys
         return slice(keys.start, keys.stop)
 
-    def start(self, by: int) -> _Passing | None:
-        """Begin round ``by``: rows leave for the rank that sees them, and visitors come."""
-        if by == self._ranks.size:
-            return None
+    def start(self, by: int) -> _Passing:
+        """Begin round ``by``: rows leave for the rank that sees them, and visitors come.
+
+        After the last round nothing does.
+        """
+        if by >= self._ranks.size:
+            return _Passing(Pending(), self._kv_TW[:0])
         rows = len(self.view(by).keys)
         return self._pass(self._kv_TW[self.lent(by)], rows, by)
 

@@ -1,0 +1,63 @@
+"""Plants B04, B11, B12, B15 and B32 of context parallelism: what ranks share, see and say."""
+
+from tests.plants.plant import Plant
+
+ATTENTION = "tests/gloo/test_layers_context.py::"
+STEPS = "tests/gloo/test_layers_context_steps.py::"
+BLOCKS = "tests/cpu/test_kernels_attention_block.py::"
+
+PLANTS = (
+    Plant(
+        "b04",
+        "a router term counts the choices of one context rank",
+        STEPS + "test_b04_router_terms_are_those_of_the_whole_micro_batch",
+        "moe/balance.py",
+        'sum_(counts_NE, flow.world.group("tp_cp"))',
+        'sum_(counts_NE, flow.world.group("tp"))',
+    ),
+    Plant(
+        "b11",
+        "documents are counted from a context rank's first row",
+        STEPS + "test_b11_a_term_of_sequences_sees_documents_that_ranks_share",
+        "data/batch.py",
+        "torch.arange(self.n_valid, device=device) if self.row_T is None else self.row_T\n",
+        "torch.arange(self.n_valid, device=device)\n",
+    ),
+    Plant(
+        "b12",
+        "padding on a context rank is one more document",
+        ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
+        "layers/context/sight.py",
+        "here = (len(self._inside(span, rank)) for span in self._spans)",
+        "here = [len(self._inside(span, rank)) for span in self._spans]\n"
+        "        here.append(self.rows - sum(here))",
+    ),
+    Plant(
+        "b12",
+        "padding sees the last document",
+        ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
+        "layers/context/sight.py",
+        "return [range(e - n, e) for e, n in zip(self._ends, self.lengths, strict=True)]",
+        "ends = [*self._ends[:-1], self.rows * self.ranks]\n"
+        "        starts = [0, *self._ends[:-1]]\n"
+        "        return [range(s, e) for s, e in zip(starts, ends, strict=True)]",
+    ),
+    Plant(
+        "b15",
+        "gradients begin as the rows times zero",
+        BLOCKS + "test_b15_rows_of_no_tile_leak_nothing",
+        "kernels/attention/block.py",
+        "torch.zeros_like(x, dtype=dtype) for x",
+        "x.to(dtype) * 0 for x",
+    ),
+    Plant(
+        "b32",
+        "a rank with nothing to send or receive leaves its turn out",
+        ATTENTION + "test_b32_all_ranks_of_a_group_do_the_same_in_the_same_order",
+        "layers/context/ring.py",
+        "        pending = shift(given_UW, into_UW, by, self._ranks, self._label)\n",
+        "        if not len(given_UW) + rows:\n"
+        "            return _Passing(Pending(), into_UW)\n"
+        "        pending = shift(given_UW, into_UW, by, self._ranks, self._label)\n",
+    ),
+)
