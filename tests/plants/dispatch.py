@@ -45,11 +45,12 @@ PLANTS = (
     ),
     Plant(
         "b14",
-        "room that nothing fills is read in backward",
+        "room that nothing fills goes to the last expert",
         EDGES + "test_b14_rows_past_the_last_are_read_nowhere",
         "moe/dispatch/padded.py",
-        "permute(x_RD, p_R1, slots_R[:, None], each, False)",
-        "permute(x_RD, p_R1, slots_R[:, None], each, True)",
+        "    return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()\n",
+        "    slots_XM = torch.searchsorted(ends_Xe, place_XM, right=True)\n"
+        "        return slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
     ),
     Plant(
         "b21",

@@ -1,0 +1,101 @@
+"""The table of bytes in ``docs/communication.md`` is what the formulas give."""
+
+from math import comb
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+DOC = Path(__file__).parents[2] / "docs" / "communication.md"
+ELEMENT, WEIGHT, ID = 2, 4, 8
+"""Bytes: rows in bf16, weights in fp32, ids in int64."""
+SLACK = 1.25
+"""Room of the padded form over balanced rows."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a mixture over ``ep`` ranks, ``node`` of them on a node; routing is uniform."""
+
+    hidden: int
+    top_k: int
+    experts: int
+    ep: int
+    node: int
+
+    def reaches(self, ranks: int) -> float:
+        """Chance that a token has an expert among those of so many ranks."""
+        inside = self.experts // self.ep * ranks
+        return 1 - comb(self.experts - inside, self.top_k) / comb(self.experts, self.top_k)
+
+    @property
+    def away(self) -> int:
+        """Ranks on other nodes."""
+        return self.ep - self.node
+
+
+SHAPES = {
+    "hidden 2048, 8 of 128 experts, ep8 on one node": Shape(2048, 8, 128, 8, 8),
+    "hidden 7168, 8 of 256 experts, ep64 on 8 nodes": Shape(7168, 8, 256, 64, 8),
+}
+
+
+class Rows(NamedTuple):
+    """Rows that one token costs one way, and how many of them cross nodes."""
+
+    sent: float
+    crossing: float
+
+
+def rows_of(way: str, s: Shape) -> Rows:
+    """Return the rows of a dispatcher, by formula."""
+    nodes = s.ep // s.node
+    match way:
+        case "alltoall":
+            return Rows(s.top_k * (s.ep - 1) / s.ep, s.top_k * s.away / s.ep)
+        case "padded":
+            copies = rows_of("alltoall", s)
+            return Rows(copies.sent * SLACK, copies.crossing * SLACK)
+        case "allgather":
+            return Rows(s.ep - 1, s.away)
+        case "two_level":
+            across = (nodes - 1) * s.reaches(s.node)
+            return Rows(across + nodes * (s.node - 1) * s.reaches(1), across)
+        case "least":
+            return Rows((s.ep - 1) * s.reaches(1), (nodes - 1) * s.reaches(s.node))
+        case _:
+            return Rows((s.ep - 1) * s.reaches(1), s.away * s.reaches(1))
+
+
+def bytes_of(way: str, s: Shape, rows: float) -> float:
+    """Return bytes per token of a layer's four exchanges: there and back, forward and backward."""
+    row = s.hidden * ELEMENT
+    if way == "least":
+        return rows * 4 * row
+    by_copy = way in ("alltoall", "padded")
+    weights = WEIGHT if by_copy else s.top_k * WEIGHT
+    ids = 0 if by_copy else s.top_k * ID
+    return rows * (4 * row + 2 * weights + ids)
+
+
+def line(way: str, s: Shape) -> str:
+    """Return a dispatcher's line of the table."""
+    rows = rows_of(way, s)
+    least = bytes_of("least", s, rows_of("least", s).sent)
+    sent = bytes_of(way, s, rows.sent)
+    name = "least possible" if way == "least" else f"`{way}`"
+    return (
+        f"| {name} | {rows.sent:.2f} | {rows.crossing:.2f} | {sent / 1e3:.0f} "
+        f"| {sent / least:.2f} |"
+    )
+
+
+WAYS = ("least", "alltoall_once", "two_level", "alltoall", "padded", "allgather")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_is_what_the_formulas_give(name: str) -> None:
+    text = DOC.read_text("utf-8")
+    assert f"**{name}**" in text
+    table = text.partition(f"**{name}**")[2].partition("\n\n**")[0]
+    missing = [line(way, SHAPES[name]) for way in WAYS if line(way, SHAPES[name]) not in table]
+    assert not missing, "\n".join(missing)
