@@ -37,8 +37,8 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initialise
 from moefold.moe.config import Aux, Moe, Router
 from moefold.parallel import apply
-from moefold.parallel.apply import Placed
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.executor import Executor
 from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, State, Task
 from moefold.schedule.simulate import Costs, simulate
@@ -47,6 +47,7 @@ from moefold.training import step
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 RESULTS = Path(__file__).parent / "results"
 MICRO_BATCHES = 16
@@ -185,7 +186,7 @@ def decoder(trial: Trial) -> Decoder:
     )
 
 
-def build(trial: Trial, schedule: str, world: World) -> Placed:
+def build(trial: Trial, schedule: str, world: World) -> Data:
     """Return this rank's parts, paced."""
     layout = Layout.model_validate({"sizes": trial.sizes, "schedule": {"kind": schedule}})
     record = decoder(trial)
@@ -195,7 +196,7 @@ def build(trial: Trial, schedule: str, world: World) -> Placed:
         segments = layer.segments  # type: ignore[attr-defined]
         if trial.compute_s:
             layer.segments = lambda segments=segments: paced(segments(), trial.compute_s)  # type: ignore[assignment]
-    return placed
+    return Data(placed)
 
 
 def one_rank(spot: Any, trial: Trial) -> dict[str, list[Trace]]:
@@ -295,7 +296,7 @@ def draw(found: Figures, traces: Sequence[Trace], path: Path) -> None:
     axes.set_yticks([row + 0.5 for row in range(len(names))], names)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    marks = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in COLOURS]
+    marks = [Patch(color=COLOURS[kind]) for kind in COLOURS]
     axes.legend(
         marks, ["forward", "backward", "exchange (edge: whose)"], ncols=3, loc="lower right"
     )
@@ -309,8 +310,8 @@ def draw(found: Figures, traces: Sequence[Trace], path: Path) -> None:
 
 
 SLEEPING = (
-    Trial("ep2", 2, 0.025, 0.005, 8e5, layers=2),
-    Trial("pp2 ep2", 4, 0.025, 0.005, 8e5, layers=4),
+    Trial("ep2", 2, 0.06, 0.012, 3.2e5, layers=2, repeats=2),
+    Trial("pp2 ep2", 4, 0.06, 0.012, 3.2e5, layers=4, repeats=2),
 )
 REAL = (Trial("ep2", 2, 0.0, 0.004, 40e6, hidden=256, rows=512, layers=4),)
 

@@ -17,10 +17,12 @@ from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.moe.config import Shared
 from moefold.parallel import apply
-from moefold.parallel.apply import Placed
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.executor import Executor, Ran
-from moefold.schedule.table import Step
+from moefold.parallel.pipeline.lanes import Chain
+from moefold.schedule.checker import peak_in_flight
+from moefold.schedule.table import Action
 from moefold.training import step
 from moefold.training.step import StepFigures
 from tests.cpu import small
@@ -47,7 +49,7 @@ class Case:
         words = (*self.sizes.split(), self.schedule, self.model, f"m{self.micro_batches}", more)
         return "-".join(word for word in words if word)
 
-    def placed(self, world: World) -> Placed:
+    def data(self, world: World) -> Data:
         """Build this rank's parts, with values."""
         return build(self.model, self.where, world)
 
@@ -70,6 +72,8 @@ class Outcome:
     alone: StepFigures
     follows_table: bool
     """Whether the steps executed are those of the table."""
+    peak: tuple[int, int]
+    """Most chunks in flight, executed and by the table."""
 
 
 def decoder(kind: str) -> Decoder:
@@ -81,12 +85,12 @@ def decoder(kind: str) -> Decoder:
     return small.decoder(small.GQA, *deep, tied=kind == "tied")
 
 
-def build(kind: str, layout: Layout, world: World) -> Placed:
+def build(kind: str, layout: Layout, world: World) -> Data:
     """Return this rank's parts of a decoder in fp64."""
     record = decoder(kind).model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
     placed = apply.build(record, "fp64", layout, world)
     initialise(placed.model, record, 1, placed.shards)
-    return placed
+    return Data(placed)
 
 
 @lru_cache
@@ -105,20 +109,26 @@ def batches(count: int) -> tuple[MicroBatch, ...]:
 @lru_cache
 def alone(kind: str, count: int) -> tuple[StepFigures, dict[str, Tensor]]:
     """Return figures and gradients of the step on one rank, without any schedule."""
-    placed = build(kind, Layout(), World.single())
-    figures = step.gradients(placed, batches(count), 16)
-    return figures, {n: p.grad for n, p in placed.model.named_parameters()}  # type: ignore[misc]
+    data = build(kind, Layout(), World.single())
+    figures = step.gradients(data, batches(count), 16)
+    return figures, {held.name: held.tensor for held in data.gradients()}
 
 
 class Recording(Executor):
     """Keeps the last executor that ran."""
 
-    last: Executor
+    last: "Recording"
+    peak = 0
 
     def run(self) -> Ran:
         """Run, and be found afterwards."""
         Recording.last = self
         return super().run()
+
+    def _chain(self, action: Action) -> Chain:
+        chain = super()._chain(action)
+        self.peak = max(self.peak, len(self._held))
+        return chain
 
 
 @contextmanager
@@ -135,21 +145,22 @@ def run_case(case: Case, ranks: int) -> Outcome:
     """Run a case on this rank, with the others."""
     folding = Folding(Layout(sizes=case.sizes).split, ranks)
     world = World.open(folding, "cpu", 30) if ranks > 1 else World.single()
-    placed = case.placed(world)
+    data = case.data(world)
     whole = batches(case.micro_batches * folding.dp)
     mine = whole[world.attention.dp :: folding.dp]
     with recording():
-        figures = step.gradients(placed, mine, 16)
+        figures = step.gradients(data, mine, 16)
     expected, gradients = alone(case.model, len(whole))
     errors = [0.0]
-    for name, parameter in placed.model.named_parameters():
-        assert parameter.grad is not None
-        theirs = placed.shards[name].of(gradients[name])
-        errors.append(small.relative(parameter.grad, theirs))
-    line: tuple[Step, ...] = placed.table(len(mine)).lines[world.attention.pp]
-    follows = tuple(Recording.last.executed) == line
+    for held in data.gradients():
+        theirs = gradients[held.name]
+        piece = theirs[tuple(slice(start, end) for start, end in held.box)]
+        errors.append(float((held.tensor - piece).norm() / theirs.norm()))
+    table, rank = data.placed.table(len(mine)), world.attention.pp
+    follows = tuple(Recording.last.executed) == table.lines[rank]
+    peak = Recording.last.peak, peak_in_flight(table)[rank]
     least = min(float(gradient.norm()) for gradient in gradients.values())
-    return Outcome(max(errors), least, figures, expected, follows)
+    return Outcome(max(errors), least, figures, expected, follows, peak)
 
 
 def run_cases(rank: int, cases: Sequence[Case], ranks: int) -> list[Outcome]:

@@ -37,6 +37,8 @@ TWO = (
     Case("pp2 vpp2", "merged", "deep", 4, {"stages": "Ett|||ttL"}),
     Case("pp2 vpp3", "interleaved", "deep", 4, {"stages": "E||tt|t|t|L"}),
     Case("ep2", "merged", "deep", 4),
+    Case("ep2", "merged", "deep", 3, {"zero": 3, **FULL}),
+    Case("", "merged", "tied", 2, {"zero": 2}),
     Case("tp2 ep2", "merged", "mla", 3, FULL),
 )
 FOUR = (
@@ -50,7 +52,7 @@ FOUR = (
     Case("pp2 tp2 ep2", "zb_h1", "tied", 4),
     Case("pp2 tp2", "merged", "deep", 4),
     Case("pp2 vpp2", "dualpipe_v", "tied", 4),
-    Case("pp2 ep2", "merged", "tied", 4),
+    Case("pp2 ep2", "merged", "tied", 4, {"zero": 3}),
     Case("pp2 vpp2 ep2 tp2", "dualpipe_v", "mla", 4, {"stages": "E|t|t|tL"}),
 )
 
@@ -66,6 +68,8 @@ def check(seen: list[Outcome]) -> None:
         for name, value in theirs.router_terms.items():
             assert math.isclose(ours.router_terms[name], value, rel_tol=BOUND), name
         assert rank.follows_table
+        executed, tabled = rank.peak
+        assert executed == tabled, "chunks in flight"
 
 
 @pytest.mark.parametrize("index", range(len(ONE)), ids=[str(case) for case in ONE])

@@ -53,8 +53,8 @@ def test_b30_each_weight_gradient_is_added_once() -> None:
 def threads(rank: int, case: Case, ranks: int) -> list[list[str]]:
     """Run a case; returns for each channel the threads whose operations it carried, by name."""
     world = World.open(Folding(case.where.split, ranks), "cpu", 30)
-    placed = case.placed(world)
-    second_groups(placed)
+    data = case.data(world)
+    second_groups(data.placed)
     used: defaultdict[str, set[str]] = defaultdict(set)
     sound = Recorder.begin
 
@@ -64,7 +64,7 @@ def threads(rank: int, case: Case, ranks: int) -> list[list[str]]:
 
     Recorder.begin = begin  # type: ignore[method-assign, assignment]
     try:
-        step.gradients(placed, batches(case.micro_batches), 16)
+        step.gradients(data, batches(case.micro_batches), 16)
     finally:
         Recorder.begin = sound  # type: ignore[method-assign]
     return [sorted(names) for names in used.values()]

@@ -52,8 +52,8 @@ class _Products(TorchDispatchMode):
 def count(rank: int, case: Case, ranks: int) -> tuple[Counter[Any], Counter[str]]:
     """Run a case; returns what each kind of action did, and how often each weight got a product."""
     world = World.open(Folding(case.where.split, ranks), "cpu", 30)
-    placed = case.placed(world)
-    names = {id(p): name for name, p in placed.model.named_parameters()}
+    data = case.data(world)
+    names = {id(p): name for name, p in data.placed.model.named_parameters()}
     added: Counter[str] = Counter()
     sound = gradients.accumulate
 
@@ -65,7 +65,7 @@ def count(rank: int, case: Case, ranks: int) -> tuple[Counter[Any], Counter[str]
     gradients.accumulate = counted
     try:
         with recording(Counting):
-            step.gradients(placed, batches(case.micro_batches), 16)
+            step.gradients(data, batches(case.micro_batches), 16)
     finally:
         gradients.accumulate = sound
     return Counting.seen, added
