@@ -57,11 +57,7 @@ def halves(site: Site) -> bool:
 
 def scalings(cases: Sequence[Case], parameters: Sequence[str]) -> list[tuple[Case, Break]]:
     """Return, for each case, the scaling of each parameter's gradient on one rank."""
-    return [
-        (case, Break(parameter=name, factor=SCALE))
-        for case in cases
-        for name in parameters
-    ]
+    return [(case, Break(parameter=name, factor=SCALE)) for case in cases for name in parameters]
 
 
 def control(

@@ -7,7 +7,7 @@ import pytest
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, enough
-from moefold.proof.controls import breaks_of, control, scalings
+from moefold.proof.controls import breaks_of, control, halves, scalings
 from moefold.proof.lowered import lowered, narrowed
 from moefold.proof.matrix import selection
 from moefold.proof.models import SUBJECTS
@@ -61,7 +61,10 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     assert {"embed", "loss", "gradients", "layers.*.attention", "layers.*.moe.dispatch"} <= {
         site.label for site in sites
     }
-    found = control(breaks_of([(cases[0], sites)]), BOUND)
+    planned = breaks_of([(cases[0], sites)])
+    # Gradients are halved here; `moefold verify --controls` takes them away altogether too.
+    planned = [(c, b) for c, b in planned if b.how == "half" or not halves(b.site)]  # type: ignore[arg-type]
+    found = control(planned, BOUND)
     assert len(found) > 20
     assert not [c.broken.words for c in found if not c.noticed]
 
