@@ -14,7 +14,10 @@ from tests.house.tree import Module, dotted, functions, modules
 HOT = ("moefold/moe/", "moefold/kernels/")
 NARROW = {"int32", "int16", "int8", "uint8", "uint16", "uint32"}
 # The functions that make narrow integers, because row numbers and keys are what they make.
-MAKES_NARROW: set[str] = {"moefold/moe/dispatch/order.py::sort_copies"}
+MAKES_NARROW: set[str] = {
+    "moefold/moe/dispatch/order.py::sort_copies",
+    "moefold/moe/dispatch/foreign.py::ends_of",
+}
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")
 # Functions whose result is as wide as what they are given.

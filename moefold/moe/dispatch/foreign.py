@@ -32,6 +32,11 @@ def load(record: Foreign) -> Any:
     return module
 
 
+def ends_of(counts_E: Tensor, device: torch.device) -> Tensor:
+    """Return int32 end rows of experts on a device from counts, which may be on the host."""
+    return counts_E.to(device).cumsum(0, dtype=torch.int64).to(torch.int32)
+
+
 def check_rows(record: Foreign, x_TD: Tensor) -> None:
     """Refuse rows that the back ends do not send.
 

@@ -20,7 +20,7 @@ from moefold.comm.world import World
 from moefold.moe.config import HybridEp
 from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
 from moefold.moe.dispatch.counts import everyone, host_counts, on_host
-from moefold.moe.dispatch.foreign import check_rows, load
+from moefold.moe.dispatch.foreign import check_rows, ends_of, load
 from moefold.moe.dispatch.local import LocalDispatch
 
 
@@ -62,9 +62,8 @@ class HybridEpDispatch:
         probs_TE = probs_TE.scatter(1, experts_TK, weights_TK.float())[:, :-1].contiguous()
         sent = _Send.apply(x_TD.contiguous(), probs_TE, chosen_TE, buffer)
         x_RD, probs_R, counts_E, *native = sent  # type: ignore[misc]
-        offs_E = counts_E.to(x_TD.device).cumsum(0, dtype=torch.int64)
         handle = (on_host([rows]), *native)
-        return Dispatched(x_RD, offs_E.int(), probs_R, handle)
+        return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
 
     def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""

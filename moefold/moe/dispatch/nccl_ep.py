@@ -10,7 +10,6 @@ T rows, D hidden, K experts per token, E experts, R rows after dispatch.
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moefold.comm.group import Group
@@ -18,7 +17,7 @@ from moefold.comm.world import World
 from moefold.moe.config import NcclEp
 from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
 from moefold.moe.dispatch.counts import host_counts, on_host
-from moefold.moe.dispatch.foreign import check_rows, load
+from moefold.moe.dispatch.foreign import check_rows, ends_of, load
 from moefold.moe.dispatch.local import LocalDispatch
 
 
@@ -52,9 +51,8 @@ class NcclEpDispatch:
         x_RD, probs_R, counts_E = self._module.ep_dispatch(
             buffer, x_TD.contiguous(), experts_TK, weights_TK.float()
         )
-        offs_E = counts_E.cumsum(0, dtype=torch.int64).int()
         handle = (on_host([x_TD.shape[0], top_k]), buffer.handle_mem)
-        return Dispatched(x_RD, offs_E, probs_R, handle)
+        return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
 
     def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
