@@ -5,10 +5,12 @@
     python bench/plan_accuracy.py --rows FILE --json # one line per row of any file of that form
 
 The rows, with their sources, are in ``bench/data/published_runs.json``. Which are left out is a
-rule in ``planning/rows.py``, what a row does not say is one table in ``planning/defaults.py``, and
-which are held out of the fit is a hash of their layout in ``planning/score.py``: all three were
-written before any row was scored. Constants belong to devices and software releases, never to a row
-or a model. Errors are of TFLOP/s per GPU, which is the speed as the source counts it.
+rule in ``planning/rows.py``, and which are held out of the fit is a hash of their layout in
+``planning/score.py``: both were written before any row was scored. What a row does not say is
+filled in by ``planning/defaults.py``, ``recipes.py`` and ``numbers.py``: first written before
+scoring, and since then replaced by what the stacks' own recipes say, tag and file named, once rows
+that had run were found predicted out of memory. Constants belong to devices and software
+releases, never to a row or a model. Errors are of TFLOP/s per GPU, the speed as the source counts.
 """
 
 import argparse
@@ -97,6 +99,30 @@ def baselines(rows: Sequence[Row], known: Sequence[Row]) -> dict[str, dict[str, 
     return found
 
 
+def fits(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return how many rows that ran are predicted to fit, and which of either kind are not right.
+
+    Rows with a case are counted, those without a metric and with a conflict among them.
+    """
+    found: dict[str, list[tuple[str, bool]]] = {"ran": [], "out_of_memory": []}
+    for row in rows:
+        if row.planned is None:
+            continue
+        _, fitting = memory_of(row.planned)
+        kind = "out_of_memory" if row.raw.get("status") == "OOM" else "ran"
+        if fitting is not None:
+            found[kind].append((row.id, fitting))
+    wanted = {"ran": True, "out_of_memory": False}
+    return {
+        kind: {
+            "rows": len(found[kind]),
+            "right": sum(fitting == wanted[kind] for _, fitting in found[kind]),
+            "wrong": [name for name, fitting in found[kind] if fitting != wanted[kind]],
+        }
+        for kind in found
+    }
+
+
 def report(rows: Sequence[Row], given: Constants) -> dict[str, Any]:
     """Return every figure that needs no further fit."""
     fitted, held = parts_of(rows)
@@ -120,6 +146,7 @@ def report(rows: Sequence[Row], given: Constants) -> dict[str, Any]:
         "by_model": grouped(used, every, lambda row: row.raw["model"]),
         "by_device": grouped(used, every, lambda row: row.raw["gpu"]),
         "sweeps": sweep_scores(used, given),
+        "fits": fits(rows),
         "ablations": {
             "count": len(changed),
             "right_sign": sum(one["sign"] for one in changed),
@@ -181,6 +208,9 @@ def show(found: dict[str, Any]) -> None:
         print(group)
         for name, one in found[group].items():
             print(f"  {name:28s} {_line(one)}")
+    for kind, one in found["fits"].items():
+        wrong = f": not {', '.join(one['wrong'])}" if one["wrong"] else ""
+        print(f"{kind.replace('_', ' ')}: {one['right']} of {one['rows']} predicted so{wrong}")
     print("sweeps")
     for name, one in found["sweeps"].items():
         print(f"  {name:62s} {one['rows']:3d}  spearman {one['spearman']:5.2f}  "

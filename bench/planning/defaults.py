@@ -1,12 +1,15 @@
 """What a published row does not say, filled in by its stack and release: the one table of it.
 
-A value that the row states always wins. Where a recipe of the stack is public, the value is that of
-the recipe; the others are what the stack did unless told otherwise at that time.
+A value that the row states always wins. Where its stack's recipe is public the value is the
+recipe's (``recipes.py`` for settings, ``numbers.py`` for what is kept per parameter); the others
+are what the stack did unless told otherwise at that time, with the source beside each.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from planning.recipes import said
 
 from moefold.planner.case import Dispatcher, Graphs, Module, Recipe, Stack
 
@@ -78,8 +81,8 @@ def recipe(row: dict[str, Any]) -> Recipe:
     if "block" in text or "128" in text:
         return "fp8_block"
     if row.get("gpu") in HOPPER:
-        own = row["model"] == "DeepSeek-V3"
-        return "fp8_block" if own else "fp8_tensor"
+        # DeepSeek's own blocks: arXiv 2412.19437, section 3.3; else "FP8" is current scaling.
+        return "fp8_block" if origin(row).stack == "deepseek" else "fp8_tensor"
     return "mxfp8"
 
 
@@ -96,38 +99,31 @@ def dispatcher(row: dict[str, Any], where: Origin) -> Dispatcher:
         return "two_level"
     if text:
         return "alltoall"
+    stated = _said(row, where, "dispatcher")
+    if stated in ("deepep", "hybridep"):
+        return stated
     if where.stack == "automodel":
         return "deepep"
-    if where.release in ("mpf", "dgxc", "25.09"):
-        return "alltoall"
-    if where.stack == "torchtitan":
-        return "alltoall"
+    if where.stack == "deepseek":
+        return "two_level"
     if row["gpu"] in GRACE and _at_least(where.release, "25.11"):
         return "hybridep"
-    if row["gpu"] in HOPPER and row["model"] == "Qwen3-235B-A22B" and where.release != "zoo":
-        return "alltoall"
-    if where.release in ("guide", "zoo") or _at_least(where.release, "25.11"):
-        return "deepep"
-    return "two_level" if where.stack == "deepseek" else "alltoall"
+    return "deepep" if where.release in ("guide", "zoo") else "alltoall"
+
+
+def _said(row: dict[str, Any], where: Origin, setting: str) -> Any:
+    """Return what the row's recipe sets, if it has one."""
+    if where.stack != "megatron":
+        return None
+    return said(row, where.release, recipe(row), setting)
 
 
 def graphs(row: dict[str, Any], where: Origin) -> Graphs:
     """Return what CUDA graphs hold."""
-    text = (row.get("cuda_graph") or "").lower()
+    text = (row.get("cuda_graph") or _said(row, where, "cuda_graph") or "none").lower()
     if text.startswith("full"):
         return "full"
-    if text == "none":
-        return "none"
-    if text:
-        return "partial"
-    if where.stack != "megatron" or not _at_least(where.release, "25.11"):
-        return "none"
-    if row["gpu"] in GRACE:
-        whole = _at_least(where.release, "26.06") and "Nemotron" not in row["model"]
-        return "full" if whole else "partial"
-    return (
-        "partial" if _at_least(where.release, "26.02") and row["model"] != "DeepSeek-V3" else "none"
-    )
+    return "none" if text == "none" else "partial"
 
 
 def expert_overlap(row: dict[str, Any], where: Origin) -> bool:
@@ -136,13 +132,7 @@ def expert_overlap(row: dict[str, Any], where: Origin) -> bool:
     if text:
         has = "a2a" in text or "dualpipe" in text
         return has and not any(word in text for word in ("off", "no 1f1b", "none"))
-    if where.stack != "megatron" or "Nemotron" in row["model"]:
-        return False
-    if row["gpu"] in GRACE:
-        early = row["gpu"] == "GB300" and row["model"] == "DeepSeek-V3"
-        return _at_least(where.release, "26.02" if early else "26.06")
-    large = row["model"] in ("DeepSeek-V3", "Qwen3-235B-A22B")
-    return row["gpu"] in HOPPER and large and _at_least(where.release, "25.09")
+    return bool(_said(row, where, "ep_overlap"))
 
 
 WORDS: dict[str, Module | None] = {
@@ -157,30 +147,26 @@ WORDS: dict[str, Module | None] = {
     "none": None,
 }
 """The sources' names of what is recomputed, in ours."""
+KEPT_BLOCKS = ("GPT-OSS-20B",)
+"""Models whose benchmark recipe of AutoModel (``examples/llm_benchmark``) has no
+``activation_checkpointing``; all others that were published with it do."""
+DEEPSEEK: frozenset[Module] = frozenset(("norms", "mla_up", "moe_act"))
+"""RMSNorm, MLA's up-projections and SwiGLU: arXiv 2412.19437, sections 3.2.3 and 3.3.3."""
 
 
 def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
     """Return what is computed again in backward."""
     text = row.get("recompute")
+    if text is None:
+        noted = re.search(r"recompute (\w+) per the later README", row.get("notes") or "")
+        text = noted[1] if noted else _said(row, where, "recompute")
     if text is not None:
-        named: set[Module] = set()
-        for word in text.split(","):
-            module = WORDS.get(word.strip())
-            if module is not None:
-                named.add(module)
-        return frozenset(named)
-    if where.release == "dgxc" and row["model"] == "DeepSeek-V3":
-        return frozenset(("mla_up",) if row["gpu"] in HOPPER else ("attention",))
-    if where.stack != "megatron" or where.release == "mpf":
-        return frozenset()
-    if row["model"] == "DeepSeek-V3":
-        if row["gpu"] == "GB300":
-            return frozenset()
-        if row["gpu"] in GRACE:
-            return frozenset(("mla_up",) if _at_least(where.release, "26.06") else ("ffn",))
-        return frozenset(("mla_up", "ffn"))
-    if row["model"] == "Qwen3-235B-A22B" and row["gpu"] in HOPPER:
-        return frozenset(("norms", "moe_act"))
+        words = (WORDS.get(word.strip()) for word in text.split(","))
+        return frozenset(word for word in words if word is not None)
+    if where.stack == "automodel" and row["model"] not in KEPT_BLOCKS:
+        return frozenset(("block",))
+    if where.stack == "deepseek":
+        return DEEPSEEK
     return frozenset()
 
 
@@ -228,14 +214,17 @@ def narrowed(row: dict[str, Any], where: Origin) -> frozenset[Literal["attention
         return frozenset(("attention",))
     if "FP8 attention" in text:
         return frozenset(("attention", "head"))
-    recent = _at_least(where.release, "26.06") and row["gpu"] in GRACE
-    if recent and row["model"] == "DeepSeek-V3":
-        return frozenset(("attention", "head"))
-    return frozenset(("attention",)) if recent and row["model"].startswith("Qwen3") else frozenset()
+    if where.stack != "megatron" or not _at_least(where.release, "26.06"):
+        return frozenset()
+    # Recipes state it from 26.08 on; the release before had the same switches.
+    return frozenset(said(row, "26.08", recipe(row), "narrowed") or ())
 
 
 def multi_token(row: dict[str, Any]) -> int:
-    """Return the number of multi-token prediction layers."""
+    """Return the number of multi-token prediction layers.
+
+    Megatron-Bridge counts one for Nemotron-3-Super (``published_runs.md``, section 1).
+    """
     if row.get("mtp_layers") is not None:
         return row["mtp_layers"]
     return int(row["model"].startswith("Nemotron-3-Super") and row["id"].startswith("mb-"))

@@ -20,10 +20,11 @@ from typing import Any
 from planning import defaults
 from planning.flops import gflop_per_token
 from planning.models import Undescribed, decoder
+from planning.numbers import numbers
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.planner.case import Case, Keeping, Numbers, Overlaps, Software
+from moefold.planner.case import Case, Keeping, Overlaps, Software
 from moefold.planner.hardware import cluster
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
 
@@ -164,7 +165,6 @@ def case_of(row: dict[str, Any]) -> Case:
         tp=row["tp"], cp=row["cp"], pp=pp, vpp=vpp, ep=row["ep"],
         etp=defaults.expert_tensor(row, where),
     )  # fmt: skip
-    recipe = defaults.recipe(row)
     return Case(
         decoder=model,
         seq=row["seq_len"],
@@ -176,11 +176,7 @@ def case_of(row: dict[str, Any]) -> Case:
         schedule=schedule,
         dispatch="local" if row["ep"] == 1 else defaults.dispatcher(row, where),
         load=defaults.load(row),
-        numbers=Numbers(
-            recipe=recipe,
-            moment_bytes=2 if recipe == "mxfp8" else 4,
-            narrowed=defaults.narrowed(row, where),
-        ),
+        numbers=numbers(row, where),
         keeping=_keeping(row, where),
         software=Software(
             stack=where.stack,

@@ -16,6 +16,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 from plan_accuracy import effects, line, parts_of, report  # noqa: E402
+from planning.recipes import said  # noqa: E402
 from planning.rows import FILE, Row, read  # noqa: E402
 from planning.score import held_out, published, twin_key  # noqa: E402
 
@@ -83,6 +84,26 @@ def test_published_effects_have_the_right_sign():
     assert len(changed) >= 20
     assert sum(one["sign"] for one in changed) >= 20
     assert sum(one["points"] <= 8 for one in changed) >= 14
+
+
+def test_rows_that_ran_fit_and_those_that_did_not_do_not():
+    memory = found()["fits"]
+    assert memory["out_of_memory"]["rows"] >= 2
+    assert not memory["out_of_memory"]["wrong"]
+    assert memory["ran"]["rows"] >= 190
+    assert memory["ran"]["right"] >= 0.97 * memory["ran"]["rows"]
+
+
+def test_a_row_takes_what_its_recipe_says():
+    row = {"model": "DeepSeek-V3", "gpu": "GB200", "pp": 4, "vpp": 4, "ep": 64}
+    assert said(row, "26.02", "mxfp8", "recompute") == "mla_up_proj"
+    assert said(row, "26.04.01", "mxfp8", "recompute") == "mlp"
+    assert said(row, "26.06", "mxfp8", "cuda_graph") == "full"
+    assert said(row, "25.09", "mxfp8", "ep_overlap") is False, "the next release that has recipes"
+    assert said(row, "guide", "mxfp8", "recompute") is None
+    assert said(row | {"model": "Unknown"}, "26.02", "mxfp8", "recompute") is None
+    unlike = {"model": "GPT-OSS-120B", "gpu": "GB200"}
+    assert said(unlike, "26.04", "bf16", "dispatcher") is None, "its layouts differ in this"
 
 
 def test_rows_are_left_out_by_rule_alone():
