@@ -89,6 +89,8 @@ def build(
 ) -> Placed:
     """Build this rank's parts of a decoder, uninitialised; nothing else is ever allocated.
 
+    On device ``meta`` not even these: what data ranks share need never be whole on one of them.
+
     Raises:
         ValueError: where an axis does not divide what it cuts.
     """

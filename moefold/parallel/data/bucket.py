@@ -24,10 +24,11 @@ class Bucket:
 
     Args:
         unit: the part of the model that they are of, such as ``layers.3``.
-        parameters: by name; their present values are taken.
+        parameters: by name; their present values are taken, if they have any (``meta``).
         inside: the ranks that share the bucket, more than one.
         across: ranks with the same run, of which each saw other tokens.
         dtype: what products take.
+        device: where all of it lives.
         keeps: whether weights stay whole between their uses.
     """
 
@@ -38,6 +39,7 @@ class Bucket:
         inside: Group,
         across: Group,
         dtype: torch.dtype,
+        device: torch.device,
         keeps: bool,
     ) -> None:
         first = next(iter(parameters.values()))
@@ -46,8 +48,8 @@ class Bucket:
         shapes = [(name, tuple(p.shape)) for name, p in parameters.items()]
         self.slots, self.length = lay_out(shapes, inside.size)
         self._by_name = {slot.name: slot for slot in self.slots}
-        self.master_L = first.new_zeros(self.length, requires_grad=False)
-        self.values = torch.empty(self.length * inside.size, dtype=dtype, device=first.device)
+        self.master_L = torch.zeros(self.length, dtype=first.dtype, device=device)
+        self.values = torch.empty(self.length * inside.size, dtype=dtype, device=device)
         self.gradients: Tensor | None = None
         self.summed_L: Tensor | None = None
         self._users = 0
@@ -57,8 +59,9 @@ class Bucket:
         self.weights = {slot.name: self._whole(slot, self.values) for slot in self.slots}
         self._resize(0)
         for slot in self.slots:
-            self.own(slot, self.master_L).copy_(self._owned(slot, parameters[slot.name]))
-        self.handles = {slot.name: handle_of(parameters[slot.name]) for slot in self.slots}
+            if not parameters[slot.name].is_meta:
+                self.own(slot, self.master_L).copy_(self._owned(slot, parameters[slot.name]))
+        self.handles = {name: handle_of(p, device) for name, p in parameters.items()}
 
     @property
     def start(self) -> int:
@@ -104,6 +107,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Start to gather the weights of all runs; :meth:`ready` waits for them."""
+        self.ready()
         self._resize(self.values.numel())
         # What a forward pass has kept for its backward is this memory, filled again alike.
         unchanged = _unsafe_preserve_version_counter(self.values)
@@ -177,10 +181,10 @@ class Bucket:
             sum_(self.summed_L, self.across)
 
 
-def handle_of(parameter: Tensor) -> nn.Parameter:
+def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:
     """Return what stands for a parameter whose values are elsewhere: its form, and NaN to read.
 
     Its gradient is an ordinary tensor.
     """
-    nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=device)
     return nn.Parameter(nothing.expand(parameter.shape), parameter.requires_grad)

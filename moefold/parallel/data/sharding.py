@@ -54,7 +54,10 @@ class Data:
     """
 
     def __init__(self, placed: Placed) -> None:
-        """Take the parameters as they are, and keep this rank's share of them."""
+        """Take the parameters as they are, and keep this rank's share of them.
+
+        Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
+        """
         self.placed = replace(placed, weights_for=self.weights_for)
         world, layout = placed.world, placed.layout
         self._levels = {
@@ -75,7 +78,7 @@ class Data:
 
     def _share_out(self) -> None:
         """Put parameters with copies into buckets, and handles in their place."""
-        model, zero = self.placed.model, self.placed.layout.zero
+        model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in model.named_parameters():
             placement = self.placed.shards[name].placement
@@ -86,12 +89,13 @@ class Data:
             key = unit_of(name), placement.copies, dtype, parameter.requires_grad
             alike[key][name] = parameter
         for (unit, kind, dtype, _), parameters in alike.items():
-            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, keeps=zero < 3)
+            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, device, zero < 3)
             self._units[unit].append(bucket)
             for name, handle in bucket.handles.items():
                 self._bucket[name] = bucket
                 _put(model, name, handle)
                 model.recipe.give(handle, bucket.weights[name])
+        _materialise(model, device)
         for name, parameter in model.named_parameters():
             if name not in self._bucket:
                 self.params[name] = parameter
@@ -203,12 +207,13 @@ class Data:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Bring the weights that stay whole up to date with the masters, after any change."""
-        kept = [bucket for bucket in self.buckets if bucket.keeps]
-        for bucket in kept:
-            bucket.gather()
-        for bucket in kept:
-            bucket.ready()
+        """Bring the weights that stay whole up to date with the masters, after any change.
+
+        They are on their way when it returns; the first pass through a unit waits for its own.
+        """
+        for bucket in self.buckets:
+            if bucket.keeps:
+                bucket.gather()
 
     # What is here
 
@@ -290,12 +295,28 @@ class Data:
 def _levels(placed: Placed, kind: str, zero: int, ranks: int | None) -> tuple[Group, Group]:
     """Return the ranks that share one copy, and those that hold the same share of other copies."""
     size = placed.world.group(kind).size
+    if kind == "dp_cp" and zero and size % (ranks or 1):
+        raise ValueError(
+            f"layout.zero_ranks: {ranks} does not divide the {size} ranks that hold copies; "
+            f"{math.gcd(ranks or 1, size)} would"
+        )
     return placed.world.split(kind, math.gcd(ranks or size, size) if zero else 1)
 
 
-def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Allocate what is on ``meta``."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            empty = torch.empty_like(parameter, device=device)
+            _put(model, name, nn.Parameter(empty, parameter.requires_grad))
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:
+            _put(model, name, torch.empty_like(buffer, device=device))
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     prefix, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(prefix), leaf, parameter)
+    setattr(model.get_submodule(prefix), leaf, tensor)
 
 
 def _sum(parameters: Sequence[Tensor], ranks: Group) -> None:
