@@ -81,7 +81,8 @@ def check_targets(
     mismatched = {
         name: what
         for name, target in targets.items()
-        if name in found.tensors and (what := _difference(found.tensors[name], target))
+        if name in found.tensors
+        and (what := difference(found.tensors[name], tuple(target.shape), target.dtype))
     }
     if missing or unexpected or mismatched:
         raise MismatchError(path, missing, unexpected, mismatched)
@@ -145,8 +146,8 @@ class Reader:
             if shared is None:
                 continue
             there = target[tuple(slice(a - b, e - b) for (a, e), b in zip(shared, at, strict=True))]
-            if not shared:
-                self._read_slice(name, part, there.reshape(1).view(torch.uint8))
+            if there.shape == part.shape and there.is_contiguous():
+                self._read_slice(name, part, there.view(-1).view(torch.uint8))
                 continue
             first, end = (place - part.at[0] for place in shared[0])
             rows = self._read_rows(name, stored.dtype, part, first, end)
@@ -237,10 +238,10 @@ def _overlap(
     return shared if all(start < end for start, end in shared) else None
 
 
-def _difference(stored: Stored, target: Tensor) -> str:
-    """Return how a stored tensor differs from its target; empty where it fits."""
-    if stored.shape == tuple(target.shape) and DTYPES[stored.dtype] == target.dtype:
+def difference(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return how a stored tensor differs from what is wanted; empty where it fits."""
+    if stored.shape == shape and DTYPES[stored.dtype] == dtype:
         return ""
     kind = str(DTYPES[stored.dtype]).removeprefix("torch.")
-    wanted = str(target.dtype).removeprefix("torch.")
-    return f"stored {kind} {list(stored.shape)}, wanted {wanted} {list(target.shape)}"
+    wanted = str(dtype).removeprefix("torch.")
+    return f"stored {kind} {list(stored.shape)}, wanted {wanted} {list(shape)}"

@@ -134,7 +134,7 @@ def _fork(job: Job, old: Path, console: Console) -> None:
         raise CheckpointError(f"--folder {old} holds no checkpoint to fork from")
     meta = manifest.read(path).meta
     changed = differences(meta["run"], plain(job.run))
-    job.progress = restore(path, job.model, job.optimizer)
+    job.progress = restore(path, job.data, job.optimizer)
     said = {"from": str(path), "step": job.step_number, "changed": changed}
     (job.folder / FORK_FILE).write_text(json.dumps(said, indent=2) + "\n")
     job.save()

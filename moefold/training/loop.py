@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.errors import DamagedError
+from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.folder import newest, step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
-from moefold.comm.agree import demand_same, on_first
+from moefold.checkpoint.together import save_together
+from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.records import plain
-from moefold.config.uses import bring
 from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
@@ -38,7 +38,6 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.model.families.folder import Folder
 from moefold.model.generate import generate
 from moefold.model.init import start_value
-from moefold.observe.code import code_version
 from moefold.observe.machine import Machine
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale, non_finite
@@ -50,12 +49,11 @@ from moefold.run import Run, demand_fit
 from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
+from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
 from moefold.training.state import (
     Progress,
-    as_known_today,
-    differences,
+    contents,
     restore,
-    tensors_of,
 )
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import demand_names, describe
@@ -68,14 +66,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 class Interrupted(Exception):
     """The run was asked to stop; it saved before it did."""
-
-
-def parts_from_outside(run: Run) -> dict[str, str]:
-    """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""
-    found: dict[str, list[str]] = {}
-    for path, digest in bring(run.uses).items():
-        found.setdefault(Path(path).name, []).append(digest)
-    return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
 
 
 class Job:
@@ -160,9 +150,9 @@ class Job:
             pad_to=sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1),
         )
         self.feed = Feed(self.loader, self.world)
-        self._agree()
+        demand_agreement(run, self.parts, self.loader.fingerprint(), self.world)
         self.decoder = run.decoder()
-        parts = build_parts(self.decoder, train.precision, run.layout, self.world, self.device)
+        parts = build_parts(self.decoder, train.precision, run.layout, self.world, "meta")
         self.data = Data(parts)
         self.placed, self.model = self.data.placed, self.data.placed.model
         self.start_values()
@@ -177,21 +167,6 @@ class Job:
         self._stops: str | None = None
         self.resumed_from = self._resume()
 
-    def _agree(self) -> None:
-        """Refuse ranks that were started with different things.
-
-        Raises:
-            Disagreement: naming what differs, its values, and the ranks that hold them.
-        """
-        facts = {
-            "torch": torch.__version__,
-            "moefold": code_version(),
-            "data": self.loader.fingerprint(),
-            **{f"run.{key}": value for key, value in plain(self.run).items()},
-            **self.parts,
-        }
-        demand_same(facts, self.world.group("world"))
-
     def start_values(self) -> None:
         """Give the model its values before step one: drawn, or a folder's weights."""
         source = self.run.model
@@ -204,33 +179,34 @@ class Job:
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
-        path = newest(self.folder)
+        ranks = self.world.group("world")
+        path = self._newest()
         while path is not None:
             stored = manifest.read(path)
-            self._check_same(path, stored.meta)
+            demand_same_run(path, stored.meta, self.run, self.parts, self.loader.fingerprint())
+            damage: DamagedError | None = None
             try:
-                self.progress = restore(path, self.model, self.optimizer)
-                return path
+                self.progress = restore(path, self.data, self.optimizer)
             except DamagedError as error:
-                older = newest(self.folder, before=stored.step)
-                if older is None:
-                    raise
-                _log.warning("%s. Falling back to %s", error, older.name)
-                path = older
+                damage = error
+            said = [text for text in gather_objects(damage and str(damage), ranks) if text]
+            if not said:
+                return path
+            older = self._newest(before=stored.step)
+            if older is None:
+                raise damage or CheckpointError(said[0])
+            _log.warning("%s. Falling back to %s", said[0], older.name)
+            path = older
         return None
 
-    def _check_same(self, path: Path, meta: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of a run that computes something else, and say what."""
-        changed = differences(as_known_today(meta["run"]), plain(self.run))
-        changed += differences(meta["parts"], self.parts, tuple(self.parts | meta["parts"]))
-        if meta["data"] != self.loader.fingerprint():
-            changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
-        if changed:
-            raise ValueError(
-                f"{path} belongs to a run that computes something else:\n  "
-                + "\n  ".join(changed)
-                + "\nGive another --folder, or --fork NEW to start a new run from it"
-            )
+    def _newest(self, before: int | None = None) -> Path | None:
+        """Return the newest complete checkpoint as the first rank sees it."""
+        found = on_first(
+            lambda: str(newest(self.folder, before=before) or ""),
+            self.world.group("world"),
+            self.device,
+        )
+        return Path(found) if found else None
 
     @property
     def step_number(self) -> int:
@@ -419,7 +395,7 @@ class Job:
         return Path(self._together.do("save"))
 
     def _save(self) -> Path:
-        present = newest(self.folder)
+        present = self._newest()
         if present is not None and present.name == step_name(self.progress.step):
             return present
         progress = self.progress
@@ -435,10 +411,11 @@ class Job:
                 "excluded": list(progress.excluded),
             },
         }
-        tensors = tensors_of(self.model, self.optimizer)
-        return save(
-            self.folder, progress.step, tensors, meta, self.run.watch.checkpoint, lock=self.lock
-        )
+        where = (self.folder, progress.step, contents(self.data, self.optimizer), meta)
+        policy, ranks = self.run.watch.checkpoint, self.world.group("world")
+        if ranks.size == 1:
+            return save(*where, policy, lock=self.lock)
+        return save_together(*where, policy, lock=self.lock, ranks=ranks, device=self.device)
 
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step, by layer."""

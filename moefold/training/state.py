@@ -4,22 +4,23 @@ Nothing random is stored: initial values are a function of (seed, name), the dat
 and no step draws anything else. Counters start anew with each step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moefold.checkpoint.load import load_into
+from moefold.checkpoint.errors import MismatchError
+from moefold.checkpoint.load import Reader, difference
+from moefold.checkpoint.tensors import Part
 from moefold.config.check import check
 from moefold.config.problems import dotted
 from moefold.config.records import plain
-from moefold.model.decoder import DecoderModel
 from moefold.optim.base import Optimizer
+from moefold.parallel.data.sharding import Data, Held
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
-from moefold.training.stored import model_tensors
+from moefold.training.stored import MODEL
 
 
 @dataclass
@@ -41,21 +42,53 @@ class Progress:
         return place
 
 
-def tensors_of(model: DecoderModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return every tensor of the state by its name in a checkpoint: live tensors, not copies."""
-    return model_tensors(model) | optimizer.state()
+def held_by(data: Data, optimizer: Optimizer) -> Iterator[tuple[str, Held]]:
+    """Yield every box of the state that is here, live, with its tensor's name in a checkpoint."""
+    yield from ((MODEL + held.name, held) for held in data.weights())
+    yield from ((held.name, held) for held in data.states(optimizer))
 
 
-def restore(path: Path, model: DecoderModel, optimizer: Optimizer) -> Progress:
-    """Fill model and optimizer from a checkpoint, and return how far it is.
+def contents(data: Data, optimizer: Optimizer) -> dict[str, list[Part]]:
+    """Return what this rank writes of the state: each box stands on one rank alone."""
+    found: dict[str, list[Part]] = {}
+    for name, held in held_by(data, optimizer):
+        if held.first:
+            at = tuple(start for start, _ in held.box)
+            found.setdefault(name, []).append(Part(held.tensor.detach(), held.shape, at))
+    return found
+
+
+def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:
+    """Fill what is here of the state from a checkpoint of any layout; return how far it is.
 
     Raises:
-        DamagedError: where a byte is not as written; model and optimizer then hold a mixture.
+        DamagedError: where a byte is not as written; the state then holds a mixture.
         MismatchError: where the tensors are not these; nothing is changed then.
     """
-    with torch.no_grad():
-        progress = load_into(path, tensors_of(model, optimizer))["progress"]
+    with Reader(path) as reader, torch.no_grad():
+        wanted = list(held_by(data, optimizer))
+        _check_names(reader, dict(wanted), whole=data.placed.world.size == 1)
+        reader.check_sizes(dict(wanted))
+        for name, held in wanted:
+            reader.read_part_into(name, held.tensor, tuple(start for start, _ in held.box))
+        progress = reader.manifest.meta["progress"]
+    data.renew()
     return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
+
+
+def _check_names(reader: Reader, wanted: Mapping[str, Held], whole: bool) -> None:
+    """Refuse a checkpoint whose tensors are not those of the state; others hold what is not here
+    unless it is ``whole``."""
+    stored = reader.manifest.tensors
+    unexpected = [name for name in stored if name not in wanted] if whole else []
+    missing = [name for name in wanted if name not in stored]
+    mismatched = {
+        name: what
+        for name, held in wanted.items()
+        if name in stored and (what := difference(stored[name], held.shape, held.tensor.dtype))
+    }
+    if missing or unexpected or mismatched:
+        raise MismatchError(reader.path, missing, unexpected, mismatched)
 
 
 def as_known_today(stored: Mapping[str, Any]) -> Mapping[str, Any]:

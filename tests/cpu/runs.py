@@ -66,9 +66,9 @@ def job_of(folder: Path, out: str = "out", *hooks: Hook, **changes: Any) -> Job:
 
 def weights(job: Job) -> dict[str, torch.Tensor]:
     """Return copies of everything a checkpoint would hold."""
-    from moefold.training.state import tensors_of
+    from moefold.training.state import held_by
 
-    return {name: t.clone() for name, t in tensors_of(job.model, job.optimizer).items()}
+    return {name: held.tensor.clone() for name, held in held_by(job.data, job.optimizer)}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

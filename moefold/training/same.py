@@ -1,0 +1,66 @@
+"""What must be the same: a run and the checkpoint it goes on from, and what its ranks hold."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefold.comm.agree import demand_same
+from moefold.comm.world import World
+from moefold.config.records import plain
+from moefold.config.uses import bring
+from moefold.observe.code import code_version
+from moefold.run import Run
+from moefold.training.state import as_known_today, differences
+
+
+def parts_from_outside(run: Run) -> dict[str, str]:
+    """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""
+    found: dict[str, list[str]] = {}
+    for path, digest in bring(run.uses).items():
+        found.setdefault(Path(path).name, []).append(digest)
+    return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
+
+
+def demand_same_run(
+    path: Path, meta: Mapping[str, Any], run: Run, parts: Mapping[str, str], data: str
+) -> None:
+    """Refuse a checkpoint of a run that computes something else, and say what.
+
+    Args:
+        path: the checkpoint.
+        meta: its facts.
+        run: what would go on from it.
+        parts: digests of the run's parts from outside.
+        data: fingerprint of the run's data.
+
+    Raises:
+        ValueError: with each difference.
+    """
+    changed = differences(as_known_today(meta["run"]), plain(run))
+    changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
+    if meta["data"] != data:
+        changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
+    if changed:
+        raise ValueError(
+            f"{path} belongs to a run that computes something else:\n  "
+            + "\n  ".join(changed)
+            + "\nGive another --folder, or --fork NEW to start a new run from it"
+        )
+
+
+def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:
+    """Refuse ranks that were started with different things.
+
+    Raises:
+        Disagreement: naming what differs, its values, and the ranks that hold them.
+    """
+    facts = {
+        "torch": torch.__version__,
+        "moefold": code_version(),
+        "data": data,
+        **{f"run.{key}": value for key, value in plain(run).items()},
+        **parts,
+    }
+    demand_same(facts, world.group("world"))
