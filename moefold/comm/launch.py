@@ -81,17 +81,21 @@ def all_answers(
     limit_s: float | None = None,
 ) -> list[Any]:
     """Do as ``launch``, and return every rank's result; with ``limit_s``, within that time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_server()
     store = serve(0, time_out_s)
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
-    ranks: list[_Rank] = []
+    threads = threads_each()
+    ranks: list[Rank] = []
+
+    def hand_on(number: int) -> None:
+        for rank in ranks:
+            rank.signal(number)
+
     try:
-        with _forwarding(ranks) as received:
+        with forwarding(hand_on) as received:
             for rank in range(nproc):
                 spot = Spot(rank, nproc, rank, "127.0.0.1", store.port, served=True)
                 task = (spot, time_out_s, device, threads, function, tuple(args))
-                ranks.append(_Rank(context, task))
+                ranks.append(Rank(context, _run_rank, task))
             answers = _collect(ranks, limit_s)
         if not all(answer and answer.ok for answer in answers):
             if signal.SIGINT in received:
@@ -105,14 +109,30 @@ def all_answers(
             rank.end()
 
 
-class _Rank:
-    """One rank, seen from the launcher."""
+def fork_server(*preload: str) -> Any:
+    """Return the context that ranks fork in; its server has torch and ``preload`` loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
+    return context
 
-    def __init__(self, context: Any, task: tuple[Any, ...]) -> None:
+
+def threads_each() -> int:
+    """Return how many threads a rank computes on."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0])
+
+
+class Rank:
+    """One rank, seen from the launcher.
+
+    Its process calls ``target(task, answer, life)`` with its ends of two pipes: one to say
+    something by, one to hear something by.
+    """
+
+    def __init__(self, context: Any, target: Callable[..., None], task: tuple[Any, ...]) -> None:
         self.answer, theirs = context.Pipe(duplex=False)
         its_life, self.life = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=_run_rank, args=(task, theirs, its_life)
+            target=target, args=(task, theirs, its_life)
         )
         self.process.start()
         theirs.close()
@@ -122,6 +142,14 @@ class _Rank:
         """Send a signal, unless the rank is over."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
+
+    def cause(self) -> str:
+        """Say what a process died of, as the end of a sentence."""
+        self.process.join(GRACE_S)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f": killed by {signal.Signals(-code).name}"
+        return f" without a word, exit status {code}"
 
     def leave(self) -> None:
         """Let a rank that has answered go, and wait a moment for it."""
@@ -136,7 +164,7 @@ class _Rank:
         self.answer.close()
 
 
-def _collect(ranks: list[_Rank], limit_s: float | None) -> list[Answer | None]:
+def _collect(ranks: list[Rank], limit_s: float | None) -> list[Answer | None]:
     """Wait until all ranks answered, or one failed and the others had a moment to say why."""
     answers: list[Answer | None] = [None] * len(ranks)
     until = None if limit_s is None else time.monotonic() + limit_s
@@ -158,7 +186,7 @@ def _collect(ranks: list[_Rank], limit_s: float | None) -> list[Answer | None]:
     return answers
 
 
-def _what_failed(answers: list[Answer | None], ranks: list[_Rank], limit_s: float | None) -> str:
+def _what_failed(answers: list[Answer | None], ranks: list[Rank], limit_s: float | None) -> str:
     """Word the cause: a rank that died without a word, else the rank that failed first."""
     failures = [(rank, answer) for rank, answer in enumerate(answers) if answer and not answer.ok]
     if not failures:
@@ -167,16 +195,12 @@ def _what_failed(answers: list[Answer | None], ranks: list[_Rank], limit_s: floa
     rank, answer = min(failures, key=lambda failure: (bool(failure[1].value), failure[1].at))
     if answer.value:
         return f"rank {rank} failed first:\n{answer.value}"
-    ranks[rank].process.join(GRACE_S)
-    code = ranks[rank].process.exitcode
-    if code is not None and code < 0:
-        return f"rank {rank}: the process died: killed by {signal.Signals(-code).name}"
-    return f"rank {rank}: the process died without a word, exit status {code}"
+    return f"rank {rank}: the process died{ranks[rank].cause()}"
 
 
 @contextmanager
-def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Hand signals on to the ranks, which are in process groups of their own."""
+def forwarding(send: Callable[[int], None]) -> Iterator[list[int]]:
+    """Hand signals on to the ranks, which are in process groups of their own; list them."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -184,8 +208,7 @@ def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
 
     def hand_on(number: int, frame: Any) -> None:
         received.append(number)
-        for rank in ranks:
-            rank.signal(number)
+        send(number)
 
     before = {number: signal.signal(number, hand_on) for number in FORWARDED}
     try:

@@ -16,6 +16,9 @@ from moefold.comm.watch import Watch
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import EMBEDDING, KINDS, AttentionSpot, ExpertSpot, Folding, Ranks
 
+IN_OPERATION = "an operation with other ranks was under way"
+"""Noted on an error that ends a world, where it is so."""
+
 
 class World:
     """Every group that this rank is in, made once for distinct ranks, and its coordinates."""
@@ -33,6 +36,7 @@ class World:
         self._by_ranks: dict[Ranks, Group] = {}
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._watch: Watch | None = None
+        self._survives = False
         self._prefix = ""
 
     @property
@@ -54,6 +58,7 @@ class World:
         device: torch.device | str,
         time_out_s: float,
         reports: Path | None = None,
+        survives: bool = False,
     ) -> "World":
         """Make all groups on all ranks and let each group talk once, before memory is tight.
 
@@ -62,6 +67,7 @@ class World:
             device: this rank's device.
             time_out_s: how long ranks wait for each other in any operation of any group.
             reports: folder for what ranks write when they wait in vain.
+            survives: whether ranks meet again after a failed operation, and need no verdict.
 
         Raises:
             ValueError: where the folding is laid over another number of ranks, or where no process
@@ -75,6 +81,7 @@ class World:
             text = f"the layout is for {folding.world} ranks and {dist.get_world_size()} run"
             raise ValueError(f"{text}; start as many as the layout has")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
+        world._survives = survives
         store = own_connection(time_out_s)
         world._watch = Watch(world.recorder, store, world.rank, world.size, time_out_s, reports)
         world._make_all()
@@ -137,6 +144,17 @@ class World:
         world._make_all()
         return world
 
+    @cached_property
+    def on_host(self) -> Group:
+        """All ranks, for tensors in host memory. Every rank asks for it at the same place."""
+        whole = self.group("world")
+        if self.size == 1 or self.device.type == "cpu":
+            return whole
+        limit = timedelta(seconds=self.time_out_s)
+        handle = dist.new_group(timeout=limit, backend="gloo", group_desc="host")
+        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
+        return Group("host", whole.ranks, whole.index, handle, self.recorder)
+
     def __enter__(self) -> "World":
         """Return itself."""
         return self
@@ -145,18 +163,25 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Close; after a failed operation, first find out which rank is absent."""
-        if isinstance(error, RuntimeError) and self._watch is not None:
-            self._watch.explain()
         if error is None:
             self.close()
+        elif self._survives:
+            if self.recorder.waiting():
+                error.add_note(IN_OPERATION)
+            self._forget()
+        elif isinstance(error, RuntimeError) and self._watch is not None:
+            self._watch.explain()
 
     def close(self) -> None:
         """End all groups; nothing can be sent afterwards."""
+        self._forget()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _forget(self) -> None:
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _make_all(self) -> None:
         named: dict[str, list[str]] = {}

@@ -33,4 +33,6 @@ def world_of(run: Run, spot: Spot, folder: Path) -> World:
     """
     demand_fit(run, spot.world)
     folding = Folding(run.layout.split, spot.world, run.layout.order)
-    return World.open(folding, device_of(spot), run.watch.time_out_s, folder / REPORTS)
+    return World.open(
+        folding, device_of(spot), run.watch.time_out_s, folder / REPORTS, survives=spot.survives
+    )
