@@ -1,12 +1,12 @@
 """What is to be planned: a run or a published model on a cluster, and one way to lay it out.
 
-    task, given = of_run(load_run("run.yaml"), cluster("h100x256"))
-    case = given.case(task)
+task, given = of_run(load_run("run.yaml"), cluster("h100x256"))
+case = given.case(task)
 """
 
 import json
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, cast, get_args
 
@@ -144,7 +144,7 @@ class Choice:
         """Return the stages that a run file without any has."""
         way: Way = "v" if isinstance(self.schedule, Vee) else "round"
         layers = sum(len(stack.blocks) * stack.repeat for stack in task.decoder.stacks)
-        return Stages.balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
+        return _balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
 
     @property
     def not_yet(self) -> tuple[str, ...]:
@@ -159,6 +159,11 @@ class Choice:
         if self.keeping.offload or self.keeping.optimizer_offload:
             found.append("offload")
         return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(pp: int, vpp: int, layers: int, multi_token: int, way: Way) -> Stages:
+    return Stages.balanced(pp, vpp, layers, multi_token, way)
 
 
 def of_run(
@@ -263,4 +268,3 @@ def _published(row: dict[str, Any]) -> Published:
         row["id"], row["source"], choice, row["device"], row["devices"], row["batch"], row["seq"],
         row.get("tflops_per_gpu"),
     )  # fmt: skip
-

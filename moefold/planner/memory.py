@@ -198,6 +198,7 @@ class _Chunks:
         self.shape = Shape.of(case)
         self.states = stage_states(case)
         self._known: dict[int, tuple[float, float, float]] = {}
+        self._grown: dict[int | str, float] = {}
 
     def moments(self, rank: int) -> tuple[Moment, ...]:
         """Return a rank's step in order, the optimizer's last."""
@@ -245,9 +246,18 @@ class _Chunks:
         case = self.case
         if case.software.stack != "moefold" or case.keeping.zero > 1:
             return 0.0
-        layers = sum(state(case, place_weights(case, place)).gradients for place in chunk)
+        layers = sum(self._place_gradients(place) for place in chunk)
         embeds = not case.decoder.tied and any(place.kind == "embedding" for place in chunk)
         return layers + (state(case, [embedding(case.decoder)]).gradients if embeds else 0.0)
+
+    def _place_gradients(self, place: Place) -> float:
+        # Equal blocks are one object, whose gradients are counted once.
+        layer = place.kind == "layer"
+        key = id(self.case.blocks[place.index]) if layer else place.kind
+        if key not in self._grown:
+            weights = place_weights(self.case, place)
+            self._grown[key] = state(self.case, weights).gradients
+        return self._grown[key]
 
     def _kept(self, chunk: tuple[Place, ...]) -> float:
         """Bytes that a chunk keeps for one micro-batch."""

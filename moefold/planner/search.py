@@ -1,0 +1,349 @@
+"""The fastest layouts of a task: branch and bound over foldings, schedules and policies.
+
+The most promising grids come first and are bounded from below by ``search_bounds``; only of those
+that could still win are experts, pipelines, stages and what is kept gone through. Every time is
+:func:`moefold.planner.time.estimate`'s own, and memory is ``planner.memory``'s.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.planner.case import Case, Keeping
+from moefold.planner.from_run import PAIRED, Choice, Task
+from moefold.planner.memory import fullest, peak_bytes
+from moefold.planner.search_bounds import Bounds, Grid, Kept, Shape, least_seconds
+from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
+from moefold.planner.time import estimate
+from moefold.schedule.config import (
+    Interleaved,
+    OneFOneB,
+    Schedule,
+    Vee,
+    ZeroBubbleH1,
+)
+
+RESERVE = 0.05
+"""Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
+NOTHING: Kept = (frozenset(), frozenset())
+BEST_SCHEDULE = ZeroBubbleH1()
+"""A schedule without a bubble, for bounds."""
+SHORT = 2
+"""Rounds of a pipeline after which its memory repeats itself."""
+Options = list[tuple[float, Keeping]]
+"""What may be kept, with the work that it makes, by rising work."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits."""
+
+    choice: Choice
+    case: Case = field(repr=False)
+    seconds: float
+    bytes: float
+    """No less than the fullest rank needs."""
+
+    @property
+    def folding(self) -> tuple[int, ...]:
+        """Its sizes without virtual stages: what tells one layout from another in a list."""
+        return _folding(self.choice.sizes)
+
+
+def _folding(sizes: Sizes) -> tuple[int, ...]:
+    return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
+
+
+class Search:
+    """Searches of one task, which share what they have priced."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.foldings = task, Foldings.of(task)
+        self.bounds = Bounds(task, self.foldings)
+        self._bytes: dict[Choice, float] = {}
+        self.priced = 0
+        """Layouts whose whole step was priced."""
+
+    def best(self, space: Space, top: int = 5, limit: float | None = None) -> list[Found]:
+        """Return the fastest layouts that fit, each of another folding, the fastest first.
+
+        Args:
+            space: what may be chosen.
+            top: how many.
+            limit: bytes per device; the device's own less :data:`RESERVE` unless given.
+        """
+        room = limit or self.task.cluster.device.memory_bytes * (1 - RESERVE)
+        best, tie = _Best(top), count()
+        heap: list[tuple[float, int, str, Any]] = []
+
+        def push(level: str, items: Iterator[tuple[float, Any]]) -> None:
+            for bound, item in items:
+                if bound < best.worst:
+                    heapq.heappush(heap, (bound, next(tie), level, item))
+
+        push("grid", self._grids(space))
+        while heap and heap[0][0] < best.worst:
+            _, _, level, item = heapq.heappop(heap)
+            if level == "grid":
+                push("experts", self._experts(space, item, room))
+            elif level == "experts":
+                push("shape", self._shapes(space, *item))
+            elif level == "shape":
+                push("pipeline", self._pipelines(space, item, room))
+            else:
+                found = self._settle(*item, room, best)
+                if found is not None:
+                    best.add(found)
+        return best.sorted()
+
+    # --------------------------------------------------------------------------- levels
+
+    def _grids(self, space: Space) -> Iterator[tuple[float, Grid]]:
+        """Yield every attention grid, micro-batch and format, with a bound."""
+        for recipe in space.recipes:
+            for size in space.micro_batches:
+                for tp, cp in self.foldings.attention():
+                    grid = Grid(recipe, size, tp, cp)
+                    if any(self.bounds.steps(grid, pp) for pp in self.foldings.pp):
+                        yield self.bounds.ideal(grid, NOTHING) * self.bounds.turns(grid), grid
+
+    def _experts(self, space: Space, grid: Grid, room: float) -> Iterator[tuple[float, Any]]:
+        """Yield every way to lay experts beside a grid, bounded by what must be recomputed."""
+        for ep, etp in self.foldings.experts(grid.tp, grid.cp):
+            shape = Shape(*grid, ep, etp, "local", False)
+            least = self._fitting(space, shape, room)
+            if least:
+                order = sorted(least, key=lambda kept: least[kept])
+                yield least[order[0]], (shape, tuple(order))
+
+    def _fitting(self, space: Space, shape: Shape, room: float) -> dict[Kept, float]:
+        """Return bounds by what is kept, of all that could be the fastest of some pipeline."""
+        bounds, grid = self.bounds, shape.grid
+        chain = bounds.chain(space, grid, shape.etp)
+        more = bounds.spread(grid, shape.ep, shape.etp)
+        least: dict[Kept, float] = {}
+        for pp in self.foldings.pipelines(grid.tp, grid.cp, shape.ep, shape.etp):
+            m = bounds.steps(grid, pp)
+            if m is None:
+                continue
+            for zero, share in space.shares(pp):
+                state = bounds.state(shape, pp, Keeping(zero, optimizer_offload=share))
+                left = (room * pp - state) / min(m, pp)
+                found = next((item for item in chain if item[1] <= left), None)
+                if found is not None:
+                    bound = least_seconds(found[0] + more, m, pp, VIRTUAL, BEST_SCHEDULE)
+                    bound += bounds.host(share)
+                    least[found[2]] = min(least.get(found[2], math.inf), bound)
+        return least
+
+    def _shapes(
+        self, space: Space, shape: Shape, order: tuple[Kept, ...]
+    ) -> Iterator[tuple[float, Shape]]:
+        """Yield every way to send rows to experts, with a bound."""
+        alone = shape.ep * shape.etp == 1
+        paired = {isinstance(schedule, PAIRED) for schedule in space.schedules}
+        for dispatch in ("local",) if alone else self.bounds.sending(space, shape):
+            for side in {False} if alone else paired:
+                made = shape._replace(dispatch=dispatch, paired=side)
+                work = min(self.bounds.work(made, kept) for kept in order)
+                yield work * self.bounds.turns(shape.grid), made
+
+    def _pipelines(
+        self, space: Space, shape: Shape, room: float
+    ) -> Iterator[tuple[float, tuple[Choice, Options]]]:
+        """Yield every pipeline of a shape, what it may keep, and a bound of its time."""
+        bounds = self.bounds
+        for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
+            m = bounds.steps(shape.grid, pp)
+            if m is None:
+                continue
+            fitting = (k for k in space.keepings(pp) if bounds.least_bytes(shape, pp, k, m) <= room)
+            order = sorted(
+                ((bounds.work(shape, (k.recompute, k.offload)), k) for k in fitting),
+                key=lambda pair: (pair[0], pair[1].zero, pair[1].optimizer_offload),
+            )
+            for schedule in space.schedules if order else ():
+                if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
+                    continue
+                for vpp in self._virtual(schedule, pp, m):
+                    sizes = Sizes.model_construct(
+                        tp=shape.tp, cp=shape.cp, pp=pp, vpp=vpp, ep=shape.ep, etp=shape.etp
+                    )
+                    choice = Choice(
+                        sizes, schedule, shape.micro_batch, shape.dispatch, shape.recipe
+                    )
+                    yield least_seconds(order[0][0], m, pp, vpp, schedule), (choice, order)
+
+    def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
+        """Yield the numbers of virtual stages that a schedule can run."""
+        if pp == 1:
+            if not isinstance(schedule, (Vee, ZeroBubbleH1, Interleaved)):
+                yield 1
+        elif isinstance(schedule, OneFOneB):
+            yield 1
+        else:
+            first = 2 if isinstance(schedule, Interleaved) else 1
+            for vpp in range(first, min(VIRTUAL, self.foldings.layers // pp) + 1):
+                if not any(schedule.misfits(pp, vpp, m)):
+                    yield vpp
+
+    # --------------------------------------------------------------------------- layouts
+
+    def _settle(
+        self, choice: Choice, options: Options, room: float, best: "_Best"
+    ) -> Found | None:
+        """Return the fastest way to keep little enough, if it beats what is known."""
+        sizes = choice.sizes
+        grid = Grid(choice.recipe, choice.micro_batch, sizes.tp, sizes.cp)
+        m = self.bounds.steps(grid, sizes.pp)
+        assert m is not None
+        found: Found | None = None
+        for chain in self._chains(choice, options):
+            limit = min(best.limit(sizes), found.seconds if found else math.inf)
+            host = self.bounds.host(chain[0][1].optimizer_offload)
+            schedule = choice.schedule
+            open_ = [
+                keeping
+                for work, keeping in chain
+                if least_seconds(work, m, sizes.pp, sizes.vpp, schedule) + host < limit
+            ]
+            if open_:
+                found = self._first(choice, open_, limit, room) or found
+        return found
+
+    def _chains(self, choice: Choice, options: Options) -> list[Options]:
+        """Return options by ZeRO stage and share on the host, each by rising work and falling
+        bytes: what costs more work and keeps no less is left out.
+        """
+        sizes = choice.sizes
+        grid = Grid(choice.recipe, choice.micro_batch, sizes.tp, sizes.cp)
+        chains: dict[tuple[int, float], Options] = {}
+        least: dict[tuple[int, float], float] = {}
+        for work, keeping in options:
+            key = keeping.zero, keeping.optimizer_offload
+            kept = self.bounds.layers_kept(grid, sizes.etp, (keeping.recompute, keeping.offload))
+            if kept < least.get(key, math.inf):
+                least[key] = kept
+                chains.setdefault(key, []).append((work, keeping))
+        return list(chains.values())
+
+    def _first(
+        self, choice: Choice, chain: list[Keeping], limit: float, room: float
+    ) -> Found | None:
+        """Return the first of a chain that fits, if it beats a limit; the first is tried first,
+        and the rest by halves.
+        """
+        case = replace(choice, keeping=chain[0]).case(self.task)
+        variants = [
+            (estimate(one).seconds, other)
+            for other in self._stages(choice, case)
+            for one in (case if other is None else replace(case, stages=other),)
+        ]
+        self.priced += len(variants)
+        seconds, stages = min(variants, key=lambda pair: pair[0])
+        if seconds >= limit:
+            return None
+        low, high, found = 0, len(chain), None
+        at = 0
+        while low < high:
+            laid = replace(choice, keeping=chain[at], stages=stages)
+            case = laid.case(self.task)
+            needed = self._needed(laid, case, room)
+            if needed is None:
+                low = at + 1
+            else:
+                high, found = at, Found(laid, case, 0.0, needed)
+            at = (low + high) // 2
+        if found is None:
+            return None
+        self.priced += 1
+        found = replace(found, seconds=estimate(found.case).seconds)
+        return found if found.seconds < limit else None
+
+    def _stages(self, choice: Choice, case: Case) -> Iterator[Stages | None]:
+        """Yield the balanced stages (None), and stages whose ranks take equally long."""
+        yield None
+        sizes = choice.sizes
+        if sizes.pp == 1:
+            return
+        each = [sum(span) for span in estimate(case).ranks]
+        held = [
+            sum(place.kind == "layer" for chunk in rank for place in chunk) for rank in case.places
+        ]
+        home = 0 if case.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
+        plain = [
+            time / n
+            for rank, (time, n) in enumerate(zip(each, held, strict=True))
+            if n and rank != home
+        ]
+        if not plain:
+            return
+        one = max(plain)
+        last = round((each[home] - held[home] * one) / one, 1)
+        first = 0.0 if home == 0 else round((each[0] - held[0] * one) / one, 1)
+        made = weighted(
+            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.way, first, last
+        )
+        yield made
+        moved = apart(made)
+        if moved is not None:
+            yield moved
+
+    def _needed(self, choice: Choice, case: Case, room: float) -> float | None:
+        """Return the bytes of the fullest rank where they are within room."""
+        quick = peak_bytes(case)
+        if quick <= room:
+            return quick
+        if choice not in self._bytes:
+            self._bytes[choice] = fullest(shortened(case)).total
+        exact = self._bytes[choice]
+        return exact if exact <= room else None
+
+
+def shortened(case: Case) -> Case:
+    """Return a step of fewer micro-batches with the same peaks of memory."""
+    period = getattr(case.schedule, "group", None) or case.sizes.pp
+    full = SHORT * max(case.sizes.pp, period)
+    m = case.micro_batches
+    if m <= full + period:
+        return case
+    m = full + (m - full) % period
+    return replace(case, batch=case.folding.dp * case.micro_batch * m)
+
+
+class _Best:
+    """The fastest layouts so far, one of each folding."""
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+        self.known: dict[tuple[int, ...], Found] = {}
+
+    @property
+    def worst(self) -> float:
+        """The time that a layout must beat to be among them."""
+        if len(self.known) < self.top:
+            return math.inf
+        return max(found.seconds for found in self.known.values())
+
+    def limit(self, sizes: Sizes) -> float:
+        """Return the time that a layout of some sizes must beat."""
+        known = self.known.get(_folding(sizes))
+        return min(self.worst, known.seconds) if known else self.worst
+
+    def add(self, found: Found) -> None:
+        """Take a layout in, and the slowest out where there are too many."""
+        known = self.known.get(found.folding)
+        if known is None or found.seconds < known.seconds:
+            self.known[found.folding] = found
+        if len(self.known) > self.top:
+            slowest = max(self.known.values(), key=lambda one: one.seconds)
+            del self.known[slowest.folding]
+
+    def sorted(self) -> list[Found]:
+        """Return them, the fastest first."""
+        return sorted(self.known.values(), key=lambda one: one.seconds)

@@ -1,0 +1,278 @@
+"""Bounds for a search: no layout takes less time, or less memory, than these say.
+
+The work of a layout is what all its layers take for one micro-batch on one rank. A step is never
+shorter than its share of that work, whatever the pipeline. On a network that takes no time and with
+a host that never holds up, work adds up from parts, so that grids of attention and of experts can
+be bounded apart.
+"""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block
+from moefold.moe.config import Moe
+from moefold.planner.case import Case, Keeping, Recipe
+from moefold.planner.curves import Rates, constants
+from moefold.planner.from_run import Choice, Task
+from moefold.planner.hardware import Cluster
+from moefold.planner.memory import layer_kept
+from moefold.planner.memory_state import block_weights, state
+from moefold.planner.network import Rows, exchange_seconds, reach
+from moefold.planner.search_space import SENDING, Foldings, Modules, Space
+from moefold.planner.time import FUSED, HOST_ADAM, estimate
+from moefold.planner.time_layer import SM_COST
+from moefold.schedule.config import DualPipeV, Merged, OneFOneB, Schedule, ZeroBubbleH1, ZeroBubbleV
+
+ENDLESS = 1e30
+"""Bytes/s of a network that takes no time, and launches/s of a host that never holds up."""
+NO_BUBBLE = (ZeroBubbleH1, ZeroBubbleV, DualPipeV)
+Kept = tuple[Modules, Modules]
+"""What is recomputed, and what is moved to the host."""
+
+
+class Grid(NamedTuple):
+    """What is chosen first: the format, the micro-batch and the attention grid but for pp."""
+
+    recipe: Recipe
+    micro_batch: int
+    tp: int
+    cp: int
+
+
+class Shape(NamedTuple):
+    """What the work of a micro-batch depends on."""
+
+    recipe: Recipe
+    micro_batch: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    dispatch: Any
+    paired: bool
+
+    @property
+    def grid(self) -> Grid:
+        """The part of it that is chosen first."""
+        return Grid(*self[:4])
+
+
+class Bounds:
+    """Bounds of one task, each made once."""
+
+    def __init__(self, task: Task, foldings: Foldings) -> None:
+        self.task, self.foldings = task, foldings
+        self._works: dict[tuple[Any, ...], float] = {}
+        self._states: dict[tuple[Any, ...], float] = {}
+        self._parts: dict[tuple[Any, ...], Any] = {}
+        self._layers: dict[tuple[Any, ...], float] = {}
+        self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
+        self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._spreads: dict[tuple[Any, ...], float] = {}
+
+    def steps(self, grid: Grid, pp: int) -> int | None:
+        """Return the micro-batches per data rank, where the batch can be shared so."""
+        share = self.foldings.world // (grid.tp * grid.cp * pp) * grid.micro_batch
+        return None if self.task.batch % share else self.task.batch // share
+
+    def turns(self, grid: Grid) -> float:
+        """Return how often a rank's share of the layers runs, over that share: pp is not in it."""
+        ranks = self.foldings.world * grid.micro_batch
+        return self.task.batch * grid.tp * grid.cp / ranks
+
+    # --------------------------------------------------------------------------- time
+
+    def work(self, shape: Shape, kept: Kept) -> float:
+        """Return the seconds of all layers for one micro-batch on one rank."""
+        key = shape, kept
+        if key not in self._works:
+            case = self._sample(shape, self.task, Keeping(recompute=kept[0], offload=kept[1]))
+            self._works[key] = sum(estimate(case).ranks[0])
+        return self._works[key]
+
+    def ideal(self, grid: Grid, kept: Kept) -> float:
+        """Return the same where nothing but the device counts, experts spread as far as can be."""
+        key = grid, kept
+        if key not in self._works:
+            shape = Shape(*grid, self._most(grid), 1, "hybridep", False)
+            self._works[key] = self._device(shape, Keeping(recompute=kept[0], offload=kept[1]))
+        return self._works[key]
+
+    def spread(self, grid: Grid, ep: int, etp: int) -> float:
+        """Return what other sizes of the experts' grid add to that at least, exchanges too."""
+        rows = grid.micro_batch * self.task.seq / (grid.tp * grid.cp)
+        key = grid.recipe, rows, ep, etp, self._most(grid)
+        if key not in self._spreads:
+            shape = Shape(*grid, ep, etp, "hybridep", False)
+            usual = shape._replace(ep=self._most(grid), etp=1)
+            more = self._device(shape, Keeping()) - self._device(usual, Keeping())
+            # Recomputed experts run a third more of it.
+            self._spreads[key] = more if more > 0 else more * 4 / 3
+        return self._spreads[key] + self._exchanges(grid, ep, etp)
+
+    def _exchanges(self, grid: Grid, ep: int, etp: int) -> float:
+        """Return what four exchanges per layer take at least, as much hidden as can be."""
+        took = self.exchanges(Shape(*grid, ep, etp, "local", False))
+        if not took:
+            return 0.0
+        layers = sum(n for block, n in self.blocks if isinstance(block.ffn, Moe))
+        shown = 1.0 - self._rates.hidden * (1.0 - SM_COST)
+        return 4 * layers * min(took.values()) * max(0.0, shown)
+
+    def exchanges(self, shape: Shape) -> dict[str, float]:
+        """Return the seconds of one exchange by dispatcher; empty where experts are on the rank."""
+        task, router = self.task, self._router
+        if shape.ep == 1 or router is None:
+            return {}
+        groups = router.groups
+        rows = Rows(
+            shape.micro_batch * task.seq / (shape.tp * shape.cp), self._sent * 2.0, router.top_k,
+            groups.keep if groups else None, groups.count if groups else 1,
+        )  # fmt: skip
+        group = reach(task.cluster, shape.ep, shape.etp)
+        key = rows, group
+        if key not in self._exchanged:
+            self._exchanged[key] = {
+                name: exchange_seconds(rows, name, group, task.cluster, self._rates, task.load)
+                for name in SENDING
+            }
+        return self._exchanged[key]
+
+    def sending(self, space: Space, shape: Shape) -> list[Any]:
+        """Return the dispatchers that none other beats whatever else is chosen."""
+        every = self.exchanges(shape)
+        took = {name: every[name] for name in space.dispatchers if name in every}
+        if not took:
+            return list(space.dispatchers[:1])
+        best: dict[bool, str] = {}
+        for name in took:
+            fused = name in FUSED
+            if fused not in best or took[name] < took[best[fused]]:
+                best[fused] = name
+        if len(best) == 2 and took[best[True]] <= took[best[False]]:
+            return [best[True]]
+        return list(best.values())
+
+    def host(self, share: float) -> float:
+        """Return the least seconds that the host updates a share of the weights."""
+        return share * self._parameters / self.foldings.world / HOST_ADAM
+
+    def _device(self, shape: Shape, keeping: Keeping) -> float:
+        cluster = self.task.cluster
+        device = replace(cluster.device, link_bandwidth=ENDLESS, nic_bandwidth=ENDLESS)
+        fast = Cluster(device, cluster.devices, cluster.per_node, cluster.devices)
+        software = replace(self.task.software, host_speed=ENDLESS)
+        task = replace(self.task, cluster=fast, software=software)
+        return sum(estimate(self._sample(shape, task, keeping)).ranks[0])
+
+    def _most(self, grid: Grid) -> int:
+        return max(ep for ep, etp in self.foldings.experts(grid.tp, grid.cp) if etp == 1)
+
+    # --------------------------------------------------------------------------- memory
+
+    def least_bytes(self, shape: Shape, pp: int, keeping: Keeping, m: int) -> float:
+        """Return no more than what the fullest rank needs: an even share of state and layers."""
+        kept = keeping.recompute, keeping.offload
+        alive = min(m, pp) * self.layers_kept(shape.grid, shape.etp, kept)
+        return (self.state(shape, pp, keeping) + alive) / pp
+
+    def state(self, shape: Shape, pp: int, keeping: Keeping) -> float:
+        """Return the bytes of all layers' weights, master weights and moments on a rank."""
+        policy = pp, shape.recipe, keeping.zero, keeping.optimizer_offload
+        total = 0.0
+        for expert, sizes in ((False, (shape.tp,)), (True, (shape.ep, shape.etp))):
+            key = expert, sizes, policy
+            if key not in self._states:
+                self._states[key] = self._state(shape, pp, keeping, expert)
+            total += self._states[key]
+        return total
+
+    def _state(self, shape: Shape, pp: int, keeping: Keeping, expert: bool) -> float:
+        """Return that of experts, or of all other weights: of either alone its own grid decides."""
+        case = self._sample(shape, self.task, keeping, pp)
+        total = 0.0
+        for block, number in self.blocks:
+            weights = block_weights(block, self.task.decoder.hidden, 0)
+            made = state(case, (weight for weight in weights if weight.expert is expert))
+            total += number * (made.total - made.gradients)
+        return total
+
+    def layers_kept(self, grid: Grid, etp: int, kept: Kept) -> float:
+        """Return the bytes that all layers keep for one micro-batch on a rank."""
+        key = grid, etp
+        if key not in self._parts:
+            case = self._sample(Shape(*grid, 1, etp, "local", False), self.task, Keeping())
+            self._parts[key] = [(layer_kept(case, block), n) for block, n in self.blocks]
+        if (key, kept) not in self._layers:
+            again, away = kept
+            self._layers[key, kept] = sum(
+                number * sum(p.bytes for p in parts if p.stays(again) and p.module not in away)
+                for parts, number in self._parts[key]
+            )
+        return self._layers[key, kept]
+
+    def chain(self, space: Space, grid: Grid, etp: int) -> list[tuple[float, float, Kept]]:
+        """Return what can be kept by rising time and falling bytes: each with both."""
+        key = grid, etp, space.recomputes, space.offloads
+        if key not in self._chains:
+            priced = (
+                (self.ideal(grid, kept), self.layers_kept(grid, etp, kept), kept)
+                for kept in space.kept
+            )
+            every = sorted(priced, key=lambda item: item[:2])
+            self._chains[key] = every
+        return self._chains[key]
+
+    # --------------------------------------------------------------------------- samples
+
+    @cached_property
+    def blocks(self) -> list[tuple[Block, int]]:
+        """Each block of the model's stacks, and how often it stands there."""
+        return [(b, s.repeat) for s in self.task.decoder.stacks for b in s.blocks]
+
+    @cached_property
+    def _parameters(self) -> int:
+        hidden = self.task.decoder.hidden
+        return sum(n * sum(w.elements for w in block_weights(b, hidden, 0)) for b, n in self.blocks)
+
+    @cached_property
+    def _router(self) -> Any:
+        return next((b.ffn.router for b, _ in self.blocks if isinstance(b.ffn, Moe)), None)
+
+    @cached_property
+    def _sent(self) -> int:
+        latent = next((getattr(b.ffn, "latent", None) for b, _ in self.blocks), None)
+        return latent or self.task.decoder.hidden
+
+    @cached_property
+    def _rates(self) -> Rates:
+        software = self.task.software
+        name = self.task.cluster.device.name
+        return constants().rates(name, software.stack, software.release[:5])
+
+    @cached_property
+    def _whole(self) -> Stages:
+        layers, extra = self.foldings.layers, self.task.multi_token
+        return Stages(("E" + "t" * layers + "m" * extra + "L",))
+
+    def _sample(self, shape: Shape, task: Task, keeping: Keeping, pp: int = 1) -> Case:
+        """Return a step of one micro-batch on every data rank."""
+        sizes = Sizes.model_construct(
+            tp=shape.tp, cp=shape.cp, pp=pp, vpp=1, ep=shape.ep, etp=shape.etp
+        )
+        dp = self.foldings.world // (shape.tp * shape.cp * pp)
+        choice = Choice(
+            sizes, Merged() if shape.paired else OneFOneB(), shape.micro_batch, shape.dispatch,
+            shape.recipe, keeping, self._whole if pp == 1 else None,
+        )  # fmt: skip
+        return choice.case(replace(task, batch=dp * shape.micro_batch))
+
+
+def least_seconds(work: float, m: int, pp: int, vpp: int, schedule: Schedule) -> float:
+    """Return the least seconds of m micro-batches of a pipeline whose ranks share work evenly."""
+    bubble = 0.0 if isinstance(schedule, NO_BUBBLE) else 1.0
+    return work / pp * (m + bubble * (pp - 1) / vpp)
+

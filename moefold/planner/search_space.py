@@ -1,0 +1,218 @@
+"""What a search chooses from: which values of each policy, and which foldings are legal."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain, combinations, product
+
+from moefold.layers.config import Mla
+from moefold.mesh.legality import divisors
+from moefold.mesh.needs import Model, needs
+from moefold.mesh.pipeline import LAYERS, Stages, Way
+from moefold.planner.case import Dispatcher, Keeping, Module, Recipe
+from moefold.planner.from_run import DISPATCHERS, Task
+from moefold.planner.hardware import Device
+from moefold.schedule.config import (
+    DualPipeV,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
+
+SCHEDULES: tuple[Schedule, ...] = (
+    OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
+)  # fmt: skip
+"""All but GPipe, which takes as long as 1F1B and keeps more."""
+SENDING: tuple[Dispatcher, ...] = (
+    "alltoall", "deduplicated", "two_level", "allgather", "deepep", "hybridep"
+)  # fmt: skip
+"""All that move rows; ``padded`` is planned as long as ``alltoall``."""
+MOST_ROWS = 32768
+"""Tokens of a micro-batch beyond which no larger one is tried."""
+VIRTUAL = 16
+"""The most virtual stages per rank that are tried."""
+
+Modules = frozenset[Module]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that a search tries of each policy. Foldings are always all legal ones."""
+
+    recipes: tuple[Recipe, ...]
+    schedules: tuple[Schedule, ...] = SCHEDULES
+    dispatchers: tuple[Dispatcher, ...] = SENDING
+    recomputes: tuple[Modules, ...] = (frozenset(),)
+    offloads: tuple[Modules, ...] = (frozenset(),)
+    optimizer_offloads: tuple[float, ...] = (0.0,)
+    micro_batches: tuple[int, ...] = (1,)
+
+    def keepings(self, pp: int) -> Iterator[Keeping]:
+        """Yield everything that can be kept."""
+        for zero, share in self.shares(pp):
+            for again, away in self.kept:
+                yield Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
+
+    def shares(self, pp: int) -> Iterator[tuple[int, float]]:
+        """Yield ZeRO stages and shares of the optimizer on the host.
+
+        Stage 3 only where no pipeline is in the way. Stage 0 keeps more and gains nothing, and
+        the time model does not price stage 2's reductions per micro-batch.
+        """
+        return product((1, 3) if pp == 1 else (1,), self.optimizer_offloads)
+
+    @cached_property
+    def kept(self) -> tuple[tuple[Modules, Modules], ...]:
+        """What is recomputed and what is offloaded: every pair."""
+        pairs = product(self.recomputes, self.offloads)
+        return tuple(pair for pair in pairs if not (pair[1] and "block" in pair[0]))
+
+
+def everything(task: Task) -> Space:
+    """Return all that can be planned for a task on its device."""
+    recomputes = tuple(_recomputes(task))
+    return Space(
+        recipes=formats(task.cluster.device, task.numbers.recipe),
+        recomputes=recomputes,
+        offloads=(frozenset(), frozenset(("experts",))) if task.cluster.device.host_bandwidth
+        else (frozenset(),),
+        optimizer_offloads=(0.0, 1.0) if task.cluster.device.host_bandwidth else (0.0,),
+        micro_batches=micro_batches(task),
+    )  # fmt: skip
+
+
+def today(task: Task) -> Space:
+    """Return what training executes of it."""
+    space = everything(task)
+    wide: tuple[Recipe, ...] = tuple(r for r in space.recipes if r in ("bf16", "fp32"))
+    known = tuple(name for name in SENDING if name in DISPATCHERS.values())
+    return replace(
+        space, recipes=wide, dispatchers=known, offloads=(frozenset(),), optimizer_offloads=(0.0,)
+    )
+
+
+def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
+    """Return the asked recipe, and the narrower ones that a device has units for."""
+    known = dict(device.peaks)
+    found: list[Recipe] = ["fp32"] if asked == "fp32" else []
+    if "bf16" in known:
+        found.append("bf16")
+    if "fp8" in known:
+        found += ["mxfp8"] if "fp4" in known else ["fp8_block", "fp8_tensor"]
+    if "fp4" in known:
+        found.append("nvfp4")
+    return tuple(found or ["fp32"])
+
+
+def micro_batches(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the batch up to a number of tokens."""
+    most = max(1, MOST_ROWS // task.seq)
+    return tuple(size for size in divisors(task.batch) if size <= most)
+
+
+def _recomputes(task: Task) -> Iterator[Modules]:
+    """Yield what can be made again: sets of cheap and dear modules, and whole blocks."""
+    blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
+    latent = any(isinstance(block.attention, Mla) for block in blocks)
+    moefold = task.software.stack == "moefold"
+    names: list[Module] = ["norms", "attention", "experts" if moefold else "moe_act"]
+    names += ["mla_up"] if latent else []
+    sets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
+    for chosen in sets:
+        again: set[Module] = {*chosen}
+        if "experts" in again:
+            again |= {"ffn", "shared"}
+        yield frozenset(again)
+    yield frozenset(("block",))
+
+
+@dataclass(frozen=True)
+class Foldings:
+    """The legal sizes of each axis for a model on a number of ranks."""
+
+    world: int
+    layers: int
+    tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    ep: tuple[int, ...]
+    etp: tuple[int, ...]
+    pp: tuple[int, ...]
+
+    @classmethod
+    def of(cls, task: Task) -> "Foldings":
+        """Return those of a task; ``mesh.needs`` states what a model asks."""
+        model, world = needs(task.decoder, task.seq), task.cluster.devices
+        sizes = {axis: _sizes(model, axis, world) for axis in ("tp", "cp", "ep", "etp")}
+        pp = tuple(size for size in divisors(world) if size <= model.layers)
+        return cls(world, model.layers, **sizes, pp=pp)
+
+    def attention(self) -> Iterator[tuple[int, int]]:
+        """Yield every (tp, cp)."""
+        return ((t, c) for t in self.tp for c in self.cp if self.world % (t * c) == 0)
+
+    def experts(self, tp: int, cp: int) -> Iterator[tuple[int, int]]:
+        """Yield every (ep, etp) that goes with a (tp, cp)."""
+        for ep in self.ep:
+            for etp in self.etp:
+                if self.world % math.lcm(tp * cp, ep * etp) == 0:
+                    yield ep, etp
+
+    def pipelines(self, tp: int, cp: int, ep: int, etp: int) -> Iterator[int]:
+        """Yield every pp that goes with the other axes."""
+        least = math.lcm(tp * cp, ep * etp)
+        return (pp for pp in self.pp if self.world % (least * pp) == 0)
+
+
+def _sizes(model: Model, axis: str, world: int) -> tuple[int, ...]:
+    """Return the sizes of an axis that a model allows, among the divisors of a world."""
+    asked = [need.size for need in model.needs if need.axis == axis]
+    legal = math.gcd(*asked) if asked else (1 if axis in ("ep", "etp") else world)
+    return tuple(size for size in divisors(world) if legal % size == 0)
+
+
+@lru_cache(maxsize=4096)
+def weighted(
+    pp: int, vpp: int, layers: int, multi_token: int, way: Way, first: float, last: float
+) -> Stages:
+    """Return stages whose ranks take equally long.
+
+    Args:
+        pp: pipeline ranks.
+        vpp: chunks of each.
+        layers: of the model.
+        multi_token: layers at its end.
+        way: how stages go over ranks.
+        first: what the first stage takes beside layers, in units of a layer.
+        last: the same of the last one, multi-token layers included.
+    """
+    count = pp * vpp
+    rank = [_rank(k, pp, way) for k in range(count)]
+    load, held = [0.0] * pp, [0] * count
+    load[rank[0]] += first
+    load[rank[-1]] += last
+    for _ in range(layers):
+        k = min(range(count), key=lambda k: (load[rank[k]], held[k], k))
+        held[k] += 1
+        load[rank[k]] += 1.0
+    letters = ["t" * number for number in held]
+    letters[0] = "E" + letters[0]
+    letters[-1] += "m" * multi_token + "L"
+    return Stages(tuple(letters))
+
+
+def _rank(stage: int, pp: int, way: Way) -> int:
+    turn, at = divmod(stage, pp)
+    return pp - 1 - at if way == "v" and turn % 2 else at
+
+
+def apart(stages: Stages) -> Stages | None:
+    """Return the same stages with multi-token layers moved off the loss's stage, if they can be."""
+    last = stages.letters[-1]
+    if "m" not in last or len(stages.letters) < 2 or any(x in last for x in LAYERS):
+        return None
+    tail = last.replace("L", "")
+    return Stages((*stages.letters[:-2], stages.letters[-2] + tail, "L"))
