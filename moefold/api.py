@@ -65,7 +65,7 @@ def train(
     where = Path(folder or free_folder(run.name))
     task = (plain(run), list(hooks), str(where))
     time_out_s = run.watch.time_out_s
-    final = launch(_train_rank, nproc, *task, time_out_s=time_out_s, device=device_kind())
+    final = launch(_train_rank, nproc, *task, time_out_s=time_out_s, device=device_kind(nproc))
     return Result(where, final, load_model(where, PRECISION_NAMES[run.train.precision]))
 
 

@@ -13,9 +13,21 @@ REPORTS = "hangs"
 """Folder, in the run's, of what ranks write when they wait in vain for each other."""
 
 
-def device_kind() -> str:
-    """Return ``cuda`` where there is one, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_kind(ranks_here: int = 1) -> str:
+    """Return ``cuda`` where there is one, else ``cpu``.
+
+    Raises:
+        ValueError: where ranks of this machine would have to share a device.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    devices = torch.cuda.device_count()
+    if ranks_here > devices:
+        raise ValueError(
+            f"{ranks_here} ranks and {devices} CUDA devices here: start {devices} at most, or run "
+            "on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    return "cuda"
 
 
 def device_of(spot: Spot) -> torch.device:
