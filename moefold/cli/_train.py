@@ -17,12 +17,15 @@ from moefold.comm.agree import on_first
 from moefold.comm.environment import Spot, environment
 from moefold.comm.join import join
 from moefold.comm.launch import launch
+from moefold.comm.respawn import survive
+from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.run import Run, demand_fit, load_run
 from moefold.training.banner import facts, panel
 from moefold.training.loop import Job
 from moefold.training.ranks import device_kind, world_of
+from moefold.training.recover import Keeper
 from moefold.training.state import differences, restore
 
 FORK_FILE = "fork.json"
@@ -45,8 +48,11 @@ def train(args: argparse.Namespace) -> int:
     if nproc == 1:
         return _train(run, args, None)
     args.folder = args.folder or str(free_folder(run.name))
-    time_out_s = run.watch.time_out_s
-    return launch(rank, nproc, args, time_out_s=time_out_s, device=device_kind())
+    time_out_s, record = run.watch.time_out_s, run.watch.survive
+    if record is None:
+        return launch(rank, nproc, args, time_out_s=time_out_s, device=device_kind())
+    how = {"record": record, "time_out_s": time_out_s, "device": device_kind()}
+    return survive(surviving_rank, nproc, args, **how)
 
 
 def _run(args: argparse.Namespace) -> Run:
@@ -56,7 +62,13 @@ def _run(args: argparse.Namespace) -> Run:
     return load_run(args.source, overrides)
 
 
-def rank(spot: Spot, args: argparse.Namespace) -> int:
+def surviving_rank(line: Line, args: argparse.Namespace) -> int:
+    """Carry out the command as a rank that goes on, from memory, when others were lost."""
+    keeper = Keeper(line)
+    return line.through(lambda spot: rank(spot, args, keeper))
+
+
+def rank(spot: Spot, args: argparse.Namespace, keeper: Keeper | None = None) -> int:
     """Carry out the command as one of several ranks, which have joined each other."""
     run = _run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
@@ -65,19 +77,22 @@ def rank(spot: Spot, args: argparse.Namespace) -> int:
         if args.folder is None:
             found = on_first(lambda: str(free_folder(run.name)), ranks, world.device)
             args.folder = found
-        return _train(run, args, world)
+        return _train(run, args, world, keeper)
 
 
-def _train(run: Run, args: argparse.Namespace, world: World | None) -> int:
+def _train(
+    run: Run, args: argparse.Namespace, world: World | None, keeper: Keeper | None = None
+) -> int:
     first = world is None or world.rank == 0
     console = Console(stderr=args.json, file=None if first else StringIO())
     folder = Path(args.fork or args.folder or free_folder(run.name))
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
-    with open_job(run, folder, console, world=world) as job:
-        if args.fork is not None:
+    with open_job(run, folder, console, world=world, keeper=keeper) as job:
+        began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
+        if args.fork is not None and not began:
             _fork(job, Path(args.folder), console)
-        _until(job, args.until)
+        _until(job, args.until, began)
         status = go(job, console)
     if args.json and first:
         print(answer(folder, status))
@@ -114,10 +129,10 @@ def _show(job: Job, folder: Path, as_json: bool, console: Console) -> None:
         console.print(panel(job, folder))
 
 
-def _until(job: Job, until: int | None) -> None:
+def _until(job: Job, until: int | None, began: bool = False) -> None:
     if until is None:
         return
-    if not job.step_number < until <= job.last_step:
+    if not began and not job.step_number < until <= job.last_step:
         raise ValueError(
             f"--until {until}: the run is at step {job.step_number} and its last is "
             f"{job.last_step}; choose a step between, up to the last"

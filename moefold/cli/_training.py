@@ -19,6 +19,7 @@ from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.health import RoutingCollapse
 from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.recover import Keeper
 from moefold.training.report import summary
 from moefold.training.words import count
 
@@ -32,19 +33,25 @@ def open_job(
     console: Console,
     cache: Path | None = None,
     world: World | None = None,
+    keeper: Keeper | None = None,
 ) -> Job:
     """Open a run with its hooks; its data is prepared first, with a bar on a terminal."""
     cache = cache or folder.parent / ".prepared"
     if world is None or world.rank == 0:
         with telling(console) as told:
             prepare(run.data, cache, told)
-    return Job(run, folder, assemble(run.watch, console), cache=cache, world=world)
+    hooks = assemble(run.watch, console)
+    return Job(run, folder, hooks, cache=cache, world=world, keeper=keeper)
 
 
 def go(job: Job, console: Console) -> int:
     """Show the banner, train, say how it ended, and return the exit status."""
-    console.print(panel(job, job.folder))
+    if job.recovered:
+        console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
+    else:
+        console.print(panel(job, job.folder))
     if job.step_number >= job.last_step:
+        job.save()
         where = f"--folder {job.folder} train.steps={2 * job.last_step}"
         console.print(f"step {job.last_step} is done already; go on with {where}", soft_wrap=True)
         return ENDED

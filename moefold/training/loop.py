@@ -6,16 +6,12 @@ What is not the step is a hook; the loop knows none of them by name.
 import logging
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -49,19 +45,16 @@ from moefold.run import Run, demand_fit
 from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
+from moefold.training.recover import Keeper, Past
 from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
-from moefold.training.state import (
-    Progress,
-    contents,
-    restore,
-)
+from moefold.training.signals import heard
+from moefold.training.state import Progress, contents, held_by, restore
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import demand_names, describe
 from moefold.training.together import Together
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(Exception):
@@ -78,6 +71,7 @@ class Job:
         hooks: told of every event, in this order.
         cache: where prepared data is kept (default: beside the folder).
         world: the ranks that train; all of them open the run. Default: this process alone.
+        keeper: copies of the state in memory, which the run goes on from if it holds any.
 
     Every method is called on all ranks; hooks live on the first one, see ``together.py``.
 
@@ -95,13 +89,14 @@ class Job:
         *,
         cache: str | Path | None = None,
         world: World | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.world = world or World.single(device)
         self.device = self.world.device
         demand_fit(run, self.world.size)
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
-        self.last_step = run.train.steps
+        self.last_step, self.keeper = run.train.steps, keeper
         self._together = Together(
             self.world,
             {
@@ -165,7 +160,7 @@ class Job:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        self.resumed_from = self._resume()
+        self.resumed_from = None if self._recall() else self._resume()
 
     def start_values(self) -> None:
         """Give the model its values before step one: drawn, or a folder's weights."""
@@ -176,6 +171,24 @@ class Job:
                 self.data.fill(lambda piece: piece.of(imported.tensors[piece.name]), buffers=True)
         else:
             self.data.fill(partial(start_value, self.decoder, self.run.seed))
+
+    def _recall(self) -> bool:
+        """Go on from copies in memory, where ranks were lost and these were not."""
+        past = self.keeper and self.keeper.take(self._state(), self.world)
+        if past is None:
+            return False
+        self.data.renew()
+        self.progress, self._strikes, self._struck_at = past.progress, past.strikes, past.struck_at
+        return True
+
+    def _keep(self) -> None:
+        """Copy the state of the present step, where copies are kept."""
+        if self.keeper is not None:
+            past = Past(self.progress, self._strikes, self._struck_at)
+            self.keeper.keep(past, self._state(), self.world)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
@@ -209,6 +222,11 @@ class Job:
         return Path(found) if found else None
 
     @property
+    def recovered(self) -> dict[str, Any]:
+        """What the ranks lived through before this attempt; see ``Keeper``."""
+        return {} if self.keeper is None else self.keeper.recovered
+
+    @property
     def step_number(self) -> int:
         """Optimizer steps done since the start of the run."""
         return self.progress.step
@@ -227,9 +245,10 @@ class Job:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        with _signals(self.request_stop):
+        with heard(self.request_stop):
             try:
                 self._start()
+                self._keep()
                 self._hear(lambda: None)
                 while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
@@ -315,6 +334,7 @@ class Job:
         if verdict is Verdict.SKIP:
             metrics["skipped"] = 1
         self._tell("on_step", metrics)
+        self._keep()
         return metrics
 
     def _figures(self, figures: StepFigures, factor: float, seconds: float) -> Figures:
@@ -455,23 +475,3 @@ class Job:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-
-@contextmanager
-def _signals(request_stop: Any) -> Iterator[None]:
-    """Turn the first signal of a kind into a request to stop; a second ends the process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        request_stop(f"received {signal.Signals(number).name}")
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            # None stands for a handler that Python did not install and cannot put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

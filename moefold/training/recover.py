@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import gather_objects, receive, send, shift
+from moefold.comm.collectives import gather_objects, receive, send
 from moefold.comm.group import Group
+from moefold.comm.plain import shift
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.training.state import Progress
@@ -55,8 +56,9 @@ class Keeper:
     """The copies that this process holds, through all attempts of a run.
 
     Attributes:
-        recovered: of an attempt that went on from memory or a checkpoint after a loss: which ranks
-            were lost and why, and the seconds that it took; empty in the first attempt.
+        recovered: after a loss: which ranks were ``lost`` and ``why``, when that was ``noticed``
+            and all had ``met`` again, the last step ``reached``, and how long the one that was
+            lost had been ``under_way_s``. Empty in the first attempt.
     """
 
     def __init__(self, line: Line) -> None:
@@ -102,32 +104,30 @@ class Keeper:
         Returns:
             How far that was; None where no step is whole, and everything kept is dropped.
         """
-        began, ranks, self._theirs = time.time(), world.on_host, None
+        ranks, self._theirs = world.on_host, None
         self.recovered = self._what_happened()
-        needs = packed(tensors)
         mine = {
-            "own": {str(step): said for step, (said, copy) in self._own.items()},
+            "own": {str(step): past for step, (past, _) in self._own.items()},
             "held": {str(step): copy.numel() for step, copy in self._held.items()},
-            "needs": needs,
+            "needs": packed(tensors),
         }
         said = gather_objects(mine, ranks)
+        pasts = {int(step): past for each in said for step, past in each["own"].items()}
+        if self.recovered and pasts:
+            reached = max(pasts)
+            since = self.recovered["noticed"] - pasts[reached]["at"]
+            self.recovered |= {"reached": reached, "under_way_s": max(since, 0.0)}
         step = last_whole(said, half(ranks))
         if step is None:
             self._own, self._held = {}, {}
             return None
-        past = next(each["own"][str(step)] for each in said if str(step) in each["own"])
-        copy = self._fetched(step, said, needs, ranks)
+        copy = self._fetched(step, said, ranks)
         unpack(copy, tensors)
-        self._own = {k: v for k, v in self._own.items() if k < step} | {step: (past, copy)}
+        self._own = {k: v for k, v in self._own.items() if k < step} | {step: (pasts[step], copy)}
         self._held = {k: v for k, v in self._held.items() if k <= step}
-        if self.recovered:
-            lost_s = max(self.recovered["noticed"] - past["at"], 0.0)
-            self.recovered |= {"lost_s": lost_s, "load_s": time.time() - began}
-        return Past.of(past)
+        return Past.of(pasts[step])
 
-    def _fetched(
-        self, step: int, said: Sequence[Mapping[str, Any]], needs: int, ranks: Group
-    ) -> Tensor:
+    def _fetched(self, step: int, said: Sequence[Mapping[str, Any]], ranks: Group) -> Tensor:
         """Return this rank's copy of a step, from the rank that keeps it where it has none."""
         lacking = [at for at, each in enumerate(said) if str(step) not in each["own"]]
         sent = [
@@ -136,7 +136,7 @@ class Keeper:
             if (at + half(ranks)) % ranks.size == ranks.index
         ]
         if ranks.index in lacking:
-            copy = torch.empty(needs, dtype=torch.uint8)
+            copy = torch.empty(said[ranks.index]["needs"], dtype=torch.uint8)
             keeper = ranks.ranks[(ranks.index + half(ranks)) % ranks.size]
             receive(copy, keeper, ranks).wait()
         else:
@@ -149,14 +149,13 @@ class Keeper:
         loss = self._line.meeting.loss
         if loss is None:
             return {}
-        restart_s = time.time() - loss.noticed
+        now = time.time()
         return {
             "lost": list(loss.ranks),
             "why": loss.why,
             "noticed": loss.noticed,
-            "restart_s": restart_s,
-            "lost_s": 0.0,
-            "load_s": 0.0,
+            "met": now,
+            "restart_s": now - loss.noticed,
         }
 
 

@@ -23,6 +23,11 @@ class JobView(Protocol):
     tokenizer: Any
 
     @property
+    def recovered(self) -> dict[str, Any]:
+        """What ranks were lost before this attempt, and why; see ``training.recover.Keeper``."""
+        ...
+
+    @property
     def step_number(self) -> int:
         """Optimizer steps done, counted from the start of the run and not of this process."""
         ...

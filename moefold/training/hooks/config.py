@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.checkpoint.config import Policy
+from moefold.comm.config import Survive
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
@@ -139,5 +140,7 @@ class Watch(Record):
     experts_page: ExpertsPage | None = ExpertsPage()
     time_out_s: Positive = 300.0
     """Longest wait of any group of ranks for its members."""
+    survive: Survive | None = None
+    """Whether ranks of one launcher live through the death of others; None ends them all."""
     hooks: tuple[Annotated[Record, HOOKS], ...] = ()
     """Hooks from outside the package; see ``uses``."""

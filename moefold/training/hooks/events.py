@@ -22,7 +22,15 @@ class EventsHook(Hook):
         part = job.folder / f".{RUN_FILE}.part"
         part.write_text(dump_yaml(job.run), encoding="utf-8")
         part.replace(job.folder / RUN_FILE)
-        _append(job.folder / EVENTS_FILE, event="start", step=job.step_number)
+        recovered = job.recovered
+        if recovered:
+            recovered = {**recovered, "load_s": time.time() - recovered["met"]}
+        _append(
+            job.folder / EVENTS_FILE,
+            event="start",
+            step=job.step_number,
+            **({"recovered": recovered} if recovered else {}),
+        )
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Note the end, and what it was."""
