@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -34,7 +35,7 @@ from moefold.data.tokenizer import Tokenizer
 from moefold.model.families.folder import Folder
 from moefold.model.generate import generate
 from moefold.model.init import start_value
-from moefold.observe.machine import Machine
+from moefold.observe.machine import Machine, measured
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale, non_finite
 from moefold.parallel.apply import build as build_parts
@@ -133,6 +134,7 @@ class Job:
 
     def _open(self, cache: Path) -> None:
         run, train, sizes = self.run, self.run.train, self.world.folding.sizes
+        ranks = self.world.group("world")
         self._first(lambda: prepare(run.data, cache))
         prepared = prepare(run.data, cache)
         self.tokenizer: Tokenizer = prepared.tokenizer
@@ -153,7 +155,9 @@ class Job:
         self.start_values()
         self.optimizer: Optimizer = self.data.optimizer(run.optim)
         self.progress = Progress()
-        self.machine = Machine.measured(self.model.recipe.dtype, self.device)
+        dtype = self.model.recipe.dtype
+        rate = on_first(lambda: asdict(measured(dtype, self.device)), ranks, self.device)
+        self.machine = Machine(**rate)
         self.counts = count(self.decoder)
         self._strikes = self._struck_at = 0
         self._running = False

@@ -24,6 +24,7 @@ class FakeJob:
         self.step_number = 0
         self.last_step = last_step
         self.tokens = 0
+        self.recovered: dict[str, Any] = {}
         self.model = self.loader = self.tokenizer = None
         self.layers: list[dict[str, Any]] = []
         self.calls: list[tuple[str, Any]] = []

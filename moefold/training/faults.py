@@ -1,0 +1,158 @@
+"""Faults made on purpose, with real signals and real files: for tests and ``bench/chaos.py``."""
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from moefold.checkpoint.folder import candidates
+from moefold.comm.environment import Spot
+from moefold.comm.respawn_rank import Line
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch
+from moefold.data.loader import Loader
+from moefold.run import Run
+from moefold.training.feed import Feed
+from moefold.training.history import METRICS_FILE
+from moefold.training.hooks.assemble import assemble
+from moefold.training.loop import Interrupted, Job
+from moefold.training.ranks import world_of
+from moefold.training.recover import Keeper
+
+FULL_BYTES = 512
+"""What a file may still hold on a disk that is full for one process."""
+
+
+def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
+    """Train as one rank that survives others, and leave notes for who makes faults.
+
+    Args:
+        line: to the launcher.
+        run: the run.
+        folder: the run's.
+        notes: folder for ``pid-R`` and ``samples-R.jsonl`` of each rank R.
+
+    Returns:
+        The last step.
+    """
+    keeper = Keeper(line)
+
+    def attempt(spot: Spot) -> int:
+        (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
+        with world_of(run, spot, folder) as world:
+            hooks = assemble(run.watch, Console(stderr=True))
+            with Job(run, folder, hooks, world=world, keeper=keeper) as job:
+                job.feed = NotedFeed(job.loader, world, notes)
+                with suppress(Interrupted):
+                    job.train()
+                return job.step_number
+
+    return line.through(attempt)
+
+
+class NotedFeed(Feed):
+    """A feed that writes down which tokens each step was trained on."""
+
+    def __init__(self, loader: Loader, world: World, notes: Path) -> None:
+        """Add to this rank's notes."""
+        super().__init__(loader, world)
+        self._file = notes / f"samples-{world.rank}.jsonl"
+
+    def step(self, place: int) -> list[MicroBatch]:
+        """Return the step's micro-batches, and note their tokens' checksum."""
+        batches = super().step(place)
+        digest = 0
+        for batch in batches:
+            digest = zlib.crc32(batch.ids_T.numpy().tobytes(), digest)
+        with self._file.open("a") as file:
+            file.write(json.dumps([place, digest]) + "\n")
+        return batches
+
+
+def samples(notes: Path) -> dict[int, dict[int, int]]:
+    """Return, by rank and place in the data's order, the tokens' checksum of the last pass."""
+    found: dict[int, dict[int, int]] = {}
+    for path in sorted(notes.glob("samples-*.jsonl")):
+        lines = path.read_text().splitlines()
+        found[int(path.stem.partition("-")[2])] = dict(json.loads(line) for line in lines)
+    return found
+
+
+def pid_of(notes: Path, at: int) -> int:
+    """Return the process that a rank is at present."""
+    return int((notes / f"pid-{at}").read_text())
+
+
+def steps_in(folder: Path) -> int:
+    """Return how many steps a run has written down."""
+    path = folder / METRICS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(folder: Path, step: int, seconds: float = 120.0) -> bool:
+    """Wait until a run has written a step down; say whether it did in time."""
+    until = time.monotonic() + seconds
+    while steps_in(folder) < step and time.monotonic() < until:
+        time.sleep(0.02)
+    return steps_in(folder) >= step
+
+
+def kill(pid: int) -> None:
+    """End a process as a machine's failure would; one that has ended already is left alone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, for good unless someone else continues it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def slow(pid: int, seconds: float) -> None:
+    """Let a process stand still for a time that nobody takes it for dead in."""
+    stop(pid)
+    time.sleep(seconds)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def tear(folder: Path, draws: random.Random) -> Path | None:
+    """Cut a file of the newest checkpoint short, or flip one of its bits; return it if any."""
+    whole = [found.path for found in candidates(folder) if not found.way]
+    files = sorted(whole[0].glob("*.safetensors")) if whole else []
+    if not files:
+        return None
+    chosen = draws.choice(files)
+    with suppress(FileNotFoundError):
+        size = chosen.stat().st_size
+        if draws.random() < 0.5:
+            os.truncate(chosen, draws.randrange(size))
+        else:
+            with chosen.open("r+b") as file:
+                at = draws.randrange(size)
+                file.seek(at)
+                byte = file.read(1)[0] ^ 1 << draws.randrange(8)
+                file.seek(at)
+                file.write(bytes([byte]))
+    return chosen
+
+
+@contextmanager
+def full_disk(pid: int) -> Iterator[None]:
+    """Refuse a process every file beyond a few bytes, as a disk without room would."""
+    _, hard = before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)

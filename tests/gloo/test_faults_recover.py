@@ -1,0 +1,99 @@
+"""A run whose ranks are killed, stopped and cut off ends as the unbroken one, bit for bit."""
+
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.comm.config import Survive
+from moefold.comm.launch import RankError
+from moefold.comm.respawn import survive
+from moefold.config.load import load
+from moefold.run import Run
+from moefold.training import faults
+from moefold.training.history import History
+from tests.cpu.runs import raw_run
+from tests.gloo.harness import one_at_a_time
+
+STEPS = 16
+QUICK = Survive(stopped_s=0.4)
+TIMES = ("tokens_per_s", "mfu", "step_time_s")
+
+
+def run_of(folder: Path, ranks: int, **watch: Any) -> Run:
+    layout = {"sizes": "pp2 ep2"} if ranks == 4 else {}
+    raw = raw_run(
+        folder,
+        train={"steps": STEPS, "batch": 4, "micro_batch": 1, "precision": "fp64"},
+        watch={"progress": {"style": "off"}, "plots": None, "time_out_s": 20, **watch},
+        layout=layout,
+    )
+    return load(Run, raw).record
+
+
+def trained(
+    folder: Path, ranks: int, injector: Callable[[Path, Path], None] | None = None, **watch: Any
+) -> History:
+    """Train, an injector at work beside it; return what the run wrote."""
+    run, out, notes = run_of(folder, ranks, **watch), folder / "out", folder / "notes"
+    notes.mkdir(parents=True)
+    thread = threading.Thread(target=injector or (lambda *_: None), args=(out, notes), daemon=True)
+    with one_at_a_time():
+        thread.start()
+        done = survive(faults.rank, ranks, run, out, notes, record=QUICK, time_out_s=20)
+    thread.join(5)
+    assert done == STEPS
+    return History.read(out)
+
+
+def figures(history: History) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in history.lines]
+
+
+def recoveries(history: History) -> list[dict[str, Any]]:
+    return [event["recovered"] for event in history.events if "recovered" in event]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Any]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    history = trained(folder, 4)
+    assert not recoveries(history)
+    return figures(history), faults.samples(folder / "notes")
+
+
+def faults_at(*plan: tuple[int, Callable[[Path, Path], None]]) -> Callable[[Path, Path], None]:
+    def injector(out: Path, notes: Path) -> None:
+        for step, fault in plan:
+            if not faults.wait_for(out, step):
+                return
+            fault(out, notes)
+
+    return injector
+
+
+def killed(*ranks: int) -> Callable[[Path, Path], None]:
+    return lambda out, notes: [faults.kill(faults.pid_of(notes, at)) for at in ranks] and None
+
+
+def stopped(at: int) -> Callable[[Path, Path], None]:
+    return lambda out, notes: faults.stop(faults.pid_of(notes, at))
+
+
+def test_kills_and_stops_change_no_bit_and_lose_no_sample(
+    tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
+) -> None:
+    """Case 1, 17: the first rank dies too; each loses at most the step under way."""
+    plan = [(3, killed(2)), (6, killed(0)), (9, stopped(3)), (12, killed(1, 0))]
+    history = trained(tmp_path, 4, faults_at(*plan))
+    assert figures(history) == unbroken[0]
+    assert faults.samples(tmp_path / "notes") == unbroken[1]
+    lived = recoveries(history)
+    assert [set(each["lost"]) for each in lived] == [{2}, {0}, {3}, {0, 1}]
+    starts = [event["step"] for event in history.events if "recovered" in event]
+    assert all(each["reached"] - step <= 1 for each, step in zip(lived, starts, strict=True))
+    assert "was stopped" in lived[2]["why"] and "SIGKILL" in lived[0]["why"]
