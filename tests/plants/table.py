@@ -1,6 +1,6 @@
 """All planted bugs."""
 
-from tests.plants import balance, context, dispatch, groups, pipeline, routing, rows, stored
+from tests.plants import balance, context, data, dispatch, groups, pipeline, routing, rows, stored
 from tests.plants.plant import Plant
 
 PLANTS: tuple[Plant, ...] = tuple(
@@ -8,6 +8,7 @@ PLANTS: tuple[Plant, ...] = tuple(
         (
             *balance.PLANTS,
             *context.PLANTS,
+            *data.PLANTS,
             *dispatch.PLANTS,
             *groups.PLANTS,
             *pipeline.PLANTS,

@@ -1,0 +1,223 @@
+"""Bugs that data parallelism is known for, each on ranks that share in every way."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch
+from moefold.layers.placement import Box
+from moefold.mesh.folding import Folding
+from moefold.optim.norm import clip_scale
+from moefold.parallel import apply
+from moefold.parallel.data.sharding import Data
+from moefold.training.step import gradients
+from tests.cpu import small
+from tests.gloo.harness import run_ranks
+from tests.gloo.shares import CHUNK, CLIP, OPTIMIZERS, Case, batches, opened, own, update
+
+SHARED = (
+    *(Case(zero=zero) for zero in (0, 1, 2, 3)),
+    Case(zero=2, more=(("zero_ranks", 2),)),
+    Case("tp2", 1, model="tied"),
+    Case("ep2", 2),
+    Case("ep4", 1),
+    Case("pp2", 3, model="tied", micro_batches=8),
+)
+RANKS = 4
+FROZEN = ("embed", "layers.0")
+
+
+def one_rank(case: Case, rows: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], float]:
+    """Return whole gradients and their norm."""
+    data = opened(case.alone, 1)
+    figures = gradients(data, rows, CHUNK)
+    return {held.name: held.tensor for held in data.gradients()}, figures.grad_norm
+
+
+def error(data: Data, whole: dict[str, Tensor], times: float = 1.0) -> float:
+    """Return the largest relative error of a gradient here."""
+    found = [0.0]
+    for held in data.gradients():
+        want = whole[held.name]
+        there = want[tuple(slice(*ends) for ends in held.box)] * times
+        found.append(float((held.tensor - there).norm() / want.norm().clamp(min=1e-300)))
+    return max(found)
+
+
+def counted(case: Case) -> dict[str, Any]:
+    """Return what B03 looks at: the norm said, and the parts that it is made of."""
+    data = opened(case, RANKS)
+    figures = gradients(data, own(case, data), CHUNK)
+    stated = {
+        (held.name, held.box): float(held.tensor.square().sum())
+        for held in data.gradients()
+        if held.first
+    }
+    _, norm = one_rank(case, batches(case.micro_batches))
+    clip = clip_scale(figures.grad_norm, CLIP)
+    return {"said": figures.grad_norm, "clip": clip, "stated": stated, "alone": norm}
+
+
+def experts_alone(case: Case) -> float:
+    """Return what B01 looks at: the largest error of an expert's gradient."""
+    data = opened(case, RANKS)
+    gradients(data, own(case, data), CHUNK)
+    whole, _ = one_rank(case, batches(case.micro_batches))
+    experts = {name: grad for name, grad in whole.items() if ".experts." in name}
+    assert len(experts) == 2
+    others = {name: torch.zeros_like(grad) for name, grad in whole.items()}
+    for held in list(data.gradients()):
+        if held.name not in experts:
+            held.tensor.zero_()
+    return error(data, others | experts)
+
+
+def repeated(case: Case) -> float:
+    """Return what B30 looks at: gradients of one micro-batch on every rank, again and again."""
+    data = opened(case, RANKS)
+    some = batches(1)
+    times = case.micro_batches // data.placed.world.folding.dp
+    for _ in range(2):  # the second step starts from nothing
+        gradients(data, some * times, CHUNK)
+    whole, _ = one_rank(case, some)
+    return error(data, whole)
+
+
+def without_rows(case: Case) -> dict[str, Any]:
+    """Return what B13 looks at, where data rank 1 has no valid row and an expert no token."""
+    data = opened(case, RANKS)
+    empty = small.padded_rows((), 24)
+    rows = [empty if number % 2 else batch for number, batch in enumerate(batches(4))]
+    world = data.placed.world
+    mine = rows[world.attention.dp :: world.folding.dp] * (case.micro_batches // 4)
+    optimizer = data.optimizer(OPTIMIZERS[case.optim])
+    for mixture in (mixture for _, mixture in data.placed.model.mixtures()):
+        mixture.router.selection_bias = torch.zeros(8, dtype=torch.float64)
+        mixture.router.selection_bias[3] = -1e6
+    figures = gradients(data, mine, CHUNK)
+    missing = [n for n, p in data.params.items() if p.grad is None]
+    idle = [
+        float(held.tensor[3 - held.box[0][0]].abs().max())
+        for held in data.gradients()
+        if ".experts." in held.name and held.box[0][0] <= 3 < held.box[0][1]
+    ]
+    update(data, optimizer, figures.grad_norm)
+    steps = {int(t) for key, t in optimizer.state().items() if key.endswith(".step")}
+    return {"missing": missing, "steps": steps, "idle": idle, "norm": figures.grad_norm}
+
+
+def frozen(case: Case) -> dict[str, Any]:
+    """Return what frozen units look like after three steps."""
+    data = opened(case, RANKS, frozen=FROZEN)
+    before = {(h.name, h.box): h.tensor.clone() for h in data.weights()}
+    optimizer = data.optimizer(OPTIMIZERS[case.optim])
+    for _ in range(3):
+        figures = gradients(data, own(case, data), CHUNK)
+        update(data, optimizer, figures.grad_norm)
+    changed = {h.name for h in data.weights() if not torch.equal(before[h.name, h.box], h.tensor)}
+    alone = opened(case.alone, 1, frozen=FROZEN)
+    state = alone.optimizer(OPTIMIZERS[case.optim])
+    for _ in range(3):
+        figures = gradients(alone, batches(case.micro_batches), CHUNK)
+        update(alone, state, figures.grad_norm)
+    whole = {held.name: held.tensor for held in alone.gradients()}
+    return {
+        "changed": changed,
+        "state": {key.removeprefix("optim.").rpartition(".")[0] for key in optimizer.state()},
+        "error": error(data, whole),
+    }
+
+
+QUESTIONS = {
+    "counted": counted,
+    "experts": experts_alone,
+    "repeated": repeated,
+    "empty": without_rows,
+    "frozen": frozen,
+}
+EMPTY = tuple(case for case in SHARED if case.model == "small" and case.sizes != "ep4")
+ASKED = {"empty": EMPTY, "experts": tuple(case for case in SHARED if case.model == "small")}
+
+
+def answered(rank: int) -> dict[tuple[str, Case], Any]:
+    """Answer every question on this rank."""
+    return {
+        (what, case): ask(case)
+        for what, ask in QUESTIONS.items()
+        for case in ASKED.get(what, SHARED)
+    }
+
+
+@cache
+def answers() -> list[dict[tuple[str, Case], Any]]:
+    """Return what each rank answered."""
+    return run_ranks(answered, RANKS, time_out_s=120)
+
+
+def of(what: str, case: Case) -> list[Any]:
+    """Return the ranks' answers to one question."""
+    return [rank[what, case] for rank in answers()]
+
+
+@pytest.mark.parametrize("case", ASKED["experts"], ids=str)
+def test_b01_experts_gradients_are_sums_whatever_their_copies(case: Case) -> None:
+    assert max(of("experts", case)) <= 1e-12
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_b03_each_element_counts_once_in_the_norm(case: Case) -> None:
+    told = of("counted", case)
+    assert len({(rank["said"], rank["clip"]) for rank in told}) == 1
+    stated: dict[tuple[str, Box], float] = {}
+    for rank in told:
+        assert not stated.keys() & rank["stated"].keys()
+        stated |= rank["stated"]
+    assert told[0]["said"] == pytest.approx(math.sqrt(sum(stated.values())), rel=1e-12)
+    assert told[0]["said"] == pytest.approx(told[0]["alone"], rel=1e-12)
+
+
+@pytest.mark.parametrize("case", EMPTY, ids=str)
+def test_b13_ranks_without_rows_and_experts_without_tokens_have_zeros(case: Case) -> None:
+    told = of("empty", case)
+    assert len({rank["norm"] for rank in told}) == 1 and math.isfinite(told[0]["norm"])
+    assert all(not rank["missing"] and rank["steps"] == {1} for rank in told)
+    idle = [value for rank in told for value in rank["idle"]]
+    assert idle and not any(idle)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_b30_no_micro_batch_and_no_rank_is_added_twice(case: Case) -> None:
+    assert max(of("repeated", case)) <= 1e-12
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_frozen_units_stay_bit_for_bit_and_have_no_state(case: Case) -> None:
+    told = of("frozen", case)
+    assert any(rank["changed"] for rank in told)
+    for rank in told:
+        assert not [name for name in rank["changed"] if name.startswith(FROZEN)]
+        assert not [name for name in rank["state"] if name.startswith(FROZEN)]
+        assert rank["error"] <= 1e-10
+
+
+def test_neighbours_that_do_not_divide_the_copies_are_refused() -> None:
+    for said in run_ranks(refused, RANKS):
+        assert said == (
+            "layout.zero_ranks: 3 does not divide the 4 ranks that hold copies; 1 would"
+        )
+
+
+def refused(rank: int) -> str:
+    """Return what is said of runs over three of four ranks."""
+    case = Case(more=(("zero_ranks", 3),))
+    world = World.open(Folding(case.layout.split, RANKS), "cpu", 30)
+    placed = apply.build(small.decoder(), "fp64", case.layout, world)
+    with pytest.raises(ValueError, match="zero_ranks") as error:
+        Data(placed)
+    return str(error.value)
