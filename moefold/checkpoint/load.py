@@ -17,7 +17,7 @@ from moefold.checkpoint.disk import DISK, Disk, Say, retried
 from moefold.checkpoint.errors import DamagedError, MismatchError
 from moefold.checkpoint.folder import check_size
 from moefold.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, Stored
-from moefold.checkpoint.tensors import DTYPES, empty, host_bytes
+from moefold.checkpoint.tensors import BLOCK_BYTES, DTYPES, empty, host_bytes
 
 ATTEMPTS = 3
 _log = logging.getLogger("moefold.checkpoint")
@@ -123,22 +123,13 @@ class Reader:
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill ``target``, of the same shape and data type, with a tensor of the checkpoint."""
-        stored = self.manifest.tensors[name]
-        target = target.detach()
-        for part in stored.slices:
-            box = target[tuple(slice(a, a + n) for a, n in zip(part.at, part.shape, strict=True))]
-            if box.is_contiguous() and not box.is_conj() and not box.is_neg():
-                self._read_slice(name, part, box.view(-1).view(torch.uint8))
-            else:
-                whole = empty(stored.dtype, part.shape)
-                self._read_slice(name, part, whole.view(-1).view(torch.uint8))
-                box.copy_(whole)
+        self.read_part_into(name, target, (0,) * target.dim())
 
     def read_part_into(self, name: str, target: Tensor, at: tuple[int, ...]) -> None:
         """Fill ``target`` with the box of a tensor that begins at ``at``.
 
         Of each slice only the rows that reach into the box are read, in whole chunks: what is read
-        is checked.
+        is checked. Where they do not fit the target as they lie, some rows at a time are held.
         """
         stored, target = self.manifest.tensors[name], target.detach()
         for part in stored.slices:
@@ -146,13 +137,28 @@ class Reader:
             if shared is None:
                 continue
             there = target[tuple(slice(a - b, e - b) for (a, e), b in zip(shared, at, strict=True))]
-            if there.shape == part.shape and there.is_contiguous():
+            plain = there.is_contiguous() and not there.is_conj() and not there.is_neg()
+            if plain and there.shape == part.shape:
                 self._read_slice(name, part, there.view(-1).view(torch.uint8))
-                continue
-            first, end = (place - part.at[0] for place in shared[0])
-            rows = self._read_rows(name, stored.dtype, part, first, end)
-            inner = zip(shared[1:], part.at[1:], strict=True)
-            there.copy_(rows[(slice(None), *(slice(a - b, e - b) for (a, e), b in inner))])
+            elif not shared:
+                value = empty(stored.dtype, ())
+                self._read_slice(name, part, value.view(-1).view(torch.uint8))
+                there.copy_(value)
+            else:
+                self._read_box(name, stored.dtype, part, shared, there)
+
+    def _read_box(
+        self, name: str, dtype: str, part: Slice, shared: Sequence[tuple[int, int]], there: Tensor
+    ) -> None:
+        """Fill ``there`` with the box ``shared``, in global places, of a slice."""
+        first, end = (place - part.at[0] for place in shared[0])
+        inner = zip(shared[1:], part.at[1:], strict=True)
+        columns = tuple(slice(a - b, e - b) for (a, e), b in inner)
+        rows = max(1, BLOCK_BYTES // (part.size // part.shape[0]))
+        for start in range(first, end, rows):
+            stop = min(start + rows, end)
+            held = self._read_rows(name, dtype, part, start, stop)
+            there[start - first : stop - first].copy_(held[(slice(None), *columns)])
 
     def _read_rows(self, name: str, dtype: str, part: Slice, first: int, end: int) -> Tensor:
         """Return rows ``first`` to ``end`` of a slice."""

@@ -6,6 +6,7 @@ rename. A rank that cannot write keeps the checkpoint from being published, and 
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.manifest import Shard, Stored
 from moefold.checkpoint.save import Contents, Work
-from moefold.comm.agree import on_first
-from moefold.comm.collectives import gather_objects
+from moefold.comm.agree import FirstFailed, on_first, tell_first
 from moefold.comm.group import Group
 
 _log = logging.getLogger("moefold.checkpoint")
@@ -47,52 +47,113 @@ def save_together(
         SaveError: on all ranks, where the storage refused one of them.
     """
     work = Work.of(folder, step, tensors, meta, policy, say, disk)
+    saving = Together(work, policy, lock, ranks, device)
+    saving.begin()
+    saving.write()
+    saving.collect()
+    saving.publish()
+    return saving.conclude()
 
-    def begin() -> str:
-        work.make_folder()
-        work.clear()
-        staged = folders.on_its_way(work.final, "tmp")
-        disk.make_folder(staged)
-        return str(staged)
 
-    staged = Path(on_first(begin, ranks, device))
-    said = gather_objects(_written(work, staged, ranks.index), ranks)
+class Together:
+    """One save by all ranks, in its parts, to be called in the order in which they stand.
 
-    def end() -> None:
-        refused = [
-            f"rank {rank}: {one['error']}" for rank, one in enumerate(said) if "error" in one
-        ]
-        if refused:
-            folders.try_remove(staged, say, disk)
-            raise SaveError(work.final, "; ".join(refused))
+    ``begin``, ``collect`` and ``conclude`` are called by all ranks together. ``write`` and
+    ``publish`` speak to no other rank and raise nothing: a thread of their own may run them.
+    """
+
+    def __init__(
+        self, work: Work, policy: Policy, lock: FolderLock, ranks: Group, device: torch.device
+    ) -> None:
+        self._work, self._policy, self._lock = work, policy, lock
+        self._ranks, self._device = ranks, device
+        self._staged = Path()
+        self._said: dict[str, Any] = {}
+        self._written: tuple[list[Shard], dict[str, Stored]] = [], {}
+        self._refused: list[str] = []
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        """Make the folder that all write into."""
+        work = self._work
+
+        def begin() -> str:
+            work.make_folder()
+            work.clear()
+            staged = folders.on_its_way(work.final, "tmp")
+            work.disk.make_folder(staged)
+            return str(staged)
+
+        self._staged = Path(self._on_first(begin))
+
+    def write(self) -> None:
+        """Write this rank's shards."""
+        work, rank = self._work, self._ranks.index
         try:
-            work.write_manifest(staged, *_merged(said))
+            shards, tensors = work.write_shards(self._staged, f"rank-{rank:05d}")
         except OSError as error:
-            folders.try_remove(staged, say, disk)
-            raise work.refused(error, 1) from error
-        work.conclude(staged, policy, lock)
+            self._said = {"error": str(work.refused(error, 1))}
+        except Exception as error:
+            named = isinstance(error, CheckpointError)
+            self._said = {"error": str(error) if named else f"{type(error).__name__}: {error}"}
+        else:
+            owned = [shard.model_copy(update={"rank": rank}) for shard in shards]
+            self._said = {
+                "shards": [shard.model_dump(mode="json") for shard in owned],
+                "tensors": {n: stored.model_dump(mode="json") for n, stored in tensors.items()},
+            }
 
-    on_first(end, ranks, device)
-    return work.final
+    def collect(self) -> None:
+        """Bring what all ranks wrote to the first one, which holds it but once."""
+        told = tell_first(self._said, self._ranks, self._device)
+        self._said = {}
+        if self._ranks.index == 0:
+            self._written = _merged(self._noted(told))
+
+    def _noted(self, told: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """Pass on what ranks wrote, and note those that could not."""
+        for rank, one in enumerate(told):
+            if "error" in one:
+                self._refused.append(f"rank {rank}: {one['error']}")
+            elif not self._refused:
+                yield one
+
+    def publish(self) -> None:
+        """On the first rank: write the manifest and give the checkpoint its name."""
+        if self._ranks.index:
+            return
+        work, staged = self._work, self._staged
+        try:
+            if self._refused:
+                raise SaveError(work.final, "; ".join(self._refused))
+            try:
+                work.write_manifest(staged, *self._written)
+            except OSError as error:
+                raise work.refused(error, 1) from error
+            work.conclude(staged, self._policy, self._lock)
+        except Exception as error:
+            self._error = error
+            if staged.exists():
+                folders.try_remove(staged, work.say, work.disk)
+
+    def conclude(self) -> Path:
+        """Return the checkpoint's path on all ranks, or raise on all what went wrong."""
+
+        def told() -> None:
+            if self._error is not None:
+                raise self._error
+
+        self._on_first(told)
+        return self._work.final
+
+    def _on_first(self, function: Any) -> Any:
+        try:
+            return on_first(function, self._ranks, self._device)
+        except FirstFailed as error:
+            raise SaveError(self._work.final, str(error)) from error
 
 
-def _written(work: Work, staged: Path, rank: int) -> dict[str, Any]:
-    """Write this rank's shards; return its lines of the manifest, or why it could not."""
-    try:
-        shards, tensors = work.write_shards(staged, f"rank-{rank:05d}")
-    except OSError as error:
-        return {"error": str(work.refused(error, 1))}
-    except CheckpointError as error:
-        return {"error": str(error)}
-    return {
-        "shards": [
-            shard.model_copy(update={"rank": rank}).model_dump(mode="json") for shard in shards
-        ],
-        "tensors": {name: stored.model_dump(mode="json") for name, stored in tensors.items()},
-    }
-
-
-def _merged(said: list[dict[str, Any]]) -> tuple[list[Shard], dict[str, Stored]]:
+def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[Shard], dict[str, Stored]]:
     """Join what the ranks wrote; shards are numbered anew, slices stand in the order of places."""
     shards: list[Shard] = []
     tensors: dict[str, dict[str, Any]] = {}

@@ -4,13 +4,14 @@ Small data that JSON can hold; numbers come through exactly.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
 from moefold.comm.group import Group
-from moefold.comm.plain import broadcast_, gather_objects
+from moefold.comm.plain import broadcast_, gather, gather_objects, receive, send
 
 
 class Disagreement(ValueError):
@@ -31,6 +32,29 @@ def told_by_first(value: Any, ranks: Group, device: torch.device) -> Any:
     if ranks.index == 0:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     return json.loads(bytes(broadcast_(buffer, ranks, 0).cpu().numpy()))
+
+
+def tell_first(value: Any, ranks: Group, device: torch.device) -> Iterator[Any]:
+    """Return every rank's ``value`` on the first rank, in their order, and nothing on the others.
+
+    The first rank holds one of them at a time.
+    """
+    if ranks.size == 1:
+        return iter([value])
+    data = json.dumps(value).encode()
+    lengths = gather(torch.tensor([len(data)], device=device), ranks).flatten().tolist()
+    if ranks.index == 0:
+        return chain([value], _heard(lengths, ranks, device))
+    said = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    send(said, ranks.ranks[0], ranks).wait()
+    return iter(())
+
+
+def _heard(lengths: list[int], ranks: Group, device: torch.device) -> Iterator[Any]:
+    for rank, length in zip(ranks.ranks[1:], lengths[1:], strict=True):
+        buffer = torch.empty(length, dtype=torch.uint8, device=device)
+        receive(buffer, rank, ranks).wait()
+        yield json.loads(bytes(buffer.cpu().numpy()))
 
 
 def on_first(function: Callable[[], Any], ranks: Group, device: torch.device) -> Any:

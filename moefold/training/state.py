@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -21,6 +22,9 @@ from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import Data, Held
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 from moefold.training.stored import MODEL
+
+SHARE_BYTES = 16 * 2**20
+"""Bytes from which on a box that several ranks hold is written by more than one of them."""
 
 
 @dataclass
@@ -49,13 +53,34 @@ def held_by(data: Data, optimizer: Optimizer) -> Iterator[tuple[str, Held]]:
 
 
 def contents(data: Data, optimizer: Optimizer) -> dict[str, list[Part]]:
-    """Return what this rank writes of the state: each box stands on one rank alone."""
+    """Return what this rank writes of the state: each element stands on one rank alone."""
     found: dict[str, list[Part]] = {}
     for name, held in held_by(data, optimizer):
-        if held.first:
-            at = tuple(start for start, _ in held.box)
-            found.setdefault(name, []).append(Part(held.tensor.detach(), held.shape, at))
+        written = list(written_here(name, held))
+        if written:
+            found.setdefault(name, []).extend(written)
     return found
+
+
+def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Iterator[Part]:
+    """Yield what this rank writes of a box that it holds.
+
+    Boxes of which there are copies are dealt out by a hash over the ranks that hold them; a large
+    one is cut along its first dim, a share of at least ``share_bytes`` for each of some ranks.
+    """
+    at, tensor = tuple(start for start, _ in held.box), held.tensor.detach()
+    size = tensor.numel() * tensor.element_size()
+    rows = len(tensor) if tensor.dim() else 1
+    shares = max(1, min(held.copies, rows, size // share_bytes))
+    start = crc32(f"{name}{at}".encode())
+    for share in range(shares):
+        if (start + share * held.copies // shares) % held.copies != held.copy:
+            continue
+        if shares == 1:
+            yield Part(tensor, held.shape, at)
+        else:
+            first, end = share * rows // shares, (share + 1) * rows // shares
+            yield Part(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
 
 
 def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:

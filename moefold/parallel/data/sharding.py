@@ -41,8 +41,15 @@ class Held:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Box
-    first: bool
-    """Whether this rank is the first of those that hold the box."""
+    copy: int
+    """This rank's place among those that hold the box; ``copies`` where it has it from them."""
+    copies: int
+    """How many ranks hold the box."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of those that hold the box."""
+        return self.copy == 0
 
 
 class Data:
@@ -202,7 +209,7 @@ class Data:
                 if n not in self._bucket and self._shard(n).placement.copies == kind
             ]
             _sum(copied, across)
-        counted = [p.grad for n, p in trained.items() if self._is_first(n)]
+        counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
         return squared_norm([grad for grad in counted if grad is not None])
 
     @torch.no_grad()
@@ -220,14 +227,19 @@ class Data:
     def _shard(self, name: str) -> Shard:
         return self.placed.shards[name]
 
-    def _is_first(self, name: str) -> bool:
-        """Whether this rank is the first of those that hold the same of a parameter or buffer."""
+    def _copy(self, name: str) -> tuple[int, int]:
+        """Return this rank's place among those that hold the same of a tensor, and their number."""
         placement, world = self._shard(name).placement, self.placed.world
         bucket = self._bucket.get(name)
-        copies = world.group(placement.copies) if bucket is None else bucket.across
-        if copies.index or (placement.shared_over_tp and world.attention.tp):
-            return False
-        return name != TABLE or world.attention.pp == min(self.placed.embedding_stages)
+        holders = world.group(placement.copies) if bucket is None else bucket.across
+        place, count = holders.index, holders.size
+        if placement.shared_over_tp:
+            tp = world.folding.sizes.tp
+            place, count = place * tp + world.attention.tp, count * tp
+        if name == TABLE:
+            stages = self.placed.embedding_stages
+            place, count = place + count * stages.index(world.attention.pp), count * len(stages)
+        return place, count
 
     def weights(self) -> Iterator[Held]:
         """Yield the masters and buffers that are here; write into them, then :meth:`renew`."""
@@ -238,7 +250,7 @@ class Data:
             if name not in kept:
                 continue
             shard = self._shard(name)
-            yield Held(name, buffer, shard.shape, shard.box, self._is_first(name))
+            yield Held(name, buffer, shard.shape, shard.box, *self._copy(name))
 
     def gradients(self) -> Iterator[Held]:
         """Yield the gradients that are here, complete after :meth:`finish`."""
@@ -254,9 +266,10 @@ class Data:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: who owns the first of them states it
                 at_start = not any(start for start, _ in self._shard(name).box)
-                first = self._is_first(name) and at_start and not self._run(name)[0]
+                place, count = self._copy(name)
+                owned = at_start and not self._run(name)[0]
                 box = tuple((0, size) for size in tensor.shape)
-                yield Held(key, tensor, tuple(tensor.shape), box, first)
+                yield Held(key, tensor, tuple(tensor.shape), box, place if owned else count, count)
 
     @torch.no_grad()
     def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
@@ -281,14 +294,14 @@ class Data:
 
     def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[Held]:
         """Yield the boxes that a tensor of a parameter's elements here is made of."""
-        shard, first = self._shard(name), self._is_first(name)
+        shard, copy = self._shard(name), self._copy(name)
         if name not in self._bucket:
-            yield Held(key, tensor, shard.shape, shard.box, first)
+            yield Held(key, tensor, shard.shape, shard.box, *copy)
             return
         flat, at = tensor.reshape(-1), 0
         for box in boxes(shard.local_shape, *self._run(name)):
             part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
-            yield Held(key, part, shard.shape, moved(box, shard.box), first)
+            yield Held(key, part, shard.shape, moved(box, shard.box), *copy)
             at += size_of(box)
 
 
