@@ -75,9 +75,9 @@ class Task:
     seq: int
     batch: int
     cluster: Cluster
-    numbers: Numbers = Numbers()
+    numbers: Numbers = field(default_factory=Numbers)
     load: float = LOAD
-    software: Software = Software()
+    software: Software = field(default_factory=Software)
     multi_token: int = 0
     notes: tuple[str, ...] = ()
     """What was assumed."""
@@ -95,12 +95,12 @@ class Task:
 class Choice:
     """One way to lay a task out."""
 
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     schedule: Schedule = field(default_factory=OneFOneB)
     micro_batch: int = 1
     dispatch: Dispatcher = "alltoall"
     recipe: Recipe = "bf16"
-    keeping: Keeping = Keeping()
+    keeping: Keeping = field(default_factory=Keeping)
     stages: Stages | None = None
     """None is balanced."""
     context: Context = "ring"

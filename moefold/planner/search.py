@@ -17,7 +17,8 @@ from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import PAIRED, Choice, Task
 from moefold.planner.memory import fullest, peak_bytes
-from moefold.planner.search_bounds import Bounds, Grid, Kept, Shape, least_seconds
+from moefold.planner.memory_state import State, stage_states
+from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
 from moefold.planner.time import estimate
 from moefold.schedule.config import (
@@ -30,9 +31,10 @@ from moefold.schedule.config import (
 
 RESERVE = 0.05
 """Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
-NOTHING: Kept = (frozenset(), frozenset())
 BEST_SCHEDULE = ZeroBubbleH1()
 """A schedule without a bubble, for bounds."""
+SLACK = 1.1
+"""How much fuller balanced stages may be than those whose ranks take equally long."""
 SHORT = 2
 """Rounds of a pipeline after which its memory repeats itself."""
 Options = list[tuple[float, Keeping]]
@@ -66,6 +68,7 @@ class Search:
         self.task, self.foldings = task, Foldings.of(task)
         self.bounds = Bounds(task, self.foldings)
         self._bytes: dict[Choice, float] = {}
+        self._states: dict[tuple[Any, ...], tuple[State, ...]] = {}
         self.priced = 0
         """Layouts whose whole step was priced."""
 
@@ -194,9 +197,7 @@ class Search:
 
     # --------------------------------------------------------------------------- layouts
 
-    def _settle(
-        self, choice: Choice, options: Options, room: float, best: "_Best"
-    ) -> Found | None:
+    def _settle(self, choice: Choice, options: Options, room: float, best: "_Best") -> Found | None:
         """Return the fastest way to keep little enough, if it beats what is known."""
         sizes = choice.sizes
         grid = Grid(choice.recipe, choice.micro_batch, sizes.tp, sizes.cp)
@@ -206,15 +207,28 @@ class Search:
         for chain in self._chains(choice, options):
             limit = min(best.limit(sizes), found.seconds if found else math.inf)
             host = self.bounds.host(chain[0][1].optimizer_offload)
-            schedule = choice.schedule
-            open_ = [
-                keeping
-                for work, keeping in chain
-                if least_seconds(work, m, sizes.pp, sizes.vpp, schedule) + host < limit
-            ]
-            if open_:
-                found = self._first(choice, open_, limit, room) or found
+            states: tuple[State, ...] | None = None
+            roomy = []
+            for work, keeping in chain:
+                schedule = choice.schedule
+                if least_seconds(work, m, sizes.pp, sizes.vpp, schedule) + host >= limit:
+                    break
+                laid = replace(choice, keeping=keeping)
+                case = laid.case(self.task)
+                states = states or self._states_of(laid, case)
+                if self.bounds.floor(case, states) <= room * SLACK:
+                    roomy.append(keeping)
+            if roomy:
+                found = self._first(choice, roomy, limit, room) or found
         return found
+
+    def _states_of(self, choice: Choice, case: Case) -> tuple[State, ...]:
+        """Return what lasts on each pipeline rank: of the sizes and what is sharded alone."""
+        keeping = choice.keeping
+        key = choice.sizes, case.way, choice.recipe, keeping.zero, keeping.optimizer_offload
+        if key not in self._states:
+            self._states[key] = stage_states(case)
+        return self._states[key]
 
     def _chains(self, choice: Choice, options: Options) -> list[Options]:
         """Return options by ZeRO stage and share on the host, each by rising work and falling
@@ -235,9 +249,7 @@ class Search:
     def _first(
         self, choice: Choice, chain: list[Keeping], limit: float, room: float
     ) -> Found | None:
-        """Return the first of a chain that fits, if it beats a limit; the first is tried first,
-        and the rest by halves.
-        """
+        """Return the first of a chain that fits, if it beats a limit."""
         case = replace(choice, keeping=chain[0]).case(self.task)
         variants = [
             (estimate(one).seconds, other)
@@ -248,22 +260,15 @@ class Search:
         seconds, stages = min(variants, key=lambda pair: pair[0])
         if seconds >= limit:
             return None
-        low, high, found = 0, len(chain), None
-        at = 0
-        while low < high:
-            laid = replace(choice, keeping=chain[at], stages=stages)
+        for keeping in chain:
+            laid = replace(choice, keeping=keeping, stages=stages)
             case = laid.case(self.task)
             needed = self._needed(laid, case, room)
-            if needed is None:
-                low = at + 1
-            else:
-                high, found = at, Found(laid, case, 0.0, needed)
-            at = (low + high) // 2
-        if found is None:
-            return None
-        self.priced += 1
-        found = replace(found, seconds=estimate(found.case).seconds)
-        return found if found.seconds < limit else None
+            if needed is not None:
+                self.priced += 1
+                seconds = estimate(case).seconds
+                return Found(laid, case, seconds, needed) if seconds < limit else None
+        return None
 
     def _stages(self, choice: Choice, case: Case) -> Iterator[Stages | None]:
         """Yield the balanced stages (None), and stages whose ranks take equally long."""

@@ -14,12 +14,12 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block
 from moefold.moe.config import Moe
-from moefold.planner.case import Case, Keeping, Recipe
+from moefold.planner.case import Case, Keeping, Recipe, peaks_of
 from moefold.planner.curves import Rates, constants
 from moefold.planner.from_run import Choice, Task
 from moefold.planner.hardware import Cluster
 from moefold.planner.memory import layer_kept
-from moefold.planner.memory_state import block_weights, state
+from moefold.planner.memory_state import State, block_weights, state
 from moefold.planner.network import Rows, exchange_seconds, reach
 from moefold.planner.search_space import SENDING, Foldings, Modules, Space
 from moefold.planner.time import FUSED, HOST_ADAM, estimate
@@ -31,6 +31,9 @@ ENDLESS = 1e30
 NO_BUBBLE = (ZeroBubbleH1, ZeroBubbleV, DualPipeV)
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
+NOTHING: Kept = (frozenset(), frozenset())
+PARTS_OF_ONE: Modules = frozenset(("experts", "ffn", "shared"))
+"""Modules that a search recomputes together or not at all."""
 
 
 class Grid(NamedTuple):
@@ -68,6 +71,7 @@ class Bounds:
         self._works: dict[tuple[Any, ...], float] = {}
         self._states: dict[tuple[Any, ...], float] = {}
         self._parts: dict[tuple[Any, ...], Any] = {}
+        self._each: dict[tuple[Any, ...], dict[int, float]] = {}
         self._layers: dict[tuple[Any, ...], float] = {}
         self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
         self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -94,11 +98,25 @@ class Bounds:
         return self._works[key]
 
     def ideal(self, grid: Grid, kept: Kept) -> float:
-        """Return the same where nothing but the device counts, experts spread as far as can be."""
+        """Return the same where nothing but the device counts, experts spread as far as can be.
+
+        What is recomputed adds up, so that each module is priced once.
+        """
+        again, away = kept
+        if away or len(again) <= 1:
+            return self._ideal(grid, kept)
+        alone = self._ideal(grid, NOTHING)
+        parts = [again & PARTS_OF_ONE, *(frozenset((name,)) for name in again - PARTS_OF_ONE)]
+        if "attention" in again:
+            parts = [part - {"mla_up"} for part in parts]
+        return alone + sum(self._ideal(grid, (part, frozenset())) - alone for part in parts if part)
+
+    def _ideal(self, grid: Grid, kept: Kept) -> float:
         key = grid, kept
         if key not in self._works:
             shape = Shape(*grid, self._most(grid), 1, "hybridep", False)
-            self._works[key] = self._device(shape, Keeping(recompute=kept[0], offload=kept[1]))
+            keeping = Keeping(recompute=kept[0], offload=kept[1])
+            self._works[key] = self._device(shape, keeping)
         return self._works[key]
 
     def spread(self, grid: Grid, ep: int, etp: int) -> float:
@@ -208,11 +226,38 @@ class Bounds:
             self._parts[key] = [(layer_kept(case, block), n) for block, n in self.blocks]
         if (key, kept) not in self._layers:
             again, away = kept
-            self._layers[key, kept] = sum(
-                number * sum(p.bytes for p in parts if p.stays(again) and p.module not in away)
-                for parts, number in self._parts[key]
-            )
+            each = [
+                sum(p.bytes for p in parts if p.stays(again) and p.module not in away)
+                for parts, _ in self._parts[key]
+            ]
+            total = sum(one * n for one, (_, n) in zip(each, self.blocks, strict=True))
+            self._layers[key, kept] = float(total)
+            self._each[key, kept] = {
+                id(block): float(one) for one, (block, _) in zip(each, self.blocks, strict=True)
+            }
         return self._layers[key, kept]
+
+    def floor(self, case: Case, states: tuple[State, ...]) -> float:
+        """Return no more than what the fullest rank of a case needs, nearer than the above.
+
+        Args:
+            case: the step.
+            states: of each pipeline rank, without what is kept.
+        """
+        sizes, keeping = case.sizes, case.keeping
+        grid = Grid(case.numbers.recipe, case.micro_batch, sizes.tp, sizes.cp)
+        kept = keeping.recompute, keeping.offload
+        self.layers_kept(grid, sizes.etp, kept)
+        each = self._each[(grid, sizes.etp), kept]
+        peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, case.micro_batches)
+        most = 0.0
+        for lasting, chunks, alive in zip(states, case.places, peaks, strict=True):
+            held = min(
+                sum(each[id(case.blocks[p.index])] for p in chunk if p.kind == "layer")
+                for chunk in chunks
+            )
+            most = max(most, lasting.total - lasting.gradients + alive * held)
+        return most
 
     def chain(self, space: Space, grid: Grid, etp: int) -> list[tuple[float, float, Kept]]:
         """Return what can be kept by rising time and falling bytes: each with both."""
@@ -275,4 +320,3 @@ def least_seconds(work: float, m: int, pp: int, vpp: int, schedule: Schedule) ->
     """Return the least seconds of m micro-batches of a pipeline whose ranks share work evenly."""
     bubble = 0.0 if isinstance(schedule, NO_BUBBLE) else 1.0
     return work / pp * (m + bubble * (pp - 1) / vpp)
-

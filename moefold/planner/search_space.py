@@ -67,9 +67,9 @@ class Space:
 
     @cached_property
     def kept(self) -> tuple[tuple[Modules, Modules], ...]:
-        """What is recomputed and what is offloaded: every pair."""
+        """What is recomputed and what is offloaded: nothing is both."""
         pairs = product(self.recomputes, self.offloads)
-        return tuple(pair for pair in pairs if not (pair[1] and "block" in pair[0]))
+        return tuple((a, o) for a, o in pairs if not (a & o or (o and "block" in a)))
 
 
 def everything(task: Task) -> Space:

@@ -1,0 +1,237 @@
+"""What ``moefold plan`` does. Imports no torch."""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from moefold.planner.answer import GB, Layout, Plan, fragment
+from moefold.planner.answer import plan as planned
+from moefold.planner.from_run import LOAD
+from moefold.planner.goodput import goodput
+from moefold.planner.page import page
+from moefold.planner.page_data import facts
+from moefold.planner.scaling import Price, bill
+from moefold.training import words
+
+BAR = 24
+SMALL = 0.005
+"""Share of a whole below which a part is not listed."""
+TRILLION = 1e12
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status."""
+    overrides = list(args.overrides)
+    if args.layout is not None:
+        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
+    found = planned(
+        args.source,
+        args.cluster,
+        batch=args.batch,
+        seq=args.seq,
+        load=LOAD if args.load is None else args.load,
+        memory_gb=args.memory,
+        price=Price(args.price),
+        overrides=overrides,
+    )
+    tokens = args.tokens or found.task.tokens or TRILLION
+    if args.html:
+        _write(Path(args.html), page(found, tokens))
+    if args.json:
+        print(json.dumps(facts(found, tokens), indent=2))
+        return 0
+    console = Console(highlight=False)
+    show(found, tokens, console)
+    if args.html:
+        console.print(Text(str(Path(args.html))), soft_wrap=True)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+# ----------------------------------------------------------------------------- for people
+
+
+def show(found: Plan, tokens: float, console: Console) -> None:
+    """Print a plan."""
+    for part in _said(found, tokens):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _said(found: Plan, tokens: float) -> Iterator[Text | Table | Group]:
+    yield from _asked(found)
+    if found.given is None:
+        yield Text(f"\nno layout given: {found.given_problem}", style="yellow")
+    else:
+        yield Text("")
+        yield from _close(found.given, "given")
+    if found.best is None:
+        yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
+    else:
+        yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
+        yield _table(_rows(found))
+        yield from _marks(found)
+        yield from _close(found.best, "fastest")
+        yield Text("\nin a run file", style="bold")
+        yield Text(yaml.safe_dump(fragment(found.today or found.best), sort_keys=False).rstrip())
+        yield from _long(found, tokens)
+    yield from _next(found)
+
+
+def _asked(found: Plan) -> Iterator[Text]:
+    task, device = found.task, found.task.cluster.device
+    yield Text.assemble(
+        (task.name, "bold"),
+        f" on {task.cluster.devices:,} {device.name}, "
+        f"{task.batch:,} sequences of {task.seq:,} tokens per step",
+    )
+    stack = f"{task.software.stack} {task.software.release}".strip()
+    inputs = (
+        f"{device.memory_bytes / GB:.0f} GB each, {task.cluster.domain} to a fast domain",
+        f"expert load {task.load:g} (fullest rank over the mean)",
+        f"software {stack}, CUDA graphs {task.software.cuda_graphs}",
+    )
+    yield Text("  " + " · ".join(inputs), style="dim")
+    for note in task.notes:
+        yield Text(f"  {note}", style="yellow")
+
+
+def _close(layout: Layout, name: str) -> Iterator[Text | Table]:
+    """Yield one layout in full: what it is, memory and time by part."""
+    yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {_policies(layout)}")
+    wall = "fits" if layout.fits else "does not fit"
+    style = "green" if layout.fits else "bold red"
+    sure = "" if layout.sure else ", within the error of planned memory: try it"
+    margin = f"{abs(layout.margin_gb):.1f} GB {'free' if layout.fits else 'too much'}"
+    yield Text.assemble(
+        f"  {layout.step_time_s:.3g} s a step ±{layout.time.uncertainty:.0%}, "
+        f"{layout.tflops_per_gpu:.0f} TFLOP/s each, {words.count(layout.tokens_per_s)} tokens/s; ",
+        f"{layout.memory_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
+        (f"{wall}, {margin}{sure}", style),
+        f"; bound by {layout.binds}",
+    )
+    memory = {name: value / GB for name, value in layout.memory.parts.items()}
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(
+        _bars("memory, GB", memory, "{:.1f}"), _bars("time, s", dict(layout.time.parts), "{:.3g}")
+    )
+    yield grid
+
+
+def _bars(title: str, parts: dict[str, float], form: str) -> Table:
+    whole = sum(parts.values()) or 1.0
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(title, style="cyan"))
+    for name, value in sorted(parts.items(), key=lambda item: -item[1]):
+        if value > SMALL * whole:
+            bar = "█" * max(1, round(BAR * value / whole))
+            table.add_row(name, Text(form.format(value), justify="right"), Text(bar, style="blue"))
+    return table
+
+
+def _policies(layout: Layout) -> str:
+    choice, keeping = layout.choice, layout.choice.keeping
+    said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
+    if choice.sizes.pp > 1 or choice.paired:
+        said.append(type(choice.schedule).model_fields["kind"].default)
+    if choice.sizes.ep * choice.sizes.etp > 1:
+        said.append(choice.dispatch)
+    if keeping.recompute:
+        said.append(f"recompute {'+'.join(sorted(keeping.recompute))}")
+    if keeping.offload:
+        said.append(f"offload {'+'.join(sorted(keeping.offload))}")
+    if keeping.optimizer_offload:
+        said.append("optimizer on the host")
+    return ", ".join(said)
+
+
+def _rows(found: Plan) -> Iterator[tuple[str, Layout]]:
+    """Yield every layout of the table with its name, each once."""
+    seen = set()
+    groups: Sequence[tuple[str, Iterable[Layout]]] = (
+        ("", found.layouts),
+        ("format", found.by_format),
+        ("today", (found.today,) if found.today else ()),
+        ("given", (found.given,) if found.given else ()),
+        ("published", found.published),
+    )
+    for name, layouts in groups:
+        for n, layout in enumerate(layouts):
+            if layout.choice not in seen or name == "today":
+                seen.add(layout.choice)
+                yield name or f"{n + 1}", layout
+
+
+def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    table.add_column("")
+    for name in ("step s", "TFLOP/s", "GB", "bound by"):
+        table.add_column(name, justify="right" if name != "bound by" else "left", no_wrap=True)
+    table.add_column("layout")
+    table.add_column("policies", style="dim")
+    for name, layout in rows:
+        marked = f"{name} *" if layout.not_yet else name
+        table.add_row(
+            marked,
+            f"{layout.step_time_s:.3g}",
+            f"{layout.tflops_per_gpu:.0f}",
+            Text(f"{layout.memory_gb:.0f}", style="" if layout.fits else "red"),
+            layout.binds,
+            layout.layout,
+            _policies(layout),
+        )
+    return table
+
+
+def _marks(found: Plan) -> Iterator[Text]:
+    names = dict.fromkeys(policy for _, layout in _rows(found) for policy in layout.not_yet)
+    if names:
+        yield Text(f"* training does not execute yet: {', '.join(names)}", style="yellow")
+    for layout in found.published:
+        if layout.published_tflops:
+            told = f"{layout.published_tflops:.0f} TFLOP/s measured with its own software"
+            yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
+
+
+def _long(found: Plan, tokens: float) -> Iterator[Text]:
+    """Yield what a long run of the fastest layout costs."""
+    best, task = found.best, found.task
+    assert best is not None
+    expected = goodput(task.cluster.devices, found.faults)
+    cost = bill(task, best.tokens_per_s * expected.ettr, tokens, found.price)
+    money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
+    yield Text.assemble(
+        ("\nover ", ""),
+        f"{words.count(tokens)} tokens: {cost.days:,.1f} days, {cost.device_hours:,.0f} device "
+        f"hours, at most {cost.energy_mwh:,.0f} MWh{money}; save every "
+        f"{words.clock(min(expected.interval_s, 1e7))}, {expected.ettr:.1%} of time trains "
+        f"({found.faults.per_device_day:.1e} failures per device and day, "
+        f"{found.faults.restart_s:.0f} s to restart, {found.faults.stall_s:g} s per save)",
+    )
+
+
+def _next(found: Plan) -> Iterator[Text | Table]:
+    if not found.changes:
+        return
+    which = "given" if found.given else "fastest"
+    yield Text(f"\nwhat to change next in the {which} layout", style="bold")
+    table = Table.grid(padding=(0, 2))
+    for change in found.changes:
+        saved = change.saved_bytes / GB
+        table.add_row(
+            f"  {change.what}",
+            Text(f"{change.faster:+.1%} time saved", justify="right"),
+            Text(f"{saved:+.1f} GB saved", justify="right"),
+            "fits" if change.fits else "still does not fit",
+        )
+    yield table

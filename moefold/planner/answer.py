@@ -1,0 +1,321 @@
+"""A plan: a run's own layout, the best ones, what binds and what to change, on any cluster.
+
+plan = moefold.plan("run.yaml", cluster="h100x256")
+plan.given.fits, plan.best.layout, plan.best.step_time_s, plan.best.memory_gb, plan.best.binds
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from moefold.planner.case import Case, Recipe
+from moefold.planner.from_run import (
+    LOAD,
+    SEQ,
+    Choice,
+    Published,
+    Task,
+    of_model,
+    of_run,
+    published_layouts,
+)
+from moefold.planner.goodput import Faults
+from moefold.planner.hardware import Cluster, resized
+from moefold.planner.hardware import cluster as cluster_of
+from moefold.planner.memory import Memory, fullest
+from moefold.planner.published import find, model, names
+from moefold.planner.scaling import Price
+from moefold.planner.search import Found, Search, shortened
+from moefold.planner.search_change import Change, changes
+from moefold.planner.search_space import Space, everything, today
+from moefold.planner.time import StepTime, estimate
+from moefold.run import Run, load_run, recipes
+
+GB = 1e9
+MEMORY_ERROR = 0.1
+"""Relative error that planned memory is held to on measured runs; see docs/plan.md."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout with what it is planned to need and to reach."""
+
+    choice: Choice
+    case: Case = field(repr=False)
+    source: str = ""
+    """Where it is from: the run, the search, or a publication."""
+    published_tflops: float | None = None
+    """What the source measured, of its own device and software."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The step by parts."""
+        return estimate(self.case)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The fullest rank over a step, which repeats itself once the pipeline is full."""
+        return fullest(shortened(self.case))
+
+    @property
+    def layout(self) -> str:
+        """The sizes as a run file has them."""
+        return str(self.choice.sizes)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.seconds
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model TFLOP/s of each device; causal attention counts half, recomputing not at all."""
+        return self.time.tflops_per_gpu
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all devices together."""
+        return self.case.batch * self.case.seq / self.time.seconds
+
+    @property
+    def memory_gb(self) -> float:
+        """Of the fullest device, in GB of 10^9 bytes."""
+        return self.memory.total / GB
+
+    @property
+    def margin_gb(self) -> float:
+        """What the fullest device has left; below zero where it does not fit."""
+        return self.case.cluster.device.memory_bytes / GB - self.memory_gb
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.margin_gb >= 0
+
+    @property
+    def sure(self) -> bool:
+        """Whether that holds with planned memory a tenth wrong."""
+        return abs(self.margin_gb) >= MEMORY_ERROR * self.memory_gb
+
+    @property
+    def binds(self) -> str:
+        """What to change first: memory where it does not fit, else the largest part of time."""
+        if not self.fits:
+            return "memory"
+        return {"memory": "memory bandwidth"}.get(self.time.binds, self.time.binds)
+
+    @property
+    def not_yet(self) -> tuple[str, ...]:
+        """Policies that training cannot execute yet."""
+        more = ("multi-token layers",) if self.case.multi_token else ()
+        return self.choice.not_yet + more
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a task on a cluster."""
+
+    task: Task
+    given: Layout | None
+    """The run's own layout; None where it has none that the cluster can take."""
+    given_problem: str
+    """Why it has none; empty where it has."""
+    layouts: tuple[Layout, ...]
+    """The fastest that fit, each of another folding; empty where nothing fits."""
+    today: Layout | None
+    """The fastest of what training executes today."""
+    by_format: tuple[Layout, ...]
+    """The fastest of each number format."""
+    published: tuple[Layout, ...]
+    """What sources print of this model, planned on this cluster."""
+    faults: Faults
+    price: Price
+
+    @property
+    def best(self) -> Layout | None:
+        """The fastest layout that fits."""
+        return self.layouts[0] if self.layouts else None
+
+    @property
+    def shown(self) -> Layout | None:
+        """What there is to look at closely: the given layout, or else the best."""
+        return self.given or self.best
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """What to change next in the given layout (or the best), the most useful first."""
+        return changes(self.task, self.shown.choice) if self.shown else ()
+
+
+def plan(
+    run: Run | str | Path,
+    cluster: str | Cluster,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    load: float = LOAD,
+    memory_gb: float | None = None,
+    faults: Faults | None = None,
+    price: Price | None = None,
+    top: int = 5,
+    overrides: Sequence[str] = (),
+) -> Plan:
+    """Plan memory, time and layout of a run, or of a published model, on a cluster.
+
+    Args:
+        run: a run; or a run file, a recipe's name, a Hugging Face folder, a published model.
+        cluster: device and number, such as ``h100x256``.
+        batch: sequences per step over all devices; the run's own unless given.
+        seq: tokens per sequence of a published model, 4,096 unless given.
+        load: rows of the fullest expert rank over the mean.
+        memory_gb: of each device instead of what it is sold with.
+        faults: how often devices fail and what that costs.
+        price: what a device and hour cost.
+        top: how many layouts are returned.
+        overrides: ``path=value`` on top of a run file.
+
+    Raises:
+        ValueError: where there is no such run, model or device, or a published model has no batch.
+    """
+    where = cluster_of(cluster) if isinstance(cluster, str) else cluster
+    if memory_gb is not None:
+        where = replace(where, device=resized(where.device, round(memory_gb * GB)))
+    task, choice = _task(run, where, batch, seq, load, overrides)
+    given, problem = _given(task, choice)
+    search, space = Search(task), everything(task)
+    formats = [_fastest(search, replace(space, recipes=(recipe,))) for recipe in space.recipes]
+    fastest = min((one for one in formats if one), key=lambda one: one.seconds, default=None)
+    best: list[Found] = []
+    if fastest is not None:
+        best = search.best(replace(space, recipes=(fastest.choice.recipe,)), top)
+    return Plan(
+        task=task,
+        given=given,
+        given_problem=problem,
+        layouts=tuple(_layout(found, "search") for found in best),
+        today=_today(task, search),
+        by_format=tuple(_layout(found, "search") for found in formats if found),
+        published=tuple(_published(task)),
+        faults=faults or Faults(),
+        price=price or Price(),
+    )
+
+
+def _task(
+    run: Run | str | Path,
+    cluster: Cluster,
+    batch: int | None,
+    seq: int | None,
+    load: float,
+    overrides: Sequence[str],
+) -> tuple[Task, Choice | None]:
+    """Return what is planned: of a run, or else of the published model of that name."""
+    if isinstance(run, Run):
+        return of_run(run, cluster, batch, load)
+    known = find(str(run))
+    if Path(run).exists() or str(run) in recipes() or known is None:
+        try:
+            return of_run(load_run(run, overrides), cluster, batch, load)
+        except FileNotFoundError as error:
+            near = get_close_matches(str(run), [*names(), *recipes()], 3, 0.4)
+            raise ValueError(
+                f"{run} is no run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
+                f"published model" + (f"; near are {', '.join(near)}" if near else "")
+            ) from error
+    if overrides:
+        raise ValueError(f"{known} is a published model and no run: {overrides[0]} changes nothing")
+    if batch is None:
+        raise ValueError(f"{known} is a published model and no run: give --batch (sequences/step)")
+    return of_model(model(known), cluster, batch, seq or SEQ, load), None
+
+
+def _given(task: Task, choice: Choice | None) -> tuple[Layout | None, str]:
+    if choice is None:
+        return None, "a published model has no layout of its own"
+    try:
+        return Layout(choice, choice.case(task), "run"), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _fastest(search: Search, space: Space) -> Found | None:
+    found = search.best(space, 1)
+    return found[0] if found else None
+
+
+def _today(task: Task, search: Search) -> Layout | None:
+    if task.foreign or task.multi_token:
+        return None
+    found = _fastest(search, today(task))
+    return _layout(found, "search") if found else None
+
+
+def _layout(found: Found, source: str) -> Layout:
+    return Layout(found.choice, found.case, source)
+
+
+def _published(task: Task) -> list[Layout]:
+    """Return published layouts of the model that stand on the cluster: its device's first."""
+    name = find(task.name)
+    rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
+    here = task.cluster.device.name
+
+    def far(row: Published) -> tuple[bool, float]:
+        ratio = row.devices / task.cluster.devices
+        return row.device != here, max(ratio, 1 / ratio)
+
+    found = []
+    for row in sorted(rows, key=far):
+        choice = row.choice
+        if not task.multi_token and choice.stages and "m" in choice.stages.text:
+            bare = tuple(stage.replace("m", "") for stage in choice.stages.letters)
+            choice = replace(choice, stages=replace(choice.stages, letters=bare))
+        try:
+            case = choice.case(task)
+        except ValueError:
+            continue
+        told = f"{row.source} ({row.device} x {row.devices})"
+        found.append(Layout(choice, case, told, row.tflops_per_gpu))
+    return found[:3]
+
+
+def fragment(layout: Layout) -> dict[str, Any]:
+    """Return what a run file says for a layout: ``layout`` and the fields of ``train``.
+
+    What training cannot execute yet is left at the nearest that it can; ``Layout.not_yet`` says so.
+    """
+    choice, keeping = layout.choice, layout.choice.keeping
+    known = {"norms", "attention", "mla_up", "ffn", "shared", "experts"}
+    said: dict[str, Any] = {"sizes": choice.sizes.text}
+    if choice.stages is not None:
+        said["stages"] = choice.stages.text
+    if choice.sizes.pp > 1 or choice.paired:
+        said["schedule"] = {"kind": type(choice.schedule).model_fields["kind"].default}
+    said["zero"] = keeping.zero
+    if choice.sizes.ep * choice.sizes.etp > 1:
+        said["dispatch"] = _dispatch(layout)
+    if "block" in keeping.recompute:
+        said["recompute"] = {"kind": "full"}
+    elif keeping.recompute & known:
+        said["recompute"] = {"kind": "selective", "modules": sorted(keeping.recompute & known)}
+    wide: Recipe = choice.recipe if choice.recipe in ("bf16", "fp32") else "bf16"
+    return {
+        "train": {
+            "batch": layout.case.batch, "micro_batch": choice.micro_batch, "precision": wide
+        },
+        "layout": said,
+    }  # fmt: skip
+
+
+def _dispatch(layout: Layout) -> dict[str, Any]:
+    """Return the dispatcher of a run file that sends as the planned one does."""
+    name, ep = layout.choice.dispatch, layout.choice.sizes.ep
+    plain = {"alltoall": "alltoall", "allgather": "allgather", "deduplicated": "alltoall_once"}
+    if name in plain:
+        return {"kind": plain[name]}
+    per = layout.case.cluster.per_node
+    node = max(n for n in range(1, min(per, ep) + 1) if ep % n == 0 and per % n == 0)
+    return {"kind": "two_level", "node": node} if 1 < node < ep else {"kind": "alltoall_once"}

@@ -1,0 +1,100 @@
+"""What to change next in a layout: every single change, priced."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moefold.mesh.config import Sizes
+from moefold.mesh.legality import size_rules
+from moefold.mesh.needs import needs
+from moefold.planner.from_run import Choice, Task
+from moefold.planner.memory import fullest
+from moefold.planner.search import shortened
+from moefold.planner.search_space import SCHEDULES, everything
+from moefold.planner.time import estimate
+
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a layout and what it brings."""
+
+    what: str
+    choice: Choice
+    faster: float
+    """Seconds saved over seconds of the step; below zero where it is slower."""
+    saved_bytes: float
+    """Of the fullest device; below zero where it needs more."""
+    fits: bool
+
+
+def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
+    """Return the most useful single changes.
+
+    Where a layout fits, those that fit and are faster, the fastest first. Where it does not, those
+    that make it fit, the fastest first, or else those that save the most memory.
+    """
+    case = choice.case(task)
+    seconds, bytes_ = estimate(case).seconds, fullest(shortened(case)).total
+    room = task.cluster.device.memory_bytes
+    found: list[Change] = []
+    timed = []
+    for what, other in _neighbours(task, choice):
+        try:
+            tried = other.case(task)
+            timed.append((estimate(tried).seconds, what, other, tried))
+        except ValueError:
+            continue
+    timed.sort(key=lambda item: item[0])
+    enough = bytes_ <= room
+    for took, what, other, tried in timed:
+        if enough and (took >= seconds or len(found) == most):
+            break
+        needed = fullest(shortened(tried)).total
+        if enough and needed > room:
+            continue
+        found.append(Change(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))
+    if not enough:
+        found = [one for one in found if one.saved_bytes > 0]
+        fitting = [one for one in found if one.fits]
+        found = fitting or sorted(found, key=lambda one: -one.saved_bytes)
+    return tuple(found[:most])
+
+
+def _neighbours(task: Task, choice: Choice) -> Iterator[tuple[str, Choice]]:
+    """Yield every change of one policy, and of one size by a factor of two."""
+    space, keeping = everything(task), choice.keeping
+    model = needs(task.decoder, task.seq)
+    bare = replace(choice, stages=None)
+    for axis in AXES:
+        now = getattr(choice.sizes, axis)
+        for size in (2 * now, now // 2):
+            sizes = Sizes(**{**dict(choice.sizes), axis: max(1, size)})
+            legal = not size_rules(sizes, model, model.layers)
+            if size and legal and task.cluster.devices % sizes.smallest_world == 0:
+                yield f"{axis} {now} → {size}", replace(bare, sizes=sizes)
+    for schedule in SCHEDULES:
+        kind = type(schedule).model_fields["kind"].default
+        if type(schedule) is not type(choice.schedule):
+            yield f"schedule {kind}", replace(bare, schedule=schedule)
+    for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
+        if dispatch != choice.dispatch:
+            yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)
+    for size in (choice.micro_batch * 2, choice.micro_batch // 2):
+        if size:
+            yield f"micro_batch {choice.micro_batch} → {size}", replace(choice, micro_batch=size)
+    for again in space.recomputes:
+        if again != keeping.recompute:
+            said = " + ".join(sorted(again)) or "nothing"
+            other = replace(keeping, recompute=again)
+            yield f"recompute {said}", replace(choice, keeping=other)
+    for recipe in space.recipes:
+        if recipe != choice.recipe:
+            yield f"precision {recipe}", replace(choice, recipe=recipe)
+    for zero in (1, 3) if choice.sizes.pp == 1 else (1,):
+        if zero != keeping.zero:
+            other = replace(keeping, zero=zero)
+            yield f"zero {keeping.zero} → {zero}", replace(choice, keeping=other)
+    if task.cluster.device.host_bandwidth and not keeping.optimizer_offload:
+        other = replace(keeping, optimizer_offload=1.0)
+        yield "optimizer states on the host", replace(choice, keeping=other)
