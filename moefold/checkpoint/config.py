@@ -24,3 +24,5 @@ class Policy(Record):
     """How often a save is tried when the storage fails for a moment."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Whether a run goes on without the checkpoint when a save has failed."""
+    asynchronous: bool = False
+    """Whether checkpoints are copied to host memory, and written from there behind the steps."""

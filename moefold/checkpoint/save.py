@@ -123,7 +123,7 @@ class Work:
         meta: dict[str, Any],
         policy: Policy,
         say: Say,
-        disk: Disk,
+        disk: Disk = DISK,
     ) -> "Work":
         """Check what is to be saved, and group it into shards."""
         pieces = list(_pieces(tensors))

@@ -14,7 +14,7 @@ import torch
 
 from moefold.checkpoint import folder as folders
 from moefold.checkpoint.config import Policy
-from moefold.checkpoint.disk import DISK, Disk, Say
+from moefold.checkpoint.disk import DISK, Disk, Say, retried
 from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.manifest import Shard, Stored
@@ -88,11 +88,12 @@ class Together:
 
     def write(self) -> None:
         """Write this rank's shards."""
-        work, rank = self._work, self._ranks.index
+        work, rank, attempts = self._work, self._ranks.index, self._policy.attempts
+        what = f"{work.final.name}, rank {rank}"
         try:
-            shards, tensors = work.write_shards(self._staged, f"rank-{rank:05d}")
+            shards, tensors = retried(self._attempt, what, attempts, work.say, work.disk)
         except OSError as error:
-            self._said = {"error": str(work.refused(error, 1))}
+            self._said = {"error": str(work.refused(error, attempts))}
         except Exception as error:
             named = isinstance(error, CheckpointError)
             self._said = {"error": str(error) if named else f"{type(error).__name__}: {error}"}
@@ -102,6 +103,13 @@ class Together:
                 "shards": [shard.model_dump(mode="json") for shard in owned],
                 "tensors": {n: stored.model_dump(mode="json") for n, stored in tensors.items()},
             }
+
+    def _attempt(self) -> tuple[list[Shard], dict[str, Stored]]:
+        """Write this rank's shards once."""
+        stem = f"rank-{self._ranks.index:05d}"
+        for left in self._staged.glob(f"{stem}-*"):
+            self._work.disk.remove_file(left)
+        return self._work.write_shards(self._staged, stem)
 
     def collect(self) -> None:
         """Bring what all ranks wrote to the first one, which holds it but once."""

@@ -21,8 +21,6 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.folder import newest, step_name
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.save import save
-from moefold.checkpoint.together import save_together
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
@@ -48,6 +46,7 @@ from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Verdict, judge
 from moefold.training.recover import Keeper, Past
 from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
+from moefold.training.saving import Saver
 from moefold.training.signals import heard
 from moefold.training.state import Progress, contents, held_by, restore
 from moefold.training.step import StepFigures, evaluate, gradients
@@ -114,6 +113,7 @@ class Job:
             torch.use_deterministic_algorithms(True)
         self.lock = FolderLock(self.folder, run.name)
         self._first(self.lock.acquire)
+        self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, self.world)
         try:
             self._open(Path(cache) if cache else self.folder.parent / ".prepared")
         except BaseException:
@@ -197,6 +197,7 @@ class Job:
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
         ranks = self.world.group("world")
+        self.saver.wait()
         path = self._newest()
         while path is not None:
             stored = manifest.read(path)
@@ -257,6 +258,7 @@ class Job:
                 while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
                 self.save()
+                self.saver.wait()
                 reason, self._stops, self._asked = self._stops, None, None
                 if reason is not None:
                     raise Interrupted(f"{reason}; saved step {self.progress.step}")
@@ -317,6 +319,7 @@ class Job:
                 default those of the data's order.
         """
         self._start()
+        self.saver.poll()
         started = time.perf_counter()
         run, place = self.run, self.progress.place()
         if batches is None:
@@ -419,6 +422,7 @@ class Job:
         return Path(self._together.do("save"))
 
     def _save(self) -> Path:
+        self.saver.wait()
         present = self._newest()
         if present is not None and present.name == step_name(self.progress.step):
             return present
@@ -435,11 +439,7 @@ class Job:
                 "excluded": list(progress.excluded),
             },
         }
-        where = (self.folder, progress.step, contents(self.data, self.optimizer), meta)
-        policy, ranks = self.run.watch.checkpoint, self.world.group("world")
-        if ranks.size == 1:
-            return save(*where, policy, lock=self.lock)
-        return save_together(*where, policy, lock=self.lock, ranks=ranks, device=self.device)
+        return self.saver.save(progress.step, contents(self.data, self.optimizer), meta)
 
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step, by layer."""
@@ -471,7 +471,10 @@ class Job:
         """Tell the hooks that the run ends here or failed with ``error``; give the folder back."""
         try:
             self._stop(error)
+            if error is None:
+                self.saver.wait()
         finally:
+            self.saver.drop()
             self._release()
 
     def __enter__(self) -> "Job":

@@ -6,8 +6,10 @@ and all do it; then the hooks go on. So a hook is written for one process and wo
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from moefold.checkpoint.errors import SaveError
 from moefold.comm.agree import FirstFailed, told_by_first
 from moefold.comm.world import World
 
@@ -72,7 +74,8 @@ class Together:
                 raise FirstFailed(said["error"])
             if "answer" in said:
                 return said["answer"]
-            self._parts[said["do"]](*said["args"])
+            with suppress(SaveError):  # The leader had it too, and says what comes of it.
+                self._parts[said["do"]](*said["args"])
 
     def _say(self, words: Any) -> Any:
         return told_by_first(words, self._ranks, self._device)

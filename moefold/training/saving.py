@@ -1,0 +1,162 @@
+"""Writing a run's checkpoints: while it waits, or from copies behind its steps.
+
+Behind the steps a thread of each rank writes what was copied. It speaks to no other rank: at the
+beginning of each step all ranks ask whether all are done, and go on to the save's next part.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.config import Policy
+from moefold.checkpoint.errors import SaveError
+from moefold.checkpoint.lock import FolderLock
+from moefold.checkpoint.save import Work, save
+from moefold.checkpoint.tensors import Part
+from moefold.checkpoint.together import Together, save_together
+from moefold.comm.collectives import sum_
+from moefold.comm.world import World
+
+Boxes = Mapping[str, Sequence[Part]]
+_log = logging.getLogger("moefold.training")
+
+
+class Saver:
+    """Writes checkpoints as a policy says. All ranks call its methods alike, but for ``drop``.
+
+    Args:
+        folder: the run's.
+        policy: ``asynchronous`` ones are written behind the steps, one at a time.
+        lock: the folder's, held by the first rank.
+        world: the ranks.
+    """
+
+    def __init__(self, folder: Path, policy: Policy, lock: FolderLock, world: World) -> None:
+        self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
+        self._ranks = world.group("world")
+        self._flight: _Flight | None = None
+        self._copies: dict[tuple[str, int], Tensor] = {}
+
+    def save(self, step: int, tensors: Boxes, meta: dict[str, Any]) -> Path:
+        """Write a checkpoint, or begin to; return its path.
+
+        An asynchronous one counts when a later call of ``poll`` or ``wait`` has returned.
+
+        Raises:
+            SaveError: on all ranks, where the storage refused this one, or the one before it.
+        """
+        self.wait()
+        policy, ranks, device = self._policy, self._ranks, self._world.device
+        if policy.asynchronous:
+            copied = self._copied(tensors)
+            work = Work.of(self._folder, step, copied, meta, policy, _log.warning)
+            saving = Together(work, policy, self._lock, ranks, device)
+            saving.begin()
+            self._flight = _Flight(saving)
+            return work.final
+        if ranks.size == 1:
+            return save(self._folder, step, tensors, meta, policy, lock=self._lock)
+        where = self._folder, step, tensors, meta, policy
+        return save_together(*where, lock=self._lock, ranks=ranks, device=device)
+
+    def poll(self) -> None:
+        """See whether the save under way has come further; called at the beginning of a step.
+
+        Raises:
+            SaveError: on all ranks, where it failed and the policy is to stop then.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        host = self._world.on_host
+        done = sum_(torch.tensor([int(flight.idle)]), host)
+        if int(done) < host.size:
+            return
+        try:
+            self._go_on(flight)
+        except SaveError as error:
+            if self._policy.on_failure == "stop":
+                raise
+            if self._ranks.index == 0:
+                _log.warning("checkpoint failed: %s; training goes on", error)
+
+    def wait(self) -> None:
+        """Finish the save under way, if one is.
+
+        Raises:
+            SaveError: on all ranks, where it failed.
+        """
+        while (flight := self._flight) is not None:
+            flight.join()
+            self._go_on(flight)
+
+    def drop(self) -> None:
+        """Let the thread of this rank end and publish nothing; for a run that failed."""
+        if self._flight is not None:
+            self._flight.join()
+            self._flight = None
+
+    def _go_on(self, flight: "_Flight") -> None:
+        """Begin the next part of a save whose present one is done on all ranks."""
+        if flight.last:
+            self._flight = None
+            flight.saving.conclude()
+        else:
+            flight.publish()
+
+    def _copied(self, tensors: Boxes) -> dict[str, list[Part]]:
+        """Copy the state to the host, into the memory of the copies before."""
+        copied = {
+            name: [
+                replace(part, tensor=self._copy(name, number, part.tensor))
+                for number, part in enumerate(parts)
+            ]
+            for name, parts in tensors.items()
+        }
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, name: str, number: int, tensor: Tensor) -> Tensor:
+        kept = self._copies.get((name, number))
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            pinned = tensor.device.type == "cuda"
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._copies[name, number] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+
+class _Flight:
+    """A save under way, its present part in a thread."""
+
+    def __init__(self, saving: Together) -> None:
+        """Begin to write."""
+        self.saving, self.last = saving, False
+        self._thread = self._started(saving.write)
+
+    @staticmethod
+    def _started(function: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=function, name="moefold checkpoint", daemon=True)
+        thread.start()
+        return thread
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank's part is done."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until this rank's part is done."""
+        self._thread.join()
+
+    def publish(self) -> None:
+        """Collect what all wrote; begin the last part."""
+        self.saving.collect()
+        self.last = True
+        self._thread = self._started(self.saving.publish)
