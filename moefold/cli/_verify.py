@@ -40,7 +40,7 @@ def verify(args: argparse.Namespace) -> int:
         proof = within_spread(cases, progress.show, uses)
     else:
         proof = prove(cases, progress.show, uses)
-    controls = controls_of(cases, proof, uses) if args.controls else []
+    controls = controls_of(cases, proof, progress.show_control, uses) if args.controls else []
     if args.json:
         print(json.dumps(facts(proof, controls), indent=2))
     else:
@@ -91,6 +91,14 @@ class Progress:
         for said in _complaints(verdict):
             self._console.print(Text(f"    {said}", style="red"))
 
+    def show_control(self, control: Control) -> None:
+        """Print one line: what was broken, whether the proof noticed, and by what."""
+        if not self._quiet:
+            said = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
+            line = Text.assemble(said, control.broken.words)
+            line.append(f"  in {control.case}, by {_short(control.said)}", style="dim")
+            self._console.print(line)
+
 
 def _complaints(verdict: Verdict) -> list[str]:
     """Return what is wrong with a layout, a line each."""
@@ -131,26 +139,13 @@ def _close(console: Console, proof: Proof, controls: Sequence[Control]) -> None:
     if floored:
         console.print(Text(f"compared at the floor, being tiny: {', '.join(floored)}"))
     if controls:
-        console.print(control_table(controls))
+        seen = sum(control.noticed for control in controls)
+        style = "bold green" if seen == len(controls) else "bold red"
+        console.print(Text(f"broken on purpose: {seen} of {len(controls)} noticed", style=style))
     failed = sum(not verdict.passed for verdict in proof.verdicts)
     total = len(proof.verdicts)
     words = f"{total} layouts, all as one rank" if not failed else f"{failed} of {total} failed"
     console.print(Text(words, style="bold red" if failed else "bold green"))
-
-
-def control_table(controls: Sequence[Control]) -> Table:
-    """Return what was broken on purpose, and what the proof said of it."""
-    seen = sum(control.noticed for control in controls)
-    title = f"broken on purpose: {seen} of {len(controls)} noticed"
-    table = Table(box=None, pad_edge=False, header_style="cyan", title=title, title_justify="left")
-    for column in ("broken", "in", "noticed", "by"):
-        table.add_column(column, overflow="fold")
-    for control in controls:
-        said = Text("yes", "green") if control.noticed else Text("NO", "bold red")
-        table.add_row(
-            Text(control.broken.words), Text(control.case), said, Text(_short(control.said))
-        )
-    return table
 
 
 def facts(proof: Proof, controls: Sequence[Control]) -> dict[str, Any]:

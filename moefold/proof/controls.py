@@ -36,17 +36,33 @@ class Control(NamedTuple):
     """The worst quantity, its error and its tensor; or the error that ended the step."""
 
 
-def breaks_of(recorded: Sequence[tuple[Case, Sequence[Site]]]) -> list[tuple[Case, Break]]:
-    """Return every break of every call-site, in the first and smallest case that recorded it."""
-    first: dict[Site, Case] = {}
-    for case, sites in sorted(recorded, key=lambda pair: pair[0].world):
-        for site in sites:
-            first.setdefault(site, case)
+Recorded = Sequence[tuple[Case, Sequence[Site]]]
+
+
+def cover(recorded: Recorded) -> list[tuple[Case, tuple[Site, ...]]]:
+    """Return few cases that make every call-site of each number of ranks, and which each is for.
+
+    Greedy: the case that adds most call-sites comes first; of several, the one asked for first.
+    """
+    chosen = []
+    for world in sorted({case.world for case, _ in recorded}):
+        having = [(case, frozenset(sites)) for case, sites in recorded if case.world == world]
+        left = frozenset[Site]().union(*(sites for _, sites in having))
+        while left:
+            case, sites = max(having, key=lambda pair: len(pair[1] & left))
+            chosen.append((case, tuple(sorted(sites & left))))
+            left -= sites
+    return chosen
+
+
+def breaks_of(covering: Recorded) -> list[tuple[Case, Break]]:
+    """Return every break of every call-site, in the case that is to show it."""
     found = []
-    for site, case in sorted(first.items()):
-        if site.op not in UNSEEN and site.label not in GUARDS:
-            ways = ("alone", "half") if halves(site) else ("alone",)
-            found += [(case, Break(site=site, how=how)) for how in ways]
+    for case, sites in covering:
+        for site in sites:
+            if site.op not in UNSEEN and site.label not in GUARDS:
+                ways = ("alone", "half") if halves(site) else ("alone",)
+                found += [(case, Break(site=site, how=how)) for how in ways]
     return found
 
 

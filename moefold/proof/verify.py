@@ -19,7 +19,7 @@ from moefold.parallel.config import Layout
 from moefold.precision.recipe import DTYPES
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
-from moefold.proof.controls import Control, breaks_of, control
+from moefold.proof.controls import Control, breaks_of, control, cover
 from moefold.proof.pool import run_cases
 from moefold.proof.shrink import shrink
 from moefold.run import Run
@@ -186,10 +186,15 @@ def verdict(
     return Verdict(case.name, case.world, tuple(rows), *told)
 
 
-def controls_of(cases: Sequence[Case], proof: Proof, uses: Sequence[str] = ()) -> list[Control]:
-    """Break every exchange that cases recorded, each once, and return what the proof says."""
+def controls_of(
+    cases: Sequence[Case],
+    proof: Proof,
+    told: Callable[[Control], None] | None = None,
+    uses: Sequence[str] = (),
+) -> list[Control]:
+    """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(breaks_of(recorded), BOUND, uses=uses)
+    return control(breaks_of(cover(recorded)), BOUND, told, uses)
 
 
 def within_spread(

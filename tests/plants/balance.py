@@ -141,9 +141,9 @@ PLANTS = (
         BALANCE + "test_b09_the_load_is_counted_before_drops_bias_and_groups",
         "moe/router.py",
         "            decision = replace(decision, kept_TK=self._drop("
-        "decision, weights_TK, flow.rows))\n",
+        "decision, weights_TK, flow))\n",
         "            decision = replace(decision, kept_TK=self._drop("
-        "decision, weights_TK, flow.rows))\n"
+        "decision, weights_TK, flow))\n"
         "            left_TK = torch.where(\n"
         "                decision.kept_TK, decision.experts_TK, self.record.experts\n"
         "            )\n"

@@ -36,8 +36,8 @@ PLANTS = (
         "the mean over no label",
         MODEL + "test_b13_a_micro_batch_without_valid_rows_gives_zeros",
         "training/step.py",
-        "scale = 1 / max(labels, 1)",
-        "scale = 1 / labels",
+        "head, scale = model.head_operand(), 1 / max(labels, 1)",
+        "head, scale = model.head_operand(), 1 / labels",
     ),
     Plant(
         "b13",

@@ -1,6 +1,17 @@
 """All planted bugs."""
 
-from tests.plants import balance, context, data, dispatch, groups, pipeline, routing, rows, stored
+from tests.plants import (
+    balance,
+    context,
+    data,
+    dispatch,
+    groups,
+    layouts,
+    pipeline,
+    routing,
+    rows,
+    stored,
+)
 from tests.plants.plant import Plant
 
 PLANTS: tuple[Plant, ...] = tuple(
@@ -11,6 +22,7 @@ PLANTS: tuple[Plant, ...] = tuple(
             *data.PLANTS,
             *dispatch.PLANTS,
             *groups.PLANTS,
+            *layouts.PLANTS,
             *pipeline.PLANTS,
             *routing.PLANTS,
             *rows.PLANTS,
@@ -19,16 +31,5 @@ PLANTS: tuple[Plant, ...] = tuple(
         key=lambda plant: plant.bug,
     )
 )
-REQUIRED = (
-    "b01",
-    "b02",
-    *(f"b{n:02d}" for n in range(5, 10)),
-    *(f"b{n:02d}" for n in range(12, 20)),
-    *(f"b{n:02d}" for n in range(21, 25)),
-    "b31",
-    "b32",
-    "b34",
-    "b36",
-    "b40",
-)
+REQUIRED = tuple(f"b{n:02d}" for n in (*range(1, 25), 30, 31, *range(32, 36), 36, 39, 40))
 """Classes that need a test of their own and a bug that it is shown to notice."""

@@ -1,0 +1,165 @@
+"""What a layout may not change, shown for every layout: the matrix, its controls, narrow formats.
+
+Writes ``results/proof_<part>.json``. A line is printed for each layout or break as it is known. The
+controls take their call-sites from the few cases that ``results/proof_matrix.json`` names, which
+between them make every exchange that any case of the matrix makes.
+
+    python bench/proof.py matrix          # every layout against one rank, fp64
+    python bench/proof.py controls        # every exchange between ranks broken, at 2, 4, 8 ranks
+    python bench/proof.py fp32            # the tests' selection in a narrow format against fp64
+    python bench/proof.py bf16
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefold.proof.case import Case
+from moefold.proof.controls import Control, breaks_of, control, cover
+from moefold.proof.lowered import lowered
+from moefold.proof.matrix import matrix, selection
+from moefold.proof.verify import BOUND, Proof, Verdict, prove
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Lines:
+    """Prints a line for each of so many things."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._started = total, 0, time.monotonic()
+
+    def say(self, good: bool, words: str) -> None:
+        """Print how far it is, after how long, whether this one is as it should be, and words."""
+        self._done += 1
+        seconds = time.monotonic() - self._started
+        mark = "ok    " if good else "FAILED"
+        print(f"{self._done:>4}/{self._total} {seconds:>6.0f} s {mark} {words}", flush=True)
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Print what a layout came to."""
+        worst = verdict.worst
+        said = f"{worst.quantity} {worst.max_relative_error:.1e} {worst.worst}" if worst else ""
+        problems = [problem.strip().splitlines()[-1] for problem in verdict.problems]
+        self.say(verdict.passed, " | ".join([verdict.layout, said, *problems]))
+
+
+def machine() -> dict[str, Any]:
+    """Return what ran it."""
+    return {"torch": torch.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
+
+
+def summary(proof: Proof, started: float) -> dict[str, Any]:
+    """Return what layouts came to, the largest error of each quantity with its layout."""
+    worst: dict[str, dict[str, Any]] = {}
+    for row in proof.rows:
+        held = worst.get(row.quantity)
+        if held is None or not row.max_relative_error <= held["error"]:
+            found = {"error": row.max_relative_error, "bound": row.bound, "layout": row.layout}
+            worst[row.quantity] = found
+    failed = {
+        verdict.layout: [*verdict.problems, *(str(r) for r in verdict.rows if not _within(r))]
+        for verdict in proof.verdicts
+        if not verdict.passed
+    }
+    return {
+        **machine(),
+        "seconds": round(time.monotonic() - started),
+        "layouts": len(proof.verdicts),
+        "passed": sum(verdict.passed for verdict in proof.verdicts),
+        "by_ranks": dict(sorted(Counter(verdict.world for verdict in proof.verdicts).items())),
+        "largest_error": worst,
+        "failed": failed,
+    }
+
+
+def _within(row: Any) -> bool:
+    return row.max_relative_error <= row.bound
+
+
+def every_case() -> list[Case]:
+    """Return the whole matrix."""
+    return [case for cases in matrix().values() for case in cases]
+
+
+def run_matrix() -> dict[str, Any]:
+    """Prove every layout, and choose the cases whose exchanges are all that any makes."""
+    cases, started = every_case(), time.monotonic()
+    proof = prove(cases, Lines(len(cases)).verdict)
+    recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
+    sites = {(case.world, site) for case, found in recorded for site in found}
+    chosen = [case.name for case, _ in cover(recorded)]
+    facts = summary(proof, started)
+    return {**facts, "call_sites": len(sites), "cover": chosen}
+
+
+def run_controls() -> dict[str, Any]:
+    """Break every exchange that the covering cases make, once at each number of ranks."""
+    named = json.loads((RESULTS / "proof_matrix.json").read_text())
+    by_name = {case.name: case for case in every_case()}
+    cases = [by_name[name] for name in named["cover"]]
+    started = time.monotonic()
+    proof = prove(cases, Lines(len(cases)).verdict)
+    recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
+    sites = {(case.world, site) for case, found in recorded for site in found}
+    assert len(sites) == named["call_sites"], "the matrix makes other exchanges: run it anew"
+    planned = breaks_of(cover(recorded))
+    lines = Lines(len(planned))
+
+    def told(found: Control) -> None:
+        lines.say(found.noticed, f"{found.broken.words} | {found.case} | {found.said[-120:]}")
+
+    found = control(planned, BOUND, told)
+    return {
+        **machine(),
+        "seconds": round(time.monotonic() - started),
+        "layouts": len(cases),
+        "call_sites": len(sites),
+        "breaks": len(found),
+        "noticed": sum(c.noticed for c in found),
+        "controls": [
+            {"broken": c.broken.words, "in": c.case, "noticed": c.noticed, "by": c.said[-160:]}
+            for c in found
+        ],
+    }
+
+
+def run_lowered(precision: Any, cases: Sequence[Case]) -> dict[str, Any]:
+    """Hold the tests' selection in a narrow format against fp64."""
+    started = time.monotonic()
+    return summary(lowered(cases, precision, Lines(len(cases)).verdict), started)
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "matrix": run_matrix,
+    "controls": run_controls,
+    "fp32": lambda: run_lowered("fp32", selection()),
+    "bf16": lambda: run_lowered("bf16", selection()),
+}
+
+
+def main() -> int:
+    """Run one part, write what it came to, and return 1 where something is not as it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("part", choices=PARTS)
+    args = parser.parse_args()
+    found = PARTS[args.part]()
+    (RESULTS / f"proof_{args.part}.json").write_text(json.dumps(found, indent=1) + "\n")
+    total, good = (found.get(name) for name in ("layouts", "passed"))
+    if args.part == "controls":
+        total, good = found["breaks"], found["noticed"]
+    print(f"{good} of {total} in {found['seconds']} s")
+    return 0 if total == good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

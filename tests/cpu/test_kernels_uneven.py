@@ -1,0 +1,57 @@
+"""Rows in any numbers: nothing is rounded up to what a product would like.
+
+T tokens, K experts per token, E experts, R rows after dispatch, D and F widths.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moefold.kernels.grouped import grouped, loop
+from moefold.kernels.grouped.choose import choose
+from moefold.moe.dispatch.local import permute
+
+EXPERTS = 4
+
+
+@given(st.lists(st.integers(0, EXPERTS), min_size=1, max_size=60), st.integers(1, 3))
+def test_b33_offsets_end_where_rows_end(chosen: list[int], top_k: int) -> None:
+    """Experts get the rows that chose them, whatever their number; some go to none."""
+    experts_TK = torch.tensor([[(e + k) % (EXPERTS + 1) for k in range(top_k)] for e in chosen])
+    x_TD = torch.randn(len(chosen), 8, requires_grad=True)
+    weights_TK = torch.rand(len(chosen), top_k)
+    sent = permute(x_TD, weights_TK, experts_TK, EXPERTS, False)
+    wanted = [int((experts_TK == e).sum()) for e in range(EXPERTS)]
+    assert sent.offs_E.diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist() == wanted
+    rows = [x_TD[(experts_TK == e).any(1).nonzero()[:, 0]] for e in range(EXPERTS)]
+    assert torch.equal(sent.x_RD[: sum(wanted)], torch.cat(rows))
+
+
+@pytest.mark.parametrize("counts", [(90, 0, 0, 0), (17, 1, 29, 43), (1, 0, 3, 86)])
+def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[int, ...]) -> None:
+    """100 rows of which 90 are routed."""
+    offs_E = torch.tensor(counts).cumsum(0).to(torch.int32)
+    x_RD, w_EFD = torch.randn(100, 16), torch.randn(EXPERTS, 8, 16)
+    dy_RF = torch.randn(100, 8)
+    kernel = choose("grouped", x_RD.dtype, 16, 8)
+    ours = (
+        kernel.product(x_RD, w_EFD, offs_E)[:90],
+        kernel.weight_gradient(dy_RF, x_RD, offs_E, None),
+    )
+    theirs = loop.product(x_RD, w_EFD, offs_E)[:90], loop.weight_gradient(dy_RF, x_RD, offs_E, None)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_b33_widths_that_do_not_fit_are_refused_in_words(dtype: torch.dtype) -> None:
+    step = 16 // dtype.itemsize
+    for width in range(1, 65):
+        if width % step:
+            with pytest.raises(ValueError, match=f"Use widths that {step} divides"):
+                choose("grouped", dtype, 64, width)
+            assert choose("auto", dtype, 64, width).name == "loop"
+        else:
+            assert grouped.fits(dtype, 64, width)
+            assert choose("grouped", dtype, 64, width).name == "grouped_mm"

@@ -1,0 +1,136 @@
+"""Plants B03, B10, B20, B30, B33, B35 and B39: what several ranks, or a file, must agree on."""
+
+from tests.plants.plant import Plant
+
+BUGS = "tests/gloo/test_proof_bugs.py::"
+KEPT = "tests/cpu/test_moe_bias_kept.py::"
+UNEVEN = "tests/cpu/test_kernels_uneven.py::"
+B03 = BUGS + "test_b03_every_weight_counts_once_in_the_norm"
+B39 = BUGS + "test_b39_a_loss_over_a_shared_vocabulary_is_that_of_the_whole"
+
+PLANTS = (
+    Plant(
+        "b03",
+        "copies enter the norm as often as there are",
+        B03,
+        "parallel/data/sharding.py",
+        "for n, p in trained.items() if not self._copy(n)[0]]",
+        "for n, p in trained.items()]",
+    ),
+    Plant(
+        "b03",
+        "experts are left out of the norm",
+        B03,
+        "parallel/data/sharding.py",
+        "for n, p in trained.items() if not self._copy(n)[0]]",
+        'for n, p in trained.items() if not self._copy(n)[0] and ".experts." not in n]',
+    ),
+    Plant(
+        "b10",
+        "a sum over ranks is made in what it is given",
+        BUGS + "test_b10_a_collective_leaves_what_it_is_given",
+        "comm/collectives.py",
+        "plain.reduce_(x.clone(), group,",
+        "plain.reduce_(x, group,",
+    ),
+    Plant(
+        "b10",
+        "a rank divides by its own rows where the micro-batch's are meant",
+        BUGS + "test_b10_ranks_with_different_numbers_of_rows_share_their_terms",
+        "moe/balance.py",
+        "total = (share_NE * probability_NE).sum() / max(rows.population, 1)",
+        "total = (share_NE * probability_NE).sum() / max(rows.n_valid, 1)",
+    ),
+    Plant(
+        "b20",
+        "the bias is no part of a checkpoint",
+        KEPT + "test_b20_a_checkpoint_holds_the_bias",
+        "moe/router.py",
+        'self.register_buffer("selection_bias", bias_E)',
+        'self.register_buffer("selection_bias", bias_E, persistent=False)',
+    ),
+    Plant(
+        "b20",
+        "the bias is written in the weights' type",
+        KEPT + "test_b20_a_folder_holds_the_bias",
+        "convert/exporter.py",
+        'exact = name.endswith("selection_bias")',
+        'exact = name.endswith("no such name")',
+    ),
+    Plant(
+        "b20",
+        "the bias of a frozen router drifts",
+        KEPT + "test_b20_a_frozen_router_keeps_its_bias",
+        "moe/balance.py",
+        "        if router.weight.requires_grad:\n",
+        "        if router.weight is not None:\n",
+    ),
+    Plant(
+        "b30",
+        "sums of earlier passes are summed over ranks again",
+        BUGS + "test_b30_each_pass_is_summed_over_ranks_once",
+        "parallel/data/bucket.py",
+        "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n"
+        "        self.close()\n",
+        "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n",
+    ),
+    Plant(
+        "b33",
+        "experts end at a multiple of eight rows",
+        UNEVEN + "test_b33_offsets_end_where_rows_end",
+        "moe/dispatch/order.py",
+        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
+        "    offs_B = (offs_B + 7) // 8 * 8\n"
+        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
+    ),
+    Plant(
+        "b33",
+        "widths that do not fit are handed on",
+        UNEVEN + "test_b33_widths_that_do_not_fit_are_refused_in_words",
+        "kernels/grouped/grouped.py",
+        "all(dim * dtype.itemsize % 16 == 0 for dim in dims)",
+        "all(dim * dtype.itemsize >= 16 for dim in dims)",
+    ),
+    Plant(
+        "b33",
+        "rows past a multiple of eight are left out of weight gradients",
+        UNEVEN + "test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly",
+        "kernels/grouped/grouped.py",
+        "F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E)",
+        "F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E // 8 * 8)",
+    ),
+    Plant(
+        "b35",
+        "every rank draws its experts from the first",
+        BUGS + "test_b35_weights_start_alike_in_every_layout",
+        "model/init.py",
+        "whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))",
+        "whole = normal(seed, piece.name, (end - start, *inner), std)",
+    ),
+    Plant(
+        "b35",
+        "values hang on the size of a rank's piece",
+        BUGS + "test_b35_weights_start_alike_in_every_layout",
+        "model/init.py",
+        "whole = normal(seed, piece.name, (end - start, *inner), std, start * math.prod(inner))",
+        "count = (end - start) * math.prod(inner)\n"
+        "    whole = normal(seed + count, piece.name, (end - start, *inner), std, "
+        "start * math.prod(inner))",
+    ),
+    Plant(
+        "b39",
+        "each rank's share of the normaliser counts as often as there are ranks",
+        B39,
+        "layers/loss.py",
+        "normaliser_C = both_2C[0].log()",
+        "normaliser_C = (both_2C[0] * ranks.size).log()",
+    ),
+    Plant(
+        "b39",
+        "the label's own gradient is lost",
+        B39,
+        "layers/loss.py",
+        "        dlogits_Cv.scatter_add_(1, label_C1, -weight_C1 * mine_C[:, None])\n",
+        "",
+    ),
+)
