@@ -41,8 +41,9 @@ golden: $(TEST)  ## rewrite the golden dumps of the recipes; look at the differe
 plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: several minutes
 	@$(PY) -m tests.plants $(ARGS)
 
-matrix: $(RUN)  ## prove every layout of the matrix against one rank: ten minutes on two cores
+matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minutes on two cores
 	@$(PY) -m moefold verify --matrix $(ARGS)
+	@$(PY) -m pytest -q -m matrix tests/gloo
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

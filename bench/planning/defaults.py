@@ -161,8 +161,12 @@ def recompute(row: dict[str, Any], where: Origin) -> frozenset[Module]:
         noted = re.search(r"recompute (\w+) per the later README", row.get("notes") or "")
         text = noted[1] if noted else _said(row, where, "recompute")
     if text is not None:
-        words = (WORDS.get(word.strip()) for word in text.split(","))
-        return frozenset(word for word in words if word is not None)
+        found: set[Module] = set()
+        for word in text.split(","):
+            module = WORDS.get(word.strip())
+            if module is not None:
+                found.add(module)
+        return frozenset(found)
     if where.stack == "automodel" and row["model"] not in KEPT_BLOCKS:
         return frozenset(("block",))
     if where.stack == "deepseek":

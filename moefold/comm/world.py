@@ -189,9 +189,7 @@ class World:
             named.setdefault(first, []).append(kind)
         for first, kinds in named.items():
             if first != EMBEDDING:
-                group = self._made(
-                    self._prefix + "+".join(kinds), self.folding.group(first, self.rank)
-                )
+                group = self._made("+".join(kinds), self.folding.group(first, self.rank))
                 self._by_kind.update(dict.fromkeys(kinds, group))
         if EMBEDDING in named:
             ends = (0, self.folding.sizes.pp - 1)

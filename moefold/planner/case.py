@@ -66,6 +66,8 @@ class Keeping:
 
     zero: int = 1
     """0 nothing, 1 master weights and moments, 2 gradients too, 3 weights too."""
+    zero_ranks: int | None = None
+    """How many neighbours share what ``zero`` divides; None is all copies."""
     recompute: frozenset[Module] = frozenset()
     offload: frozenset[Module] = frozenset()
     """Modules whose activations go to the host between forward and backward."""

@@ -6,7 +6,7 @@ the built model has them: what decays, what an optimizer keeps and what tp cuts 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from moefold.config.base import Record
@@ -147,6 +147,7 @@ def state(case: Case, weights: Iterable[Weight]) -> State:
 def _state(case: Case, weight: Weight) -> State:
     numbers, zero, folding = case.numbers, case.keeping.zero, case.folding
     local, ranks = weight.local(case), folding.edp if weight.expert else folding.dp * case.sizes.cp
+    ranks = gcd(case.keeping.zero_ranks or ranks, ranks)
     share = [local / (ranks if zero >= stage else 1) for stage in range(4)]
     copied = numbers.weight_bytes
     if case.software.stack == "moefold" and not weight.product:

@@ -2,134 +2,99 @@
 
 T rows of a rank, P rows of its tensor group, D hidden, K experts per token, E experts. Bytes are
 what the rank sends in the cheapest form of the operation, as ``comm/`` records them: a ring for
-sums and gathers, rows for other ranks in an exchange. Where they depend on routing they are what
-balanced routing gives on average.
+sums and gathers, rows for other ranks in an exchange. Where they depend on routing they are those
+of the step's own routing if it is given, else what balanced routing gives on average.
+
+Micro-batches are whole sequences of one length. Not counted is what an optimizer of whole matrices
+exchanges, and what the training loop says around a step.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import comb
 
 from moefold.layers.config import Gqa, Mla
 from moefold.model.config import Block
-from moefold.moe.config import Moe
+from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import INDEX, STATISTIC, Shape
-from moefold.planner.memory_state import Weight, place_weights
+from moefold.planner.traffic_calls import (
+    BACKWARD,
+    BALANCED,
+    FORWARD,
+    Call,
+    Step,
+    across,
+    blocks_of,
+    both,
+    gathers,
+    has,
+    inside,
+    layers_of,
+    runs,
+    scattered,
+    stage_of,
+    sums,
+)
+from moefold.planner.traffic_data import data
+from moefold.planner.traffic_experts import expert
+from moefold.planner.traffic_rings import lent
 from moefold.schedule.transfers import Transfer, with_transfers
 
-FORWARD, BACKWARD = "forward", "backward"
-LOSS_CHUNK = 1024
 MASTER = 4
-"""Bytes of an element of the embedding's rows and of gradients that tensor ranks add: fp32."""
+"""Bytes of an element of the embedding's rows: fp32."""
+FIGURE = 8
+"""Bytes of a number of the step's: fp64, or int64."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """Equal operations of one rank in a step."""
-
-    group: str
-    """Kind of group, as :data:`moefold.mesh.folding.KINDS` names it."""
-    op: str
-    bytes: float
-    """Sent to others in one operation."""
-    count: int
-    """Operations in the step."""
-    direction: str = FORWARD
-    part: str = ""
-    """What it is for."""
-
-    @property
-    def total(self) -> float:
-        """Bytes sent in the step."""
-        return self.bytes * self.count
+def traffic(case: Case, rank: int, step: Step = BALANCED) -> tuple[Call, ...]:
+    """Return every operation of a rank in a step."""
+    parts = (tensor, context, expert, pipeline, data, router, control)
+    return tuple(call for part in parts for call in part(case, rank, step) if call.count)
 
 
-def traffic(case: Case, rank: int) -> tuple[Call, ...]:
-    """Return everything that a rank of pipeline rank ``rank`` sends in a step."""
-    parts = (tensor, context, expert, pipeline, data, statistics)
-    return tuple(call for part in parts for call in part(case, rank) if call.total)
-
-
-def gathers(size: float, ranks: int) -> float:
-    """Return what a rank sends so that all have every rank's ``size`` bytes."""
-    return size * (ranks - 1)
-
-
-def sums(size: float, ranks: int) -> float:
-    """Return what a rank sends so that all have the sum of ``size`` bytes."""
-    return 2 * size * (ranks - 1) / ranks
-
-
-def both(group: str, size: float, ranks: int, count: int, again: int, part: str) -> Iterator[Call]:
-    """Yield a gather of ``size`` bytes per rank and its mirror, a scattered sum of all of them.
-
-    Either sends the same; ``again`` says how often forward runs.
-    """
-    moved = gathers(size, ranks)
-    yield Call(group, "all_gather", moved, count * again, FORWARD, part)
-    yield Call(group, "reduce_scatter", moved, count, BACKWARD, part)
-
-
-def scattered(
-    group: str, size: float, ranks: int, count: int, again: int, part: str
-) -> Iterator[Call]:
-    """Yield a scattered sum that leaves ``size`` bytes on each rank, and its mirror, a gather."""
-    moved = gathers(size, ranks)
-    yield Call(group, "reduce_scatter", moved, count * again, FORWARD, part)
-    yield Call(group, "all_gather", moved, count, BACKWARD, part)
-
-
-def blocks_of(case: Case, rank: int) -> Iterator[tuple[Block, int]]:
-    """Yield each different block of a pipeline rank, and how often it runs in a step."""
-    found: dict[int, tuple[Block, int]] = {}
-    for chunk in case.places[rank]:
-        for place in chunk:
-            if place.kind in ("layer", "multi_token"):
-                block = case.blocks[place.index if place.kind == "layer" else -1]
-                known = found.get(id(block), (block, 0))[1]
-                found[id(block)] = block, known + case.micro_batches
-    yield from found.values()
-
-
-def runs(case: Case, *modules: str) -> int:
-    """Return how often forward of a module runs for one micro-batch: again where recomputed."""
-    return 2 if case.keeping.recompute & {"block", *modules} else 1
-
-
-def tensor(case: Case, rank: int) -> Iterator[Call]:
+def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what tensor ranks exchange: rows into each half, sums out of it, and at both ends."""
     tp, shape = case.sizes.tp, Shape.of(case)
     if tp == 1:
         return
     row = shape.rows * shape.hidden * shape.width
     for block, count in blocks_of(case, rank):
-        again = runs(case)
-        yield from _attention_rows(block, shape, count, again)
+        yield from _attention_rows(case, block, shape, count)
         if isinstance(block.ffn, Nothing):
             continue
-        part = "shared" if isinstance(block.ffn, Moe) else "ffn"
-        if not isinstance(block.ffn, Moe) or block.ffn.shared is not None:
-            again = runs(case, part)
-            yield from both("tp", row, tp, count, again, part)
-            yield from scattered("tp", row, tp, count, again, part)
-    kinds = {place.kind for chunk in case.places[rank] for place in chunk}
-    if "embedding" in kinds:
+        shared = block.ffn.shared if isinstance(block.ffn, Moe) else None
+        if isinstance(block.ffn, Moe) and shared is None:
+            continue
+        part = "ffn" if shared is None else "shared"
+        again = runs(case, part)
+        yield from both("tp", row, tp, count, again, part)
+        # A second run ends with the last thing that backward reads: the sum of shares is beyond
+        # that where nothing reads it, as a gate does, and no more of the block follows.
+        follows = shared is not None and (shared.gate or "block" in case.keeping.recompute)
+        yield from scattered("tp", row, tp, count, again if follows else 1, part)
+    if has(case, rank, "embedding"):
         size = shape.rows * shape.hidden * MASTER
         yield from scattered("tp", size, tp, case.micro_batches, 1, "embedding")
-    if "loss" in kinds:
-        yield Call("tp", "all_gather", gathers(row, tp), case.micro_batches, part="loss")
-        yield Call("tp", "reduce_scatter", gathers(row, tp), case.micro_batches, part="loss")
-        chunks = -(-shape.piece // LOSS_CHUNK)
-        each = min(LOSS_CHUNK, shape.piece) * STATISTIC
-        for width in (1, 2):
-            # The largest logit of a row, then its normaliser and its label's logit.
-            yield Call("tp", "all_reduce", sums(each * width, tp), case.micro_batches * chunks)
+    if has(case, rank, "loss"):
+        yield from _loss(case, step)
 
 
-def _attention_rows(block: Block, shape: Shape, count: int, again: int) -> Iterator[Call]:
-    record, tp = block.attention, shape.tp
+def _loss(case: Case, step: Step) -> Iterator[Call]:
+    """Yield what the loss over a shared vocabulary exchanges: rows, and statistics of chunks."""
+    tp, shape, m = case.sizes.tp, Shape.of(case), case.micro_batches
+    row = shape.rows * shape.hidden * shape.width
+    yield Call("tp", "all_gather", gathers(row, tp), m, part="loss")
+    yield Call("tp", "reduce_scatter", gathers(row, tp), m, part="loss")
+    whole, rest = divmod(shape.piece, step.loss_chunk)
+    for rows, count in ((step.loss_chunk, whole), (rest, min(rest, 1))):
+        # The largest logit of a row, then its normaliser and its label's logit.
+        size = rows * STATISTIC
+        yield Call("tp", "all_reduce_max", sums(size, tp), m * count, part="loss")
+        yield Call("tp", "all_reduce", sums(2 * size, tp), m * count, part="loss")
+
+
+def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Iterator[Call]:
+    record, tp, again = block.attention, shape.tp, runs(case)
     if isinstance(record, Nothing):
         return
     width = shape.hidden
@@ -141,11 +106,12 @@ def _attention_rows(block: Block, shape: Shape, count: int, again: int) -> Itera
     yield from scattered("tp", out, tp, count, again, "attention")
     if isinstance(record, Gqa) and record.qk_norm == "projection":
         moved = sums(shape.piece * STATISTIC, tp)
+        # What is dropped of norms is made again for who keeps it; rotation keeps nothing.
         yield Call("tp", "all_reduce", moved, 2 * count * again, FORWARD, "norms")
         yield Call("tp", "all_reduce", moved, 2 * count, BACKWARD, "norms")
 
 
-def context(case: Case, rank: int) -> Iterator[Call]:
+def context(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what context ranks exchange in attention: keys and values, or heads for rows."""
     cp, shape = case.sizes.cp, Shape.of(case)
     if cp == 1:
@@ -154,166 +120,124 @@ def context(case: Case, rank: int) -> Iterator[Call]:
         sizes = _heads(block, shape)
         if sizes is None:
             continue
-        keys, all_heads = sizes
+        keys, rest = sizes
         again = runs(case, "attention")
-        if case.context == "ring":
-            # Forward passes keys and values on; backward passes them and their gradients.
-            yield Call("cp", "send", keys, (cp - 1) * count * again, FORWARD, "attention")
-            yield Call("cp", "send", 2 * keys, (cp - 1) * count, BACKWARD, "attention")
-        elif case.context == "allgather":
+        inner = 1 if case.context == "ring" else (step.heads or cp)
+        if case.context == "allgather":
             yield from both("cp", keys, cp, count, again, "attention")
-        else:
-            moved = all_heads * (cp - 1) / cp
-            yield Call("cp", "all_to_all", moved, count * again, FORWARD, "attention")
-            yield Call("cp", "all_to_all", moved, count, BACKWARD, "attention")
+            continue
+        if inner > 1:
+            group = inside("cp", inner, cp)
+            yield from _exchanged(case, group, keys, rest, inner, count)
+        if inner < cp:
+            yield from _ring(case, rank, keys, inner, count, again)
 
 
-def _heads(block: Block, shape: Shape) -> tuple[float, float] | None:
-    """Return bytes of keys and values, and of queries, keys, values and outputs of all heads."""
+def _exchanged(
+    case: Case, group: str, keys: float, rest: tuple[float, float], ranks: int, count: int
+) -> Iterator[Call]:
+    """Yield heads for rows: queries, keys and values in one exchange, outputs in another."""
+    again = runs(case, "attention")
+    # A second run of the attention alone ends before its outputs go back to their rows.
+    ends = runs(case)
+    queries, out = rest
+    for size, times in ((keys + queries, again), (out, ends)):
+        moved = size * (ranks - 1) / ranks
+        yield Call(group, "all_to_all", moved, count * times, FORWARD, "attention")
+        yield Call(group, "all_to_all", moved, count, BACKWARD, "attention")
+
+
+def _ring(case: Case, rank: int, keys: float, inner: int, count: int, again: int) -> Iterator[Call]:
+    """Yield the rounds of a ring: rows go to the ranks that see them, their gradients back home."""
+    group = across("cp", inner)
+    ranks = case.sizes.cp // inner
+    place = case.folding.attention_spot(rank).cp // inner
+    rows = case.micro_batch * case.seq // ranks
+    each = keys / (case.micro_batch * case.seq // case.sizes.cp) / inner
+    lengths = (case.seq,) * case.micro_batch
+    for by in range(1, ranks):
+        given = lent(lengths, rows, ranks, place, (place + by) % ranks) * each
+        taken = lent(lengths, rows, ranks, (place - by) % ranks, place) * each
+        yield Call(group, "shift", given, count * again, FORWARD, "attention")
+        yield Call(group, "shift", given, count, BACKWARD, "attention")
+        yield Call(group, "shift", taken, count, BACKWARD, "attention")
+
+
+def _heads(block: Block, shape: Shape) -> tuple[float, tuple[float, float]] | None:
+    """Return bytes of keys and values of a rank's rows, and of their queries and outputs."""
     record, one = block.attention, shape.piece * shape.width / shape.tp
     if isinstance(record, Mla):
         qk_dim = record.nope_dim + record.rope_dim
-        keys = one * record.heads * (qk_dim + record.v_dim)
-        return keys, keys + one * record.heads * (qk_dim + record.v_dim)
+        queries, values = one * record.heads * qk_dim, one * record.heads * record.v_dim
+        return queries + values, (queries, values)
     if isinstance(record, Gqa):
-        keys = one * 2 * record.kv_heads * record.head_dim
-        return keys, keys + one * 2 * record.heads * record.head_dim
+        keys, heads = one * record.kv_heads * record.head_dim, one * record.heads * record.head_dim
+        return 2 * keys, (heads, heads)
     return None
 
 
-def expert(case: Case, rank: int) -> Iterator[Call]:
-    """Yield what dispatch and combine exchange."""
-    if case.sizes.ep * case.sizes.etp == 1 or case.dispatch == "local":
-        return
-    for block, count in blocks_of(case, rank):
-        if isinstance(block.ffn, Moe):
-            yield from _exchanges(case, block.ffn, count)
-
-
-def _exchanges(case: Case, record: Moe, count: int) -> Iterator[Call]:
-    again, shape = runs(case, "moe"), Shape.of(case)
-    hidden = getattr(record, "latent", None) or shape.hidden
-    row = hidden * shape.width
-    for group, op, rows, extra in _ways(case, record, shape):
-        moved = rows * (row + extra)
-        yield Call(group, op, moved, count * again, FORWARD, "dispatch")
-        yield Call(group, op, moved, count, BACKWARD, "dispatch")
-        yield Call(group, op, rows * row, count * again, FORWARD, "combine")
-        yield Call(group, op, rows * row, count, BACKWARD, "combine")
-
-
-def _ways(case: Case, record: Moe, shape: Shape) -> Iterator[tuple[str, str, float, float]]:
-    """Yield group, operation, rows that a rank sends and bytes that go with each, in dispatch."""
-    sizes, router = case.sizes, record.router
-    copies, ranks = shape.rows * router.top_k, sizes.ep
-    remote = (ranks - 1) / ranks
-    choices = router.top_k * (INDEX + STATISTIC)
-    if case.dispatch == "allgather":
-        rows = shape.rows * (sizes.ep * sizes.etp - 1)
-        yield "tp_ep", "all_gather", rows, choices
-        return
-    if case.dispatch == "alltoall":
-        yield "ep", "all_to_all", copies * remote, STATISTIC
-    elif case.dispatch == "padded":
-        yield "ep", "all_to_all", copies * case.load * remote, STATISTIC + INDEX
-    elif case.dispatch == "deduplicated":
-        yield "ep", "all_to_all", shape.rows * spread(record, ranks) * remote, choices
-    else:
-        domains = _domains(case)
-        nodes, inside = spread(record, domains), spread(record, ranks)
-        yield "ep", "between_nodes", shape.rows * nodes * (domains - 1) / domains, choices
-        each = ranks / domains
-        yield "ep", "within_node", shape.rows * inside * (each - 1) / each, choices
-    if sizes.etp > 1:
-        yield "etp", "gather_rows", copies * (sizes.etp - 1), STATISTIC
-
-
-def _domains(case: Case) -> int:
-    """Return over how many domains of fast links the ranks of an expert group lie."""
-    ranks = case.folding.group("ep", 0)
-    return len({one // case.cluster.domain for one in ranks})
-
-
-def spread(record: Moe, places: int) -> float:
-    """Return over how many of ``places`` the experts of a token lie on average.
-
-    Places hold equal shares of the experts; choices are alike and free, or limited to groups.
-    """
-    router = record.router
-    experts, chosen = router.experts, router.top_k
-    if router.groups is not None:
-        experts = experts // router.groups.count * router.groups.keep
-        places = min(places, max(1, places * router.groups.keep // router.groups.count))
-    each = experts / places
-    if each >= 1 and each == int(each):
-        missed = comb(experts - int(each), chosen) / comb(experts, chosen)
-    else:
-        missed = max(0.0, 1 - chosen * each / experts)
-    return places * (1 - missed)
-
-
-def pipeline(case: Case, rank: int) -> Iterator[Call]:
-    """Yield the rows and gradients that go to neighbouring stages, from the schedule's table."""
+def pipeline(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
+    """Yield the rows and gradients that neighbouring stages pass on, from the schedule's table."""
     shape = Shape.of(case)
     row = shape.rows * shape.hidden * shape.width
-    sent = {"output": 0, "gradient": 0}
-    for part in with_transfers(case.table)[rank]:
-        if isinstance(part, Transfer) and part.way == "send":
-            sent[part.result.what] += 1
-    yield Call("pp", "send", row, sent["output"], FORWARD, "rows")
-    yield Call("pp", "send", row, sent["gradient"], BACKWARD, "rows")
+    ways = {"output": FORWARD, "gradient": BACKWARD}
+    count = dict.fromkeys(((way, what) for way in ("send", "receive") for what in ways), 0)
+    for part in with_transfers(case.table)[stage_of(case, rank)]:
+        if isinstance(part, Transfer):
+            count[part.way, part.result.what] += 1
+    for (way, what), times in count.items():
+        yield Call("pp", way, row if way == "send" else 0, times, ways[what], "rows")
 
 
-def data(case: Case, rank: int) -> Iterator[Call]:
-    """Yield what copies of weights exchange: sums of gradients, and weights that are shared."""
-    weights = [one for chunk in case.places[rank] for p in chunk for one in place_weights(case, p)]
-    kinds = [place.kind for chunk in case.places[rank] for place in chunk]
-    matrix = Weight("embed.weight", (case.decoder.vocab, case.decoder.hidden), 0)
-    ends = ("loss" in kinds) + ("embedding" in kinds)
-    weights += [matrix] * (1 if case.decoder.tied and ends else ends)
-    whole = sum(w.local(case) for w in weights if w.cut is None and not w.expert)
-    if case.sizes.tp > 1:
-        moved = sums(whole * case.numbers.gradient_bytes, case.sizes.tp)
-        yield Call("tp", "all_reduce", moved, 1, BACKWARD, "gradients")
-    folding = case.folding
-    shares = (("dp_cp", folding.dp * case.sizes.cp, False), ("edp", folding.edp, True))
-    for group, ranks, expert in shares:
-        elements = sum(w.local(case) for w in weights if w.expert == expert)
-        if ranks > 1 and elements:
-            yield from _copies(case, group, ranks, elements)
-
-
-def _copies(case: Case, group: str, ranks: int, elements: float) -> Iterator[Call]:
-    numbers, zero, m = case.numbers, case.keeping.zero, case.micro_batches
-    gradients = elements * numbers.gradient_bytes
-    if zero == 0:
-        yield Call(group, "all_reduce", sums(gradients, ranks), 1, BACKWARD, "gradients")
-        return
-    reductions = 1 if zero == 1 else m
-    share = gathers(gradients / ranks, ranks)
-    yield Call(group, "reduce_scatter", share, reductions, BACKWARD, "gradients")
-    width = numbers.weight_bytes or numbers.master_bytes
-    share = gathers(elements * width / ranks, ranks)
-    if zero < 3:
-        yield Call(group, "all_gather", share, 1, FORWARD, "weights")
-        return
-    yield Call(group, "all_gather", share, m, FORWARD, "weights")
-    yield Call(group, "all_gather", share, m, BACKWARD, "weights")
-
-
-def statistics(case: Case, rank: int) -> Iterator[Call]:
-    """Yield counts of rows before an exchange, and the routers' counters at the end of a step."""
-    sizes, folding = case.sizes, case.folding
-    stage = folding.world // sizes.pp
-    members = sizes.ep * sizes.etp
-    for block, count in blocks_of(case, rank):
-        if not isinstance(block.ffn, Moe):
+def router(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
+    """Yield what routers tell each other: who competes for capacity, and what terms count."""
+    ranks = case.sizes.tp * case.sizes.cp
+    rows = case.rows
+    for _, block in layers_of(case, rank):
+        record = block.ffn
+        if not isinstance(record, Moe):
             continue
-        experts, layers = block.ffn.router.experts, count // case.micro_batches
-        if members > 1 and case.dispatch == "alltoall":
-            moved = gathers(experts * INDEX, members)
-            yield Call("tp_ep", "all_gather", moved, count * runs(case, "moe"), part="counts")
-        if stage > 1:
-            # Load, sent, and tokens in int64, probabilities in fp32.
-            size = layers * (2 * experts * INDEX + INDEX + experts * STATISTIC)
+        m, k, experts = case.micro_batches, record.router.top_k, record.router.experts
+        if record.capacity is not None and ranks > 1:
+            competing = [rows * k * INDEX, rows * INDEX]
+            if record.capacity.drop == "probs":
+                competing.append(rows * k * STATISTIC)
+            for size in competing:
+                yield Call("tp_cp", "all_gather", gathers(size, ranks), m, part="capacity")
+        over = {term.over for term in record.balance if isinstance(term, Aux) and term.coefficient}
+        if over and ranks > 1:
+            counts = experts * INDEX * (case.micro_batch if "sequence" in over else 1)
+            yield Call("tp_cp", "all_reduce", sums(counts, ranks), m, part="balance")
+        if "global_batch" in over and case.folding.dp > 1:
+            told = gathers(experts * INDEX, case.folding.dp)
+            yield Call("dp", "all_gather", told, m, part="balance")
+
+
+def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
+    """Yield the step's own numbers: labels and rows, routers' counters, loss and norm, room."""
+    folding = case.folding
+    stage = folding.world // case.sizes.pp
+    if folding.dp > 1:
+        yield Call("dp", "all_reduce", sums(2 * FIGURE, folding.dp), 1, part="step")
+    mixtures = [b.ffn for _, b in layers_of(case, rank) if isinstance(b.ffn, Moe)]
+    if stage > 1 and mixtures:
+        experts = sum(record.router.experts for record in mixtures)
+        # Choices, those let through, tokens; then probabilities in fp32.
+        for size in (experts * INDEX, experts * INDEX, len(mixtures) * INDEX, experts * STATISTIC):
             yield Call("stage", "all_reduce", sums(size, stage), 1, part="counters")
+    if folding.world > 1:
+        size = (2 + len(_terms(case))) * FIGURE
+        yield Call("world", "all_reduce", sums(size, folding.world), 1, part="figures")
+        if case.dispatch == "padded":
+            yield Call("world", "all_reduce_max", sums(INDEX, folding.world), 1, part="room")
+
+
+def _terms(case: Case) -> set[str]:
+    """Return the names of the routers' loss terms."""
+    records = [block.ffn for block in case.blocks if isinstance(block.ffn, Moe)]
+    terms = [term for record in records for term in record.balance]
+    return {
+        f"aux_{term.over}" if isinstance(term, Aux) else "z"
+        for term in terms
+        if isinstance(term, Aux | Z) and term.coefficient > 0
+    }

@@ -25,7 +25,7 @@ from moefold.planner.network import (
 )
 from moefold.planner.time import estimate, flops
 from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
-from moefold.planner.traffic import expert
+from moefold.planner.traffic_experts import expert
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,

@@ -13,7 +13,9 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
 from moefold.planner.case import Case, Keeping
 from moefold.planner.hardware import cluster
-from moefold.planner.traffic import BACKWARD, FORWARD, expert, spread, tensor, traffic
+from moefold.planner.traffic import tensor, traffic
+from moefold.planner.traffic_calls import BACKWARD, FORWARD
+from moefold.planner.traffic_experts import expert, spread
 from moefold.schedule.config import Interleaved, OneFOneB
 
 GQA = Gqa(heads=8, kv_heads=4, head_dim=16)
@@ -84,7 +86,7 @@ def test_stages_send_what_neighbours_take() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_sums_and_gathers_of_copies_by_hand(zero: int) -> None:
     one = case("ep4", world=8, keeping=Keeping(zero=zero))
-    experts = LAYERS * 3 * 16 * 64 * HIDDEN / 4
+    experts = LAYERS * 3 * 16 * 64 * HIDDEN / 4  # of each layer a multiple of the alignment
     reduced = {0: 2, 1: 1, 2: MICRO, 3: MICRO}[zero] * experts * 4 / 2
     gathered = {0: 0, 1: 1, 2: 1, 3: 2 * MICRO}[zero] * experts * 2 / 2
     assert total(one, group="edp") == reduced + gathered
@@ -120,7 +122,7 @@ def test_fewer_rows_cross_where_they_are_sent_once() -> None:
     }
     assert sent["deduplicated"] < sent["alltoall"] < sent["allgather"]
     two = case("ep8", dispatch="two_level", domain=4)
-    across = total(two, op="between_nodes", direction=FORWARD, part="combine")
+    across = total(two, group="ep outer 4", direction=FORWARD, part="combine")
     plain = total(case("ep8"), group="ep", direction=FORWARD, part="combine")
     assert 0 < across < plain / 2
 
@@ -128,10 +130,11 @@ def test_fewer_rows_cross_where_they_are_sent_once() -> None:
 def test_context_ranks_send_keys_and_values() -> None:
     one = case("cp4", world=4, dispatch="local")
     keys = SEQ / 4 * 2 * 4 * 16 * 2
-    ring = total(one, group="cp", direction=FORWARD)
-    assert ring == 3 * keys * LAYERS * MICRO
+    ring = [total(one, rank, group="cp", direction=FORWARD) for rank in range(4)]
+    # Of a zigzag, later ranks see the first piece of earlier ones; earlier ranks see both.
+    assert ring == [(3 + rank) / 2 * keys * LAYERS * MICRO for rank in range(4)]
     gathered = replace(one, context="allgather")
-    assert total(gathered, group="cp", direction=FORWARD) == ring
+    assert total(gathered, group="cp", direction=FORWARD) == 3 * keys * LAYERS * MICRO
     heads = replace(one, context="heads")
     every = SEQ / 4 * 2 * (4 + 8) * 16 * 2 * 3 / 4
     assert total(heads, group="cp", direction=FORWARD) == every * LAYERS * MICRO

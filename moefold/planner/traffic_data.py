@@ -1,0 +1,191 @@
+"""What copies of weights exchange: sums of gradients, and weights that data ranks share out.
+
+As ``parallel/data`` lays them out: parameters of a unit whose copies live on the same ranks, and
+that products take in the same dtype, are one row of elements, each at a multiple of ``ALIGN``, cut
+into equal runs. Tensor ranks sum what none of them cuts, end stages a tied embedding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+from moefold.planner.case import Case
+from moefold.planner.memory_state import Weight, embedding, place_weights
+from moefold.planner.traffic_calls import (
+    BACKWARD,
+    BALANCED,
+    FORWARD,
+    Call,
+    Step,
+    across,
+    gathers,
+    has,
+    inside,
+    stage_of,
+    sums,
+)
+
+ALIGN = 64
+"""Elements to a multiple of which parameters and runs begin."""
+TABLE = "embed.weight"
+WIDE = (TABLE, "router.weight")
+"""Matrices that layers read in the master's dtype; vectors are read so anyway."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one unit that ranks share out alike."""
+
+    unit: str
+    kind: str
+    """The group over which copies of it run."""
+    ranks: int
+    """That share it."""
+    wide: bool
+    """Whether weights are gathered as masters."""
+    weights: tuple[tuple[Weight, int, int], ...]
+    """With the elements here, and where they begin."""
+    length: int
+    """Elements of a rank's run."""
+
+    def own(self, at: int) -> dict[str, int]:
+        """Return how many elements of each parameter the run at a place has."""
+        start, stop = at * self.length, (at + 1) * self.length
+        return {
+            weight.name: max(0, min(begin + count, stop) - max(begin, start))
+            for weight, count, begin in self.weights
+        }
+
+
+def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
+    """Yield what a rank exchanges in a step so that gradients are whole and weights are new."""
+    weights = held(case, rank)
+    buckets = share_out(case, weights)
+    yield from _whole(case, rank, weights, buckets)
+    for kind in ("dp_cp", "edp"):
+        inner, outer = levels(case, kind)
+        if inner > 1:
+            continue
+        count = sum(round(w.local(case)) for w in weights if _copies(w) == kind)
+        if outer > 1 and count:
+            size = count * case.numbers.gradient_bytes
+            yield Call(kind, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
+    for bucket in buckets:
+        yield from _shared(case, rank, bucket)
+
+
+def held(case: Case, rank: int) -> list[Weight]:
+    """Return the parameters that a rank has a piece of, in the order of the model."""
+    places = case.places[stage_of(case, rank)]
+    layers = [p for chunk in places for p in chunk if p.kind not in ("embedding", "loss")]
+    found = [w for place in layers for w in place_weights(case, place)]
+    ends = has(case, rank, "loss")
+    if has(case, rank, "embedding") or (ends and case.decoder.tied):
+        found.insert(0, embedding(case.decoder))
+    if ends:
+        found.append(Weight("norm.weight", (case.decoder.hidden,), product=False))
+        if not case.decoder.tied:
+            found.append(Weight("head.weight", (case.decoder.vocab, case.decoder.hidden), 0))
+    return found
+
+
+def levels(case: Case, kind: str) -> tuple[int, int]:
+    """Return how many ranks share one copy of a parameter, and how many copies there are."""
+    folding = case.folding
+    ranks = folding.edp if kind == "edp" else folding.dp * case.sizes.cp
+    inner = gcd(case.keeping.zero_ranks or ranks, ranks) if case.keeping.zero else 1
+    return inner, ranks // inner
+
+
+def share_out(case: Case, weights: list[Weight]) -> list[Bucket]:
+    """Return the rows of elements that data ranks share."""
+    alike: dict[tuple[str, str, bool], list[Weight]] = {}
+    for weight in weights:
+        if levels(case, _copies(weight))[0] > 1:
+            wide = len(weight.shape) < 2 or weight.name.endswith(WIDE)
+            wide = wide or case.numbers.recipe == "fp32"
+            alike.setdefault((_unit(weight.name), _copies(weight), wide), []).append(weight)
+    found = []
+    for (unit, kind, wide), members in alike.items():
+        placed, end = [], 0
+        for weight in members:
+            count = round(weight.local(case))
+            placed.append((weight, count, end))
+            end = _aligned(end + count)
+        ranks = levels(case, kind)[0]
+        length = _aligned(-(-end // ranks))
+        found.append(Bucket(unit, kind, ranks, wide, tuple(placed), length))
+    return found
+
+
+def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
+    """Yield the gathers and sums of one row of elements."""
+    numbers, zero, m = case.numbers, case.keeping.zero, case.micro_batches
+    outer = levels(case, bucket.kind)[1]
+    group = inside(bucket.kind, bucket.ranks, bucket.ranks * outer)
+    width = numbers.master_bytes if bucket.wide else numbers.weight_bytes or numbers.master_bytes
+    share = gathers(bucket.length * width, bucket.ranks)
+    uses = _uses(case, rank, bucket.unit)
+    if zero < 3:
+        yield Call(group, "all_gather", share, 1, FORWARD, "weights")
+    else:
+        yield Call(group, "all_gather", share, m * uses, FORWARD, "weights")
+        # The head's products and their gradients are one pass; a table's gradient reads no table.
+        if bucket.unit not in ("embed", "head"):
+            yield Call(group, "all_gather", share, m * uses, BACKWARD, "weights")
+    size = bucket.length * numbers.gradient_bytes
+    times = 1 if zero == 1 else m * uses
+    yield Call(group, "reduce_scatter", gathers(size, bucket.ranks), times, BACKWARD, "gradients")
+    if outer > 1:
+        copies = across(bucket.kind, bucket.ranks)
+        yield Call(copies, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
+
+
+def _whole(case: Case, rank: int, weights: list[Weight], buckets: list[Bucket]) -> Iterator[Call]:
+    """Yield the sums of what tensor ranks hold whole, and of a tied table on both end stages."""
+    own: dict[str, int] = {}
+    for bucket in buckets:
+        group = case.folding.group(bucket.kind, rank)
+        own |= bucket.own(group.index(rank) % bucket.ranks)
+    here = {w.name: own.get(w.name, round(w.local(case))) for w in weights}
+    bytes_each = case.numbers.gradient_bytes
+    tp = case.sizes.tp
+    if tp > 1:
+        count = sum(here[w.name] for w in weights if w.cut is None and not w.expert)
+        if count:
+            yield Call("tp", "all_reduce", sums(count * bytes_each, tp), 1, BACKWARD, "gradients")
+    stages = embedding_stages(case)
+    if len(stages) > 1 and stage_of(case, rank) in stages and here.get(TABLE):
+        group = "stages " + ",".join(map(str, stages))
+        size = here[TABLE] * bytes_each
+        yield Call(group, "all_reduce", sums(size, len(stages)), 1, BACKWARD, "gradients")
+
+
+def embedding_stages(case: Case) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold the table of tokens."""
+    wanted = {"embedding", "loss"} if case.decoder.tied else {"embedding"}
+    return tuple(
+        stage
+        for stage, chunks in enumerate(case.places)
+        if any(place.kind in wanted for chunk in chunks for place in chunk)
+    )
+
+
+def _uses(case: Case, rank: int, unit: str) -> int:
+    """Return how often one micro-batch passes a unit: a tied table as embedding and as head."""
+    if unit != "embed" or not case.decoder.tied:
+        return 1
+    return has(case, rank, "embedding") + has(case, rank, "loss")
+
+
+def _copies(weight: Weight) -> str:
+    return "edp" if weight.expert else "dp_cp"
+
+
+def _unit(name: str) -> str:
+    words = name.split(".")
+    return ".".join(words[: 2 if words[0] == "layers" else 1])
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN

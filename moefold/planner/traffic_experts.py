@@ -1,0 +1,305 @@
+"""What dispatch and combine send, there and back, for every way of sending rows.
+
+D hidden, K experts per token, E experts, P ranks of ep, S of etp. A forward exchange of n rows is
+followed, in backward, by one of n rows the other way, so that what counts is what leaves a rank
+(``out``) and what arrives (``come``): either leaves it once. Routed as a step was, numbers are
+exact; else they are what balanced routing gives on average.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
+
+from moefold.moe.config import Moe
+from moefold.planner import traffic_calls
+from moefold.planner.case import Case
+from moefold.planner.memory_kept import INDEX, STATISTIC, Shape
+from moefold.planner.traffic_calls import (
+    BACKWARD,
+    BALANCED,
+    FORWARD,
+    Call,
+    Step,
+    gathers,
+    layers_of,
+    paired,
+    runs,
+)
+
+ONCE = ("deduplicated", "two_level", "deepep", "hybridep")
+"""Ways that send a row once to each of its ranks, and with it all its choices."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Rows of one exchange, seen from one rank."""
+
+    group: str
+    out: float
+    """To other ranks."""
+    come: float
+    """From other ranks."""
+
+
+def expert(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
+    """Yield what dispatch and combine of a rank exchange in a step, and the counts before."""
+    if case.sizes.ep * case.sizes.etp == 1 or case.dispatch == "local":
+        return
+    again = runs(case, "moe")
+    for number, block in layers_of(case, rank):
+        record = block.ffn
+        if not isinstance(record, Moe):
+            continue
+        if step.choices is None:
+            yield from _layer(case, record, step, _mean(case, record), case.micro_batches, again)
+            continue
+        for micro in range(case.micro_batches):
+            routed = _Routed(case, record, rank, step.choices[number, micro])
+            yield from _layer(case, record, step, routed.flow(), 1, again)
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """One layer's exchanges of one micro-batch."""
+
+    hops: tuple[Hop, ...]
+    slices: float
+    """Rows that come to this rank's place among the slices of its experts."""
+    others: float
+    """Rows that come to the other slices."""
+    rows: float
+    """Rows of this rank."""
+    elsewhere: float
+    """Rows of all other ranks that share the experts."""
+
+
+def _layer(
+    case: Case, record: Moe, step: Step, flow: _Flow, count: int, again: int
+) -> Iterator[Call]:
+    """Yield the calls of one layer in so many micro-batches like this one."""
+    sizes, shape = case.sizes, Shape.of(case)
+    hidden, k = getattr(record, "latent", None) or shape.hidden, record.router.top_k
+    row, members = hidden * shape.width, sizes.ep * sizes.etp
+    told = _told(case, record) * INDEX
+    beside = paired(case)
+    if told:
+        yield Call("tp_ep", "all_gather", gathers(told, members), count * again, part="counts",
+                   beside=beside)  # fmt: skip
+    extras = (k * STATISTIC, k * INDEX) if case.dispatch in (*ONCE, "allgather") else (STATISTIC,)
+    parts = (row, *extras)
+    grads = parts[:2]  # rows and weights; ids have no gradient
+    make = _Maker(count, again, beside)
+    if case.dispatch == "allgather":
+        for size in parts:
+            yield make("tp_ep", "gather_rows", flow.rows * (members - 1) * size, "dispatch")
+        # A second run ends with what backward reads, and nothing reads these sums.
+        yield make("tp_ep", "scatter_rows", flow.elsewhere * row, "combine", last=True)
+        yield make("tp_ep", "gather_rows", flow.rows * (members - 1) * row, "combine", True)
+        for size in grads:
+            yield make("tp_ep", "scatter_rows", flow.elsewhere * size, "dispatch", True)
+        return
+    if case.dispatch == "padded":
+        yield from _padded(case, record, step, row, make)
+        return
+    for hop in flow.hops:
+        for size in parts:
+            yield make(hop.group, "all_to_all", hop.out * size, "dispatch")
+        yield make(hop.group, "all_to_all", hop.come * row, "combine", last=beside)
+        yield make(hop.group, "all_to_all", hop.out * row, "combine", True)
+        for size in grads:
+            yield make(hop.group, "all_to_all", hop.come * size, "dispatch", True)
+    if sizes.etp > 1:
+        mine, theirs = flow.slices * (sizes.etp - 1), flow.others
+        for size in parts:
+            yield make("etp", "gather_rows", mine * size, "dispatch")
+        yield make("etp", "scatter_rows", theirs * row, "combine", last=beside)
+        yield make("etp", "gather_rows", mine * row, "combine", True)
+        for size in grads:
+            yield make("etp", "scatter_rows", theirs * size, "dispatch", True)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the calls of one layer."""
+
+    count: int
+    again: int
+    beside: bool
+
+    def __call__(
+        self, group: str, op: str, size: float, part: str, back: bool = False, last: bool = False
+    ) -> Call:
+        """Return a call; ``last`` says that a second run stops before it.
+
+        One that runs in pieces leaves out its last piece, the combine.
+        """
+        times = 1 if back or last else self.again
+        way = BACKWARD if back else FORWARD
+        return Call(group, op, size, self.count * times, way, part, self.beside)
+
+
+def _padded(case: Case, record: Moe, step: Step, row: float, make: _Maker) -> Iterator[Call]:
+    """Yield equal splits: what is sent does not depend on the routing."""
+    sizes = case.sizes
+    mean = Shape.of(case).rows * record.router.top_k / sizes.ep
+    room = step.room if step.room is not None else mean * case.load
+    moved, gathered = room * (sizes.ep - 1), room * sizes.ep * (sizes.etp - 1)
+    for size in (row, STATISTIC):
+        if sizes.ep > 1:
+            yield make("ep", "all_to_all", moved * size, "dispatch")
+            yield make("ep", "all_to_all", moved * size, "dispatch", True)
+        if sizes.etp > 1:
+            yield make("etp", "all_gather", gathered * size, "dispatch")
+            yield make("etp", "reduce_scatter", gathered * size, "dispatch", True)
+    if sizes.etp > 1:
+        yield make("etp", "reduce_scatter", gathered * row, "combine", last=make.beside)
+        yield make("etp", "all_gather", gathered * row, "combine", True)
+    if sizes.ep > 1:
+        yield make("ep", "all_to_all", moved * row, "combine", last=make.beside)
+        yield make("ep", "all_to_all", moved * row, "combine", True)
+
+
+def _told(case: Case, record: Moe) -> int:
+    """Return how many counts a rank tells the others before rows are sent."""
+    ranks = case.sizes.ep
+    nodes = domains(case)
+    return {
+        "alltoall": record.router.experts,
+        "padded": record.router.experts,
+        "deduplicated": 2 * ranks,
+        "two_level": nodes + 2 * ranks,
+        "allgather": 1 + ranks,
+    }.get(case.dispatch, 0)
+
+
+def _mean(case: Case, record: Moe) -> _Flow:
+    """Return the rows of balanced routing."""
+    sizes, shape = case.sizes, Shape.of(case)
+    copies, ranks = shape.rows * record.router.top_k, sizes.ep
+    members = ranks * sizes.etp
+    hops: tuple[Hop, ...] = ()
+    taken = float(copies)
+    if case.dispatch in ("alltoall", "deduplicated"):
+        taken = copies if case.dispatch == "alltoall" else shape.rows * spread(record, ranks)
+        sent = taken * (ranks - 1) / ranks
+        hops = (Hop("ep", sent, sent),) if ranks > 1 else ()
+    elif case.dispatch in ONCE:
+        nodes = domains(case)
+        each = ranks // nodes
+        across = shape.rows * spread(record, nodes) * (nodes - 1) / nodes
+        taken = shape.rows * spread(record, ranks)
+        inside = taken * (each - 1) / each
+        hops = _named(each, ranks, (across, across), (inside, inside))
+    others = taken * (sizes.etp - 1)
+    return _Flow(hops, taken, others, shape.rows, shape.rows * (members - 1))
+
+
+def _named(
+    inner: int, ranks: int, outward: tuple[float, float], inward: tuple[float, float]
+) -> tuple[Hop, ...]:
+    """Return two hops, the one between nodes first, of those that have several ranks."""
+    hops = []
+    if inner < ranks:
+        hops.append(Hop(traffic_calls.across("ep", inner), *outward))
+    if inner > 1:
+        hops.append(Hop(traffic_calls.inside("ep", inner, ranks), *inward))
+    return tuple(hops)
+
+
+class _Routed:
+    """One layer's routing in one micro-batch, on all ranks that share its experts."""
+
+    def __init__(
+        self, case: Case, record: Moe, rank: int, choices: Mapping[int, Sequence[Sequence[int]]]
+    ) -> None:
+        self._case, self._each = case, record.router.experts // case.sizes.ep
+        folding = case.folding
+        spot = folding.expert_spot(rank)
+        self._ep, self._etp = spot.ep, spot.etp
+        self._by_spot: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
+        for other in folding.group("tp_ep", rank):
+            there = folding.expert_spot(other)
+            self._by_spot[there.ep, there.etp] = choices[other]
+
+    def flow(self) -> _Flow:
+        """Return this rank's rows."""
+        case, here = self._case, (self._ep, self._etp)
+        rows = {spot: len(tokens) for spot, tokens in self._by_spot.items()}
+        if case.dispatch == "allgather":
+            hops, slices = (), [0] * case.sizes.etp
+        elif case.dispatch in ("alltoall", "deduplicated"):
+            hops, slices = self._one_level(case.dispatch == "deduplicated")
+        else:
+            hops, slices = self._two_levels()
+        others = sum(slices) - slices[self._etp]
+        elsewhere = sum(rows.values()) - rows[here]
+        return _Flow(hops, slices[self._etp], others, rows[here], elsewhere)
+
+    def _needs(self, source: tuple[int, int], target: int, each: int, once: bool) -> int:
+        """Return rows that a rank has for the ``target``-th stretch of ``each`` experts."""
+        first = target * each
+        hits = (sum(first <= e < first + each for e in token) for token in self._by_spot[source])
+        return sum(map(bool, hits) if once else hits)
+
+    def _one_level(self, once: bool) -> tuple[tuple[Hop, ...], list[int]]:
+        p, i, ranks, each = self._ep, self._etp, self._case.sizes.ep, self._each
+        out = sum(self._needs((p, i), q, each, once) for q in range(ranks) if q != p)
+        come = sum(self._needs((q, i), p, each, once) for q in range(ranks) if q != p)
+        slices = [
+            sum(self._needs((q, j), p, each, once) for q in range(ranks))
+            for j in range(self._case.sizes.etp)
+        ]
+        return ((Hop("ep", out, come),) if ranks > 1 else ()), slices
+
+    def _two_levels(self) -> tuple[tuple[Hop, ...], list[int]]:
+        """A row goes to the rank of its place on the other node, and from there to its ranks."""
+        i, nodes = self._etp, domains(self._case)
+        inner = self._case.sizes.ep // nodes
+        here, place = divmod(self._ep, inner)
+
+        def across(source: int, to: int) -> int:
+            return self._needs((source, i), to, self._each * inner, True)
+
+        def inside(relay: int, target: int, slice_: int) -> int:
+            sources = [(node * inner + relay, slice_) for node in range(nodes)]
+            return sum(self._needs(s, here * inner + target, self._each, True) for s in sources)
+
+        away = [node for node in range(nodes) if node != here]
+        near = [one for one in range(inner) if one != place]
+        outward = (
+            sum(across(self._ep, node) for node in away),
+            sum(across(node * inner + place, here) for node in away),
+        )
+        inward = (
+            sum(inside(place, one, i) for one in near),
+            sum(inside(one, place, i) for one in near),
+        )
+        hops = _named(inner, inner * nodes, outward, inward)
+        slices = [
+            sum(inside(one, place, j) for one in range(inner)) for j in range(self._case.sizes.etp)
+        ]
+        return hops, slices
+
+
+def domains(case: Case) -> int:
+    """Return over how many domains of fast links the ranks of an expert group lie."""
+    ranks = case.folding.group("ep", 0)
+    return len({one // case.cluster.domain for one in ranks})
+
+
+def spread(record: Moe, places: int) -> float:
+    """Return over how many of ``places`` the experts of a token lie on average.
+
+    Places hold equal shares of the experts; choices are alike and free, or limited to groups.
+    """
+    router = record.router
+    experts, chosen = router.experts, router.top_k
+    if router.groups is not None:
+        experts = experts // router.groups.count * router.groups.keep
+        places = min(places, max(1, places * router.groups.keep // router.groups.count))
+    each = experts / places
+    if each >= 1 and each == int(each):
+        missed = comb(experts - int(each), chosen) / comb(experts, chosen)
+    else:
+        missed = max(0.0, 1 - chosen * each / experts)
+    return places * (1 - missed)

@@ -1,0 +1,216 @@
+"""What a step of a layout really sends, by group and operation, beside what the planner says."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch, from_ids
+from moefold.layers.config import Dense, Gqa, Mixed
+from moefold.layers.flow import Flow
+from moefold.mesh.folding import Folding
+from moefold.model.config import Decoder
+from moefold.model.init import initialise
+from moefold.moe.config import Capacity, Padded, Shared, TwoLevel
+from moefold.optim.config import AdamW
+from moefold.parallel import apply
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
+from moefold.planner.case import Case, Keeping, Numbers, Recipe, recomputed
+from moefold.planner.from_run import CONTEXTS, DISPATCHERS
+from moefold.planner.hardware import Cluster, processor
+from moefold.planner.traffic import traffic
+from moefold.planner.traffic_calls import Choices, Step, by_group
+from moefold.schedule.config import Interleaved, OneFOneB
+from moefold.training import step
+from tests.cpu import small
+from tests.gloo.pipelines import Recording, recording
+
+SEQ, SEQUENCES, LOSS_CHUNK = 16, 2, 12
+"""Tokens of a sequence, sequences of a micro-batch, rows whose logits exist at once: none divides
+the rows of another."""
+Totals = dict[tuple[str, str], tuple[int, int]]
+
+
+def decoder(kind: str) -> Decoder:
+    """Return a decoder with the parts that exchange something: named by what is unusual."""
+    shared = small.moe(shared=Shared(width=16, gate=True))
+    deep = (Dense(width=24), shared, small.moe(), small.moe())
+    match kind:
+        case "mla":
+            return small.decoder(small.MLA, Dense(width=24), small.moe(router=small.DEEP), shared)
+        case "across":
+            across = Gqa(heads=4, kv_heads=2, head_dim=8, qk_norm="projection")
+            return small.decoder(across, *deep)
+        case "capacity":
+            bound = (Capacity(factor=0.9), Capacity(factor=1.1, drop="position"))
+            return small.decoder(small.GQA, *(small.moe(capacity=one) for one in bound))
+        case _:
+            return small.decoder(small.GQA, *deep, tied=kind == "tied")
+
+
+@dataclass(frozen=True)
+class Sending:
+    """One layout, and what is run in it."""
+
+    sizes: str
+    ranks: int
+    model: str = "deep"
+    micro_batches: int = 2
+    """On each data rank."""
+    precision: Recipe = "fp32"
+    layout: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        """Return a name for a test's parameter."""
+        words = (f"{key} {_said(value)}" for key, value in self.layout.items())
+        return ", ".join((self.sizes or "dp", self.model, *words))
+
+    @property
+    def where(self) -> Layout:
+        """The layout's record."""
+        return Layout.model_validate({"sizes": self.sizes, **self.layout})
+
+    @property
+    def case(self) -> Case:
+        """The same as the planner takes it."""
+        where, record = self.where, decoder(self.model)
+        sizes = where.split
+        node = self.ranks
+        if isinstance(where.dispatch, TwoLevel):
+            node = where.dispatch.node * sizes.etp
+        folding = Folding(sizes, self.ranks)
+        schedule: Any = where.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
+        wide = self.precision == "fp32"
+        return Case(
+            decoder=record,
+            seq=SEQ,
+            batch=SEQUENCES * self.micro_batches * folding.dp,
+            micro_batch=SEQUENCES,
+            cluster=Cluster(processor(1e11, 1e10, 2**34), self.ranks, node, node),
+            sizes=sizes,
+            stages=where.stages_of(len(record.blocks)),
+            schedule=schedule,
+            dispatch=DISPATCHERS[type(where.dispatch)],
+            load=1.0,
+            numbers=Numbers(self.precision, AdamW(lr=1e-3), weight_bytes=0 if wide else 2),
+            keeping=Keeping(where.zero, where.zero_ranks, recomputed(where.recompute)),
+            context=CONTEXTS[type(where.context)],
+        )
+
+    def planned(self, rank: int, choices: Choices) -> Totals:
+        """Return what the planner says that a rank sends."""
+        where, case = self.where, self.case
+        room = where.dispatch.max_rows if isinstance(where.dispatch, Padded) else None
+        heads = where.context.heads if isinstance(where.context, Mixed) else None
+        calls = traffic(case, rank, Step(choices, room, heads, LOSS_CHUNK))
+        found = by_group(calls, case, rank)
+        return {site: (round(n), round(sent)) for site, (n, sent) in found.items()}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank saw of a step."""
+
+    totals: Totals
+    chosen: dict[tuple[int, int], list[list[int]]]
+    """Experts of each row by layer and micro-batch."""
+    follows_table: bool
+    """Whether the actions executed are those of the planner's table."""
+
+
+def batches(count: int) -> list[MicroBatch]:
+    """Return the micro-batches of a step."""
+    return [from_ids(small.ids_of(SEQUENCES, SEQ, seed=micro)) for micro in range(count)]
+
+
+def send(rank: int, sending: Sending) -> Sent:
+    """Run a whole step of a layout, update and renewal included."""
+    folding = Folding(sending.where.split, sending.ranks)
+    world = World.open(folding, "cpu", 30)
+    record = decoder(sending.model).model_copy(update={"init_std": 0.3})
+    placed = apply.build(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
+    initialise(placed.model, record, 1, placed.shards)
+    data = Data(placed)
+    optimizer = data.optimizer(AdamW(lr=1e-3))
+    whole = batches(sending.micro_batches * folding.dp)
+    world.recorder.clear()
+    with recording(), kept_flows() as flows:
+        step.gradients(data, whole[world.attention.dp :: folding.dp], LOSS_CHUNK)
+    optimizer.step(1.0, 1.0)
+    data.renew()
+    lines = sending.case.table.lines[world.attention.pp]
+    return Sent(totals(world), chosen(flows), tuple(Recording.last.executed) == lines)
+
+
+@contextmanager
+def kept_flows() -> Iterator[list[Flow]]:
+    """While open, the passes that steps make are kept in the list."""
+    sound, kept = step.flow_of, list[Flow]()
+
+    def keep(*args: Any, **more: Any) -> Flow:
+        kept.append(sound(*args, **more))
+        return kept[-1]
+
+    step.flow_of = keep
+    try:
+        yield kept
+    finally:
+        step.flow_of = sound
+
+
+def chosen(flows: list[Flow]) -> dict[tuple[int, int], list[list[int]]]:
+    """Return where rows went: the number of experts stands for nowhere."""
+    found = {}
+    for micro, flow in enumerate(flows):
+        for key, decision in flow.decisions.items():
+            experts_TK, kept_TK = decision.experts_TK, decision.kept_TK
+            if kept_TK is not None:
+                experts_TK = torch.where(kept_TK, experts_TK, small.ROUTER.experts)
+            found[int(key.removeprefix("layers.")), micro] = experts_TK.tolist()
+    return found
+
+
+def totals(world: World) -> Totals:
+    """Return operations and bytes by group and operation, without the first words of new groups."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for site, total in world.recorder.totals.items():
+        if site.label != "warm-up":
+            calls[site.group, site.op] += total.calls
+            sent[site.group, site.op] += total.bytes
+    return {site: (calls[site], sent[site]) for site in calls}
+
+
+def differences(sending: Sending, seen: Sequence[Sent]) -> dict[int, dict[Any, Any]]:
+    """Return for each rank what was sent and what was planned, where they differ."""
+    places = {place for one in seen for place in one.chosen}
+    choices = {
+        place: {rank: one.chosen[place] for rank, one in enumerate(seen) if place in one.chosen}
+        for place in places
+    }
+    found = {}
+    for rank, one in enumerate(seen):
+        planned = sending.planned(rank, choices)
+        sites = {*planned, *one.totals}
+        wrong = {
+            site: (one.totals.get(site), planned.get(site))
+            for site in sorted(sites)
+            if one.totals.get(site) != planned.get(site)
+        }
+        if wrong:
+            found[rank] = wrong
+    return found
+
+
+def send_all(rank: int, sendings: Sequence[Sending]) -> list[Sent]:
+    """Run one layout after another; called on every rank."""
+    return [send(rank, sending) for sending in sendings]
+
+
+def _said(value: Any) -> str:
+    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)

@@ -1,0 +1,108 @@
+"""What the planner says that a step sends is what real ranks record, to the byte."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.gloo.harness import run_ranks
+from tests.gloo.sending import Sending, differences, send_all
+
+FULL = {"recompute": {"kind": "full"}}
+ALLGATHER, ONCE = {"dispatch": {"kind": "allgather"}}, {"dispatch": {"kind": "alltoall_once"}}
+TWO_LEVEL = {"dispatch": {"kind": "two_level", "node": 2}}
+PADDED = {"dispatch": {"kind": "padded", "max_rows": 64}}
+GATHERED = {"context": {"kind": "all_gather"}}
+HEADS = {"context": {"kind": "all_to_all"}}
+MIXED = {"context": {"kind": "mixed", "heads": 2}}
+
+
+def by(schedule: str) -> dict[str, dict[str, str]]:
+    """Return the words for a schedule."""
+    return {"schedule": {"kind": schedule}}
+
+
+def again(*modules: str) -> dict[str, dict[str, object]]:
+    """Return the words for what is computed again."""
+    return {"recompute": {"kind": "selective", "modules": list(modules)}}
+
+
+PAIRS = (
+    Sending("", 2),
+    Sending("tp2", 2, "across", precision="bf16"),
+    Sending("tp2 ep2", 2, layout=FULL),
+    Sending("tp2", 2, "capacity"),
+    Sending("cp2", 2, "mla"),
+    Sending("ep2", 2, layout={"zero": 3, **again("experts", "norms")}),
+    Sending("pp2 vpp2", 2, "tied", 4, layout=by("zb_v")),
+)
+FOURS = (
+    Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
+    Sending("ep4", 4, layout=ONCE | {"zero": 2, "zero_ranks": 2}),
+    Sending("pp2 vpp2 ep2", 4, micro_batches=4, layout=by("merged")),
+)
+REST = (
+    Sending("tp2", 2, "mla", precision="bf16"),
+    Sending("cp2", 2, layout=GATHERED),
+    Sending("cp2", 2, layout=HEADS | FULL),
+    Sending("ep2", 2, layout=ALLGATHER | FULL),
+    Sending("pp2", 2, micro_batches=4, layout=by("gpipe")),
+    Sending("pp2", 2, micro_batches=4, layout=by("zb_h1")),
+    Sending("pp2 vpp2", 2, micro_batches=4, layout=by("interleaved")),
+    Sending("cp4", 4, "mla", layout=MIXED | again("attention")),
+    Sending("tp2 cp2", 4, "across", layout=again("norms", "attention", "ffn", "shared")),
+    Sending("tp2 cp2", 4, "mla", precision="bf16", layout=GATHERED | again("attention", "mla_up")),
+    Sending("cp4", 4),
+    Sending("ep4", 4, layout=TWO_LEVEL),
+    Sending("ep4", 4, layout=ALLGATHER),
+    Sending("ep2 etp2", 4),
+    Sending("ep2 etp2", 4, layout=ALLGATHER),
+    Sending("ep2 etp2", 4, layout=PADDED | FULL),
+    Sending("tp2", 4, "tied", precision="bf16", layout={"zero": 3}),
+    Sending("ep2", 4, "capacity", layout={"zero": 2, **again("experts", "norms", "attention")}),
+    Sending("pp2 ep2", 4, "tied"),
+    Sending("pp2 tp2 ep2", 4, "tied", 4, layout={"zero": 2, **FULL}),
+    Sending("pp2 tp2 ep2", 4, micro_batches=4, layout=by("zb_h1") | FULL),
+    Sending("pp2 vpp2", 4, micro_batches=4, layout=by("zb_v")),
+    Sending("pp2 vpp2 ep2", 4, micro_batches=6, layout=by("dualpipe_v")),
+    Sending("pp2 vpp2 ep2", 4, micro_batches=6, layout=by("dualpipe_v") | FULL),
+    Sending("ep4 etp2 tp2", 8, layout=TWO_LEVEL | FULL),
+    Sending("pp4 tp2", 8, "tied", 4),
+)
+
+
+def wrong(sendings: Sequence[Sending]) -> dict[str, object]:
+    """Return by layout where planned and recorded operations differ, and actions that do."""
+    ranks = sendings[0].ranks
+    by_rank = run_ranks(send_all, ranks, sendings, time_out_s=60)
+    found: dict[str, object] = {}
+    for sending, seen in zip(sendings, zip(*by_rank, strict=True), strict=True):
+        assert sum(sent for one in seen for _, sent in one.totals.values()), "something is sent"
+        broken = differences(sending, seen)
+        if broken:
+            found[str(sending)] = broken
+        if not all(one.follows_table for one in seen):
+            found[f"{sending}, actions"] = [one.follows_table for one in seen]
+    return found
+
+
+@pytest.mark.parametrize("sendings", [PAIRS, FOURS], ids=["2 ranks", "4 ranks"])
+def test_a_step_sends_what_is_planned(sendings: Sequence[Sending]) -> None:
+    assert not wrong(sendings)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sending", REST, ids=str)
+def test_a_step_of_any_layout_sends_what_is_planned(sending: Sending) -> None:
+    assert not wrong([sending])
+
+
+def test_what_is_not_sent_is_noticed() -> None:
+    """One operation more, and one byte less, differ."""
+    sending = Sending("tp2", 2)
+    (first, second) = run_ranks(send_all, 2, [sending])
+    assert not differences(sending, [first[0], second[0]])
+    site = next(iter(first[0].totals))
+    calls, sent = first[0].totals[site]
+    for other in ((calls + 1, sent), (calls, sent - 1)):
+        first[0].totals[site] = other
+        assert list(differences(sending, [first[0], second[0]])) == [0]
