@@ -10,9 +10,9 @@ real, tiny products; ``--real`` computes in earnest on two ranks and delays exch
 Of each rank: *work* is the time of its computing lane's tasks, *exchange* that of its exchange
 lane's, *busy* the time in steps without waiting for other stages. Hidden is
 1 - (busy - work) / exchange, and the table allows what ``schedule.simulate`` finds for the same
-work and exchange per action. 1f1b runs the same step with nothing hidden. Figures are those of the
-fastest of several steps; on a busy machine give the ranks priority (``nice -n -5``), as the recorded
-ones had: an exchange also waits for the other rank, wherever that is delayed.
+work and exchange per action. 1f1b runs the same step with nothing hidden. Figures are of the
+fastest of several steps. On a busy machine give the ranks priority (``nice -n -5``), as those on
+record had: an exchange also waits for the other rank, wherever that is delayed.
 """
 
 import argparse
