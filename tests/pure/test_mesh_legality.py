@@ -175,8 +175,12 @@ def test_divisors() -> None:
 
 
 def demo(**layout: Any) -> dict[str, Any]:
-    """The demo recipe with a layout: 4 layers of 4 heads, 8 experts of width 128, 256 tokens."""
+    """The demo recipe with a layout: 4 layers of 4 heads, 8 experts of width 128, 256 tokens.
+
+    Its step is in two micro-batches, as virtual stages ask.
+    """
     data = plain(load_run("demo"))
+    data["train"]["micro_batch"] = 4
     data["layout"] |= layout
     return data
 
