@@ -217,7 +217,7 @@ def validate(raw: bytes, folder: Path) -> Manifest:
         first = error.errors(include_url=False, include_input=False)[:10]
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in first)
         raise DamagedError(folder, FILE, f"breaks the schema: {wrong}") from None
-    for tensor, what in _contradictions(manifest):
+    for tensor, what in contradictions(manifest):
         raise DamagedError(folder, FILE, what, tensor)
     return manifest
 
@@ -268,7 +268,7 @@ def _block(opening: str, rows: list[str], closing: str) -> str:
     return f"{opening}\n{inner}\n {closing}" if rows else opening + closing
 
 
-def _contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
+def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
     """Yield ``(tensor, what)`` for what the schema's single fields cannot rule out."""
     files = [shard.file for shard in manifest.shards]
     if len(set(files)) < len(files):

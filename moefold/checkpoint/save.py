@@ -245,16 +245,21 @@ class Work:
     def write_manifest(
         self, staged: Path, shards: Sequence[Shard], tensors: Mapping[str, Stored]
     ) -> None:
-        """Write the manifest, and the folder's entries."""
-        content = manifest.dump(
-            Manifest(
-                writer=manifest.writer(),
-                step=self.step,
-                shards=tuple(shards),
-                tensors=dict(tensors),
-                meta=self.meta,
-            )
+        """Write the manifest, and the folder's entries.
+
+        Raises ``CheckpointError`` for boxes that do not make whole tensors: of ranks that were to
+        write one, none did, or several.
+        """
+        record = Manifest(
+            writer=manifest.writer(),
+            step=self.step,
+            shards=tuple(shards),
+            tensors=dict(tensors),
+            meta=self.meta,
         )
+        for name, what in manifest.contradictions(record):
+            raise CheckpointError(f"{self.final} is not published: {name or 'the manifest'} {what}")
+        content = manifest.dump(record)
         if len(content) > manifest.MAX_BYTES:
             raise CheckpointError(
                 f"the manifest of {self.final} would hold {len(content)} bytes, more than the "
