@@ -43,6 +43,7 @@ plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: severa
 
 matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minutes on two cores
 	@$(PY) -m moefold verify --matrix $(ARGS)
+	@$(PY) -m tests.gloo.resharding
 	@$(PY) -m pytest -q -m matrix tests/gloo
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
