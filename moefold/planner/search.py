@@ -1,8 +1,9 @@
-"""The fastest layouts of a task: branch and bound over foldings, schedules and policies.
+"""The fastest layouts of a task: best-first branch and bound over foldings, schedules, policies.
 
 The most promising grids come first and are bounded from below by ``search_bounds``; only of those
-that could still win are experts, pipelines, stages and what is kept gone through. Every time is
-:func:`moefold.planner.time.estimate`'s own, and memory is ``planner.memory``'s.
+that could still win are experts, pipelines and what is kept gone through, then priced, and only the
+fastest of what is priced is asked whether it fits. So the first that fits is the fastest. Every
+time is :func:`moefold.planner.time.estimate`'s own, and memory is ``planner.memory``'s.
 """
 
 import heapq
@@ -10,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
@@ -20,7 +21,7 @@ from moefold.planner.memory import fullest, peak_bytes
 from moefold.planner.memory_state import State, stage_states
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
-from moefold.planner.time import estimate
+from moefold.planner.time import StepTime, estimate
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
@@ -37,8 +38,6 @@ SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""
 SHORT = 2
 """Rounds of a pipeline after which its memory repeats itself."""
-Options = list[tuple[float, Keeping]]
-"""What may be kept, with the work that it makes, by rising work."""
 
 
 @dataclass(frozen=True)
@@ -81,28 +80,33 @@ class Search:
             limit: bytes per device; the device's own less :data:`RESERVE` unless given.
         """
         room = limit or self.task.cluster.device.memory_bytes * (1 - RESERVE)
-        best, tie = _Best(top), count()
+        found: dict[tuple[int, ...], Found] = {}
+        tie = count()
         heap: list[tuple[float, int, str, Any]] = []
 
         def push(level: str, items: Iterator[tuple[float, Any]]) -> None:
             for bound, item in items:
-                if bound < best.worst:
-                    heapq.heappush(heap, (bound, next(tie), level, item))
+                heapq.heappush(heap, (bound, next(tie), level, item))
 
         push("grid", self._grids(space))
-        while heap and heap[0][0] < best.worst:
-            _, _, level, item = heapq.heappop(heap)
+        while heap and len(found) < top:
+            bound, _, level, item = heapq.heappop(heap)
             if level == "grid":
                 push("experts", self._experts(space, item, room))
             elif level == "experts":
                 push("shape", self._shapes(space, *item))
             elif level == "shape":
-                push("pipeline", self._pipelines(space, item, room))
-            else:
-                found = self._settle(*item, room, best)
-                if found is not None:
-                    best.add(found)
-        return best.sorted()
+                push("open", self._pipelines(space, item, room))
+            elif level == "open":
+                push("open", self._further(item))
+                if _folding(item.choice.sizes) not in found:
+                    push("priced", self._priced(item, room))
+            elif _folding(item.sizes) not in found:
+                case = item.case(self.task)
+                needed = self._needed(item, case, room)
+                if needed is not None:
+                    found[_folding(item.sizes)] = Found(item, case, bound, needed)
+        return list(found.values())
 
     # --------------------------------------------------------------------------- levels
 
@@ -127,7 +131,7 @@ class Search:
     def _fitting(self, space: Space, shape: Shape, room: float) -> dict[Kept, float]:
         """Return bounds by what is kept, of all that could be the fastest of some pipeline."""
         bounds, grid = self.bounds, shape.grid
-        chain = bounds.chain(space, grid, shape.etp)
+        chain = bounds.chain(space, grid)
         more = bounds.spread(grid, shape.ep, shape.etp)
         least: dict[Kept, float] = {}
         for pp in self.foldings.pipelines(grid.tp, grid.cp, shape.ep, shape.etp):
@@ -158,29 +162,52 @@ class Search:
 
     def _pipelines(
         self, space: Space, shape: Shape, room: float
-    ) -> Iterator[tuple[float, tuple[Choice, Options]]]:
-        """Yield every pipeline of a shape, what it may keep, and a bound of its time."""
+    ) -> Iterator[tuple[float, "_Open"]]:
+        """Yield every pipeline of a shape with the fastest that it could keep, and a bound."""
         bounds = self.bounds
+        kept = bounds.options(space, shape)
         for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
             m = bounds.steps(shape.grid, pp)
-            if m is None:
-                continue
-            fitting = (k for k in space.keepings(pp) if bounds.least_bytes(shape, pp, k, m) <= room)
-            order = sorted(
-                ((bounds.work(shape, (k.recompute, k.offload)), k) for k in fitting),
-                key=lambda pair: (pair[0], pair[1].zero, pair[1].optimizer_offload),
-            )
-            for schedule in space.schedules if order else ():
-                if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
-                    continue
-                for vpp in self._virtual(schedule, pp, m):
-                    sizes = Sizes.model_construct(
-                        tp=shape.tp, cp=shape.cp, pp=pp, vpp=vpp, ep=shape.ep, etp=shape.etp
-                    )
-                    choice = Choice(
-                        sizes, schedule, shape.micro_batch, shape.dispatch, shape.recipe
-                    )
-                    yield least_seconds(order[0][0], m, pp, vpp, schedule), (choice, order)
+            for zero, share in space.shares(pp) if m else ():
+                assert m is not None
+                options = tuple(
+                    Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
+                    for again, away in kept
+                )
+                first = next(
+                    (
+                        i
+                        for i, k in enumerate(options)
+                        if bounds.least_bytes(shape, pp, k, m) <= room
+                    ),
+                    None,
+                )
+                for schedule in space.schedules if first is not None else ():
+                    if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
+                        continue
+                    for vpp in self._virtual(schedule, pp, m):
+                        sizes = Sizes.model_construct(
+                            tp=shape.tp, cp=shape.cp, pp=pp, vpp=vpp, ep=shape.ep, etp=shape.etp
+                        )
+                        choice = Choice(
+                            sizes, schedule, shape.micro_batch, shape.dispatch, shape.recipe
+                        )
+                        made = _Open(choice, shape, m, options, first or 0)
+                        yield self._least(made), made
+
+    def _least(self, item: "_Open") -> float:
+        """Return a bound of a pipeline's time with what it keeps."""
+        keeping = item.options[item.at]
+        work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
+        sizes = item.choice.sizes
+        least = least_seconds(work, item.m, sizes.pp, sizes.vpp, item.choice.schedule)
+        return least + self.bounds.host(keeping.optimizer_offload)
+
+    def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
+        """Yield the same pipeline with the next that it could keep."""
+        if item.at + 1 < len(item.options):
+            after = item._replace(at=item.at + 1)
+            yield self._least(after), after
 
     def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
@@ -197,30 +224,18 @@ class Search:
 
     # --------------------------------------------------------------------------- layouts
 
-    def _settle(self, choice: Choice, options: Options, room: float, best: "_Best") -> Found | None:
-        """Return the fastest way to keep little enough, if it beats what is known."""
-        sizes = choice.sizes
-        grid = Grid(choice.recipe, choice.micro_batch, sizes.tp, sizes.cp)
-        m = self.bounds.steps(grid, sizes.pp)
-        assert m is not None
-        found: Found | None = None
-        for chain in self._chains(choice, options):
-            limit = min(best.limit(sizes), found.seconds if found else math.inf)
-            host = self.bounds.host(chain[0][1].optimizer_offload)
-            states: tuple[State, ...] | None = None
-            roomy = []
-            for work, keeping in chain:
-                schedule = choice.schedule
-                if least_seconds(work, m, sizes.pp, sizes.vpp, schedule) + host >= limit:
-                    break
-                laid = replace(choice, keeping=keeping)
-                case = laid.case(self.task)
-                states = states or self._states_of(laid, case)
-                if self.bounds.floor(case, states) <= room * SLACK:
-                    roomy.append(keeping)
-            if roomy:
-                found = self._first(choice, roomy, limit, room) or found
-        return found
+    def _priced(self, item: "_Open", room: float) -> Iterator[tuple[float, Choice]]:
+        """Yield a layout with each way to cut stages, priced, where it may fit."""
+        choice = replace(item.choice, keeping=item.options[item.at])
+        case = choice.case(self.task)
+        if self.bounds.floor(case, self._states_of(choice, case)) > room * SLACK:
+            return
+        took = estimate(case)
+        self.priced += 1
+        yield took.seconds, choice
+        for stages in self._stages(case, took):
+            self.priced += 1
+            yield estimate(replace(case, stages=stages)).seconds, replace(choice, stages=stages)
 
     def _states_of(self, choice: Choice, case: Case) -> tuple[State, ...]:
         """Return what lasts on each pipeline rank: of the sizes and what is sharded alone."""
@@ -230,53 +245,12 @@ class Search:
             self._states[key] = stage_states(case)
         return self._states[key]
 
-    def _chains(self, choice: Choice, options: Options) -> list[Options]:
-        """Return options by ZeRO stage and share on the host, each by rising work and falling
-        bytes: what costs more work and keeps no less is left out.
-        """
-        sizes = choice.sizes
-        grid = Grid(choice.recipe, choice.micro_batch, sizes.tp, sizes.cp)
-        chains: dict[tuple[int, float], Options] = {}
-        least: dict[tuple[int, float], float] = {}
-        for work, keeping in options:
-            key = keeping.zero, keeping.optimizer_offload
-            kept = self.bounds.layers_kept(grid, sizes.etp, (keeping.recompute, keeping.offload))
-            if kept < least.get(key, math.inf):
-                least[key] = kept
-                chains.setdefault(key, []).append((work, keeping))
-        return list(chains.values())
-
-    def _first(
-        self, choice: Choice, chain: list[Keeping], limit: float, room: float
-    ) -> Found | None:
-        """Return the first of a chain that fits, if it beats a limit."""
-        case = replace(choice, keeping=chain[0]).case(self.task)
-        variants = [
-            (estimate(one).seconds, other)
-            for other in self._stages(choice, case)
-            for one in (case if other is None else replace(case, stages=other),)
-        ]
-        self.priced += len(variants)
-        seconds, stages = min(variants, key=lambda pair: pair[0])
-        if seconds >= limit:
-            return None
-        for keeping in chain:
-            laid = replace(choice, keeping=keeping, stages=stages)
-            case = laid.case(self.task)
-            needed = self._needed(laid, case, room)
-            if needed is not None:
-                self.priced += 1
-                seconds = estimate(case).seconds
-                return Found(laid, case, seconds, needed) if seconds < limit else None
-        return None
-
-    def _stages(self, choice: Choice, case: Case) -> Iterator[Stages | None]:
-        """Yield the balanced stages (None), and stages whose ranks take equally long."""
-        yield None
-        sizes = choice.sizes
+    def _stages(self, case: Case, took: StepTime) -> Iterator[Stages]:
+        """Yield stages whose ranks take equally long, by what balanced ones took."""
+        sizes = case.sizes
         if sizes.pp == 1:
             return
-        each = [sum(span) for span in estimate(case).ranks]
+        each = [sum(span) for span in took.ranks]
         held = [
             sum(place.kind == "layer" for chunk in rank for place in chunk) for rank in case.places
         ]
@@ -321,34 +295,11 @@ def shortened(case: Case) -> Case:
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
-class _Best:
-    """The fastest layouts so far, one of each folding."""
+class _Open(NamedTuple):
+    """A pipeline that is not priced yet, and what it could keep, by rising work."""
 
-    def __init__(self, top: int) -> None:
-        self.top = top
-        self.known: dict[tuple[int, ...], Found] = {}
-
-    @property
-    def worst(self) -> float:
-        """The time that a layout must beat to be among them."""
-        if len(self.known) < self.top:
-            return math.inf
-        return max(found.seconds for found in self.known.values())
-
-    def limit(self, sizes: Sizes) -> float:
-        """Return the time that a layout of some sizes must beat."""
-        known = self.known.get(_folding(sizes))
-        return min(self.worst, known.seconds) if known else self.worst
-
-    def add(self, found: Found) -> None:
-        """Take a layout in, and the slowest out where there are too many."""
-        known = self.known.get(found.folding)
-        if known is None or found.seconds < known.seconds:
-            self.known[found.folding] = found
-        if len(self.known) > self.top:
-            slowest = max(self.known.values(), key=lambda one: one.seconds)
-            del self.known[slowest.folding]
-
-    def sorted(self) -> list[Found]:
-        """Return them, the fastest first."""
-        return sorted(self.known.values(), key=lambda one: one.seconds)
+    choice: Choice
+    shape: Shape
+    m: int
+    options: tuple[Keeping, ...]
+    at: int

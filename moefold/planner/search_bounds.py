@@ -6,6 +6,7 @@ a host that never holds up, work adds up from parts, so that grids of attention 
 be bounded apart.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ from moefold.schedule.config import DualPipeV, Merged, OneFOneB, Schedule, ZeroB
 ENDLESS = 1e30
 """Bytes/s of a network that takes no time, and launches/s of a host that never holds up."""
 NO_BUBBLE = (ZeroBubbleH1, ZeroBubbleV, DualPipeV)
+"""Schedules that are idle only until the last rank has its first input."""
+FILLING = 1 / 3
+"""Of a micro-batch's work, its forward: ``time_pipeline`` takes backward as twice as long."""
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
@@ -259,17 +263,28 @@ class Bounds:
             most = max(most, lasting.total - lasting.gradients + alive * held)
         return most
 
-    def chain(self, space: Space, grid: Grid, etp: int) -> list[tuple[float, float, Kept]]:
-        """Return what can be kept by rising time and falling bytes: each with both."""
-        key = grid, etp, space.recomputes, space.offloads
+    def chain(self, space: Space, grid: Grid) -> list[tuple[float, float, Kept]]:
+        """Return bounds of work and of bytes by what is kept, work rising and bytes falling.
+
+        Experts that are cut over etp keep no less than whole ones, which these are.
+        """
+        key = grid, space.kept
         if key not in self._chains:
-            priced = (
-                (self.ideal(grid, kept), self.layers_kept(grid, etp, kept), kept)
+            self._chains[key] = _front(
+                (self.ideal(grid, kept), self.layers_kept(grid, 1, kept), kept)
                 for kept in space.kept
             )
-            every = sorted(priced, key=lambda item: item[:2])
-            self._chains[key] = every
         return self._chains[key]
+
+    def options(self, space: Space, shape: Shape) -> list[Kept]:
+        """Return what may be kept, by rising work; what is slower and keeps no less is left out."""
+        return [
+            kept
+            for _, _, kept in _front(
+                (self.work(shape, kept), self.layers_kept(shape.grid, shape.etp, kept), kept)
+                for kept in space.kept
+            )
+        ]
 
     # --------------------------------------------------------------------------- samples
 
@@ -316,7 +331,16 @@ class Bounds:
         return choice.case(replace(task, batch=dp * shape.micro_batch))
 
 
+def _front(items: Iterable[tuple[float, float, Kept]]) -> list[tuple[float, float, Kept]]:
+    """Return what nothing beats in both figures, by the first."""
+    front: list[tuple[float, float, Kept]] = []
+    for item in sorted(items, key=lambda item: item[:2]):
+        if not front or item[1] < front[-1][1]:
+            front.append(item)
+    return front
+
+
 def least_seconds(work: float, m: int, pp: int, vpp: int, schedule: Schedule) -> float:
     """Return the least seconds of m micro-batches of a pipeline whose ranks share work evenly."""
-    bubble = 0.0 if isinstance(schedule, NO_BUBBLE) else 1.0
+    bubble = FILLING if isinstance(schedule, NO_BUBBLE) else 1.0
     return work / pp * (m + bubble * (pp - 1) / vpp)
