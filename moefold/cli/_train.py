@@ -150,6 +150,7 @@ def _fork(job: Job, old: Path, console: Console) -> None:
     meta = manifest.read(path).meta
     changed = differences(meta["run"], plain(job.run))
     job.progress = restore(path, job.data, job.optimizer)
+    job.data.renew()
     said = {"from": str(path), "step": job.step_number, "changed": changed}
     (job.folder / FORK_FILE).write_text(json.dumps(said, indent=2) + "\n")
     job.save()

@@ -203,8 +203,8 @@ class Crew:
             why = f"{self._loss.why}; {loss.why}"
             self._loss = Loss(loss.ranks, why, self._loss.noticed)
             return
+        # The store stays until the next meeting: who is only now on the way to it must find it.
         self._loss, self._cut_at = loss, time.monotonic()
-        self._store = None
         for at, rank in enumerate(self.ranks):
             if self._where[at] == IN and at not in loss.ranks:
                 self._tell(rank, Cut())

@@ -197,6 +197,8 @@ def run_rank(task: tuple[Any, ...], up: Connection, down: Connection) -> None:
     """Be a rank: call ``function(line, *args)``, answer, and stay until the launcher ends."""
     time_out_s, device, threads, function, args = task
     os.setpgrp()
+    # What the server has loaded stays for good; looking through it takes longer than all else.
+    gc.freeze()
     torch.set_num_threads(threads)
     line = Line(up, down, time_out_s, device)
     try:

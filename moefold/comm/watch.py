@@ -11,6 +11,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from moefold.comm.recorder import Recorder
@@ -133,8 +134,7 @@ class Watch:
         self._store.set(f"ring/{alarm}/{self.rank}", json.dumps(ring))
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._file().open("a", encoding="utf-8") as file:
+        with suppress(OSError), self._file().open("a", encoding="utf-8") as file:
             file.write(f"rank {self.rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n\n")
             file.write("last operations, the oldest first:\n")
             file.writelines(f"  {record.words}\n" for record in records)
@@ -144,6 +144,7 @@ class Watch:
 
     def _file(self) -> Path:
         assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
         return self.folder / f"rank-{self.rank:05d}.txt"
 
     def _take_verdict(self, alarm: int, now: float) -> None:
@@ -156,7 +157,7 @@ class Watch:
         self._without_verdict = None
         if self.folder is not None:
             text = self._store.get(key).decode()
-            with self._file().open("a", encoding="utf-8") as file:
+            with suppress(OSError), self._file().open("a", encoding="utf-8") as file:
                 file.write(f"\nverdict:\n{text}\n")
         self._told.set()
 

@@ -171,8 +171,9 @@ class Job:
         source = self.run.model
         if isinstance(source, Folder):
             with import_folder(source.path) as imported:
-                demand_names(self.model, imported.tensors, whole=self.world.size == 1)
-                self.data.fill(lambda piece: piece.of(imported.tensors[piece.name]), buffers=True)
+                tensors = imported.tensors
+                demand_names(self.model, tensors, whole=self.world.size == 1)
+                self.data.fill(lambda piece: tensors.part(piece.name, piece.box), buffers=True)
         else:
             self.data.fill(partial(start_value, self.decoder, self.run.seed))
 
@@ -209,6 +210,7 @@ class Job:
                 damage = error
             said = [text for text in gather_objects(damage and str(damage), ranks) if text]
             if not said:
+                self.data.renew()
                 return path
             older = self._newest(before=stored.step)
             if older is None:

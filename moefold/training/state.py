@@ -86,6 +86,8 @@ def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Itera
 def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:
     """Fill what is here of the state from a checkpoint of any layout; return how far it is.
 
+    Once all ranks have succeeded, ``data.renew()`` brings the weights up to date.
+
     Raises:
         DamagedError: where a byte is not as written; the state then holds a mixture.
         MismatchError: where the tensors are not these; nothing is changed then.
@@ -97,7 +99,6 @@ def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:
         for name, held in wanted:
             reader.read_part_into(name, held.tensor, tuple(start for start, _ in held.box))
         progress = reader.manifest.meta["progress"]
-    data.renew()
     return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
 
 
