@@ -89,6 +89,7 @@ def demand_fit(run: Run, world: int) -> None:
     layout = run.layout
     model = needs(run.decoder(), run.data.seq)
     found = violations(layout.split, model, world, layout.order, layout.stages)
+    found += [broken.under("layout") for broken in layout.misfits_over(world)]
     if found:
         raise RunError(found, plain(run), f"{_ranks(world)} for the layout {layout.sizes!r}")
 

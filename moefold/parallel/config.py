@@ -3,6 +3,7 @@
 The room itself stands above the model and is applied to it from outside.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -98,6 +99,15 @@ class Layout(Record):
         chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
         assert isinstance(chosen, Schedule)
         return chosen
+
+    def misfits_over(self, world: int) -> Iterator[Violation]:
+        """Yield what does not fit so many ranks, beside the sizes."""
+        copies = world // (self.split.tp * self.split.pp)
+        if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
+            rule = f"divides the {copies} ranks that hold copies of dense weights"
+            yield Violation(
+                ("zero_ranks",), self.zero_ranks, rule, math.gcd(copies, self.zero_ranks)
+            )
 
     def table(self, micro_batches: int) -> Table:
         """Return what the ranks of a pipeline do in a step of so many micro-batches each.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moefold.comm.collectives import sum_
 from moefold.comm.group import Group
 from moefold.config.base import Record
+from moefold.config.problems import RunError
 from moefold.config.slot import build
 from moefold.layers.placement import Box, Shard
 from moefold.layers.weights import EMBEDDING, HERE, Weights, unit_of
@@ -67,6 +68,8 @@ class Data:
         """
         self.placed = replace(placed, weights_for=self.weights_for)
         world, layout = placed.world, placed.layout
+        if broken := list(layout.misfits_over(world.size)):
+            raise RunError(broken, source="layout")
         self._levels = {
             kind: _levels(placed, kind, layout.zero, layout.zero_ranks) for kind in ("dp_cp", "edp")
         }
@@ -308,11 +311,6 @@ class Data:
 def _levels(placed: Placed, kind: str, zero: int, ranks: int | None) -> tuple[Group, Group]:
     """Return the ranks that share one copy, and those that hold the same share of other copies."""
     size = placed.world.group(kind).size
-    if kind == "dp_cp" and zero and size % (ranks or 1):
-        raise ValueError(
-            f"layout.zero_ranks: {ranks} does not divide the {size} ranks that hold copies; "
-            f"{math.gcd(ranks or 1, size)} would"
-        )
     return placed.world.split(kind, math.gcd(ranks or size, size) if zero else 1)
 
 
