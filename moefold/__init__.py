@@ -15,6 +15,7 @@ _HOMES = {
     "train": "moefold.api",
     "open": "moefold.api",
     "export": "moefold.api",
+    "export_stream": "moefold.api",
     "verify": "moefold.api",
 }
 

@@ -1,6 +1,6 @@
 """The Python face: what notebooks and other programs call. Every command stands on these."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
+from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
 from moefold.convert.tokenizer import TokenizerFiles
 from moefold.model.decoder import DecoderModel
 from moefold.precision.config import Precision
@@ -163,6 +164,30 @@ def export(
             layout,
             special_tokens=stored.meta.get("special_tokens"),
         )
+
+
+def export_stream(
+    job: Job,
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    layout: Literal["per_expert", "packed"] = "per_expert",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[Bucket]:
+    """Hand the weights of an open run on, between two steps, from any layout, bucket by bucket.
+
+    Every rank goes through it to its end; the first one gets the buckets, the others none. Names,
+    shapes and types are those of a Hugging Face folder; :mod:`moefold.convert.stream` has the
+    contract.
+
+    Args:
+        job: the run.
+        dtype: type of the weights; router weights and selection bias stay float32.
+        layout: experts each on their own, or all in one tensor.
+        bucket_bytes: most bytes of a bucket.
+
+    Raises:
+        ValueError: where no known family has this model, or a bucket holds no row of a tensor.
+    """
+    return stream(job.data, dtype, layout, bucket_bytes)
 
 
 def verify(

@@ -16,9 +16,11 @@ from moefold.convert.plan import Plan, make_plan
 from moefold.convert.source import Source
 from moefold.convert.targets import Target, targets
 from moefold.convert.tokenizer import TokenizerFiles, read_tokenizer
+from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family
 from moefold.model.families.folder import read_config
+from moefold.model.families.names import Piece
 
 _HEAD, _EMBED = "head.weight", "embed.weight"
 
@@ -55,34 +57,56 @@ class FolderTensors(Mapping[str, Tensor]):
         return self._wanted[name].dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read one tensor in the type of the model's parameter.
+        """Read one tensor, whole; see :meth:`part`."""
+        return self.part(name, tuple((0, size) for size in self._wanted[name].shape))
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """Read a box of one tensor in the type of the model's parameter, and nothing beside it.
 
         Raises:
             ConvertError: where NaN is left in it, from the folder or because a part was not
                 written.
         """
         target = self._wanted[name]
-        whole = torch.full(target.shape, torch.nan, dtype=target.dtype)
+        wanted = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
+        used: list[Piece] = []
         for piece in self._plan.parts[name]:
-            part = whole[piece.index]
-            part.copy_(self._read(piece.name).reshape(part.shape))
-        if bool(whole.isnan().any()):
-            names = [p.name for p in self._plan.parts[name]]
-            sick = [n for n in names if bool(self._read(n).isnan().any())] or names
+            outer, inner = box[: len(piece.index)], box[len(piece.index) :]
+            placed = tuple(zip(piece.index, outer, strict=True))
+            if not all(start <= at < end for at, (start, end) in placed):
+                continue
+            used.append(piece)
+            into = wanted[tuple(at - start for at, (start, _) in placed)]
+            into.copy_(self._read(piece, target.shape[len(outer) :], inner))
+        if bool(wanted.isnan().any()):
+            names = [piece.name for piece in used]
+            sick = [n for n in names if bool(self._source.read(n).isnan().any())] or names
             raise ConvertError(self._source.folder, [f"{n} holds NaN" for n in sick])
         if name == _EMBED and self._tied_head is not None:
-            self._check_tied(whole, self._tied_head)
-        return whole
+            self._check_tied(wanted, self._tied_head, box)
+        return wanted
 
-    def _read(self, name: str) -> Tensor:
-        stored = self._source.read(name)
-        scale = self._plan.scales.get(name)
-        if scale is None or self._block is None:
-            return stored
-        return dequantise(stored, self._source.read(scale), self._block)
+    def _read(self, piece: Piece, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Return a box of the tensor on disk ``piece``, which has ``shape`` with us."""
+        scale = self._plan.scales.get(piece.name)
+        if scale is not None and self._block is not None:
+            codes, scales = self._source.read(piece.name), self._source.read(scale)
+            whole = dequantise(codes, scales, self._block)
+            return whole[tuple(slice(start, end) for start, end in box)]
+        if piece.shape == shape:
+            return self._source.read_box(piece.name, box)
+        # [E, 2, F, D] with us, [E, 2 * F, D] on disk
+        (experts, halves, rows, columns), width = box, shape[2]
+        parts = [
+            self._source.read_box(
+                piece.name, (experts, (h * width + rows[0], h * width + rows[1]), columns)
+            )
+            for h in range(*halves)
+        ]
+        return torch.stack(parts, 1)
 
-    def _check_tied(self, embed: Tensor, head: str) -> None:
-        if not torch.equal(self._source.read(head).to(embed.dtype), embed):
+    def _check_tied(self, embed: Tensor, head: str, box: Box) -> None:
+        if not torch.equal(self._source.read_box(head, box).to(embed.dtype), embed):
             raise ConvertError(
                 self._source.folder,
                 [f"{head} differs from the embedding, but config.json says tie_word_embeddings"],

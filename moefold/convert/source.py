@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moefold.convert.errors import ConvertError
+from moefold.layers.placement import Box
 from moefold.model.families.folder import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -85,6 +86,15 @@ class Source:
         stored = self.tensors[name]
         try:
             return self._file(stored.file).get_tensor(name)
+        except SafetensorError as error:
+            raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None
+
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of one tensor as it is stored; only the pages it lies on are read."""
+        stored = self.tensors[name]
+        try:
+            view = self._file(stored.file).get_slice(name)
+            return view[tuple(slice(start, end) for start, end in box)]
         except SafetensorError as error:
             raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None
 

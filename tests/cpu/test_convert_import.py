@@ -143,8 +143,9 @@ def test_one_tensor_is_read_at_a_time(
     folder, stored = olmoe
     write_hub(folder, decoder_of("olmoe"), stored, shards=2)
     reads: list[str] = []
-    read = Source.read
-    monkeypatch.setattr(Source, "read", lambda self, n: (reads.append(n), read(self, n))[1])
+    read = Source.read_box
+    noted = lambda self, n, box: (reads.append(n), read(self, n, box))[1]  # noqa: E731
+    monkeypatch.setattr(Source, "read_box", noted)
     with import_folder(folder) as found:
         assert reads == []
         found.tensors["layers.1.attention.k_norm.weight"]
@@ -153,6 +154,38 @@ def test_one_tensor_is_read_at_a_time(
         for name in found.tensors:
             found.tensors[name]
     assert sorted(reads) == sorted(stored)
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "packed"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "qwen3_moe"])
+def test_a_box_is_read_as_it_stands_in_the_whole_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layout: Any
+) -> None:
+    """Every kind of tensor, cut along each dim; a rank reads no more elements than it holds."""
+    decoder = decoder_of(family)
+    stored = on_disk(decoder, weights_of(decoder), layout)
+    folder = write_hub(tmp_path / "hub", decoder, stored)
+    elements: list[int] = []
+    read = Source.read_box
+
+    def noted(self: Source, name: str, box: Any) -> Tensor:
+        found = read(self, name, box)
+        elements.append(found.numel())
+        return found
+
+    monkeypatch.setattr(Source, "read_box", noted)
+    with import_folder(folder) as found:
+        for name in found.tensors:
+            whole = found.tensors[name]
+            for dim, size in enumerate(whole.shape):
+                for cut in ((0, (size + 1) // 2), ((size + 1) // 2, size)):
+                    box = [(0, n) for n in whole.shape]
+                    box[dim] = cut
+                    elements.clear()
+                    part = found.tensors.part(name, tuple(box))
+                    assert same_bits(part, whole[tuple(slice(*ends) for ends in box)])
+                    heads = 2 if decoder.tied and name == "embed.weight" else 1
+                    assert sum(elements) <= heads * part.numel()
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
