@@ -141,7 +141,8 @@ def measured(history: History, made: list[dict[str, Any]], began: float) -> dict
             "load_s": lived["load_s"],
             "lost_s": max(lived["under_way_s"] - (lived["noticed"] - fault["at"]), 0.0),
             "back_s": start["time"] - fault["at"],
-            "steps_lost": lived["reached"] - start["step"] + 1,
+            # The step under way, or the one just done whose copies were under way.
+            "steps_lost": max(1, lived["reached"] - start["step"]),
             "why": lived["why"],
         }
         fault.setdefault("recoveries", []).append(figures)

@@ -27,9 +27,6 @@ from moefold.training.loop import Interrupted, Job
 from moefold.training.ranks import world_of
 from moefold.training.recover import Keeper
 
-FULL_BYTES = 512
-"""What a file may still hold on a disk that is full for one process."""
-
 
 def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
     """Train as one rank that survives others, and leave notes for who makes faults.
@@ -65,6 +62,7 @@ class NotedFeed(Feed):
         """Add to this rank's notes."""
         super().__init__(loader, world)
         self._file = notes / f"samples-{world.rank}.jsonl"
+        self._unsaid = b""
 
     def step(self, place: int) -> list[MicroBatch]:
         """Return the step's micro-batches, and note their tokens' checksum."""
@@ -72,8 +70,10 @@ class NotedFeed(Feed):
         digest = 0
         for batch in batches:
             digest = zlib.crc32(batch.ids_T.numpy().tobytes(), digest)
-        with self._file.open("a") as file:
-            file.write(json.dumps([place, digest]) + "\n")
+        self._unsaid += json.dumps([place, digest]).encode() + b"\n"
+        # While the disk is full, which is a fault too, the notes wait.
+        with suppress(OSError), self._file.open("ab", buffering=0) as file:
+            self._unsaid = self._unsaid[file.write(self._unsaid) :]
         return batches
 
 
@@ -148,9 +148,9 @@ def tear(folder: Path, draws: random.Random) -> Path | None:
 
 @contextmanager
 def full_disk(pid: int) -> Iterator[None]:
-    """Refuse a process every file beyond a few bytes, as a disk without room would."""
+    """Let no file of a process grow, as on a disk without room."""
     _, hard = before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
     try:
         yield
     finally:

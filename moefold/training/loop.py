@@ -28,7 +28,7 @@ from moefold.config.records import plain
 from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
-from moefold.data.prepare import prepare
+from moefold.data.prepare import Prepared, prepare
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.families.folder import Folder
 from moefold.model.generate import generate
@@ -135,8 +135,7 @@ class Job:
     def _open(self, cache: Path) -> None:
         run, train, sizes = self.run, self.run.train, self.world.folding.sizes
         ranks = self.world.group("world")
-        self._first(lambda: prepare(run.data, cache))
-        prepared = prepare(run.data, cache)
+        prepared = self._prepared(cache)
         self.tokenizer: Tokenizer = prepared.tokenizer
         self.loader = Loader(
             prepared,
@@ -165,6 +164,15 @@ class Job:
         self._asked: str | None = None
         self._stops: str | None = None
         self.resumed_from = None if self._recall() else self._resume()
+
+    def _prepared(self, cache: Path) -> Prepared:
+        """Make the run's data on the first rank and open it on all, once in this process."""
+        kept = None if self.keeper is None else self.keeper.prepared
+        self._first(lambda: kept or prepare(self.run.data, cache))
+        found = kept or prepare(self.run.data, cache)
+        if self.keeper is not None:
+            self.keeper.prepared = found
+        return found
 
     def start_values(self) -> None:
         """Give the model its values before step one: drawn, or a folder's weights."""

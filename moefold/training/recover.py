@@ -20,6 +20,7 @@ from moefold.comm.group import Group
 from moefold.comm.plain import shift
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
+from moefold.data.prepare import Prepared
 from moefold.training.state import Progress
 
 KEPT = 2
@@ -59,6 +60,7 @@ class Keeper:
         recovered: after a loss: which ranks were ``lost`` and ``why``, when that was ``noticed``
             and all had ``met`` again, the last step ``reached``, and how long the one that was
             lost had been ``under_way_s``. Empty in the first attempt.
+        prepared: the run's data, once it has been opened here.
     """
 
     def __init__(self, line: Line) -> None:
@@ -69,6 +71,7 @@ class Keeper:
         self._theirs: int | None = None
         self._ready = -1
         self.recovered: dict[str, Any] = {}
+        self.prepared: Prepared | None = None
 
     @property
     def attempt(self) -> int:
