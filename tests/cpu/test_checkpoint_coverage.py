@@ -1,0 +1,146 @@
+"""B26: whatever a run keeps between two steps is in its checkpoint, known to anyone or not.
+
+A run takes steps, saves, and is opened anew. All that can be reached from model, optimizer and
+progress, in any attribute, must then be what it was, unless it starts anew with each step.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moefold.config.base import Record
+from moefold.optim.adamw import AdamWOptimizer
+from moefold.training.loop import Job
+from moefold.training.state import Progress
+from tests.cpu.checkpoint_tools import bits
+from tests.cpu.runs import job_of
+
+ANEW = re.compile(r"\.counters\b")
+"""Counts of one step, which begin at zero in the next."""
+BIASED = {
+    "family": "deepseek_v3",
+    "shape": {"hidden": 16, "layers": 2, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}
+    | {"dense_layers": 1, "q_rank": 5, "kv_rank": 7, "nope_dim": 4, "rope_dim": 4, "v_dim": 3}
+    | {"shared_width": 12},
+    "groups": {"count": 2, "keep": 1},
+    "balance": [{"kind": "bias", "rate": 0.01}],
+}
+
+
+def reach(thing: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
+    """Note every tensor and every plain value that can be reached, by its path."""
+    if isinstance(thing, Tensor):
+        found[path] = thing.detach().clone()
+    elif isinstance(thing, bool | int | float | str | Enum):
+        found[path] = thing
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            reach(value, f"{path}.{key}", found, seen)
+    elif isinstance(thing, list | tuple):
+        for number, value in enumerate(thing):
+            reach(value, f"{path}.{number}", found, seen)
+    elif not isinstance(thing, Record | type) and id(thing) not in seen:
+        seen.add(id(thing))
+        ours = type(thing).__module__.partition(".")[0] in ("moefold", "tests")
+        if ours or isinstance(thing, nn.Module):
+            for key, value in getattr(thing, "__dict__", {}).items():
+                reach(value, f"{path}.{key}", found, seen)
+
+
+def kept(job: Job) -> dict[str, Any]:
+    """Return all that a job keeps between two steps."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name in ("model", "optimizer", "progress"):
+        reach(getattr(job, name), name, found, seen)
+    return {path: value for path, value in found.items() if not ANEW.search(path)}
+
+
+def forgotten(folder: Path, **changes: Any) -> list[str]:
+    """Return the paths of what a run knew when it saved and its successor does not."""
+    with job_of(folder, **changes) as job:
+        fresh = kept(job)
+        for _ in range(3):
+            job.step()
+        # Beyond what three steps change: everything that is known differs from a fresh start.
+        with torch.no_grad():
+            for tensor in job.model.state_dict().values():
+                tensor.add_(torch.rand_like(tensor.float()).to(tensor.dtype))
+        job.progress = Progress(3, 77, (1,))
+        job.save()
+        before = kept(job)
+    assert sum(differ(before[path], fresh.get(path)) for path in before) > 20
+    with job_of(folder, **changes) as again:
+        assert again.resumed_from is not None
+        after = kept(again)
+    return sorted(path for path in {*before, *after} if differ(before.get(path), after.get(path)))
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two values differ in a bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape != other.shape or one.dtype != other.dtype or bits(one) != bits(other)
+    return type(one) is not type(other) or one != other
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("model", [{}, BIASED])
+def test_b26_all_that_is_kept_between_steps_is_saved(
+    tmp_path: Path, kind: str, model: dict[str, Any]
+) -> None:
+    optim = {"kind": kind, "lr": 0.01, "schedule_lr": {"kind": "wsd", "warmup": 2}}
+    assert forgotten(tmp_path, model=model, optim=optim) == []
+
+
+def test_every_field_of_progress_is_saved() -> None:
+    """A new field must be given a value of its own above."""
+    defaults = Progress()
+    assert all(
+        getattr(Progress(3, 77, (1,)), each.name) != getattr(defaults, each.name)
+        for each in fields(Progress)
+    )
+
+
+def test_state_that_is_not_registered_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: an optimizer with a tensor and a number of which its state says nothing."""
+    step, start = AdamWOptimizer.step, AdamWOptimizer.__init__
+
+    def knows(self: Any, *given: Any, **more: Any) -> None:
+        start(self, *given, **more)
+        self.average, self.calls = {"norm": torch.zeros(1)}, 0
+
+    def learns(self: Any, *given: Any) -> None:
+        step(self, *given)
+        self.average["norm"] += 1
+        self.calls += 1
+
+    monkeypatch.setattr(AdamWOptimizer, "__init__", knows)
+    monkeypatch.setattr(AdamWOptimizer, "step", learns)
+    assert forgotten(tmp_path) == ["optimizer.average.norm", "optimizer.calls"]
+
+
+def test_a_buffer_that_is_not_persistent_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a module that learns in a buffer which its state dict leaves out."""
+    step = Job.step
+    with job_of(tmp_path, "first"):
+        pass
+
+    def learns(self: Job, *given: Any) -> Any:
+        for layer in self.model.layers.values():
+            layer.running = getattr(layer, "running", torch.zeros(2)) + 1
+        return step(self, *given)
+
+    monkeypatch.setattr(Job, "step", learns)
+    assert forgotten(tmp_path) == ["model._modules.layers._modules.0.running",
+                                   "model._modules.layers._modules.1.running"]  # fmt: skip
