@@ -19,6 +19,8 @@ class Stop(Record):
     """Stops the run before the update, with a report."""
 
     kind: Literal["stop"] = "stop"
+    replay: bool = False
+    """Computes the step once more, to tell a fault of the data from one of a machine."""
 
 
 @NONFINITE.register
@@ -26,6 +28,7 @@ class Skip(Record):
     """Leaves the update out and goes on; more than ``limit`` in a row stop the run."""
 
     kind: Literal["skip"] = "skip"
+    replay: bool = False
     limit: Size = 5
 
 
@@ -34,6 +37,7 @@ class Rewind(Record):
     """Goes back to the newest checkpoint and leaves the offending step's data out."""
 
     kind: Literal["rewind"] = "rewind"
+    replay: bool = False
     limit: Size = 3
 
 

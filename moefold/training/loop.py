@@ -35,7 +35,7 @@ from moefold.model.generate import generate
 from moefold.model.init import start_value
 from moefold.observe.machine import Machine, measured
 from moefold.optim.base import Optimizer
-from moefold.optim.norm import clip_scale, non_finite
+from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.score import next_logits
@@ -43,7 +43,7 @@ from moefold.planner.count import count
 from moefold.run import Run, demand_fit
 from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
-from moefold.training.nonfinite import Verdict, judge
+from moefold.training.nonfinite import Judge, Verdict
 from moefold.training.recover import Keeper, Past
 from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
 from moefold.training.saving import Saver
@@ -158,7 +158,7 @@ class Job:
         rate = on_first(lambda: asdict(measured(dtype, self.device)), ranks, self.device)
         self.machine = Machine(**rate)
         self.counts = count(self.decoder)
-        self._strikes = self._struck_at = 0
+        self.judge = Judge(run.train.on_nonfinite)
         self._running = False
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
@@ -191,13 +191,14 @@ class Job:
         if past is None:
             return False
         self.data.renew()
-        self.progress, self._strikes, self._struck_at = past.progress, past.strikes, past.struck_at
+        self.progress = past.progress
+        self.judge.strikes, self.judge.struck_at = past.strikes, past.struck_at
         return True
 
     def _keep(self) -> None:
         """Copy the state of the present step, where copies are kept."""
         if self.keeper is not None:
-            past = Past(self.progress, self._strikes, self._struck_at)
+            past = Past(self.progress, self.judge.strikes, self.judge.struck_at)
             self.keeper.keep(past, self._state(), self.world)
 
     def _state(self) -> list[torch.Tensor]:
@@ -332,10 +333,16 @@ class Job:
         self.saver.poll()
         started = time.perf_counter()
         run, place = self.run, self.progress.place()
-        if batches is None:
-            batches = self.feed.step(place)
-        figures = gradients(self.data, batches, run.train.loss_chunk)
-        verdict = self._judge(figures, place, batches)
+        given = self.feed.step(place) if batches is None else batches
+
+        def compute() -> StepFigures:
+            asked = self._asked is not None
+            return gradients(self.data, given, run.train.loss_chunk, stop=asked)
+
+        figures = compute()
+        if figures.stop and self._asked is None:
+            self._asked = "another rank was asked to stop"
+        verdict = self.judge(self.progress.step, place, figures, given, self.data, compute)
         if verdict is Verdict.REWIND:
             self._rewind(place)
             return {}
@@ -370,25 +377,6 @@ class Job:
         }
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
-
-    def _judge(self, figures: StepFigures, place: int, batches: Sequence[MicroBatch]) -> Verdict:
-        if figures.finite:
-            # Steps made again after a rewind prove nothing: only getting past the bad one does.
-            if self.progress.step >= self._struck_at:
-                self._strikes = 0
-            return Verdict.UPDATE
-        self._strikes, self._struck_at = self._strikes + 1, self.progress.step
-        grads = {n: p.grad for n, p in self.data.params.items() if p.grad is not None}
-        sources = [origin for batch in batches for origin in batch.sources]
-        return judge(
-            self.run.train.on_nonfinite,
-            self._strikes,
-            self.progress.step + 1,
-            place,
-            figures,
-            non_finite(grads),
-            sources,
-        )
 
     def _rewind(self, place: int) -> None:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""

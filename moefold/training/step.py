@@ -38,6 +38,8 @@ class StepFigures:
     """Each balancing term, averaged over layers and over the step's valid rows."""
     tokens: int
     """Valid rows."""
+    stop: bool = False
+    """Whether some rank was asked to end the run."""
 
     @property
     def finite(self) -> bool:
@@ -46,13 +48,16 @@ class StepFigures:
         return all(abs(f) < float("inf") for f in figures)
 
 
-def gradients(data: Data, batches: Sequence[MicroBatch], loss_chunk: int) -> StepFigures:
+def gradients(
+    data: Data, batches: Sequence[MicroBatch], loss_chunk: int, stop: bool = False
+) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
 
     Args:
         data: the model's parts on this rank; their gradients are dropped first.
         batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
+        stop: whether this rank was asked to end the run; all hear of it.
     """
     placed = data.placed
     model, world = placed.model, placed.world
@@ -79,7 +84,7 @@ def gradients(data: Data, batches: Sequence[MicroBatch], loss_chunk: int) -> Ste
     with module("counters"):
         sum_counters(balances, world.group("stage"))
     with module("figures"):
-        return _figures(placed, ran, shares, norm_squared, labels, tokens)
+        return _figures(placed, ran, shares, norm_squared, labels, tokens, stop)
 
 
 def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
@@ -137,20 +142,23 @@ def _figures(
     norm_squared: Tensor,
     labels: int,
     tokens: int,
+    stop: bool,
 ) -> StepFigures:
     """Add up every rank's share of the figures, and read them from the device once."""
     device, names = norm_squared.device, list(placed.term_layers)
-    values = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
-    values[0] = norm_squared
+    values = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
+    values[0], values[-1] = norm_squared, float(stop)
     if ran.losses:
         values[1] = torch.stack(ran.losses).sum()
     mixtures = dict(placed.model.mixtures())
     for micro, layer, terms_N in ran.terms:
         for name, value in zip(mixtures[layer].terms, terms_N.unbind(), strict=True):
             values[2 + names.index(name)] += value * shares[micro] / placed.term_layers[name]
-    squared, loss, *terms = read_scalars(*sum_(values, placed.world.group("world")).unbind())
+    summed = read_scalars(*sum_(values, placed.world.group("world")).unbind())
+    squared, loss, *terms, stops = summed
     norm = math.sqrt(squared) if squared >= 0 else squared
-    return StepFigures(loss / max(labels, 1), norm, dict(zip(names, terms, strict=True)), tokens)
+    by_name = dict(zip(names, terms, strict=True))
+    return StepFigures(loss / max(labels, 1), norm, by_name, tokens, stops > 0)
 
 
 @torch.no_grad()
