@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moefold.training.history import Curve, History
+from moefold.training.losses import losses
 from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -55,9 +56,9 @@ def summary(history: History) -> dict[str, Any]:
     if starts and len(times):
         inside = float(np.nansum(times))
         last = max(e["time"] for e in history.events)
-        out["restarts"] = len(starts) - 1
         out["wall_s"] = max(last - starts[0]["time"], inside)
         out["goodput"] = inside / out["wall_s"] if out["wall_s"] else None
+        out |= losses(history, out["wall_s"])
     out["alarms"] = int(np.nansum(history.curve("moe/alarms").values))
     return out
 
@@ -92,6 +93,12 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
         cards.append([clock(facts["wall_s"]), "wall clock"])
         cards.append([f"{100 * facts['goodput']:.0f} %", "of it inside steps"])
         cards.append([str(facts["restarts"]), "restarts"])
+        if facts["recoveries"]:
+            spent = clock(sum(facts["lost_s"].values()))
+            cards.append([str(facts["recoveries"]), f"recoveries in place, {spent} in all"])
+            cards.append([str(facts["lost_steps"]), "steps made again"])
+        if "save_every_s" in facts:
+            cards.append([clock(facts["save_every_s"]), "best time between checkpoints"])
     cards.append([str(facts["alarms"]), "routing alarms"])
     return cards
 

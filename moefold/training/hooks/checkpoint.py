@@ -1,10 +1,14 @@
 """Checkpoints, every so many steps."""
 
+import time
+
 from rich.console import Console
 
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import SaveError
+from moefold.training.history import EVENTS_FILE
 from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.events import append
 
 
 class CheckpointHook(Hook):
@@ -27,8 +31,11 @@ class CheckpointHook(Hook):
         if not (due or self._owed) or job.step_number >= job.last_step:
             return
         try:
+            began = time.monotonic()
             job.save()
             self._owed = False
+            stall_s = time.monotonic() - began
+            append(job.folder / EVENTS_FILE, event="saved", step=job.step_number, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise

@@ -25,7 +25,7 @@ class EventsHook(Hook):
         recovered = job.recovered
         if recovered:
             recovered = {**recovered, "load_s": time.time() - recovered["met"]}
-        _append(
+        append(
             job.folder / EVENTS_FILE,
             event="start",
             step=job.step_number,
@@ -35,10 +35,11 @@ class EventsHook(Hook):
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Note the end, and what it was."""
         reason = "end" if error is None else f"{type(error).__name__}: {error}"
-        _append(job.folder / EVENTS_FILE, event="stop", step=job.step_number, reason=reason)
+        append(job.folder / EVENTS_FILE, event="stop", step=job.step_number, reason=reason)
 
 
-def _append(path: Path, **values: Any) -> None:
+def append(path: Path, **values: Any) -> None:
+    """Add a line with the time and the process; a line that a kill left unfinished is closed."""
     now = time.time()
     stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
     line = json.dumps({**values, **stamp, "process": os.getpid()}) + "\n"
