@@ -6,6 +6,7 @@ gradient that one rank scales by 1 + 1e-8, and the proof must name the parameter
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from moefold.comm.recorder import BACKWARD, Site
@@ -82,20 +83,31 @@ def control(
     told: Callable[[Control], None] | None = None,
     uses: Sequence[str] = (),
 ) -> list[Control]:
-    """Run cases with their breaks and return what the proof said of each."""
-    cases, breaks = [case for case, _ in planned], [broken for _, broken in planned]
+    """Run cases with their breaks and return what the proof said of each.
 
-    def judged(number: int, outcome: Outcome) -> Control:
-        return Control(
-            cases[number].name, breaks[number], *_noticed(breaks[number], outcome, bound)
-        )
+    One step is enough to notice most; the updates are made where it is not.
+    """
+    found: dict[int, Control] = {}
 
-    def tell(number: int, outcome: Outcome) -> None:
-        if told is not None:
-            told(judged(number, outcome))
+    def attempt(numbers: Sequence[int], whole: bool) -> None:
+        def tell(at: int, outcome: Outcome) -> None:
+            number = numbers[at]
+            case, broken = planned[number]
+            found[number] = Control(case.name, broken, *_noticed(broken, outcome, bound))
+            if told is not None and (whole or found[number].noticed):
+                told(found[number])
 
-    outcomes = run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S, uses=uses)
-    return [judged(number, outcome) for number, outcome in enumerate(outcomes)]
+        cases = [planned[number][0] for number in numbers]
+        if not whole:
+            cases = [replace(case, precision=case.subject.precision) for case in cases]
+        breaks = [planned[number][1] for number in numbers]
+        run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S, uses=uses)
+
+    attempt(range(len(planned)), whole=False)
+    left = [number for number, control in found.items() if not control.noticed]
+    if left:
+        attempt(left, whole=True)
+    return [found[number] for number in range(len(planned))]
 
 
 def _noticed(broken: Break, outcome: Outcome, bound: float) -> tuple[bool, str]:

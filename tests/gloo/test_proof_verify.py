@@ -7,7 +7,7 @@ import pytest
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, enough
-from moefold.proof.controls import breaks_of, control, halves, scalings
+from moefold.proof.controls import breaks_of, control, cover, halves, scalings
 from moefold.proof.lowered import lowered, narrowed
 from moefold.proof.matrix import selection
 from moefold.proof.models import SUBJECTS
@@ -67,6 +67,14 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     found = control(planned, BOUND)
     assert len(found) > 20
     assert not [c.broken.words for c in found if not c.noticed]
+
+
+def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
+    a, b, c, d = (Site(label, "all_reduce", "tp") for label in "abcd")
+    few, many = AXES["tp"], AXES["ep"]
+    wide = replace(few, name="four ranks", world=4)
+    recorded = [(few, (a, b)), (many, (b, c, d)), (AXES["dp"], (c,)), (wide, (a,))]
+    assert cover(recorded) == [(many, (b, c, d)), (few, (a,)), (wide, (a,))]
 
 
 def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
