@@ -28,6 +28,7 @@ import torch
 from moefold.checkpoint.folder import candidates
 from moefold.comm.config import Survive
 from moefold.comm.respawn import survive
+from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
 from moefold.training import faults
 from moefold.training.history import History
@@ -35,7 +36,7 @@ from moefold.training.history import History
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
 LAYOUTS = {8: "tp2 cp2 pp2 ep2 etp2", 4: "tp2 pp2 ep2"}
 KINDS = ("kill", "stop", "pair", "torn", "full", "slow", "kill")
-EVERY_S, SETTLE_S = 20.0, 5.0
+EVERY_S, SETTLE_S = 27.0, 12.0
 RECORD = Survive(limit=10_000, stopped_s=0.5)
 MARKS = {
     "detect_s": ("most", 2.0),
@@ -123,6 +124,7 @@ def trained(folder: Path, ranks: int, steps: int, injector: Injector | None = No
     if injector is not None:
         injector.start()
     run = run_of(ranks, steps)
+    prepare(run.data, folder / ".prepared")
     survive(faults.rank, ranks, run, folder / "out", notes, record=RECORD, time_out_s=60.0)
     return History.read(folder / "out")
 

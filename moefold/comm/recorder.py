@@ -72,6 +72,8 @@ class Recorder:
     ``alter`` breaks an operation on purpose, which shows that a proof notices: it is called with
     the record, the result, and what the result would be had no other rank taken part (own rows
     repeated, a sum of one); what it returns is used instead, in the same shape.
+
+    ``waited_s`` adds up the seconds in which this rank could do nothing but wait for others.
     """
 
     def __init__(self, keep: int = KEPT, runs_behind: bool = False) -> None:
@@ -86,6 +88,7 @@ class Recorder:
         self.runs_behind = runs_behind
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
+        self.waited_s = 0.0
         self._last: deque[Record] = deque(maxlen=keep)
         self._begun: dict[str, int] = {}
         self._open: dict[tuple[str, int], Open] = {}
@@ -140,7 +143,9 @@ class Recorder:
     def end(self, record: Record) -> None:
         """Note that an operation is over for this rank."""
         with self._lock:
-            self._open.pop((record.channel, record.number), None)
+            held = self._open.pop((record.channel, record.number), None)
+            if held is not None and held.waited_for:
+                self.waited_s += time.monotonic() - held.since
 
     def last(self, count: int = KEPT) -> list[Record]:
         """Return the last operations, the oldest first."""

@@ -103,6 +103,7 @@ class Job:
                 "evaluate": self._evaluate,
                 "save": self._save,
                 "health": self._health,
+                "pace": self._pace,
                 "generate": self._generate,
             },
         )
@@ -158,6 +159,7 @@ class Job:
         rate = on_first(lambda: asdict(measured(dtype, self.device)), ranks, self.device)
         self.machine = Machine(**rate)
         self.counts = count(self.decoder)
+        self._busy_s = 0.0
         self.judge = Judge(run.train.on_nonfinite)
         self._running = False
         # What was asked of this rank, and what all ranks have been told.
@@ -331,7 +333,7 @@ class Job:
         """
         self._start()
         self.saver.poll()
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self.world.recorder.waited_s
         run, place = self.run, self.progress.place()
         given = self.feed.step(place) if batches is None else batches
 
@@ -354,7 +356,9 @@ class Job:
                 mixture.balance.finish_step(mixture.router)
         self.progress.step += 1
         self.progress.tokens += figures.tokens
-        metrics = self._figures(figures, factor, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._busy_s += seconds - (self.world.recorder.waited_s - waited)
+        metrics = self._figures(figures, factor, seconds)
         if verdict is Verdict.SKIP:
             metrics["skipped"] = 1
         self._tell("on_step", metrics)
@@ -453,6 +457,14 @@ class Job:
             )
         everywhere = gather_objects(layers, self.world.group("pp"))
         return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+
+    def pace(self) -> list[float]:
+        """Return the seconds each rank was busy in steps since the last call, waits left out."""
+        return self._together.do("pace")
+
+    def _pace(self) -> list[float]:
+        busy, self._busy_s = self._busy_s, 0.0
+        return gather_objects(busy, self.world.group("world"))
 
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""

@@ -1,7 +1,8 @@
 """The hooks of a run, in the order in which they are told.
 
 1. ``profile`` ends a trace, so that no other hook is in it
-2. baselines are measured; ``evaluate`` and ``health`` add to the step's figures; ``sample`` writes
+2. baselines are measured; ``evaluate``, ``health`` and ``pace`` add to the step's figures;
+   ``sample`` writes
 3. hooks from outside, which may read what was added and add to it
 4. ``metrics.jsonl``, TensorBoard and W&B write the figures
 5. ``progress`` shows them; ``plots`` and the page of experts draw from what was written
@@ -41,7 +42,9 @@ def assemble(
         if watch.evaluate.baselines:
             hooks.append(BaselinesHook(watch.evaluate, console))
         hooks.append(build(watch.evaluate))
-    hooks += [build(record, console) for record in (watch.health, watch.sample) if record]
+    hooks += [
+        build(record, console) for record in (watch.health, watch.pace, watch.sample) if record
+    ]
     hooks += [*(build(record) for record in watch.hooks), *outside]
     hooks += [EventsHook(), *sinks(watch.metrics), build(watch.progress, console)]
     if watch.progress.style != "off":

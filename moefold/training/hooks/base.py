@@ -41,6 +41,10 @@ class JobView(Protocol):
         """Figures of each MoE layer's routing since they were last asked for."""
         ...
 
+    def pace(self) -> list[float]:
+        """Seconds in which each rank was busy since this was last asked for, waits left out."""
+        ...
+
     def evaluate(self) -> Figures:
         """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
         ...

@@ -109,6 +109,18 @@ class Profile(Record):
             yield Violation(("steps",), list(self.steps), "must rise, each named once", kept)
 
 
+class Pace(Record):
+    """Which rank holds the others up."""
+
+    every: Size = 20
+    ratio: Annotated[float, Field(gt=1)] = 1.5
+    """A rank is slow that is busy for so many times the median of all."""
+    patience: Size = 3
+    """Looks in a row at which it has to be."""
+
+    owner = "moefold.training.hooks.pace:PaceHook"
+
+
 class Plots(Record):
     """Pictures of the run: ``loss.png`` and ``expert_load.png``."""
 
@@ -135,6 +147,7 @@ class Watch(Record):
     sample: Sample | None = None
     checkpoint: Policy = Policy()
     health: Health | None = Health()
+    pace: Pace | None = Pace()
     profile: Profile | None = None
     plots: Plots | None = Plots()
     experts_page: ExpertsPage | None = ExpertsPage()
