@@ -10,7 +10,6 @@ import pytest
 from moefold.optim.config import OPTIMIZER
 from tests.gloo.resharding import LAYOUTS, MODELS, SELECTED, case_of, pairs_fail, subject_of
 
-
 KINDS = list(zip(OPTIMIZER.kinds, [*MODELS] * len(OPTIMIZER.kinds), strict=False))
 
 
