@@ -69,8 +69,7 @@ class Together:
         self._ranks, self._device = ranks, device
         self._staged = Path()
         self._said: dict[str, Any] = {}
-        self._written: tuple[list[Shard], dict[str, Stored]] = [], {}
-        self._refused: list[str] = []
+        self._told: list[dict[str, Any]] = []
         self._error: Exception | None = None
 
     def begin(self) -> None:
@@ -112,19 +111,9 @@ class Together:
         return self._work.write_shards(self._staged, stem)
 
     def collect(self) -> None:
-        """Bring what all ranks wrote to the first one, which holds it but once."""
-        told = tell_first(self._said, self._ranks, self._device)
+        """Bring what all ranks wrote to the first one; the others hold nobody's."""
+        self._told = list(tell_first(self._said, self._ranks, self._device))
         self._said = {}
-        if self._ranks.index == 0:
-            self._written = _merged(self._noted(told))
-
-    def _noted(self, told: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-        """Pass on what ranks wrote, and note those that could not."""
-        for rank, one in enumerate(told):
-            if "error" in one:
-                self._refused.append(f"rank {rank}: {one['error']}")
-            elif not self._refused:
-                yield one
 
     def publish(self) -> None:
         """On the first rank: write the manifest and give the checkpoint its name."""
@@ -132,10 +121,15 @@ class Together:
             return
         work, staged = self._work, self._staged
         try:
-            if self._refused:
-                raise SaveError(work.final, "; ".join(self._refused))
+            refused = [
+                f"rank {rank}: {one['error']}"
+                for rank, one in enumerate(self._told)
+                if "error" in one
+            ]
+            if refused:
+                raise SaveError(work.final, "; ".join(refused))
             try:
-                work.write_manifest(staged, *self._written)
+                work.write_manifest(staged, *_merged(self._told))
             except OSError as error:
                 raise work.refused(error, 1) from error
             work.conclude(staged, self._policy, self._lock)

@@ -166,6 +166,7 @@ class Job:
         self._asked: str | None = None
         self._stops: str | None = None
         self.resumed_from = None if self._recall() else self._resume()
+        self.saver.prepare(partial(contents, self.data, self.optimizer))
 
     def _prepared(self, cache: Path) -> Prepared:
         """Make the run's data on the first rank and open it on all, once in this process."""

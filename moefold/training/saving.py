@@ -43,6 +43,11 @@ class Saver:
         self._flight: _Flight | None = None
         self._copies: dict[tuple[str, int], Tensor] = {}
 
+    def prepare(self, tensors: Callable[[], Boxes]) -> None:
+        """Take the memory that copies of the state need, so that no step waits for it."""
+        if self._policy.asynchronous:
+            self._copied(tensors())
+
     def save(self, step: int, tensors: Boxes, meta: dict[str, Any]) -> Path:
         """Write a checkpoint, or begin to; return its path.
 
@@ -64,6 +69,11 @@ class Saver:
             return save(self._folder, step, tensors, meta, policy, lock=self._lock)
         where = self._folder, step, tensors, meta, policy
         return save_together(*where, lock=self._lock, ranks=ranks, device=device)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._flight is not None
 
     def poll(self) -> None:
         """See whether the save under way has come further; called at the beginning of a step.
