@@ -1,5 +1,6 @@
 """Hugging Face in, three steps in a layout, out: as transformers itself after the same steps."""
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from moefold.checkpoint.together import save_together
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.convert.errors import ConvertError
+from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import Bucket, contract, stream
 from moefold.data.batch import from_ids
@@ -27,7 +29,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.training.state import contents
 from moefold.training.step import gradients
-from moefold.training.stored import describe
+from moefold.training.stored import StoredModel, describe
 from tests.cpu.families import draw, reference
 from tests.gloo.forks import CPU, fork_ranks
 
@@ -191,3 +193,47 @@ def test_a_consumer_notices_bytes_that_are_not_as_sent(theirs: tuple[Path, Any])
         list(bucket.tensors())
     with pytest.raises(ValueError, match="a row of"):
         next(iter(stream(data, "float32", "per_expert", 8)))
+
+
+def code(layer: int, expert: int) -> float:
+    """Return the value that all weights of an expert have."""
+    return layer * 1000.0 + expert
+
+
+@pytest.mark.parametrize(("sizes", "count", "zero"), LAYOUTS)
+def test_b25_every_expert_of_every_rank_is_in_its_place(
+    tmp_path: Path, theirs: tuple[Path, Any], sizes: str, count: int, zero: int
+) -> None:
+    """Saved in a layout, exported to several files: each expert has its own value, and the index
+    names all that is there."""
+    source, layout = theirs[0], Layout(sizes=sizes, zero=zero)
+
+    def work(ranks: Group) -> None:
+        with World.open(Folding(layout.split, count), "cpu", 30.0) as world:
+            data = trained(source, layout, world)
+            for held in data.weights():
+                if ".experts." in held.name:
+                    layer = int(held.name.split(".")[1])
+                    for row, expert in enumerate(range(*held.box[0])):
+                        held.tensor[row] = code(layer, expert)
+            data.renew()
+            save_all(data, tmp_path / "run")
+
+    assert fork_ranks(work, count, tmp_path) == [0] * count
+    with StoredModel.open(tmp_path / "run") as stored:
+        export_folder(stored.decoder, stored.tensors, tmp_path / "ours", shard_bytes=4096)
+    files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    lying = {name: file.name for file in files for name in load_file(file)}
+    assert lying == index["weight_map"]
+    with import_folder(source) as found:
+        assert lying.keys() == {sent.name for sent in contract(found.decoder)}
+    checked = 0
+    for file in files:
+        for name, values in load_file(file).items():
+            if ".experts." in name:
+                parts = name.split(".")
+                assert bool((values == code(int(parts[2]), int(parts[5]))).all()), name
+                checked += 1
+    assert checked == 2 * 4 * 3

@@ -1,0 +1,99 @@
+"""Plants B25, B26, B27 and B37: checkpoints of several ranks, and weights handed on."""
+
+from tests.plants.plant import Plant
+
+TOGETHER = "tests/gloo/test_checkpoint_together.py::"
+JOBS = "tests/gloo/test_checkpoint_jobs.py::"
+RESHARD = "tests/gloo/test_checkpoint_reshard.py::"
+LAYOUTS = "tests/gloo/test_convert_layouts.py::"
+KEPT = "tests/cpu/test_checkpoint_coverage.py::test_b26_all_that_is_kept_between_steps_is_saved"
+BEHIND = JOBS + "test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step"
+DEALT = JOBS + "test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes"
+HANDED = LAYOUTS + "test_b37_weights_are_handed_on_from_any_layout_as_they_are"
+
+PLANTS = (
+    Plant(
+        "b25",
+        "what some ranks left out is published",
+        TOGETHER + "test_b25_boxes_of_some_ranks_alone_are_never_published",
+        "checkpoint/save.py",
+        "        for name, what in manifest.contradictions(record):\n",
+        "        for name, what in list[tuple[str, str]]():\n",
+    ),
+    Plant(
+        "b25",
+        "all ranks save their experts under the first rank's numbers",
+        LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
+        "layers/placement.py",
+        "        box[dim] = (index * each, (index + 1) * each)\n",
+        "        box[dim] = (0, each) if axis == 'ep' else (index * each, (index + 1) * each)\n",
+    ),
+    Plant(
+        "b25",
+        "the rows of a slice are counted from the start of the tensor",
+        LAYOUTS + "test_b25_every_expert_of_every_rank_is_in_its_place",
+        "checkpoint/load.py",
+        "slice(a - b, e - b) for (a, e), b in zip(shared, at, strict=True))]\n",
+        "slice(0, e - a) for (a, e), b in zip(shared, at, strict=True))]\n",
+    ),
+    Plant(
+        "b26",
+        "first moments are left out of checkpoints",
+        KEPT,
+        "training/state.py",
+        "    yield from ((held.name, held) for held in data.states(optimizer))\n",
+        "    for held in data.states(optimizer):\n"
+        "        if not held.name.endswith('exp_avg'):\n"
+        "            yield held.name, held\n",
+    ),
+    Plant(
+        "b26",
+        "the selection bias is left out of checkpoints",
+        KEPT,
+        "training/state.py",
+        "    yield from ((MODEL + held.name, held) for held in data.weights())\n",
+        "    for held in data.weights():\n"
+        "        if 'selection_bias' not in held.name:\n"
+        "            yield MODEL + held.name, held\n",
+    ),
+    Plant(
+        "b26",
+        "what is saved behind the steps is written from the live state",
+        BEHIND,
+        "training/saving.py",
+        "                replace(part, tensor=self._copy(name, number, part.tensor))\n",
+        "                replace(part, tensor=part.tensor)\n",
+    ),
+    Plant(
+        "b26",
+        "the second save behind the steps writes the first one's bytes",
+        BEHIND,
+        "training/saving.py",
+        "        return kept.copy_(tensor, non_blocking=True)\n",
+        "        return kept.copy_(tensor) if not kept.any() else kept\n",
+    ),
+    Plant(
+        "b27",
+        "data ranks have an order each",
+        DEALT,
+        "training/feed.py",
+        "        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]\n",
+        "        mine = [self._loader.step_part(place + j, j) for j in range(first, count, by)]\n",
+    ),
+    Plant(
+        "b27",
+        "a run that goes on begins the data anew",
+        DEALT,
+        "training/state.py",
+        '    return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))\n',
+        '    return Progress(0, progress["tokens"], tuple(progress["excluded"]))\n',
+    ),
+    Plant(
+        "b37",
+        "router weights are handed on in the narrow type",
+        HANDED,
+        "convert/stream.py",
+        '        exact = ".router." in name\n',
+        "        exact = False\n",
+    ),
+)
