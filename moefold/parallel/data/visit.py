@@ -23,21 +23,19 @@ class Reduction:
 
     def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:
         self._units, self._left, self._each_pass = units, dict(uses), each_pass
-        self._under_way: list[Bucket] = []
+        self._under_way: Sequence[Bucket] = ()
 
     def completed(self, unit: str) -> None:
         """Note that one use of a unit has added all its gradients."""
         self._left[unit] = self._left.get(unit, 0) - 1
         if not self._each_pass and self._left[unit]:
             return
-        if self._each_pass:
-            # One at a time: whole gradients of more than two units never exist at once.
-            for bucket in self._under_way:
-                bucket.settle()
-            self._under_way.clear()
-        for bucket in self._units.get(unit, ()):
+        # One at a time: whole gradients of more than two units never exist at once.
+        for bucket in self._under_way if self._each_pass else ():
+            bucket.settle()
+        self._under_way = self._units.get(unit, ())
+        for bucket in self._under_way:
             bucket.reduce()
-            self._under_way.append(bucket)
 
 
 class Visit:
