@@ -130,18 +130,22 @@ def resized(one: Device, memory_bytes: int) -> Device:
     return replace(one, memory_bytes=memory_bytes)
 
 
-def processor(peak: float, memory_bandwidth: float, memory_bytes: int) -> Device:
+def processor(
+    peak: float, memory_bandwidth: float, memory_bytes: int, bf16: float | None = None
+) -> Device:
     """Return this machine's CPU as one device, by rates that were measured on it.
 
     Args:
         peak: FLOP/s of large fp32 products.
         memory_bandwidth: bytes/s.
         memory_bytes: what a process may take.
+        bf16: FLOP/s of large bfloat16 products; None is as fp32.
     """
-    sources = (("peaks.fp32", "measured here"), ("memory_bandwidth", "measured here"))
+    names = ("peaks.fp32", "peaks.bf16", "memory_bandwidth")
+    sources = tuple((name, "measured here") for name in names)
     return Device(
         name="CPU",
-        peaks=(("fp32", peak),),
+        peaks=(("fp32", peak), ("bf16", bf16 or peak)),
         memory_bytes=memory_bytes,
         memory_bandwidth=memory_bandwidth,
         link_bandwidth=0.0,

@@ -27,6 +27,7 @@ from moefold.planner.time_layer import (
     layer_time,
     tensor_seconds,
 )
+from moefold.planner.time_optimizer import orthogonal_seconds
 from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
 from moefold.planner.time_work import BF16, Share, head, joint, layer, offload_bytes
 
@@ -125,7 +126,9 @@ class _Step:
         parts["bubble"] = inner - busy
         shown, covered = self._data(ranks[slow], spans[slow], m)
         parts["dp"], hidden["dp"] = shown, covered
-        parts["optimizer"] = self._optimizer(ranks[slow])
+        parts["optimizer"] = self._optimizer(ranks[slow]) + orthogonal_seconds(
+            case, slow, self.rates
+        )
         parts["step"] = self.rates.step_s
         seconds = sum(parts.values())
         whole = {group: sum(parts[name] for name in names if name in parts)

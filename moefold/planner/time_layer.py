@@ -137,7 +137,7 @@ def _again(recompute: frozenset[str], parts: Parts) -> frozenset[str]:
 def _work(work: Work, place: str, setting: Setting, narrow: bool) -> dict[str, tuple[float, float]]:
     """Return a part's seconds, forward and backward, by what they count as."""
     rates, device = setting.rates, setting.cluster.device
-    wide_peak = device.peak("bf16")
+    wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
     peak = device.peak(setting.format) if narrow else wide_peak
     products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
     forward, backward = products, 2 * products
@@ -150,9 +150,10 @@ def _work(work: Work, place: str, setting: Setting, narrow: bool) -> dict[str, t
     scanned = work.scanned * rates.scan
     if work.moved or scanned:
         ahead, back = found.get("memory", (0.0, 0.0))
+        wider = 2 if setting.recipe == "fp32" else 1
         moved = (
-            _moved(work.moved + scanned, setting),
-            _moved(work.moved_backward + 2 * scanned, setting),
+            _moved(wider * (work.moved + scanned), setting),
+            _moved(wider * (work.moved_backward + 2 * scanned), setting),
         )
         found["memory"] = (ahead + moved[0], back + moved[1])
     if narrow:

@@ -167,7 +167,7 @@ def _mla(record: Mla, share: Share) -> Parts:
     turned = t * heads * (2 * qk + record.v_dim) * BF16 * 2
     latents = r * (down + (rank or 0)) * BF16 * 4
     pairs = share.seq / 2
-    core = Core(2 * t * pairs * heads * (qk + record.v_dim), share.seq, 128)
+    core = Core(2 * t * pairs * heads * (qk + record.v_dim), share.seq, min(128, record.v_dim))
     return {
         "attention": Work(tuple(products), (), latents, 1.5 * latents, 16, _weights(products)),
         "mla_up": Work(tuple(up), (), turned, turned, 8, _weights(up)),

@@ -1,0 +1,30 @@
+"""``moefold bench``: measures this machine on recipes, beside what the planner says."""
+
+import argparse
+from typing import Any
+
+
+def add(subparsers: Any) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure this machine on recipes, beside what the planner says",
+        description="Times products, attention, memory and small steps on one thread of this "
+        "machine's CPU, writes them to a file that plans can use, and shows the step of each run "
+        "as planned with them, as measured in turn with the others, and as on record.",
+    )
+    parser.add_argument(
+        "sources", metavar="RUN", nargs="*", help="run files or recipes (default: demo tiny)"
+    )
+    parser.add_argument("--machine", metavar="FILE", help="where to write (default: a cache)")
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=5, help="times each step is run (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status."""
+    from moefold.cli._bench import bench
+
+    return bench(args)

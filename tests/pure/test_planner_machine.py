@@ -1,0 +1,93 @@
+"""A machine file: what it holds comes back, and its rates are those that plans are made with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moefold.layers.config import Mla
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router
+from moefold.optim.config import AdamW, Muon
+from moefold.planner.case import Case, Numbers
+from moefold.planner.machine import Machine, usual_file
+from moefold.planner.time import estimate
+from moefold.planner.time_optimizer import orthogonal_seconds
+from moefold.schedule.config import OneFOneB
+
+RATES = {
+    "gemm": 1.0, "half": 0.0, "memory": 1.0, "device": 1.0, "kernel_s": 1e-6, "launch_s": 0.0,
+    "step_s": 0.0, "forward_rate": 0.5, "forward_half": 0.0, "backward_rate": 0.5,
+    "backward_half": 0.0,
+}  # fmt: skip
+MACHINE = Machine(
+    "a CPU",
+    1,
+    "torch 2",
+    1e11,
+    4e11,
+    2e10,
+    2**34,
+    {"fp32": RATES, "bf16": RATES},
+    {"fp32": {}, "bf16": {}},
+)
+
+
+def case(machine: Machine = MACHINE, **numbers: object) -> Case:
+    attends = Mla(heads=4, q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32)
+    block = Block(attention=attends, ffn=Moe(width=128, router=Router(experts=8, top_k=2)))
+    decoder = Decoder(vocab=1024, hidden=128, stacks=(Stack(repeat=2, blocks=(block,)),))
+    return Case(
+        decoder, 256, 4, 4, machine.cluster, Sizes(), Stages.balanced(1, 1, 2), OneFOneB(),
+        "local", 1.0, Numbers(**numbers),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "there" / "machine.json"
+    MACHINE.write(file)
+    assert Machine.read(file) == MACHINE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}'])
+def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="moefold bench"):
+        Machine.read(file)
+
+
+def test_the_usual_file_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert usual_file() == Path("/somewhere/moefold/machine.json")
+
+
+def test_plans_take_the_machine_s_rates() -> None:
+    seconds = {form: estimate(case(recipe=form), MACHINE.constants(form)).parts for form in RECIPES}
+    # Products take the peak of their format.
+    assert seconds["fp32"]["experts"] == pytest.approx(4 * seconds["bf16"]["experts"])
+    slower = {**RATES, "gemm": 0.5, "kernel_s": 3e-6, "step_s": 0.25}
+    other = replace(MACHINE, rates={"fp32": slower, "bf16": RATES})
+    took = estimate(case(recipe="fp32"), other.constants("fp32")).parts
+    assert took["experts"] == pytest.approx(2 * seconds["fp32"]["experts"])
+    assert took["launch"] == pytest.approx(3 * seconds["fp32"]["launch"])
+    assert took["step"] == 0.25
+    assert took["host"] == 0, "a CPU launches nothing ahead"
+
+
+RECIPES = ("fp32", "bf16")
+
+
+def test_orthogonal_updates_take_their_products_by_hand() -> None:
+    """Five iterations of two products s * s * l and one s cubed for each matrix, at the peak."""
+    one = case(optimizer=Muon())
+    rates = MACHINE.constants("bf16").rates("CPU", "moefold", "")
+    flops = 0
+    matrices = [(128, 96), (192, 96), (128, 80), (256, 64), (128, 128)]  # MLA's five
+    for sides, count in [*((sides, 1) for sides in matrices), ((128, 128), 24)]:
+        short, long = sorted(sides)
+        flops += count * (4 * short * short * long + 2 * short**3)
+    assert orthogonal_seconds(one, 0, rates) == pytest.approx(2 * 5 * flops / 4e11)
+    assert orthogonal_seconds(case(optimizer=AdamW(lr=1e-3)), 0, rates) == 0
