@@ -62,8 +62,8 @@ PLANTS = (
         "what is not written holds zeros",
         IMPORT + "test_b24_a_part_that_is_not_written_stays_nan_and_is_refused",
         "convert/importer.py",
-        "whole = torch.full(target.shape, torch.nan, dtype=target.dtype)",
-        "whole = torch.zeros(target.shape, dtype=target.dtype)",
+        "torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)",
+        "torch.zeros([end - start for start, end in box], dtype=target.dtype)",
     ),
     Plant(
         "b26",
