@@ -160,7 +160,7 @@ def _rows(found: Plan) -> Iterator[tuple[str, Layout]]:
     seen = set()
     groups: Sequence[tuple[str, Iterable[Layout]]] = (
         ("", found.layouts),
-        ("format", found.by_format),
+        ("same format", found.same_format),
         ("today", (found.today,) if found.today else ()),
         ("given", (found.given,) if found.given else ()),
         ("published", found.published),

@@ -127,8 +127,8 @@ class Plan:
     """The fastest that fit, each of another folding; empty where nothing fits."""
     today: Layout | None
     """The fastest of what training executes today."""
-    by_format: tuple[Layout, ...]
-    """The fastest of each number format."""
+    same_format: tuple[Layout, ...]
+    """The fastest in the run's own number format, where the others are of another one."""
     published: tuple[Layout, ...]
     """What sources print of this model, planned on this cluster."""
     faults: Faults
@@ -160,7 +160,7 @@ def plan(
     memory_gb: float | None = None,
     faults: Faults | None = None,
     price: Price | None = None,
-    top: int = 5,
+    top: int = 3,
     overrides: Sequence[str] = (),
 ) -> Plan:
     """Plan memory, time and layout of a run, or of a published model, on a cluster.
@@ -186,18 +186,17 @@ def plan(
     task, choice = _task(run, where, batch, seq, load, overrides)
     given, problem = _given(task, choice)
     search, space = Search(task), everything(task)
-    formats = [_fastest(search, replace(space, recipes=(recipe,))) for recipe in space.recipes]
-    fastest = min((one for one in formats if one), key=lambda one: one.seconds, default=None)
-    best: list[Found] = []
-    if fastest is not None:
-        best = search.best(replace(space, recipes=(fastest.choice.recipe,)), top)
+    best = search.best(space, top)
+    own = given.choice.recipe if given else "bf16"
+    formats = [] if {one.choice.recipe for one in best} == {own} else [own]
+    same = [_fastest(search, replace(space, recipes=(one,))) for one in formats]
     return Plan(
         task=task,
         given=given,
         given_problem=problem,
         layouts=tuple(_layout(found, "search") for found in best),
         today=_today(task, search),
-        by_format=tuple(_layout(found, "search") for found in formats if found),
+        same_format=tuple(_layout(found, "search") for found in same if found),
         published=tuple(_published(task)),
         faults=faults or Faults(),
         price=price or Price(),

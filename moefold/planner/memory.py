@@ -110,9 +110,9 @@ class Memory:
 
 def memory(case: Case) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank over a step."""
-    chunks, overheads = _Chunks(case), _overheads(case)
+    chunks, outside = _Chunks(case), overheads(case)
     return tuple(
-        Memory(rank, lasting, overheads, _software(case).fragments, chunks.moments(rank))
+        Memory(rank, lasting, outside, software_of(case).fragments, chunks.moments(rank))
         for rank, lasting in enumerate(chunks.states)
     )
 
@@ -127,14 +127,14 @@ def peak_bytes(case: Case) -> float:
 
     It takes each rank's activations as its fullest chunk as often as chunks are in flight.
     """
-    chunks, software, overheads = _Chunks(case), _software(case), _overheads(case)
+    chunks, software, outside = _Chunks(case), software_of(case), overheads(case)
     sizes, m = case.sizes, case.micro_batches
     peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, m)
     most = 0.0
     for rank, lasting in enumerate(chunks.states):
         bound = chunks.bound(rank, peaks[rank])
         tensors = lasting.total + bound
-        most = max(most, tensors * (1 + software.fragments) + overheads)
+        most = max(most, tensors * (1 + software.fragments) + outside)
     return most
 
 
@@ -152,13 +152,14 @@ def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
     return memory_megatron.kept(block, shape, widths)
 
 
-def _software(case: Case) -> Overheads:
+def software_of(case: Case) -> Overheads:
+    """Return what software takes beside tensors on a case's devices."""
     return CPU if case.cluster.device.link_bandwidth == 0 else GPU
 
 
-def _overheads(case: Case) -> float:
+def overheads(case: Case) -> float:
     """Return what software takes outside the allocator; groups of the same ranks are one."""
-    software = _software(case)
+    software = software_of(case)
     return software.context + communicators(case.folding) * software.communicator
 
 
@@ -272,7 +273,7 @@ class _Chunks:
                 total += self._layer(case.blocks[-1])[0] + 5 * row + self._logits()
             elif place.kind == "loss":
                 total += row + self._logits()
-        graphs = _software(case).graphs if case.software.cuda_graphs != "none" else 0.0
+        graphs = software_of(case).graphs if case.software.cuda_graphs != "none" else 0.0
         return total * (1 + graphs)
 
     def _fullest_layer(self, chunk: tuple[Place, ...]) -> float:

@@ -39,7 +39,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
         "best": _layout(best) if best else None,
         "layouts": [_layout(one) for one in plan.layouts],
         "today": _layout(plan.today) if plan.today else None,
-        "by_format": [_layout(one) for one in plan.by_format],
+        "same_format": [_layout(one) for one in plan.same_format],
         "published": [_layout(one) for one in plan.published],
         "changes": [
             {

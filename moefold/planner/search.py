@@ -36,7 +36,7 @@ BEST_SCHEDULE = ZeroBubbleH1()
 """A schedule without a bubble, for bounds."""
 SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""
-SHORT = 2
+SHORT = 4
 """Rounds of a pipeline after which its memory repeats itself."""
 
 
@@ -92,8 +92,10 @@ class Search:
         while heap and len(found) < top:
             bound, _, level, item = heapq.heappop(heap)
             if level == "grid":
-                push("experts", self._experts(space, item, room))
+                push("experts", self._experts(item))
             elif level == "experts":
+                push("fitting", self._fitting(space, item, room))
+            elif level == "fitting":
                 push("shape", self._shapes(space, *item))
             elif level == "shape":
                 push("open", self._pipelines(space, item, room))
@@ -117,18 +119,25 @@ class Search:
                 for tp, cp in self.foldings.attention():
                     grid = Grid(recipe, size, tp, cp)
                     if any(self.bounds.steps(grid, pp) for pp in self.foldings.pp):
-                        yield self.bounds.ideal(grid, NOTHING) * self.bounds.turns(grid), grid
+                        bound = self.bounds.ideal(grid, NOTHING) * self.bounds.turns(grid)
+                        yield bound + self.bounds.fixed(0.0), grid
 
-    def _experts(self, space: Space, grid: Grid, room: float) -> Iterator[tuple[float, Any]]:
-        """Yield every way to lay experts beside a grid, bounded by what must be recomputed."""
+    def _experts(self, grid: Grid) -> Iterator[tuple[float, Shape]]:
+        """Yield every way to lay experts beside a grid, with a bound."""
+        bounds = self.bounds
         for ep, etp in self.foldings.experts(grid.tp, grid.cp):
-            shape = Shape(*grid, ep, etp, "local", False)
-            least = self._fitting(space, shape, room)
-            if least:
-                order = sorted(least, key=lambda kept: least[kept])
-                yield least[order[0]], (shape, tuple(order))
+            work = bounds.ideal(grid, NOTHING) + bounds.spread(grid, ep, etp)
+            bound = work * bounds.turns(grid) + bounds.fixed(0.0)
+            yield bound, Shape(*grid, ep, etp, "local", False)
 
-    def _fitting(self, space: Space, shape: Shape, room: float) -> dict[Kept, float]:
+    def _fitting(self, space: Space, shape: Shape, room: float) -> Iterator[tuple[float, Any]]:
+        """Yield the same, bounded by what must be recomputed so that it could fit."""
+        least = self._least_kept(space, shape, room)
+        if least:
+            order = sorted(least, key=lambda kept: least[kept])
+            yield least[order[0]], (shape, tuple(order))
+
+    def _least_kept(self, space: Space, shape: Shape, room: float) -> dict[Kept, float]:
         """Return bounds by what is kept, of all that could be the fastest of some pipeline."""
         bounds, grid = self.bounds, shape.grid
         chain = bounds.chain(space, grid)
@@ -140,11 +149,11 @@ class Search:
                 continue
             for zero, share in space.shares(pp):
                 state = bounds.state(shape, pp, Keeping(zero, optimizer_offload=share))
-                left = (room * pp - state) / min(m, pp)
+                left = (bounds.tensors_within(room) * pp - state) / min(m, pp)
                 found = next((item for item in chain if item[1] <= left), None)
                 if found is not None:
                     bound = least_seconds(found[0] + more, m, pp, VIRTUAL, BEST_SCHEDULE)
-                    bound += bounds.host(share)
+                    bound += bounds.fixed(share)
                     least[found[2]] = min(least.get(found[2], math.inf), bound)
         return least
 
@@ -158,14 +167,14 @@ class Search:
             for side in {False} if alone else paired:
                 made = shape._replace(dispatch=dispatch, paired=side)
                 work = min(self.bounds.work(made, kept) for kept in order)
-                yield work * self.bounds.turns(shape.grid), made
+                yield work * self.bounds.turns(shape.grid) + self.bounds.fixed(0.0), made
 
     def _pipelines(
         self, space: Space, shape: Shape, room: float
     ) -> Iterator[tuple[float, "_Open"]]:
         """Yield every pipeline of a shape with the fastest that it could keep, and a bound."""
         bounds = self.bounds
-        kept = bounds.options(space, shape)
+        kept = bounds.options(space, shape, room)
         for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
             m = bounds.steps(shape.grid, pp)
             for zero, share in space.shares(pp) if m else ():
@@ -201,7 +210,7 @@ class Search:
         work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
         sizes = item.choice.sizes
         least = least_seconds(work, item.m, sizes.pp, sizes.vpp, item.choice.schedule)
-        return least + self.bounds.host(keeping.optimizer_offload)
+        return least + self.bounds.fixed(keeping.optimizer_offload)
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
         """Yield the same pipeline with the next that it could keep."""

@@ -1,9 +1,8 @@
 """Bounds for a search: no layout takes less time, or less memory, than these say.
 
 The work of a layout is what all its layers take for one micro-batch on one rank. A step is never
-shorter than its share of that work, whatever the pipeline. On a network that takes no time and with
-a host that never holds up, work adds up from parts, so that grids of attention and of experts can
-be bounded apart.
+shorter than its share of that work, whatever the pipeline. With a host that never holds up, work
+adds up from parts, so that grids of attention and of experts can be bounded apart.
 """
 
 from collections.abc import Iterable
@@ -17,9 +16,8 @@ from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.planner.case import Case, Keeping, Recipe, peaks_of
 from moefold.planner.curves import Rates, constants
-from moefold.planner.from_run import Choice, Task
-from moefold.planner.hardware import Cluster
-from moefold.planner.memory import layer_kept
+from moefold.planner.from_run import PAIRED, Choice, Task
+from moefold.planner.memory import Overheads, layer_kept, overheads, software_of
 from moefold.planner.memory_state import State, block_weights, state
 from moefold.planner.network import Rows, exchange_seconds, reach
 from moefold.planner.search_space import SENDING, Foldings, Modules, Space
@@ -28,9 +26,11 @@ from moefold.planner.time_layer import SM_COST
 from moefold.schedule.config import DualPipeV, Merged, OneFOneB, Schedule, ZeroBubbleH1, ZeroBubbleV
 
 ENDLESS = 1e30
-"""Bytes/s of a network that takes no time, and launches/s of a host that never holds up."""
+"""Launches/s of a host that never holds up."""
 NO_BUBBLE = (ZeroBubbleH1, ZeroBubbleV, DualPipeV)
 """Schedules that are idle only until the last rank has its first input."""
+STEADY = 4
+"""Rounds of a pipeline after which every chunk has had a backward, whatever the schedule."""
 FILLING = 1 / 3
 """Of a micro-batch's work, its forward: ``time_pipeline`` takes backward as twice as long."""
 Kept = tuple[Modules, Modules]
@@ -102,7 +102,7 @@ class Bounds:
         return self._works[key]
 
     def ideal(self, grid: Grid, kept: Kept) -> float:
-        """Return the same where nothing but the device counts, experts spread as far as can be.
+        """Return the same without host and exchanges of rows, experts spread as far as they can be.
 
         What is recomputed adds up, so that each module is priced once.
         """
@@ -129,8 +129,7 @@ class Bounds:
         key = grid.recipe, rows, ep, etp, self._most(grid)
         if key not in self._spreads:
             shape = Shape(*grid, ep, etp, "hybridep", False)
-            usual = shape._replace(ep=self._most(grid), etp=1)
-            more = self._device(shape, Keeping()) - self._device(usual, Keeping())
+            more = self._device(shape, Keeping()) - self._ideal(grid, NOTHING)
             # Recomputed experts run a third more of it.
             self._spreads[key] = more if more > 0 else more * 4 / 3
         return self._spreads[key] + self._exchanges(grid, ep, etp)
@@ -178,17 +177,15 @@ class Bounds:
             return [best[True]]
         return list(best.values())
 
-    def host(self, share: float) -> float:
-        """Return the least seconds that the host updates a share of the weights."""
-        return share * self._parameters / self.foldings.world / HOST_ADAM
+    def fixed(self, share: float) -> float:
+        """Return the least seconds of a step outside layers, a share of the update on the host."""
+        return self._rates.step_s + share * self._parameters / self.foldings.world / HOST_ADAM
 
     def _device(self, shape: Shape, keeping: Keeping) -> float:
-        cluster = self.task.cluster
-        device = replace(cluster.device, link_bandwidth=ENDLESS, nic_bandwidth=ENDLESS)
-        fast = Cluster(device, cluster.devices, cluster.per_node, cluster.devices)
+        """Return the work without the host and without exchanges of rows."""
         software = replace(self.task.software, host_speed=ENDLESS)
-        task = replace(self.task, cluster=fast, software=software)
-        return sum(estimate(self._sample(shape, task, keeping)).ranks[0])
+        took = estimate(self._sample(shape, replace(self.task, software=software), keeping))
+        return sum(took.ranks[0]) - took.parts["dispatch"]
 
     def _most(self, grid: Grid) -> int:
         return max(ep for ep, etp in self.foldings.experts(grid.tp, grid.cp) if etp == 1)
@@ -199,7 +196,12 @@ class Bounds:
         """Return no more than what the fullest rank needs: an even share of state and layers."""
         kept = keeping.recompute, keeping.offload
         alive = min(m, pp) * self.layers_kept(shape.grid, shape.etp, kept)
-        return (self.state(shape, pp, keeping) + alive) / pp
+        tensors = (self.state(shape, pp, keeping) + alive) / pp
+        return tensors * (1 + self._software.fragments) + self._software.context
+
+    def tensors_within(self, room: float) -> float:
+        """Return the bytes of tensors that fit into a room beside what software takes."""
+        return (room - self._software.context) / (1 + self._software.fragments)
 
     def state(self, shape: Shape, pp: int, keeping: Keeping) -> float:
         """Return the bytes of all layers' weights, master weights and moments on a rank."""
@@ -254,14 +256,18 @@ class Bounds:
         self.layers_kept(grid, sizes.etp, kept)
         each = self._each[(grid, sizes.etp), kept]
         peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, case.micro_batches)
+        steady = case.micro_batches >= STEADY * sizes.pp
         most = 0.0
         for lasting, chunks, alive in zip(states, case.places, peaks, strict=True):
-            held = min(
+            # Of a pair's two chunks one is freed as the other is kept.
+            held = (alive - isinstance(case.schedule, PAIRED)) * min(
                 sum(each[id(case.blocks[p.index])] for p in chunk if p.kind == "layer")
                 for chunk in chunks
             )
-            most = max(most, lasting.total - lasting.gradients + alive * held)
-        return most
+            # Once every chunk has had a backward, gradients and activations are there together.
+            both = lasting.total + held if steady else lasting.total - lasting.gradients + held
+            most = max(most, lasting.total, both)
+        return most * (1 + software_of(case).fragments) + overheads(case)
 
     def chain(self, space: Space, grid: Grid) -> list[tuple[float, float, Kept]]:
         """Return bounds of work and of bytes by what is kept, work rising and bytes falling.
@@ -276,15 +282,22 @@ class Bounds:
             )
         return self._chains[key]
 
-    def options(self, space: Space, shape: Shape) -> list[Kept]:
-        """Return what may be kept, by rising work; what is slower and keeps no less is left out."""
-        return [
-            kept
-            for _, _, kept in _front(
-                (self.work(shape, kept), self.layers_kept(shape.grid, shape.etp, kept), kept)
-                for kept in space.kept
-            )
-        ]
+    def options(self, space: Space, shape: Shape, room: float) -> list[Kept]:
+        """Return what may be kept so that some pipeline could fit, by rising work; what is slower
+        and keeps no less is left out.
+        """
+        left = 0.0
+        for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
+            m = self.steps(shape.grid, pp)
+            for zero, share in space.shares(pp) if m else ():
+                lasting = self.state(shape, pp, Keeping(zero, optimizer_offload=share))
+                within = self.tensors_within(room) * pp - lasting
+                left = max(left, within / min(m or 1, pp))
+        sizes = {kept: self.layers_kept(shape.grid, shape.etp, kept) for kept in space.kept}
+        front = _front(
+            (self.work(shape, kept), size, kept) for kept, size in sizes.items() if size <= left
+        )
+        return [kept for _, _, kept in front]
 
     # --------------------------------------------------------------------------- samples
 
@@ -312,6 +325,11 @@ class Bounds:
         software = self.task.software
         name = self.task.cluster.device.name
         return constants().rates(name, software.stack, software.release[:5])
+
+    @cached_property
+    def _software(self) -> Overheads:
+        grid = Grid("bf16", 1, 1, 1)
+        return software_of(self._sample(Shape(*grid, 1, 1, "local", False), self.task, Keeping()))
 
     @cached_property
     def _whole(self) -> Stages:

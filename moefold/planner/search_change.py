@@ -42,6 +42,9 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
     for what, other in _neighbours(task, choice):
         try:
             tried = other.case(task)
+            sizes = other.sizes
+            if any(other.schedule.misfits(sizes.pp, sizes.vpp, tried.micro_batches)):
+                continue
             timed.append((estimate(tried).seconds, what, other, tried))
         except ValueError:
             continue
