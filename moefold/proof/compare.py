@@ -168,6 +168,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
     problems += [f"not fp64: {words}" for words in narrow]
     _judge_figures(outcome, facts["figures"], told)
+    _judge_norm(outcome, facts["norms"]["gradients"], told)
     if len(told[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
         missing = facts["norms"].keys() - {kind for rank in told for kind in rank["pieces"]}
         problems += [f"{kind} is on no rank" for kind in sorted(missing)]
@@ -205,6 +206,15 @@ def _judge_figures(
             for step, (a, b) in enumerate(zip(have, values, strict=False)):
                 error = abs(a - b) / max(abs(b), VACUOUS)
                 _note(outcome, name, error, f"step {step + 1}, rank {number}")
+
+
+def _judge_norm(outcome: Outcome, norms: dict[str, float], told: Sequence[dict[str, Any]]) -> None:
+    """Hold the first step's norm against the gradients themselves: one rank may be wrong alike."""
+    whole = math.hypot(*norms.values())
+    for number, rank in enumerate(told):
+        for have in rank["figures"].get("grad_norm", [])[:1]:
+            error = abs(have - whole) / max(whole, VACUOUS)
+            _note(outcome, "grad_norm", error, f"beside all gradients, rank {number}")
 
 
 def _judge_counts(
