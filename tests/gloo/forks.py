@@ -49,7 +49,7 @@ def _forked(function: Callable[[Group], None], rank: int, world: int, meeting: P
         return pid
     status = 1
     try:
-        store = dist.FileStore(str(meeting), world)
+        store = dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
         limit = timedelta(seconds=WAIT_S / 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         function(Group("world", tuple(range(world)), rank, dist.group.WORLD, Recorder()))

@@ -185,17 +185,17 @@ def test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes(qui
 # ------------------------------------------------------------------------- behind the steps
 
 
-def slow_disk(seconds: float) -> threading.Event:
-    """Let every sync of this process take longer; the event is set when the first one begins."""
-    begun, sync = threading.Event(), Disk.sync
+def slow_disk() -> tuple[threading.Event, threading.Event]:
+    """Hold every write of this process back; the first event tells of one, the second lets go."""
+    begun, go, write = threading.Event(), threading.Event(), Disk.write
 
-    def slow(disk: Disk, fd: int) -> None:
+    def slow(disk: Disk, fd: int, data: memoryview) -> None:
         begun.set()
-        threading.Event().wait(seconds)
-        sync(disk, fd)
+        assert go.wait(20)
+        write(disk, fd, data)
 
-    Disk.sync = slow  # type: ignore[method-assign]
-    return begun
+    Disk.write = slow  # type: ignore[method-assign]
+    return begun, go
 
 
 def refusing_disk(job: Job, rank: int) -> None:
@@ -212,13 +212,14 @@ def test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick
     """Steps go on while a slow disk writes; the second one holds none of the first one's bytes."""
 
     def work(job: Job) -> None:
-        begun = slow_disk(0.3)
+        begun, go = slow_disk()
         job.step()
         job.save()
         note_state(job, quick, "first")
-        begun.wait()
+        assert begun.wait(20)
         job.step()  # updates in place what the first one was copied from
         assert newest(quick / "out") is None, "the first one is still being written"
+        go.set()
         job.save()  # waits for the first one
         note_state(job, quick, "second")
         found = newest(quick / "out")
@@ -291,7 +292,8 @@ def test_a_run_whose_last_checkpoint_failed_does_not_end_well(quick: Path) -> No
 
 def test_the_last_checkpoint_is_waited_for(quick: Path) -> None:
     def work(job: Job) -> None:
-        slow_disk(0.2)
+        _, go = slow_disk()
+        threading.Timer(0.5, go.set).start()
         job.train()
 
     assert in_ranks(quick, "out", "ep2", 2, work, asynchronous=True) == [0, 0]
