@@ -57,6 +57,7 @@ def train(
     Raises:
         ValueError: where the run cannot be trained here, or the folder holds another one.
     """
+    _demand_run(run)
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: at least 1")
     demand_fit(run, nproc)
@@ -86,9 +87,13 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 
     Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
     """
+    _demand_run(run)
+    return Job(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
+
+
+def _demand_run(run: object) -> None:
     if not isinstance(run, Run):
         raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
-    return Job(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
 
 
 def free_folder(name: str, parent: str | Path = "runs") -> Path:

@@ -322,8 +322,10 @@ def load_in(task: Task, place: Place, world: World) -> list[str]:
                 found.append(f"figures {figures}, unbroken {step}")
         found += far(here, folder / "reference")
         problems += [f"{words(source)} -> {words(place)}: {what}" for what in found]
+    wrong = gather_objects(len(problems), world.group("world"))
     if world.rank == 0:
-        print(f"  {len(task.sources)} layouts into {words(place)}", flush=True)
+        line = f"  {len(task.sources)} layouts into {words(place)}: {sum(wrong)} wrong"
+        print(line, flush=True)
     return problems
 
 
