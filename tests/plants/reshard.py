@@ -78,7 +78,9 @@ PLANTS = (
         DEALT,
         "training/feed.py",
         "        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]\n",
-        "        mine = [self._loader.step_part(place + first, j) for j in range(first, count, by)]\n",
+        "        mine = [\n"
+        "            self._loader.step_part(place + first, j) for j in range(first, count, by)\n"
+        "        ]\n",
     ),
     Plant(
         "b27",
