@@ -215,15 +215,14 @@ def _task(
     if isinstance(run, Run):
         return of_run(run, cluster, batch, load)
     known = find(str(run))
-    if Path(run).exists() or str(run) in recipes() or known is None:
-        try:
-            return of_run(load_run(run, overrides), cluster, batch, load)
-        except FileNotFoundError as error:
-            near = get_close_matches(str(run), [*names(), *recipes()], 3, 0.4)
-            raise ValueError(
-                f"{run} is no run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
-                f"published model" + (f"; near are {', '.join(near)}" if near else "")
-            ) from error
+    if Path(run).exists() or str(run) in recipes():
+        return of_run(load_run(run, overrides), cluster, batch, load)
+    if known is None:
+        near = get_close_matches(str(run), [*names(), *recipes()], 3, 0.4)
+        raise ValueError(
+            f"{run} is no run file, recipe ({', '.join(recipes())}), Hugging Face folder or "
+            "published model" + (f"; near are {', '.join(near)}" if near else "")
+        )
     if overrides:
         raise ValueError(f"{known} is a published model and no run: {overrides[0]} changes nothing")
     if batch is None:

@@ -1,0 +1,105 @@
+"""``moefold plan``: its table, its JSON, its page's text, what it refuses, and no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import moefold
+from moefold.cli.main import main
+from moefold.config.check import check
+from moefold.parallel.config import Layout
+
+FAST = ["--cluster", "h100x4", "--batch", "32"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_recipe_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "tiny", *FAST)
+    assert found["inputs"]["batch"] == 32 and found["cluster"]["devices"] == 4
+    given, best = found["given"], found["best"]
+    assert best["step_time_s"] <= given["step_time_s"] * (1 + 1e-9)
+    for one in (given, best, found["today"]):
+        assert one["fits"] and one["margin_gb"] > 0 and one["binds"] != "memory"
+        assert sum(one["memory_parts_gb"].values()) == pytest.approx(one["memory_gb"], rel=1e-6)
+        assert sum(one["time_parts_s"].values()) == pytest.approx(one["step_time_s"], rel=1e-6)
+    assert found["today"]["not_yet"] == []
+    assert 0 < found["goodput"]["ettr"] <= 1
+
+
+def test_the_fragment_is_a_run_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = answer(capsys, "tiny", *FAST)
+    layout = check(Layout, found["run_file"]["layout"]).record
+    assert layout is not None and layout.sizes == found["run_file"]["layout"]["sizes"]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"base": "tiny", **found["run_file"]}))
+    again = answer(capsys, str(path), *FAST)
+    assert again["given"]["layout"] == found["today"]["layout"]
+    assert again["given"]["step_time_s"] == pytest.approx(found["today"]["step_time_s"])
+
+
+def test_a_layout_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "tiny", *FAST, "--layout", "ep2 tp2")
+    assert found["given"]["sizes"]["ep"] == found["given"]["sizes"]["tp"] == 2
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", *FAST, "--price", "2.5", "--tokens", "1e9"]) == 0
+    said = capsys.readouterr().out
+    for part in ("given", "fastest", "memory, GB", "time, s", "in a run file", "expert load 1.2"):
+        assert part in said
+    assert "in money" in said and "1.00B tokens" in said
+
+
+def test_memory_is_the_wall(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "olmoe_1b_7b", "--cluster", "h100x1", "--batch", "8", "--memory", "24")
+    assert not found["given"]["fits"] and found["given"]["binds"] == "memory"
+    assert found["given"]["margin_gb"] < 0
+
+
+def test_a_page_without_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.html"
+    assert main(["plan", "tiny", *FAST, "--html", str(path)]) == 0
+    text = path.read_text("utf-8")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "__DATA__" not in text and "tiny on 4 H100" in text
+
+
+def test_in_python() -> None:
+    plan = moefold.plan(moefold.load_run("tiny"), cluster="h100x4", batch=32)
+    assert plan.best is not None and plan.given is not None
+    for one in (plan.best, plan.given):
+        assert one.fits and one.memory_gb > 0 and one.tflops_per_gpu > 0
+        assert isinstance(one.layout, str) and one.binds
+
+
+WRONG = [
+    (["nothing_like_it", "--cluster", "h100x8"], "published model"),
+    (["tiny", "--cluster", "h1000x8"], "no device is called"),
+    (["tiny", "--cluster", "h100"], "such as h100x256"),
+    (["Mixtral-8x7B", "--cluster", "h100x8"], "--batch"),
+    (["tiny", "--cluster", "h100x4", "--load", "0.5"], "load"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), WRONG, ids=lambda x: str(x)[:30])
+def test_refused_in_words(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_no_torch() -> None:
+    code = (
+        "import sys, time; t = time.process_time(); import moefold.planner; import moefold; "
+        "moefold.plan; assert 'torch' not in sys.modules; print(time.process_time() - t)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 5  # half a second on an idle core

@@ -1,0 +1,96 @@
+"""The page of ``moefold plan`` in a browser: every tab works by a click, at two sizes."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from moefold.cli.main import main
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium")
+
+TABS = ("Overview", "Grids", "Memory", "Time", "Pipeline", "Imbalance", "Scaling")
+SIZES = ((1280, 1300), (400, 900))
+# Clicks through all tabs and layouts, and leaves what it saw where --dump-dom shows it.
+CLICKS = """<script>
+window.addEventListener("error", (e) => { document.title = "broken: " + e.message; });
+const seen = [];
+const wait = () => new Promise((done) => setTimeout(done, 60));
+(async () => {
+  for (const layout of [...document.querySelectorAll("#which button")]) {
+    layout.click();
+    for (const button of [...document.querySelectorAll("nav button")]) {
+      button.click();
+      await wait();
+      const main = document.getElementById("main");
+      const all = (what) => main.querySelectorAll(what).length;
+      seen.push({
+        layout: layout.dataset.name, tab: button.textContent,
+        shown: document.body.dataset.tab, pressed: layout.getAttribute("aria-pressed"),
+        text: main.innerText.length, heads: all("h2"), tables: all("table"),
+        marks: all("svg rect, svg path, .cells div"),
+        bad: /NaN|undefined|null|Infinity/.test(main.innerText),
+        wide: document.documentElement.scrollWidth - innerWidth });
+    }
+  }
+  const pre = document.createElement("pre");
+  pre.id = "seen";
+  pre.textContent = JSON.stringify({ seen, title: document.title });
+  document.body.append(pre);
+})();
+</script></body>"""
+
+
+def browse(page: Path, *options: str, tab: str = "") -> str:
+    """Run the browser on a page; return what it prints."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--virtual-time-budget=20000", *options, f"file://{page}#{tab}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    words = ["plan", "tiny", "--cluster", "h100x8", "--batch", "32", "--layout", "pp2 ep2"]
+    assert main([*words, "--html", str(path)]) == 0
+    return path
+
+
+def test_every_tab_works_by_a_click(page: Path) -> None:
+    clicking = page.with_name("clicking.html")
+    clicking.write_text(page.read_text("utf-8").replace("</body>", CLICKS), "utf-8")
+    for width, height in SIZES:
+        printed = browse(clicking, f"--window-size={width},{height}", "--dump-dom")
+        found = re.search(r'<pre id="seen">(.*?)</pre>', printed, re.DOTALL)
+        assert found, "the clicks did not come to their end"
+        told = json.loads(html.unescape(found[1]))
+        assert not told["title"].startswith("broken"), told["title"]
+        assert {one["tab"] for one in told["seen"]} == set(TABS)
+        assert {one["layout"] for one in told["seen"]} >= {"given", "fastest"}
+        for one in told["seen"]:
+            assert one["shown"] == one["tab"] and one["pressed"] == "true", one
+            assert one["heads"] and one["text"] > 40 and one["marks"] + one["tables"] > 0, one
+            assert not one["bad"], one
+            assert one["wide"] <= 0, f"wider than the window: {one}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_can_be_seen_at_two_sizes(page: Path, theme: str, tmp_path: Path) -> None:
+    for width, height in SIZES:
+        shot = tmp_path / f"{width}.png"
+        browse(page, f"--window-size={width},{height}", f"--screenshot={shot}", tab=f"Time,{theme}")
+        pixels = matplotlib.image.imread(shot)[..., :3]
+        assert pixels.shape[:2] == (height, width)
+        corner = float(pixels[2, 2].mean())
+        assert corner > 0.9 if theme == "light" else corner < 0.2
+        assert len({tuple(p) for p in pixels[::4, ::4].reshape(-1, 3).round(2).tolist()}) > 20

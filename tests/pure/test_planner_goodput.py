@@ -1,0 +1,67 @@
+"""Goodput against worked figures of its formula, and what scaling and bills follow from it."""
+
+import itertools
+import math
+
+import pytest
+
+from moefold.planner.from_run import Choice, of_model
+from moefold.planner.goodput import Faults, best_interval, goodput
+from moefold.planner.hardware import cluster
+from moefold.planner.published import model
+from moefold.planner.scaling import Price, bill, curve
+
+# 16,384 devices that fail 4.7e-4 times a day: stall, restart, minutes between saves, ETTR.
+WORKED = [
+    (148.8, 600, 30.5, 0.784),
+    (6.3, 600, 6.3, 0.913),
+    (1.0, 600, 2.5, 0.933),
+    (1.0, 60, 2.5, 0.981),
+]
+
+
+@pytest.mark.parametrize(("stall", "restart", "minutes", "ettr"), WORKED)
+def test_worked_figures(stall: float, restart: float, minutes: float, ettr: float) -> None:
+    found = goodput(16384, Faults(4.7e-4, restart, stall))
+    assert found.interval_s / 60 == pytest.approx(minutes, abs=0.05)
+    assert found.ettr == pytest.approx(ettr, abs=5e-4)
+    assert 1 - sum(found.lost.values()) == pytest.approx(found.ettr)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.1, 2.0])
+def test_no_interval_beats_the_best(factor: float) -> None:
+    best = goodput(4096)
+    assert goodput(4096, interval_s=best.interval_s * factor).ettr < best.ettr
+
+
+def test_without_failures_nothing_is_lost() -> None:
+    found = goodput(1000, Faults(per_device_day=0.0))
+    assert found.ettr == 1.0 and math.isinf(found.interval_s)
+    assert best_interval(5.0, 0.0) == math.inf
+
+
+def test_refuses_what_is_no_rate() -> None:
+    with pytest.raises(ValueError, match="restart_s"):
+        Faults(restart_s=-1.0)
+    with pytest.raises(ValueError, match="interval"):
+        goodput(8, interval_s=0.0)
+
+
+def test_curves_reach_far_and_fall() -> None:
+    task = of_model(model("OLMoE-1B-7B"), cluster("h100x8"), 64)
+    weak = curve(task, Choice(), "weak")
+    assert weak[-1].devices == 65536 and weak[-1].batch == 8 * 65536
+    assert all(b.ettr < a.ettr for a, b in itertools.pairwise(weak))
+    strong = curve(task, Choice(), "strong")
+    assert [point.devices for point in strong] == [1, 2, 4, 8, 16, 32, 64]
+    assert {point.batch for point in strong} == {64}
+    rates = [point.tflops_per_gpu for point in strong]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_bill() -> None:
+    task = of_model(model("OLMoE-1B-7B"), cluster("h100x8"), 64)
+    found = bill(task, tokens_per_s=1e6, tokens=3.6e9, price=Price(2.0, pue=1.0))
+    assert found.device_hours == pytest.approx(8.0) and found.cost == pytest.approx(16.0)
+    assert found.energy_mwh == pytest.approx(8 * 700 * 1.35 / 1e6)
+    assert bill(task, 1e6, 3.6e9).cost is None

@@ -1,0 +1,249 @@
+"""The search: against brute force on small spaces, its bounds, and DeepSeek-V3 within seconds."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moefold.layers.config import Gqa
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import Folding
+from moefold.mesh.legality import violations
+from moefold.mesh.needs import needs
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import Moe, Router
+from moefold.planner.case import Keeping
+from moefold.planner.from_run import Choice, Task, of_model, of_run, published_layouts
+from moefold.planner.hardware import cluster, resized
+from moefold.planner.memory import communicators, fullest
+from moefold.planner.memory_state import model_weights, stage_states
+from moefold.planner.published import entries, model, names
+from moefold.planner.search import BEST_SCHEDULE, RESERVE, Search, shortened
+from moefold.planner.search_bounds import Grid, Shape, least_seconds
+from moefold.planner.search_change import changes
+from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, everything, today
+from moefold.planner.time import estimate
+from moefold.run import load_run
+from moefold.schedule.config import Interleaved, Merged, OneFOneB
+
+GB = 1e9
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+BLOCK = Block(
+    attention=Gqa(heads=8, kv_heads=4, head_dim=64),
+    ffn=Moe(width=512, router=Router(experts=8, top_k=2)),
+)
+SMALL = Decoder(vocab=4096, hidden=512, stacks=(Stack(repeat=4, blocks=(BLOCK,)),))
+EXPERTS = frozenset(("experts", "ffn", "shared"))
+SPACE = Space(
+    recipes=("bf16",),
+    schedules=(OneFOneB(), Interleaved(), Merged()),
+    dispatchers=("alltoall", "deepep"),
+    recomputes=(frozenset(), EXPERTS, frozenset(("block",))),
+    micro_batches=(1, 2),
+)
+
+
+def small(memory_gb: float = 80.0) -> Task:
+    where = cluster("h100x4")
+    where = replace(where, device=resized(where.device, int(memory_gb * GB)))
+    return Task("small", SMALL, 2048, 16, where, load=1.0)
+
+
+def every(task: Task, space: Space) -> Iterator[Choice]:
+    """Yield every layout of a space with balanced stages."""
+    foldings = Foldings.of(task)
+    for tp, cp in foldings.attention():
+        for ep, etp in foldings.experts(tp, cp):
+            for pp in foldings.pipelines(tp, cp, ep, etp):
+                for vpp in range(1, 1 + (1 if pp == 1 else foldings.layers // pp)):
+                    sizes = Sizes(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+                    yield from laid(task, space, sizes)
+
+
+def laid(task: Task, space: Space, sizes: Sizes) -> Iterator[Choice]:
+    dp = task.cluster.devices // (sizes.tp * sizes.cp * sizes.pp)
+    for size in space.micro_batches:
+        if task.batch % (dp * size):
+            continue
+        m = task.batch // (dp * size)
+        for schedule in space.schedules:
+            if sizes.pp > 1 and any(schedule.misfits(sizes.pp, sizes.vpp, m)):
+                continue
+            if isinstance(schedule, Interleaved) and sizes.vpp == 1:
+                continue
+            for dispatch in space.dispatchers if sizes.ep * sizes.etp > 1 else ("local",):
+                for keeping in space.keepings(sizes.pp):
+                    yield Choice(sizes, schedule, size, dispatch, "bf16", keeping)
+
+
+def room(task: Task) -> float:
+    return task.cluster.device.memory_bytes * (1 - RESERVE)
+
+
+@cache
+def priced(memory_gb: float) -> tuple[tuple[float, float, Choice], ...]:
+    """Return time, bytes and layout of everything small, by time."""
+    task, found = small(memory_gb), []
+    for choice in every(task, SPACE):
+        case = choice.case(task)
+        found.append((estimate(case).seconds, fullest(case).total, choice))
+    return tuple(sorted(found, key=lambda item: item[0]))
+
+
+# Memory for all that is fast, for little of it, and for nothing.
+@pytest.mark.parametrize("memory_gb", [80.0, 1.4, 1.25, 1.0])
+def test_no_layout_is_faster(memory_gb: float) -> None:
+    task = small(memory_gb)
+    fitting = [item for item in priced(80.0) if item[1] <= room(task)]
+    found = Search(task).best(SPACE, 1)
+    if not fitting:
+        # Stages by time may need less than balanced ones: whatever is found must really fit.
+        assert all(fullest(one.case).total <= room(task) for one in found)
+        return
+    assert found, f"{fitting[0][2]} fits, and nothing was found"
+    assert found[0].seconds <= fitting[0][0] * (1 + 1e-9), fitting[0][2]
+
+
+def test_small_memory_really_binds() -> None:
+    fits = [sum(item[1] <= room(small(gb)) for item in priced(80.0)) for gb in (80.0, 1.4, 1.25)]
+    assert fits[0] > fits[1] > fits[2] > 0
+
+
+@pytest.mark.parametrize("memory_gb", [80.0, 1.4])
+def test_what_is_found_is_legal_fits_and_takes_what_is_said(memory_gb: float) -> None:
+    task = small(memory_gb)
+    asked = needs(task.decoder, task.seq)
+    found = Search(task).best(everything(task), 4)
+    assert len({one.folding for one in found}) == len(found) > 1
+    for one in found:
+        case = one.choice.case(task)
+        assert not violations(case.sizes, asked, case.world, stages=case.stages.text)
+        assert estimate(case).seconds == pytest.approx(one.seconds)
+        assert fullest(case).total <= one.bytes * (1 + 1e-9) <= room(task) * (1 + 1e-9)
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+
+
+def test_today_is_what_training_executes() -> None:
+    task = small()
+    found = Search(task).best(today(task), 3)
+    assert found and all(not one.choice.not_yet for one in found)
+
+
+def test_bounds_are_never_above() -> None:
+    task, search = small(), Search(small())
+    bounds, chance = search.bounds, random.Random(5)
+    for seconds, needed, choice in chance.sample(priced(80.0), 120):
+        sizes, keeping = choice.sizes, choice.keeping
+        grid = Grid("bf16", choice.micro_batch, sizes.tp, sizes.cp)
+        shape = Shape(*grid, sizes.ep, sizes.etp, choice.dispatch, choice.paired)
+        kept = keeping.recompute, keeping.offload
+        m = bounds.steps(grid, sizes.pp)
+        assert m is not None
+        work = bounds.work(shape, kept)
+        ideal = bounds.ideal(grid, kept) + bounds.spread(grid, sizes.ep, sizes.etp)
+        assert least_seconds(work, m, sizes.pp, sizes.vpp, choice.schedule) <= seconds
+        assert least_seconds(ideal, m, sizes.pp, VIRTUAL, BEST_SCHEDULE) <= seconds * (1 + 1e-9)
+        assert bounds.least_bytes(shape, sizes.pp, keeping, m) <= needed
+        case = choice.case(task)
+        assert bounds.floor(case, stage_states(case)) <= needed
+
+
+def test_ideal_work_adds_up() -> None:
+    bounds = Search(of_model(model("DeepSeek-V3"), cluster("h100x64"), 512)).bounds
+    grid = Grid("bf16", 1, 2, 1)
+    for again in (("attention", "mla_up"), ("norms", "mla_up"), ("experts", "ffn", "shared")):
+        kept = frozenset(again), frozenset[str]()
+        assert bounds.ideal(grid, kept) == pytest.approx(bounds._ideal(grid, kept))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.kind)
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 1), (3, 2)])
+def test_a_shorter_step_has_the_same_peak(schedule, pp: int, vpp: int) -> None:
+    where = cluster(f"h100x{pp}")
+    for m in (8 * pp, 8 * pp + 1, 11 * pp):
+        if any(schedule.misfits(pp, vpp, m)):
+            continue
+        task = Task("small", SMALL, 512, m, where)
+        case = Choice(Sizes(pp=pp, vpp=vpp), schedule).case(task)
+        assert shortened(case).micro_batches < m
+        assert fullest(shortened(case)).total == pytest.approx(fullest(case).total)
+
+
+def test_groups_of_a_rank_are_counted_without_making_them() -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        sizes = Sizes(**{axis: chance.choice((1, 2, 3, 4)) for axis in ("tp", "cp", "pp", "ep")})
+        folding = Folding(sizes, sizes.smallest_world * chance.choice((1, 2, 3)))
+        groups = (folding.group(kind, 0) for kind in set(folding.same().values()))
+        assert communicators(folding) == sum(len(ranks) > 1 for ranks in groups)
+
+
+def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
+    task = of_model(model("DeepSeek-V3"), cluster("h100x1024"), 8192, load=1.0)
+    rows = published_layouts("DeepSeek-V3")
+    (row,) = (row for row in rows if (row.device, row.devices) == ("H100", 1024))
+    published = estimate(row.choice.case(task)).seconds
+    space = replace(everything(task), recipes=(row.choice.recipe,))
+    start = time.process_time()
+    (found,) = Search(task).best(space, 1)
+    spent = time.process_time() - start
+    assert found.seconds <= published
+    assert fullest(found.case).total <= room(task)
+    assert not violations(found.case.sizes, needs(task.decoder, task.seq), 1024)
+    # A generous margin over what it takes: cores are shared, and a blow-up takes minutes.
+    assert spent < 30
+
+
+def test_every_published_model_is_described() -> None:
+    for name in names():
+        found, entry = model(name), entries()[name]
+        total = sum(weight.elements for weight in model_weights(found.decoder)) / 1e9
+        if entry.get("total_params_b"):
+            assert total == pytest.approx(entry["total_params_b"], rel=0.06), name
+
+
+def test_a_run_is_a_task() -> None:
+    run = load_run("olmoe_1b_7b")
+    task, given = of_run(run, cluster("h100x8"), batch=512)
+    case = given.case(task)
+    assert (case.batch, case.seq, case.micro_batch) == (512, run.data.seq, run.train.micro_batch)
+    assert case.decoder == run.decoder() and case.software.stack == "moefold"
+    assert case.keeping.recompute == frozenset() and case.keeping.zero == run.layout.zero
+
+
+def test_changes_help() -> None:
+    task = small()
+    given = Choice(Sizes(tp=4), keeping=Keeping(recompute=frozenset(("block",))))
+    found = changes(task, given)
+    seconds = estimate(given.case(task)).seconds
+    assert found and all(one.fits and one.faster > 0 for one in found)
+    for one in found:
+        took = estimate(one.choice.case(task)).seconds
+        assert one.faster == pytest.approx(1 - took / seconds)
+    tight = small(1.2)
+    assert fullest(Choice().case(tight)).total > tight.cluster.device.memory_bytes
+    assert all(one.saved_bytes > 0 for one in changes(tight, Choice()))
+
+
+FITTING = (
+    ("one_gpu_24gb", "a100x1", 24.0),
+    ("one_gpu_80gb", "h100x1", None),
+    ("eight_gpus_80gb", "h100x8", None),
+    ("deepseek_v3_2048", "h800x2048", None),
+)
+
+
+@pytest.mark.parametrize(("name", "devices", "memory_gb"), FITTING)
+def test_recipes_fit_as_the_page_says(name: str, devices: str, memory_gb: float | None) -> None:
+    where = cluster(devices)
+    if memory_gb is not None:
+        where = replace(where, device=resized(where.device, int(memory_gb * GB)))
+    task, choice = of_run(load_run(name), where)
+    free = where.device.memory_bytes - fullest(shortened(choice.case(task))).total
+    assert free > 0.04 * where.device.memory_bytes
+    (row,) = (line for line in PAGE.read_text("utf-8").splitlines() if f"`{name}`" in line)
+    assert f"| {free / GB:.1f} GB |" in row, "run bench/plan_recipes.py"
