@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from moefold.comm.collectives import Pending, all_gather_into, reduce_scatter_into, sum_
 from moefold.comm.group import Group
