@@ -55,6 +55,7 @@ def run_of(ranks: int, steps: int) -> Run:
         "layout.sizes": json.dumps(LAYOUTS[ranks]),
         "watch.evaluate": "null",
         "watch.health": "null",
+        "watch.pace": "null",
         "watch.time_out_s": 60,
         "watch.progress.style": '"off"',
         "watch.checkpoint": "{every: 10, keep: 2}",

@@ -1,7 +1,5 @@
 """A run whose ranks are killed, stopped and cut off ends as the unbroken one, bit for bit."""
 
-import random
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 
 from moefold.comm.config import Survive
-from moefold.comm.launch import RankError
 from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
@@ -51,7 +48,10 @@ def trained(
 
 
 def figures(history: History) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in history.lines]
+    return [
+        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("pace/")}
+        for line in history.lines
+    ]
 
 
 def recoveries(history: History) -> list[dict[str, Any]]:

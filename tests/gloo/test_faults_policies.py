@@ -1,0 +1,198 @@
+"""What all ranks decide together: bad steps, replays, signals, and what must be the same."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.comm.agree import Disagreement
+from moefold.comm.collectives import sum_
+from moefold.comm.environment import Spot
+from moefold.comm.launch import all_answers
+from moefold.comm.world import World
+from moefold.config.load import load
+from moefold.mesh.config import Sizes
+from moefold.mesh.folding import Folding
+from moefold.run import Run
+from moefold.training import loop, same
+from moefold.training.loop import Interrupted, Job
+from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.ranks import world_of
+from moefold.training.step import StepFigures
+from tests.cpu.runs import corpus, raw_run
+from tests.gloo.harness import one_at_a_time
+
+Told = dict[str, str]
+TIME_OUT_S = 60.0
+
+
+def run_of(folder: Path, **changes: Any) -> Run:
+    train = {"steps": 4, "batch": 4, "micro_batch": 1, "precision": "fp64"}
+    watch = {"time_out_s": TIME_OUT_S}
+    return load(Run, raw_run(folder, **{"train": train, "watch": watch, **changes})).record
+
+
+def policy(**fields: Any) -> dict[str, Any]:
+    train = {"steps": 4, "batch": 4, "micro_batch": 1, "precision": "fp64"}
+    return {"train": {**train, "on_nonfinite": {"kind": "stop", **fields}}}
+
+
+def on_two(function: Callable[..., Told], folder: Path) -> list[Told]:
+    """Run a function on two data ranks and return what each has to tell."""
+    with one_at_a_time():
+        return all_answers(function, 2, (str(folder),), TIME_OUT_S, limit_s=4 * TIME_OUT_S)
+
+
+def error_of(job: Job, kind: type[BaseException] = NonFiniteStep) -> str:
+    with pytest.raises(kind) as caught:
+        job.train()
+    return str(caught.value)
+
+
+def spoil(job: Job) -> None:
+    """Let this rank's share of the weights be no numbers."""
+    for held in job.data.weights():
+        if held.tensor.is_floating_point():
+            held.tensor.detach().fill_(torch.nan)
+
+
+def bad_steps(spot: Spot, folder: str) -> Told:
+    told: Told = {}
+    home = Path(folder)
+    run = run_of(home, **policy(replay=True))
+    with world_of(run, spot, home / "out") as world:
+        with Job(run, home / "out", world=world) as job:
+            named = {f"{o.name} {o.document}" for b in job.feed.step(0) for o in b.sources}
+            told["documents"] = "; ".join(sorted(named))
+            if spot.rank == 1:
+                spoil(job)
+            job.data.renew()
+            told["data"] = error_of(job)
+        with Job(run, home / "machine", world=world) as job:
+            compute, calls = loop.gradients, [0]
+
+            def flaky(*args: Any, **more: Any) -> StepFigures:
+                figures = compute(*args, **more)
+                calls[0] += 1
+                if spot.rank == 1 and calls[0] == 2:
+                    grad = next(held for held in job.data.gradients() if held.tensor.numel())
+                    grad.tensor.view(torch.int64).reshape(-1)[0] ^= 1
+                return StepFigures(float("nan"), figures.grad_norm, {}, figures.tokens)
+
+            loop.gradients = flaky
+            try:
+                told["machine"] = error_of(job)
+            finally:
+                loop.gradients = compute
+    return told
+
+
+def signals(spot: Spot, folder: str) -> Told:
+    home = Path(folder)
+    run = run_of(home)
+    with world_of(run, spot, home / "out") as world, Job(run, home / "out", world=world) as job:
+        step = job.feed.step
+
+        def warned(place: int) -> Any:
+            if place == 1 and spot.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(place)
+
+        job.feed.step = warned  # type: ignore[method-assign]
+        text = error_of(job, Interrupted)
+        return {"text": text, "step": str(job.step_number)}
+
+
+def differing(spot: Spot, folder: str) -> Told:
+    home, told = Path(folder), {}
+    odd = spot.rank == 1
+    with world_of(run_of(home), spot, home / "out") as world:
+
+        def refused(run: Run) -> str:
+            with pytest.raises(Disagreement) as caught:
+                Job(run, home / "out", world=world, cache=home / f"cache-{spot.rank}")
+            return str(caught.value)
+
+        told["config"] = refused(run_of(home, seed=2 if odd else 1))
+        version = same.code_version
+        same.code_version = lambda: "another" if odd else version()  # type: ignore[assignment]
+        told["code"] = refused(run_of(home))
+        same.code_version = version
+        vocabulary = {"kind": "bpe", "vocab": 280 if odd else 300}
+        source = {"source": "text", "files": [str(home / "corpus" / "*.txt")], "holdout": 0.2}
+        data = {"seq": 16, "tokenizer": vocabulary, "train": [source]}
+        told["tokenizer"] = refused(run_of(home, data=data))
+        if odd:
+            corpus(home / "other", documents=10)
+        files = [str(home / ("other" if odd else "corpus") / "*.txt")]
+        other = {**source, "files": files}
+        kept = {"seq": 16, "tokenizer": {"kind": "bpe", "vocab": 300}, "train": [other]}
+        told["data"] = refused(run_of(home, data=kept))
+    return told
+
+
+def waits(spot: Spot, folder: str) -> Told:
+    import time
+
+    with World.open(Folding(Sizes(), 2), "cpu", TIME_OUT_S) as world:
+        ranks = world.group("world")
+        sum_(torch.ones(1), ranks)
+        before = world.recorder.waited_s
+        if spot.rank == 1:
+            time.sleep(1.5)
+        sum_(torch.ones(1), ranks)
+        return {"waited": str(world.recorder.waited_s - before)}
+
+
+def test_a_bad_step_is_reported_by_all_with_the_documents_of_all(tmp_path: Path) -> None:
+    """Cases 14 and 16."""
+    told = on_two(bad_steps, tmp_path)
+    assert told[0]["data"] == told[1]["data"]
+    assert told[0]["documents"] != told[1]["documents"], "ranks have the same data: shows nothing"
+    for rank in told:
+        for document in rank["documents"].split("; "):
+            assert document in rank["data"]
+    assert "Replay: a fault of the data or the model" in told[0]["data"]
+    assert "Gradients not finite on rank" in told[0]["data"]
+    assert "Replay: a machine fault: rank 1 got other bits" in told[0]["machine"]
+    assert told[0]["machine"] == told[1]["machine"]
+
+
+def test_a_signal_to_any_rank_ends_all_at_one_step(tmp_path: Path) -> None:
+    """Case 20."""
+    told = on_two(signals, tmp_path)
+    assert told[0]["step"] == told[1]["step"] == "2"
+    assert "another rank was asked to stop; saved step 2" in told[0]["text"]
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+    return on_two(differing, tmp_path_factory.mktemp("differing"))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("config", "run.seed: 1 on rank 0; 2 on rank 1"),
+        ("code", 'moefold: "'),
+        ("tokenizer", "run.data: "),
+        ("data", "data: "),
+    ],
+)
+def test_ranks_that_differ_stop_with_the_key(
+    differences: list[Told], what: str, named: str
+) -> None:
+    """Case 18."""
+    assert differences[0][what] == differences[1][what]
+    assert named in differences[0][what]
+    assert "on rank 0" in differences[0][what] and "on rank 1" in differences[0][what]
+
+
+def test_waiting_for_others_is_told_from_being_busy(tmp_path: Path) -> None:
+    """Case 19."""
+    told = on_two(waits, tmp_path)
+    assert float(told[0]["waited"]) > 0.5 + float(told[1]["waited"])
