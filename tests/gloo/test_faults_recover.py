@@ -1,6 +1,8 @@
 """A run whose ranks are killed, stopped and cut off ends as the unbroken one, bit for bit."""
 
+import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from moefold.comm.config import Survive
+from moefold.comm.launch import RankError
 from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
@@ -97,3 +100,44 @@ def test_kills_and_stops_change_no_bit_and_lose_no_sample(
     starts = [event["step"] for event in history.events if "recovered" in event]
     assert all(each["reached"] - step <= 1 for each, step in zip(lived, starts, strict=True))
     assert "was stopped" in lived[2]["why"] and "SIGKILL" in lived[0]["why"]
+
+
+def test_where_both_copies_are_lost_the_newest_good_checkpoint_is_taken(
+    tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
+) -> None:
+    """Cases 3, 7, 8: what is torn is passed over; a full disk costs a checkpoint, not the run."""
+
+    def fill(out: Path, notes: Path) -> None:
+        with faults.full_disk(faults.pid_of(notes, 1)):
+            faults.wait_for(out, faults.steps_in(out) + 4)
+
+    def tear(out: Path, notes: Path) -> None:
+        torn.append(faults.tear(out, random.Random(1)))
+        killed(1, 3)(out, notes)
+
+    torn: list[Path | None] = []
+    saving = {"checkpoint": {"every": 3, "keep": 3, "attempts": 1}}
+    history = trained(tmp_path, 4, faults_at((7, tear), (11, fill)), **saving)
+    assert torn[0] is not None
+    assert figures(history) == unbroken[0]
+    assert faults.samples(tmp_path / "notes") == unbroken[1]
+    (start,) = [event for event in history.events if "recovered" in event]
+    assert start["step"] == int(torn[0].parent.name.removeprefix("step-")) - 3
+    saved = [event["step"] for event in history.events if event["event"] == "saved"]
+    assert 12 not in saved, "the save was to be refused"
+
+
+def test_a_run_that_cannot_be_saved_by_starting_anew_is_not(tmp_path: Path) -> None:
+    """Case 23: a rank that dies again and again at one step."""
+
+    def again_and_again(out: Path, notes: Path) -> None:
+        faults.wait_for(out, 2)
+        pid = faults.pid_of(notes, 1)
+        while True:
+            faults.kill(pid)
+            while faults.pid_of(notes, 1) == pid:
+                time.sleep(0.02)
+            pid = faults.pid_of(notes, 1)
+
+    with pytest.raises(RankError, match=r"in a row.*Starting it once more would only repeat that"):
+        trained(tmp_path, 2, again_and_again)

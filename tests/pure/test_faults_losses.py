@@ -1,0 +1,68 @@
+"""What a report says of faults: recoveries, steps made again, seconds, how often to save."""
+
+import math
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from moefold.training.history import History
+from moefold.training.hooks.config import Pace
+from moefold.training.hooks.pace import PaceHook
+from moefold.training.losses import losses
+from moefold.training.report import summary
+from tests.pure.fake_job import FakeJob
+
+
+def start(time: float, step: int, **recovered: Any) -> dict[str, Any]:
+    event = {"event": "start", "time": time, "step": step}
+    return event | ({"recovered": recovered} if recovered else {})
+
+
+LIVED = start(
+    50.0, 19, restart_s=2.0, load_s=0.5, reached=20, under_way_s=0.25, lost=[1], why="", noticed=0.0
+)
+FROM_DISK = start(80.0, 10, restart_s=4.0, load_s=1.5, reached=30, under_way_s=0.25)
+SAVED = [{"event": "saved", "time": 60.0, "step": 5, "stall_s": stall} for stall in (0.1, 0.2, 5.0)]
+
+
+def history(*events: dict[str, Any]) -> History:
+    lines = [{"step": step, "step_time_s": 1.0, "lm_loss": 1.0} for step in range(1, 61)]
+    return History(lines, events=list(events))
+
+
+def test_parts_add_up() -> None:
+    events = [start(0.0, 0), LIVED, FROM_DISK, start(90.0, 30), *SAVED]
+    found = losses(history(*events), 100.0)
+    assert found["restarts"] == 1 and found["recoveries"] == 2
+    assert found["lost_steps"] == 1 + 20
+    assert found["lost_s"] == {"restart_s": 6.0, "load_s": 2.0, "lost_s": 0.5 + 1 + 20}
+    assert found["save_every_s"] == pytest.approx(math.sqrt(2 * 0.2 * 100 / 3))
+
+
+def test_nothing_lost_nothing_said() -> None:
+    found = losses(history(start(0.0, 0)), 60.0)
+    assert found["recoveries"] == found["restarts"] == found["lost_steps"] == 0
+    assert "save_every_s" not in found
+
+
+def test_the_summary_has_them() -> None:
+    found = summary(history(start(0.0, 0), LIVED, {"event": "stop", "time": 100.0}))
+    assert found["goodput"] == pytest.approx(0.6)
+    assert found["recoveries"] == 1
+
+
+def test_a_slow_rank_is_named_after_some_looks_in_a_row(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = PaceHook(Pace(every=1, patience=3), Console(width=200))
+    job = FakeJob(tmp_path, [hook], last_step=6)
+    job.world = type("World", (), {"size": 4})()
+    looks = iter(
+        [[1, 1, 9, 1], [1, 1, 1, 1], [1, 1, 2, 1], [1, 1, 2, 1], [1, 1, 2, 1], [2, 1, 2, 1]]
+    )
+    job.pace = lambda: [float(seconds) for seconds in next(looks)]  # type: ignore[attr-defined]
+    seen = job.go()
+    said = capsys.readouterr().out
+    assert said.count("slow rank") == 1 and "step 5: rank 2 was busy for 2.00 s" in said
+    assert seen[0]["pace/slowest_over_median"] == 9 and seen[0]["pace/slowest_rank"] == 2
