@@ -41,6 +41,7 @@ from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.score import next_logits
 from moefold.planner.count import count
 from moefold.run import Run, demand_fit
+from moefold.training.exhausted import explained
 from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Judge, Verdict
@@ -264,7 +265,7 @@ class Job:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        with heard(self.request_stop):
+        with heard(self.request_stop), explained(self.run, self.world):
             try:
                 self._start()
                 self._keep()
