@@ -115,7 +115,7 @@ def _close(layout: Layout, name: str) -> Iterator[Text | Table]:
     margin = f"{abs(layout.margin_gb):.1f} GB {'free' if layout.fits else 'too much'}"
     yield Text.assemble(
         f"  {layout.step_time_s:.3g} s a step ±{layout.time.uncertainty:.0%}, "
-        f"{layout.tflops_per_gpu:.0f} TFLOP/s each, {words.count(layout.tokens_per_s)} tokens/s; ",
+        f"{layout.tflops_per_gpu:.3g} TFLOP/s each, {words.count(layout.tokens_per_s)} tokens/s; ",
         f"{layout.memory_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{wall}, {margin}{sure}", style),
         f"; bound by {layout.binds}",
@@ -184,7 +184,7 @@ def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
         table.add_row(
             marked,
             f"{layout.step_time_s:.3g}",
-            f"{layout.tflops_per_gpu:.0f}",
+            f"{layout.tflops_per_gpu:.3g}",
             Text(f"{layout.memory_gb:.0f}", style="" if layout.fits else "red"),
             layout.binds,
             layout.layout,

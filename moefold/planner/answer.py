@@ -187,7 +187,7 @@ def plan(
     given, problem = _given(task, choice)
     search, space = Search(task), everything(task)
     best = search.best(space, top)
-    own = given.choice.recipe if given else "bf16"
+    own = task.numbers.recipe
     formats = [] if {one.choice.recipe for one in best} == {own} else [own]
     same = [_fastest(search, replace(space, recipes=(one,))) for one in formats]
     return Plan(

@@ -184,7 +184,7 @@ def of_run(
         seq=run.data.seq,
         batch=size,
         cluster=cluster,
-        numbers=Numbers(optimizer=run.optim),
+        numbers=Numbers(precision, run.optim),
         load=load,
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )

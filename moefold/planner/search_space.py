@@ -86,12 +86,15 @@ def everything(task: Task) -> Space:
 
 
 def today(task: Task) -> Space:
-    """Return what training executes of it."""
+    """Return what training executes of it, in the run's own number format."""
     space = everything(task)
-    wide: tuple[Recipe, ...] = tuple(r for r in space.recipes if r in ("bf16", "fp32"))
     known = tuple(name for name in SENDING if name in DISPATCHERS.values())
     return replace(
-        space, recipes=wide, dispatchers=known, offloads=(frozenset(),), optimizer_offloads=(0.0,)
+        space,
+        recipes=(task.numbers.recipe,),
+        dispatchers=known,
+        offloads=(frozenset(),),
+        optimizer_offloads=(0.0,),
     )
 
 
