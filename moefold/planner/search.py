@@ -153,7 +153,7 @@ class Search:
                 found = next((item for item in chain if item[1] <= left), None)
                 if found is not None:
                     bound = least_seconds(found[0] + more, m, pp, VIRTUAL, BEST_SCHEDULE)
-                    bound += bounds.fixed(share)
+                    bound += bounds.fixed(share) + bounds.data(shape, pp, zero, m)
                     least[found[2]] = min(least.get(found[2], math.inf), bound)
         return least
 
@@ -210,6 +210,7 @@ class Search:
         work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
         sizes = item.choice.sizes
         least = least_seconds(work, item.m, sizes.pp, sizes.vpp, item.choice.schedule)
+        least += self.bounds.data(item.shape, sizes.pp, keeping.zero, item.m)
         return least + self.bounds.fixed(keeping.optimizer_offload)
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:

@@ -19,7 +19,7 @@ from moefold.planner.curves import Rates, constants
 from moefold.planner.from_run import PAIRED, Choice, Task
 from moefold.planner.memory import Overheads, layer_kept, overheads, software_of
 from moefold.planner.memory_state import State, block_weights, state
-from moefold.planner.network import Rows, exchange_seconds, reach
+from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, Foldings, Modules, Space
 from moefold.planner.time import FUSED, HOST_ADAM, estimate
 from moefold.planner.time_layer import SM_COST
@@ -179,7 +179,30 @@ class Bounds:
 
     def fixed(self, share: float) -> float:
         """Return the least seconds of a step outside layers, a share of the update on the host."""
-        return self._rates.step_s + share * self._parameters / self.foldings.world / HOST_ADAM
+        return self._rates.step_s + share * self._parameters[0] / self.foldings.world / HOST_ADAM
+
+    def data(self, shape: Shape, pp: int, zero: int, m: int) -> float:
+        """Return the least seconds of data-parallel communication, where nothing hides it.
+
+        The slowest rank's weights are taken as half of an even share, all of it without a pipeline.
+        """
+        overlaps = self.task.software.overlaps
+        if overlaps.gradients or overlaps.parameters:
+            return 0.0
+        key = "data", shape.tp, shape.cp, shape.ep, shape.etp, pp
+        if key not in self._states:
+            world, each = self.foldings.world // pp, (1.0 if pp == 1 else 0.5) / pp
+            total, experts = self._parameters
+            cluster, rates = self.task.cluster, self._rates
+            copies = reach(cluster, world // shape.tp, shape.tp)
+            owners = reach(cluster, world // (shape.ep * shape.etp), shape.ep * shape.etp)
+            dense = (total - experts) * each / shape.tp
+            own = experts * each / (shape.ep * shape.etp)
+            self._states[key] = ring_seconds(dense, copies, cluster, rates) + ring_seconds(
+                own, owners, cluster, rates
+            )
+        moved = 6.0 * m if zero == 3 else self.task.numbers.gradient_bytes + 2.0
+        return moved * max(0.0, self._states[key] - 2 * LATENCY_NIC)
 
     def _device(self, shape: Shape, keeping: Keeping) -> float:
         """Return the work without the host and without exchanges of rows."""
@@ -307,9 +330,12 @@ class Bounds:
         return [(b, s.repeat) for s in self.task.decoder.stacks for b in s.blocks]
 
     @cached_property
-    def _parameters(self) -> int:
+    def _parameters(self) -> tuple[int, int]:
+        """Parameters of all layers, and those of routed experts among them."""
         hidden = self.task.decoder.hidden
-        return sum(n * sum(w.elements for w in block_weights(b, hidden, 0)) for b, n in self.blocks)
+        weights = [(w, n) for b, n in self.blocks for w in block_weights(b, hidden, 0)]
+        total = sum(w.elements * n for w, n in weights)
+        return total, sum(w.elements * n for w, n in weights if w.expert)
 
     @cached_property
     def _router(self) -> Any:
