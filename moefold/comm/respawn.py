@@ -5,6 +5,7 @@ of its process. It then cuts the others loose, starts the lost ones, and lets al
 store. What the ranks go on from is theirs to say.
 """
 
+import math
 import signal
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from moefold.comm.store import TCPStore, serve
 from moefold.comm.world import IN_OPERATION
 
 POLL_S = 0.2
+START_S = 300.0
+"""Longest start of a rank, the server that it forks from included."""
 COMING, OUT, IN, DONE = "coming", "out", "in", "done"
 
 
@@ -88,7 +91,7 @@ class Crew:
         self._attempt = 0
         self._store: TCPStore | None = None
         self._loss: Loss | None = None
-        self._cut_at = 0.0
+        self._cut_at = time.monotonic()
         self._failed: dict[int, Out] = {}
         self._failed_at = 0.0
         self._stopped: dict[int, float] = {}
@@ -195,6 +198,8 @@ class Crew:
             self.ranks[at].end()
             self.ranks[at] = self._start()
             self._where[at] = COMING
+            # Where the server had to be started too, the others' words have waited meanwhile.
+            self._cut_at = time.monotonic()
         else:
             self._where[at] = DONE
 
@@ -246,12 +251,15 @@ class Crew:
             self._cut(Loss((), why, time.time()))
 
     def _end_absent(self) -> None:
-        """End ranks that do not leave an attempt: they hang."""
-        if self._loss is None or time.monotonic() - self._cut_at < self._time_out_s:
-            return
+        """End ranks that do not leave an attempt, or do not come to one: they hang."""
+        since = time.monotonic() - self._cut_at
+        limits = {COMING: START_S}
+        if self._loss is not None:
+            limits[IN] = self._time_out_s
         for at, where in enumerate(self._where):
-            if where == IN:
+            if since > limits.get(where, math.inf):
                 self._lost(at, "the process hung")
+                return
 
 
 def _state(pid: int | None) -> str:

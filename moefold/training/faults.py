@@ -43,7 +43,9 @@ def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
     keeper = Keeper(line)
 
     def attempt(spot: Spot) -> int:
-        (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
+        # Nothing of a full disk, which is a fault too, may end a rank here.
+        with suppress(OSError):
+            (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
         with world_of(run, spot, folder) as world:
             hooks = assemble(run.watch, Console(stderr=True))
             with Job(run, folder, hooks, world=world, keeper=keeper) as job:
@@ -86,9 +88,26 @@ def samples(notes: Path) -> dict[int, dict[int, int]]:
     return found
 
 
-def pid_of(notes: Path, at: int) -> int:
-    """Return the process that a rank is at present."""
-    return int((notes / f"pid-{at}").read_text())
+def pid_of(notes: Path, at: int, seconds: float = 30.0) -> int:
+    """Return the process that a rank of this process's launcher is at present.
+
+    Numbers of processes are used again, so one that is no rank of ours is never returned.
+
+    Raises:
+        TimeoutError: where the rank is not there in time.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(OSError, ValueError):
+            pid = int((notes / f"pid-{at}").read_text())
+            if _parent(_parent(pid)) == os.getpid():
+                return pid
+        time.sleep(0.02)
+    raise TimeoutError(f"rank {at} is not there")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def steps_in(folder: Path) -> int:
