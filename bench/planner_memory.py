@@ -125,7 +125,8 @@ def measure(recipe: Recipe) -> dict[str, float]:
         for _ in range(2):
             gradients(data, batches, LOSS_CHUNK)
             optimizer.step()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    profiler: Any = seen.profiler
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()

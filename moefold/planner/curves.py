@@ -95,7 +95,7 @@ class Constants:
         """Take values by name, and the relative spread of what was predicted with them."""
         self.values = dict(values)
         self.spread = dict(spread)
-        self._made: dict[tuple[str, str], Rates] = {}
+        self._made: dict[tuple[str, str, str], Rates] = {}
 
     def rates(self, device: str, stack: str, release: str) -> Rates:
         """Return what holds for a device and a stack's release."""

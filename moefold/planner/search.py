@@ -22,6 +22,7 @@ from moefold.planner.memory_state import State, stage_states
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
 from moefold.planner.time import StepTime, estimate
+from moefold.planner.time_pipeline import idle_of, is_steady
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
@@ -101,6 +102,8 @@ class Search:
                 push("open", self._pipelines(space, item, room))
             elif level == "open":
                 push("open", self._further(item))
+                push("filled", self._filled(item))
+            elif level == "filled":
                 if _folding(item.choice.sizes) not in found:
                     push("priced", self._priced(item, room))
             elif _folding(item.sizes) not in found:
@@ -212,6 +215,17 @@ class Search:
         least = least_seconds(work, item.m, sizes.pp, sizes.vpp, item.choice.schedule)
         least += self.bounds.data(item.shape, sizes.pp, keeping.zero, item.m)
         return least + self.bounds.fixed(keeping.optimizer_offload)
+
+    def _filled(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
+        """Yield the same pipeline, bounded by all that its table leaves idle."""
+        sizes, schedule, keeping = item.choice.sizes, item.choice.schedule, item.options[item.at]
+        bound = self._least(item)
+        if sizes.pp > 1 and not is_steady(schedule):
+            work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
+            idle = idle_of(schedule, sizes.pp, sizes.vpp, item.m)
+            bound += work / sizes.pp * (item.m + idle)
+            bound -= least_seconds(work, item.m, sizes.pp, sizes.vpp, schedule)
+        yield bound, item
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
         """Yield the same pipeline with the next that it could keep."""

@@ -8,7 +8,7 @@ from moefold.mesh.legality import size_rules
 from moefold.mesh.needs import needs
 from moefold.planner.from_run import Choice, Task
 from moefold.planner.memory import fullest
-from moefold.planner.search import shortened
+from moefold.planner.search import RESERVE, shortened
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
 
@@ -37,6 +37,8 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
     case = choice.case(task)
     seconds, bytes_ = estimate(case).seconds, fullest(shortened(case)).total
     room = task.cluster.device.memory_bytes
+    if bytes_ <= room * (1 - RESERVE):
+        room *= 1 - RESERVE
     found: list[Change] = []
     timed = []
     for what, other in _neighbours(task, choice):

@@ -101,11 +101,14 @@ def today(task: Task) -> Space:
 def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     """Return the asked recipe, and the narrower ones that a device has units for."""
     known = dict(device.peaks)
-    found: list[Recipe] = ["fp32"] if asked == "fp32" else []
+    found: list[Recipe] = []
+    if asked == "fp32":
+        found.append("fp32")
     if "bf16" in known:
         found.append("bf16")
     if "fp8" in known:
-        found += ["mxfp8"] if "fp4" in known else ["fp8_block", "fp8_tensor"]
+        narrow: tuple[Recipe, ...] = ("mxfp8",) if "fp4" in known else ("fp8_block", "fp8_tensor")
+        found += narrow
     if "fp4" in known:
         found.append("nvfp4")
     return tuple(found or ["fp32"])
@@ -122,8 +125,10 @@ def _recomputes(task: Task) -> Iterator[Modules]:
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
     latent = any(isinstance(block.attention, Mla) for block in blocks)
     moefold = task.software.stack == "moefold"
-    names: list[Module] = ["norms", "attention", "experts" if moefold else "moe_act"]
-    names += ["mla_up"] if latent else []
+    names: list[Module] = ["norms", "attention"]
+    names.append("experts" if moefold else "moe_act")
+    if latent:
+        names.append("mla_up")
     sets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
     for chosen in sets:
         again: set[Module] = {*chosen}

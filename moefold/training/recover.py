@@ -96,6 +96,7 @@ class Keeper:
         if self._theirs is None:
             sizes = gather_objects(own.numel(), ranks)
             self._theirs = sizes[(ranks.index - half(ranks)) % ranks.size]
+        assert self._theirs is not None
         theirs = _room(self._held, step, self._theirs, lambda kept: kept)
         with world.recorder.module("copies"):
             shift(own, theirs, half(ranks), ranks).wait()

@@ -45,5 +45,5 @@ def digest(tensors: Iterable[Tensor]) -> str:
     found = sha256()
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).contiguous().cpu()
-        found.update(flat.view(torch.uint8).numpy())
+        found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()
