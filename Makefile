@@ -9,7 +9,7 @@ RUN    := $(VENV)/.installed
 TEST   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format golden plants matrix clean
+.PHONY: help demo test lint types pytest format golden plants matrix chaos clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minut
 	@$(PY) -m moefold verify --matrix $(ARGS)
 	@$(PY) -m tests.gloo.resharding
 	@$(PY) -m pytest -q -m matrix tests/gloo
+
+chaos: $(RUN)  ## train under fire for half an hour, then as long in peace, and compare
+	@$(PY) bench/chaos.py $(ARGS)
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

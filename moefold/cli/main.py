@@ -128,4 +128,4 @@ def _explain(error: Exception) -> None:
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.strerror}: {error.filename}"
     console.print(Text("error", style="bold red"), Text(text or type(error).__name__), sep=": ")
-    console.print(f"({TRACEBACK} shows where it came from)", style="dim")
+    console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")

@@ -1,5 +1,6 @@
 """Joins a rank to the others."""
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -35,12 +36,26 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     if device == "cuda":
         here = torch.device("cuda", spot.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(here)
-    store = connect(spot.address, spot.port, max(time_out_s, MEET_S))
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=PrefixStore(f"attempt {spot.attempt}", store),
-        rank=spot.rank,
-        world_size=spot.world,
-        timeout=timedelta(seconds=time_out_s),
-    )
+    whole = connect(spot.address, spot.port, max(time_out_s, MEET_S))
+    store = PrefixStore(f"attempt {spot.attempt}", whole)
+    store.set(f"here/{spot.rank}", "")
+    try:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=spot.rank,
+            world_size=spot.world,
+            timeout=timedelta(seconds=time_out_s),
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"{_missing(store, spot.world)}: {error}") from error
     return here
+
+
+def _missing(store: PrefixStore, world: int) -> str:
+    """Word which ranks have not come, as far as the store still says."""
+    with suppress(RuntimeError):
+        absent = [rank for rank in range(world) if not store.check([f"here/{rank}"])]
+        if absent:
+            return f"ranks {', '.join(map(str, absent))} of {world} have not come in time"
+    return "the ranks could not meet"

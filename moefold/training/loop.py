@@ -160,7 +160,7 @@ class Job:
         rate = on_first(lambda: asdict(measured(dtype, self.device)), ranks, self.device)
         self.machine = Machine(**rate)
         self.counts = count(self.decoder)
-        self._busy_s = 0.0
+        self._busy_s, self.place = 0.0, 0
         self.judge = Judge(run.train.on_nonfinite)
         self._running = False
         # What was asked of this rank, and what all ranks have been told.
@@ -337,6 +337,7 @@ class Job:
         self.saver.poll()
         started, waited = time.perf_counter(), self.world.recorder.waited_s
         run, place = self.run, self.progress.place()
+        self.place = place
         given = self.feed.step(place) if batches is None else batches
 
         def compute() -> StepFigures:

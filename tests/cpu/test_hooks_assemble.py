@@ -52,16 +52,16 @@ def names(watch: Watch, outside: tuple[Hook, ...] = ()) -> list[str]:
 def test_everything_stands_in_its_order() -> None:
     """Figures first, sinks after them, what saves last."""
     assert names(EVERYTHING, (Outside(),)) == [
-        "ProfileHook", "BaselinesHook", "EvaluateHook", "HealthHook", "SampleHook", "Outside",
-        "EventsHook", "MetricsHook", "ProgressHook", "ForecastHook", "PlotsHook",
-        "ExpertsPageHook", "AlarmHook", "CheckpointHook", "ProfileStart",
+        "ProfileHook", "BaselinesHook", "EvaluateHook", "HealthHook", "PaceHook", "SpikesHook",
+        "SampleHook", "Outside", "EventsHook", "MetricsHook", "ProgressHook", "ForecastHook",
+        "PlotsHook", "ExpertsPageHook", "AlarmHook", "CheckpointHook", "ProfileStart",
     ]  # fmt: skip
 
 
 def test_what_is_turned_off_is_not_there() -> None:
     """The file of metrics, events and checkpoints stay."""
     watch = Watch(
-        evaluate=None, health=None, plots=None, experts_page=None,
+        evaluate=None, health=None, pace=None, spikes=None, plots=None, experts_page=None,
         progress=Progress(style="off"), metrics=Metrics(tensorboard="off"),
     )  # fmt: skip
     assert names(watch) == ["EventsHook", "MetricsHook", "ProgressHook", "CheckpointHook"]

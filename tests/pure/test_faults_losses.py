@@ -1,14 +1,16 @@
 """What a report says of faults: recoveries, steps made again, seconds, how often to save."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from moefold.training.history import History
-from moefold.training.hooks.config import Pace
+from moefold.training.hooks.config import Pace, Spikes
 from moefold.training.hooks.pace import PaceHook
+from moefold.training.hooks.spikes import SpikesHook
 from moefold.training.losses import losses
 from moefold.training.report import summary
 from tests.pure.fake_job import FakeJob
@@ -50,6 +52,29 @@ def test_the_summary_has_them() -> None:
     found = summary(history(start(0.0, 0), LIVED, {"event": "stop", "time": 100.0}))
     assert found["goodput"] == pytest.approx(0.6)
     assert found["recoveries"] == 1
+
+
+class Part:
+    """A micro-batch whose documents are numbered by its place."""
+
+    def __init__(self, place: int, j: int) -> None:
+        self.sources = [SimpleNamespace(name="text", document=10 * place + j)]
+
+
+def test_a_spike_is_noted_with_its_documents(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = SpikesHook(Spikes(ratio=4, of=8), Console(width=200))
+    job = FakeJob(tmp_path, [hook])
+    loader = type("Loader", (), {"micro_batches": 2, "step_part": staticmethod(Part)})()
+    job.loader, job.place = loader, 7  # type: ignore[assignment, attr-defined]
+    for step, norm in enumerate([5.0, *[1.0] * 7, 4.0, 4.1, 1.0], 1):
+        job.step_number = step
+        hook.on_step(job, {"grad_norm": norm})
+    (spike,) = History.read(tmp_path).events
+    assert (spike["step"], spike["place"], spike["usual"]) == (10, 7, 1.0)
+    assert spike["documents"] == ["text 70", "text 71"]
+    assert capsys.readouterr().out.count("spike") == 1
 
 
 def test_a_slow_rank_is_named_after_some_looks_in_a_row(

@@ -42,9 +42,8 @@ def assemble(
         if watch.evaluate.baselines:
             hooks.append(BaselinesHook(watch.evaluate, console))
         hooks.append(build(watch.evaluate))
-    hooks += [
-        build(record, console) for record in (watch.health, watch.pace, watch.sample) if record
-    ]
+    looks = (watch.health, watch.pace, watch.spikes, watch.sample)
+    hooks += [build(record, console) for record in looks if record]
     hooks += [*(build(record) for record in watch.hooks), *outside]
     hooks += [EventsHook(), *sinks(watch.metrics), build(watch.progress, console)]
     if watch.progress.style != "off":

@@ -21,6 +21,8 @@ class JobView(Protocol):
     """This rank's part of the model."""
     loader: Any
     tokenizer: Any
+    place: int
+    """Where the newest step stands in the data's order."""
 
     @property
     def recovered(self) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from rich.console import Console
 
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import SaveError
-from moefold.training.history import EVENTS_FILE
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.hooks.events import append
+from moefold.training.hooks.events import note
 
 
 class CheckpointHook(Hook):
@@ -35,7 +34,7 @@ class CheckpointHook(Hook):
             job.save()
             self._owed = False
             stall_s = time.monotonic() - began
-            append(job.folder / EVENTS_FILE, event="saved", step=job.step_number, stall_s=stall_s)
+            note(job.folder, "saved", step=job.step_number, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise

@@ -121,6 +121,17 @@ class Pace(Record):
     owner = "moefold.training.hooks.pace:PaceHook"
 
 
+class Spikes(Record):
+    """Steps whose gradient is far larger than it was of late: their data is noted."""
+
+    ratio: Annotated[float, Field(gt=1)] = 10.0
+    """A spike is a norm of so many times the median."""
+    of: Annotated[int, Field(ge=8)] = 50
+    """Steps that the median is of."""
+
+    owner = "moefold.training.hooks.spikes:SpikesHook"
+
+
 class Plots(Record):
     """Pictures of the run: ``loss.png`` and ``expert_load.png``."""
 
@@ -148,6 +159,7 @@ class Watch(Record):
     checkpoint: Policy = Policy()
     health: Health | None = Health()
     pace: Pace | None = Pace()
+    spikes: Spikes | None = Spikes()
     profile: Profile | None = None
     plots: Plots | None = Plots()
     experts_page: ExpertsPage | None = ExpertsPage()

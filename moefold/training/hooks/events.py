@@ -25,9 +25,9 @@ class EventsHook(Hook):
         recovered = job.recovered
         if recovered:
             recovered = {**recovered, "load_s": time.time() - recovered["met"]}
-        append(
-            job.folder / EVENTS_FILE,
-            event="start",
+        note(
+            job.folder,
+            "start",
             step=job.step_number,
             **({"recovered": recovered} if recovered else {}),
         )
@@ -35,14 +35,15 @@ class EventsHook(Hook):
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Note the end, and what it was."""
         reason = "end" if error is None else f"{type(error).__name__}: {error}"
-        append(job.folder / EVENTS_FILE, event="stop", step=job.step_number, reason=reason)
+        note(job.folder, "stop", step=job.step_number, reason=reason)
 
 
-def append(path: Path, **values: Any) -> None:
-    """Add a line with the time and the process; a line that a kill left unfinished is closed."""
+def note(folder: Path, event: str, **values: Any) -> None:
+    """Add an event to a run's, with the time and the process."""
+    path = folder / EVENTS_FILE
     now = time.time()
     stamp = {"time": now, "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")}
-    line = json.dumps({**values, **stamp, "process": os.getpid()}) + "\n"
+    line = json.dumps({"event": event, **values, **stamp, "process": os.getpid()}) + "\n"
     with open(path, "a+b", buffering=0) as file:
         # A kill can leave the line before unfinished.
         torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"

@@ -1,0 +1,35 @@
+"""Plants B26 and B27 of what goes on from memory when ranks have died."""
+
+from tests.plants.plant import Plant
+
+LIVED = (
+    "tests/gloo/test_faults_recover.py::"
+    "test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample"
+)
+
+PLANTS = (
+    Plant(
+        "b26",
+        "copies in memory hold no optimizer state",
+        LIVED,
+        "training/loop.py",
+        "return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]",
+        "return [held.tensor.detach() for held in self.data.weights()]",
+    ),
+    Plant(
+        "b26",
+        "weights that stay whole are not brought up to date with what came from memory",
+        LIVED,
+        "training/loop.py",
+        "            return False\n        self.data.renew()\n",
+        "            return False\n",
+    ),
+    Plant(
+        "b27",
+        "a run that goes on from memory leaves a step out",
+        LIVED,
+        "training/recover.py",
+        "Progress(step, tokens, tuple(excluded))",
+        "Progress(step + 1, tokens, tuple(excluded))",
+    ),
+)
