@@ -17,7 +17,7 @@ from moefold.schedule.table import Pair, Step, Table, actions_of
 
 LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 """Rows of the fullest expert rank over the mean that sensitivity is shown at."""
-MOST_CELLS = 16
+MOST_CELLS = 24
 """Ranks along one side of a drawn grid; the rest is left out."""
 MOST_SPANS = 2600
 """Actions of a drawn timeline; longer steps are shown from their start."""
@@ -180,21 +180,21 @@ def _walls(one: Layout) -> dict[str, float]:
 
 
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
-    """Return a grid as drawn: two faster axes beside, two slower ones below each other."""
+    """Return a grid as drawn: the last axis goes down, the others to the right."""
     sizes = [grid.sizes[axis] for axis in axes]
-    kept = [min(size, MOST_CELLS) for size in sizes]
-    while kept[0] * kept[1] > 2 * MOST_CELLS:
-        kept[1] = max(1, kept[1] // 2)
-    while kept[2] * kept[3] > 2 * MOST_CELLS:
-        kept[2] = max(1, kept[2] // 2)
+    kept, room = [], MOST_CELLS
+    for size in sizes[:3]:
+        kept.append(min(size, room))
+        room = max(1, room // kept[-1])
+    kept.append(min(sizes[3], MOST_CELLS))
     ranks = [
         [
             grid.rank({axes[0]: a, axes[1]: b, axes[2]: c, axes[3]: d})
+            for c in range(kept[2])
             for b in range(kept[1])
             for a in range(kept[0])
         ]
         for d in range(kept[3])
-        for c in range(kept[2])
     ]
     return {"axes": list(axes), "sizes": sizes, "kept": kept, "ranks": ranks}
 

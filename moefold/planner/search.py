@@ -217,13 +217,17 @@ class Search:
         return least + self.bounds.fixed(keeping.optimizer_offload)
 
     def _filled(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
-        """Yield the same pipeline, bounded by all that its table leaves idle."""
+        """Yield the same pipeline, bounded by its fullest rank and all that its table leaves idle."""
         sizes, schedule, keeping = item.choice.sizes, item.choice.schedule, item.options[item.at]
         bound = self._least(item)
-        if sizes.pp > 1 and not is_steady(schedule):
-            work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
-            idle = idle_of(schedule, sizes.pp, sizes.vpp, item.m)
-            bound += work / sizes.pp * (item.m + idle)
+        if sizes.pp > 1:
+            kept = keeping.recompute, keeping.offload
+            work = self.bounds.work(item.shape, kept)
+            slowest = self.bounds.fullest_rank(item.shape, kept, sizes.pp)
+            rest = (work - slowest) / sizes.vpp
+            if not is_steady(schedule):
+                rest = idle_of(schedule, sizes.pp, sizes.vpp, item.m) * work / sizes.pp
+            bound += item.m * slowest + rest
             bound -= least_seconds(work, item.m, sizes.pp, sizes.vpp, schedule)
         yield bound, item
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.model.config import Block
+from moefold.model.config import Block, Stack
 from moefold.moe.config import Moe
 from moefold.planner.case import Case, Keeping, Recipe, peaks_of
 from moefold.planner.curves import Rates, constants
@@ -100,6 +100,34 @@ class Bounds:
             case = self._sample(shape, self.task, Keeping(recompute=kept[0], offload=kept[1]))
             self._works[key] = sum(estimate(case).ranks[0])
         return self._works[key]
+
+    def fullest_rank(self, shape: Shape, kept: Kept, pp: int) -> float:
+        """Return the least seconds of the slowest rank: some rank has its share of the most common
+        layers, rounded up.
+        """
+        key = "layer", shape, kept
+        block, number = max(self._kinds, key=lambda pair: pair[1])
+        if key not in self._works:
+            one, two = (self._alone(shape, kept, block, n) for n in (1, 2))
+            self._works[key] = two - one
+        return max(self.work(shape, kept) / pp, -(-number // pp) * self._works[key])
+
+    def _alone(self, shape: Shape, kept: Kept, block: Block, layers: int) -> float:
+        """Return the work of a model of so many equal layers."""
+        stack = Stack.model_construct(repeat=layers, blocks=(block,))
+        decoder = self.task.decoder.model_copy(update={"stacks": (stack,)})
+        task = replace(self.task, decoder=decoder, multi_token=0)
+        keeping = Keeping(recompute=kept[0], offload=kept[1])
+        case = self._sample(shape, task, keeping, stages=Stages(("E" + "t" * layers + "L",)))
+        return sum(estimate(case).ranks[0])
+
+    @cached_property
+    def _kinds(self) -> list[tuple[Block, int]]:
+        """Each different block, and how often it stands in the model."""
+        counts: dict[int, tuple[Block, int]] = {}
+        for block, number in self.blocks:
+            counts[id(block)] = block, counts.get(id(block), (block, 0))[1] + number
+        return list(counts.values())
 
     def ideal(self, grid: Grid, kept: Kept) -> float:
         """Return the same without host and exchanges of rows, experts spread as far as they can be.
@@ -362,7 +390,9 @@ class Bounds:
         layers, extra = self.foldings.layers, self.task.multi_token
         return Stages(("E" + "t" * layers + "m" * extra + "L",))
 
-    def _sample(self, shape: Shape, task: Task, keeping: Keeping, pp: int = 1) -> Case:
+    def _sample(
+        self, shape: Shape, task: Task, keeping: Keeping, pp: int = 1, stages: Stages | None = None
+    ) -> Case:
         """Return a step of one micro-batch on every data rank."""
         sizes = Sizes.model_construct(
             tp=shape.tp, cp=shape.cp, pp=pp, vpp=1, ep=shape.ep, etp=shape.etp
@@ -370,7 +400,7 @@ class Bounds:
         dp = self.foldings.world // (shape.tp * shape.cp * pp)
         choice = Choice(
             sizes, Merged() if shape.paired else OneFOneB(), shape.micro_batch, shape.dispatch,
-            shape.recipe, keeping, self._whole if pp == 1 else None,
+            shape.recipe, keeping, stages or (self._whole if pp == 1 else None),
         )  # fmt: skip
         return choice.case(replace(task, batch=dp * shape.micro_batch))
 

@@ -226,7 +226,8 @@ def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         for size in (experts * INDEX, experts * INDEX, len(mixtures) * INDEX, experts * STATISTIC):
             yield Call("stage", "all_reduce", sums(size, stage), 1, part="counters")
     if folding.world > 1:
-        size = (2 + len(_terms(case))) * FIGURE
+        # Norm, loss, one for each term, and whether a rank was asked to stop.
+        size = (3 + len(_terms(case))) * FIGURE
         yield Call("world", "all_reduce", sums(size, folding.world), 1, part="figures")
         if case.dispatch == "padded":
             yield Call("world", "all_reduce_max", sums(INDEX, folding.world), 1, part="room")

@@ -28,12 +28,11 @@ def test_packing_keeps_documents_apart_and_padding_out(documents: list, pad_to: 
     assert (batch.labels_T[n:] == IGNORED).all()
     assert batch.n_labels == sum(len(d) - 1 for d in kept)
     assert batch.token_T.tolist() == list(range(7, 7 + batch.rows))
-    assert batch.max_length == max(map(len, kept), default=0)
 
 
 def test_all_padding_is_a_legal_batch() -> None:
     batch = pack([[]], pad_to=4)
-    assert batch.rows == 0 and batch.cu_seqlens.tolist() == [0] and batch.max_length == 0
+    assert batch.rows == 0 and batch.cu_seqlens.tolist() == [0]
 
 
 def test_rows_of_a_rectangle() -> None:

@@ -145,6 +145,8 @@ def test_bounds_are_never_above() -> None:
         assert m is not None
         work = bounds.work(shape, kept)
         ideal = bounds.ideal(grid, kept) + bounds.spread(grid, sizes.ep, sizes.etp)
+        slowest = bounds.fullest_rank(shape, kept, sizes.pp)
+        assert slowest <= max(map(sum, estimate(choice.case(task)).ranks)) * (1 + 1e-9)
         fixed = bounds.fixed(0.0) + bounds.data(shape, sizes.pp, keeping.zero, m)
         near = least_seconds(work, m, sizes.pp, sizes.vpp, choice.schedule)
         far = least_seconds(ideal, m, sizes.pp, VIRTUAL, BEST_SCHEDULE)
