@@ -217,7 +217,7 @@ class Search:
         return least + self.bounds.fixed(keeping.optimizer_offload)
 
     def _filled(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
-        """Yield the same pipeline, bounded by its fullest rank and all that its table leaves idle."""
+        """Yield the same pipeline, bounded by its fullest rank and all its table leaves idle."""
         sizes, schedule, keeping = item.choice.sizes, item.choice.schedule, item.options[item.at]
         bound = self._least(item)
         if sizes.pp > 1:
