@@ -28,7 +28,7 @@ from moefold.planner.hardware import cluster as cluster_of
 from moefold.planner.memory import Memory, fullest
 from moefold.planner.published import find, model, names
 from moefold.planner.scaling import Price
-from moefold.planner.search import Found, Search, shortened
+from moefold.planner.search import Found, Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
@@ -58,7 +58,7 @@ class Layout:
     @cached_property
     def memory(self) -> Memory:
         """The fullest rank over a step, which repeats itself once the pipeline is full."""
-        return fullest(shortened(self.case))
+        return fullest(self.case)
 
     @property
     def layout(self) -> str:

@@ -211,17 +211,22 @@ def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
     return _table(cast("Any", schedule), p, v, m)
 
 
-def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
-    """Return the most chunks that each rank of a schedule's table keeps at once.
+def settled(schedule: Schedule, p: int, m: int) -> int:
+    """Return fewer micro-batches whose table keeps at its fullest what that of m keeps.
 
-    Beyond its warm-up a table repeats itself, so long ones are shortened: by whole groups, which
-    keeps them in the schedule's domain. Only where all forwards come first do peaks grow with m.
+    Beyond its warm-up a table repeats itself, so that whole groups can be left out, which stays in
+    the schedule's domain. Only where all forwards come first does what is kept grow with m.
     """
     period = getattr(schedule, "group", None) or p
-    full = 4 * max(p, period) * max(v, 1)
-    if m > full + period and not isinstance(schedule, GPipe):
-        m = full + (m - full) % period
-    return _peaks(cast("Any", schedule), p, v, m)
+    full = 4 * max(p, period)
+    if m <= full + period or isinstance(schedule, GPipe):
+        return m
+    return full + (m - full) % period
+
+
+def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
+    """Return the most chunks that each rank of a schedule's table keeps at once."""
+    return _peaks(cast("Any", schedule), p, v, settled(schedule, p, m))
 
 
 @lru_cache(maxsize=512)

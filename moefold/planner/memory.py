@@ -6,19 +6,21 @@ rank is planned: the one whose experts get the most rows.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import mul
+from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.planner import memory_kept, memory_megatron
-from moefold.planner.case import Case, peaks_of
+from moefold.planner.case import Case, settled
 from moefold.planner.foreign import PlainMoe
 from moefold.planner.memory_kept import Kept, Shape
 from moefold.planner.memory_state import State, embedding, place_weights, stage_states, state
-from moefold.schedule.table import Pair, actions_of
+from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 
 MIB = 2**20
 LOSS_CHUNK = 1024
@@ -110,37 +112,35 @@ class Memory:
 
 def memory(case: Case) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank over a step."""
-    chunks, outside = _Chunks(case), overheads(case)
-    return tuple(
-        Memory(rank, lasting, outside, software_of(case).fragments, chunks.moments(rank))
-        for rank, lasting in enumerate(chunks.states)
-    )
+    chunks = _Chunks(case)
+    return tuple(chunks.memory(rank) for rank in range(case.sizes.pp))
+
+
+def totals(case: Case) -> tuple[float, ...]:
+    """Return the most that each pipeline rank's device must have, without the moments between."""
+    return _Chunks(case).totals()
 
 
 def fullest(case: Case) -> Memory:
-    """Return the memory of the fullest pipeline rank: its ``rank`` names it."""
-    return max(memory(case), key=lambda one: one.total)
-
-
-def peak_bytes(case: Case) -> float:
-    """Return the most that any device must have, without the moments: fast, and never less.
-
-    It takes each rank's activations as its fullest chunk as often as chunks are in flight.
+    """Return the memory of the fullest pipeline rank, over a step that is no longer than it need be
+    to reach its peak; its ``rank`` names it.
     """
-    chunks, software, outside = _Chunks(case), software_of(case), overheads(case)
-    sizes, m = case.sizes, case.micro_batches
-    peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, m)
-    most = 0.0
-    for rank, lasting in enumerate(chunks.states):
-        bound = chunks.bound(rank, peaks[rank])
-        tensors = lasting.total + bound
-        most = max(most, tensors * (1 + software.fragments) + outside)
-    return most
+    chunks = _Chunks(shortened(case))
+    most = chunks.totals()
+    return chunks.memory(most.index(max(most)))
+
+
+def shortened(case: Case) -> Case:
+    """Return a step of fewer micro-batches with the same peaks of memory."""
+    m = settled(case.schedule, case.sizes.pp, case.micro_batches)
+    if m == case.micro_batches:
+        return case
+    return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
 def fits(case: Case, margin: float = 0.0) -> bool:
     """Return whether every rank's total, and a share of margin, is within the device's memory."""
-    return fullest(case).total * (1 + margin) <= case.cluster.device.memory_bytes
+    return max(totals(case)) * (1 + margin) <= case.cluster.device.memory_bytes
 
 
 def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
@@ -191,6 +191,39 @@ def _reach(folding: Folding, kind: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+class _Stage(NamedTuple):
+    """Bytes of a pipeline rank's chunks for one micro-batch."""
+
+    kept: list[float]
+    working: list[tuple[float, float]]
+    """Forward and backward."""
+    layer: list[float]
+    """Kept by the fullest layer."""
+    coming: list[float]
+    """Gradients that come with a chunk's first backward."""
+    there: float
+    """Gradients that are there before: those of the head."""
+
+    def needs(self, step: Running) -> tuple[float, float, float]:
+        """Return activations, what the step works with, and gradients while it runs."""
+        alive = sum(map(mul, step.kept, self.kept))
+        there = self.there + sum(self.coming[chunk] for chunk in step.begun)
+        used = freed = 0.0
+        if step.backward is not None and step.frees:
+            freed = self.kept[step.backward]
+            new = 0.0 if step.backward in step.begun else self.coming[step.backward]
+            # A first backward frees as its gradients come: of the two the larger counts.
+            there += max(new - freed, 0.0)
+        if step.backward is not None and step.kind != "W":
+            used = self.working[step.backward][1]
+        if step.forward is not None:
+            grown = self.kept[step.forward]
+            used = max(used, self.working[step.forward][0])
+            # Layer by layer one pass keeps and the other frees: they are never both whole.
+            alive += max(grown - freed, 0.0) + self.layer[step.forward] if freed else grown
+        return alive, used, there
+
+
 class _Chunks:
     """Bytes of the chunks of a case for one micro-batch."""
 
@@ -201,43 +234,41 @@ class _Chunks:
         self._known: dict[int, tuple[float, float, float]] = {}
         self._grown: dict[int | str, float] = {}
 
-    def moments(self, rank: int) -> tuple[Moment, ...]:
-        """Return a rank's step in order, the optimizer's last."""
-        return tuple(self._moments(rank))
+    def memory(self, rank: int) -> Memory:
+        """Return the memory of a pipeline rank."""
+        fragments, outside = software_of(self.case).fragments, overheads(self.case)
+        return Memory(rank, self.states[rank], outside, fragments, tuple(self._moments(rank)))
 
-    def bound(self, rank: int, in_flight: int) -> float:
-        """Return no less than the most that activations and working take together."""
-        places = self.case.places[rank]
-        kept = max(self._kept(chunk) for chunk in places)
-        return in_flight * kept + max(max(self._working(chunk)) for chunk in places)
+    def totals(self) -> tuple[float, ...]:
+        """Return what :attr:`Memory.total` is for each pipeline rank."""
+        case, outside = self.case, overheads(self.case)
+        m = settled(case.schedule, case.sizes.pp, case.micro_batches)
+        running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
+        found = []
+        for rank, steps in enumerate(running):
+            lasting, stage = self.states[rank], self._stage(rank)
+            most = max(sum(stage.needs(step)) for step in steps)
+            tensors = lasting.total - lasting.gradients + max(most, lasting.gradients)
+            found.append(tensors * (1 + software_of(case).fragments) + outside)
+        return tuple(found)
 
     def _moments(self, rank: int) -> Iterator[Moment]:
+        """Yield a rank's step in order, the optimizer's last."""
+        stage, line = self._stage(rank), self.case.table.lines[rank]
+        for step, running in zip(line, steps_of(line, self.case.sizes.vpp), strict=True):
+            yield Moment(str(step), *stage.needs(running))
+        yield Moment("step", 0.0, 0.0, self.states[rank].gradients)
+
+    def _stage(self, rank: int) -> "_Stage":
         places = self.case.places[rank]
-        kept = [self._kept(chunk) for chunk in places]
-        working = [self._working(chunk) for chunk in places]
-        layers = [self._fullest_layer(chunk) for chunk in places]
-        # Gradients of a chunk come with its first backward, those of the head before.
         coming = [self._gradients(chunk) for chunk in places]
-        there = self.states[rank].gradients - sum(coming)
-        alive = 0.0
-        for step in self.case.table.lines[rank]:
-            actions = actions_of(step)
-            grown = sum(kept[a.chunk] for a in actions if a.kind == "F")
-            back = [a.chunk for a in actions if a.kind in ("B", "W")]
-            freed = sum(kept[chunk] for chunk in back)
-            used = max(working[a.chunk][0 if a.kind == "F" else 1] for a in actions)
-            peak = alive + grown
-            if isinstance(step, Pair) and freed:
-                # Layer by layer one pass keeps and the other frees: they are never both whole.
-                peak = alive + max(grown - freed, 0.0) + layers[step.forward.chunk]
-            new = sum(coming[chunk] for chunk in back)
-            for chunk in back:
-                coming[chunk] = 0.0
-            # A first backward frees as its gradients come: of the two the larger counts.
-            during = there + max(new - freed, 0.0)
-            yield Moment(str(step), peak, used if actions[0].kind != "W" else 0.0, during)
-            alive, there = alive + grown - freed, there + new
-        yield Moment("step", 0.0, 0.0, there)
+        return _Stage(
+            [self._kept(chunk) for chunk in places],
+            [self._working(chunk) for chunk in places],
+            [self._fullest_layer(chunk) for chunk in places],
+            coming,
+            self.states[rank].gradients - sum(coming),
+        )
 
     def _gradients(self, chunk: tuple[Place, ...]) -> float:
         """Bytes of a chunk's gradients that are not there before its first backward.

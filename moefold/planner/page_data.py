@@ -8,9 +8,8 @@ from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.from_run import Task
 from moefold.planner.goodput import goodput
-from moefold.planner.memory import fullest, memory
+from moefold.planner.memory import memory, shortened, totals
 from moefold.planner.scaling import Bill, Point, bill, curve
-from moefold.planner.search import shortened
 from moefold.planner.time import BINDS, estimate
 from moefold.schedule.simulate import Costs, simulate
 from moefold.schedule.table import Pair, Step, Table, actions_of
@@ -282,7 +281,7 @@ def _imbalance(task: Task, one: Layout) -> Iterator[dict[str, float | bool]]:
     room = task.cluster.device.memory_bytes
     for load in LOADS:
         case = replace(one.case, load=load)
-        needed = fullest(shortened(case)).total
+        needed = max(totals(case))
         yield {
             "load": load,
             "step_time_s": estimate(case).seconds,

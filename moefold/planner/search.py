@@ -17,12 +17,12 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import PAIRED, Choice, Task
-from moefold.planner.memory import fullest, peak_bytes
+from moefold.planner.memory import totals
 from moefold.planner.memory_state import State, stage_states
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
 from moefold.planner.time import StepTime, estimate
-from moefold.planner.time_pipeline import idle_of, is_steady
+from moefold.planner.time_pipeline import idle, pipeline_seconds
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
@@ -33,12 +33,8 @@ from moefold.schedule.config import (
 
 RESERVE = 0.05
 """Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
-BEST_SCHEDULE = ZeroBubbleH1()
-"""A schedule without a bubble, for bounds."""
 SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""
-SHORT = 4
-"""Rounds of a pipeline after which its memory repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Found:
     case: Case = field(repr=False)
     seconds: float
     bytes: float
-    """No less than the fullest rank needs."""
+    """Of the fullest rank."""
 
     @property
     def folding(self) -> tuple[int, ...]:
@@ -67,7 +63,6 @@ class Search:
     def __init__(self, task: Task) -> None:
         self.task, self.foldings = task, Foldings.of(task)
         self.bounds = Bounds(task, self.foldings)
-        self._bytes: dict[Choice, float] = {}
         self._states: dict[tuple[Any, ...], tuple[State, ...]] = {}
         self.priced = 0
         """Layouts whose whole step was priced."""
@@ -108,8 +103,8 @@ class Search:
                     push("priced", self._priced(item, room))
             elif _folding(item.sizes) not in found:
                 case = item.case(self.task)
-                needed = self._needed(item, case, room)
-                if needed is not None:
+                needed = max(totals(case))
+                if needed <= room:
                     found[_folding(item.sizes)] = Found(item, case, bound, needed)
         return list(found.values())
 
@@ -155,7 +150,7 @@ class Search:
                 left = (bounds.tensors_within(room) * pp - state) / min(m, pp)
                 found = next((item for item in chain if item[1] <= left), None)
                 if found is not None:
-                    bound = least_seconds(found[0] + more, m, pp, VIRTUAL, BEST_SCHEDULE)
+                    bound = least_seconds(found[0] + more, m, pp)
                     bound += bounds.fixed(share) + bounds.data(shape, pp, zero, m)
                     least[found[2]] = min(least.get(found[2], math.inf), bound)
         return least
@@ -208,28 +203,27 @@ class Search:
                         yield self._least(made), made
 
     def _least(self, item: "_Open") -> float:
-        """Return a bound of a pipeline's time with what it keeps."""
-        keeping = item.options[item.at]
+        """Return a bound of a pipeline's time with what it keeps: ranks share work evenly."""
+        keeping, sizes = item.options[item.at], item.choice.sizes
         work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
-        sizes = item.choice.sizes
-        least = least_seconds(work, item.m, sizes.pp, sizes.vpp, item.choice.schedule)
-        least += self.bounds.data(item.shape, sizes.pp, keeping.zero, item.m)
-        return least + self.bounds.fixed(keeping.optimizer_offload)
+        none = idle(item.choice.schedule, sizes.pp, sizes.vpp, item.m)
+        return work / sizes.pp * (item.m + none) + self._beside(item)
 
     def _filled(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
-        """Yield the same pipeline, bounded by its fullest rank and all its table leaves idle."""
-        sizes, schedule, keeping = item.choice.sizes, item.choice.schedule, item.options[item.at]
-        bound = self._least(item)
-        if sizes.pp > 1:
-            kept = keeping.recompute, keeping.offload
-            work = self.bounds.work(item.shape, kept)
-            slowest = self.bounds.fullest_rank(item.shape, kept, sizes.pp)
-            rest = (work - slowest) / sizes.vpp
-            if not is_steady(schedule):
-                rest = idle_of(schedule, sizes.pp, sizes.vpp, item.m) * work / sizes.pp
-            bound += item.m * slowest + rest
-            bound -= least_seconds(work, item.m, sizes.pp, sizes.vpp, schedule)
-        yield bound, item
+        """Yield the same pipeline, bounded by its fullest rank too."""
+        keeping, sizes = item.options[item.at], item.choice.sizes
+        kept = keeping.recompute, keeping.offload
+        slowest = self.bounds.fullest_rank(item.shape, kept, sizes.pp)
+        rest = self.bounds.work(item.shape, kept) - slowest
+        ranks = [slowest] + [rest / (sizes.pp - 1)] * (sizes.pp - 1) if sizes.pp > 1 else [slowest]
+        took = pipeline_seconds(item.choice.schedule, item.m, sizes.vpp, ranks)
+        yield took + self._beside(item), item
+
+    def _beside(self, item: "_Open") -> float:
+        """Return the least seconds of a step that are not its micro-batches'."""
+        keeping = item.options[item.at]
+        data = self.bounds.data(item.shape, item.choice.sizes.pp, keeping.zero, item.m)
+        return data + self.bounds.fixed(keeping.optimizer_offload)
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
         """Yield the same pipeline with the next that it could keep."""
@@ -300,27 +294,6 @@ class Search:
         moved = apart(made)
         if moved is not None:
             yield moved
-
-    def _needed(self, choice: Choice, case: Case, room: float) -> float | None:
-        """Return the bytes of the fullest rank where they are within room."""
-        quick = peak_bytes(case)
-        if quick <= room:
-            return quick
-        if choice not in self._bytes:
-            self._bytes[choice] = fullest(shortened(case)).total
-        exact = self._bytes[choice]
-        return exact if exact <= room else None
-
-
-def shortened(case: Case) -> Case:
-    """Return a step of fewer micro-batches with the same peaks of memory."""
-    period = getattr(case.schedule, "group", None) or case.sizes.pp
-    full = SHORT * max(case.sizes.pp, period)
-    m = case.micro_batches
-    if m <= full + period:
-        return case
-    m = full + (m - full) % period
-    return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
 class _Open(NamedTuple):

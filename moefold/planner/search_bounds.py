@@ -20,19 +20,16 @@ from moefold.planner.from_run import PAIRED, Choice, Task
 from moefold.planner.memory import Overheads, layer_kept, overheads, software_of
 from moefold.planner.memory_state import State, block_weights, state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
-from moefold.planner.search_space import SENDING, Foldings, Modules, Space
+from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
 from moefold.planner.time import FUSED, HOST_ADAM, estimate
 from moefold.planner.time_layer import SM_COST
-from moefold.schedule.config import DualPipeV, Merged, OneFOneB, Schedule, ZeroBubbleH1, ZeroBubbleV
+from moefold.planner.time_pipeline import LEAST
+from moefold.schedule.config import Merged, OneFOneB
 
 ENDLESS = 1e30
 """Launches/s of a host that never holds up."""
-NO_BUBBLE = (ZeroBubbleH1, ZeroBubbleV, DualPipeV)
-"""Schedules that are idle only until the last rank has its first input."""
 STEADY = 4
 """Rounds of a pipeline after which every chunk has had a backward, whatever the schedule."""
-FILLING = 1 / 3
-"""Of a micro-batch's work, its forward: ``time_pipeline`` takes backward as twice as long."""
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
@@ -414,7 +411,6 @@ def _front(items: Iterable[tuple[float, float, Kept]]) -> list[tuple[float, floa
     return front
 
 
-def least_seconds(work: float, m: int, pp: int, vpp: int, schedule: Schedule) -> float:
-    """Return the least seconds of m micro-batches of a pipeline whose ranks share work evenly."""
-    bubble = FILLING if isinstance(schedule, NO_BUBBLE) else 1.0
-    return work / pp * (m + bubble * (pp - 1) / vpp)
+def least_seconds(work: float, m: int, pp: int) -> float:
+    """Return the least seconds of m micro-batches, whatever the schedule."""
+    return work / pp * (m + LEAST * (pp - 1) / VIRTUAL)

@@ -7,8 +7,8 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_rules
 from moefold.mesh.needs import needs
 from moefold.planner.from_run import Choice, Task
-from moefold.planner.memory import fullest
-from moefold.planner.search import RESERVE, shortened
+from moefold.planner.memory import totals
+from moefold.planner.search import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
 
@@ -35,7 +35,7 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
     that make it fit, the fastest first, or else those that save the most memory.
     """
     case = choice.case(task)
-    seconds, bytes_ = estimate(case).seconds, fullest(shortened(case)).total
+    seconds, bytes_ = estimate(case).seconds, max(totals(case))
     room = task.cluster.device.memory_bytes
     if bytes_ <= room * (1 - RESERVE):
         room *= 1 - RESERVE
@@ -55,7 +55,7 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
     for took, what, other, tried in timed:
         if enough and (took >= seconds or len(found) == most):
             break
-        needed = fullest(shortened(tried)).total
+        needed = max(totals(tried))
         if enough and needed > room:
             continue
         found.append(Change(what, other, 1 - took / seconds, bytes_ - needed, needed <= room))

@@ -28,7 +28,7 @@ from moefold.planner.time_layer import (
     tensor_seconds,
 )
 from moefold.planner.time_optimizer import orthogonal_seconds
-from moefold.planner.time_pipeline import is_steady, steady_seconds, table_seconds
+from moefold.planner.time_pipeline import pipeline_seconds
 from moefold.planner.time_work import BF16, Share, head, joint, layer, offload_bytes
 
 BINDS = {
@@ -143,9 +143,7 @@ class _Step:
         """Return the seconds of all micro-batches."""
         case = self.case
         ranks = [span[0] + span[1] for span in spans]
-        if len(ranks) == 1 or is_steady(case.schedule):
-            return steady_seconds(m, case.sizes.vpp, ranks)
-        return table_seconds(case.schedule, m, case.sizes.vpp, ranks)
+        return pipeline_seconds(case.schedule, m, case.sizes.vpp, ranks)
 
     def _held(self, places: Iterable[Place]) -> Time:
         """Return the time of what a rank holds; equal layers are counted, not repeated."""

@@ -1,7 +1,5 @@
-"""How long a pipeline takes: a closed form where it holds, else by its own table.
-
-The closed form is of schedules whose ranks work without a gap once filled. Both are held by tests
-to the simulator, over the tables that training executes.
+"""How long a pipeline takes: closed forms, which tests hold to the simulator over the tables that
+training executes. A schedule without one is simulated.
 """
 
 from collections.abc import Sequence
@@ -9,51 +7,72 @@ from functools import lru_cache
 from typing import Any, cast
 
 from moefold.planner.case import table_of
-from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
+from moefold.schedule.config import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
 from moefold.schedule.simulate import Costs, simulate
 
 STEADY = (OneFOneB, Interleaved, Merged, GPipe)
-WEIGHT_SHARE = 0.5
-"""Of a backward's products that make gradients of weights."""
+"""Schedules whose ranks work without a gap once filled."""
+FILLING = 1 / 3
+"""Of a micro-batch's work, its forward: backward is taken as twice as long, half of that for
+gradients of weights."""
+IDLE: dict[type[Schedule], float] = dict.fromkeys(STEADY, 1.0) | {
+    ZeroBubbleH1: FILLING,
+    ZeroBubbleV: FILLING,
+    DualPipeV: 2 * FILLING,
+}
+"""Of a chunk's work, what a rank is idle for each other rank that fills and drains before it."""
+LEAST = min(IDLE.values())
 
 
-def is_steady(schedule: Schedule) -> bool:
-    """Return whether a schedule has the closed form of :func:`steady_seconds`."""
-    return isinstance(schedule, STEADY)
-
-
-def steady_seconds(m: int, v: int, ranks: Sequence[float]) -> float:
+def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
     """Return the seconds of m micro-batches.
 
-    Filling and draining pass the other ranks once, a chunk each; between, the slowest rank is
-    never idle.
+    Beyond filling and draining, each takes the slowest rank's time. Where ranks work without a gap
+    once filled, filling and draining pass each other rank once, a chunk each.
 
     Args:
         v: chunks per rank.
         ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
     """
-    slowest = max(ranks)
-    return m * slowest + (sum(ranks) - slowest) / v
+    p, slowest, whole = len(ranks), max(ranks), sum(ranks)
+    if isinstance(schedule, STEADY):
+        passed = (whole - slowest) / v
+        return m * slowest + passed + _short(schedule, p, v, m) * whole / p
+    return m * slowest + idle(schedule, p, v, m) * whole / p
 
 
-def table_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
-    """Return the same of any schedule, from its table: all that it leaves idle, at equal stages.
+def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return by how much a table of equal stages is longer than its work, in micro-batches."""
+    if p == 1:
+        return 0.0
+    share = IDLE.get(type(schedule))
+    if share is None:
+        return _simulated(cast("Any", schedule), p, v, m)
+    return share * (p - 1) / v + _short(schedule, p, v, m)
 
-    Beyond filling and draining, each micro-batch takes the slowest rank's time.
-    """
-    return m * max(ranks) + idle_of(cast("Any", schedule), len(ranks), v, m) * sum(ranks) / len(
-        ranks
-    )
+
+def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return what it is longer where there are fewer micro-batches than ranks."""
+    missing = max(0, p - m)
+    if isinstance(schedule, ZeroBubbleH1):
+        # Gradients of weights do not fill what is idle.
+        return missing * FILLING
+    # All chunks but one wait for the first micro-batch to come round.
+    return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
 
 
 @lru_cache(maxsize=1024)
-def idle_of(schedule: Schedule, p: int, v: int, m: int) -> float:
-    """Return by how much a table is longer than its work, in micro-batches of one rank.
-
-    The table is simulated with backwards twice as long as forwards, half of them for gradients of
-    weights, and shortened to its filling, two rounds and its draining.
-    """
+def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return the same by simulating the table, of its filling, two rounds and its draining."""
     short = min(m, 4 * p)
     table = table_of(schedule, p, v, short)
-    half = 2 / 3 / v * WEIGHT_SHARE
-    return simulate(table, Costs(1 / 3 / v, half, half)).makespan - short
+    return simulate(table, Costs(*(FILLING / v,) * 3)).makespan - short
