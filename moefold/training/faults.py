@@ -28,7 +28,7 @@ from moefold.training.ranks import world_of
 from moefold.training.recover import Keeper
 
 
-def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
+def rank(line: Line, run: Run, folder: Path, notes: Path, until: int | None = None) -> int:
     """Train as one rank that survives others, and leave notes for who makes faults.
 
     Args:
@@ -36,6 +36,7 @@ def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
         run: the run.
         folder: the run's.
         notes: folder for ``pid-R`` and ``samples-R.jsonl`` of each rank R.
+        until: the last step, where that is not the run's.
 
     Returns:
         The last step.
@@ -50,6 +51,7 @@ def rank(line: Line, run: Run, folder: Path, notes: Path) -> int:
             hooks = assemble(run.watch, Console(stderr=True))
             with Job(run, folder, hooks, world=world, keeper=keeper) as job:
                 job.feed = NotedFeed(job.loader, world, notes)
+                job.last_step = until or job.last_step
                 with suppress(Interrupted):
                     job.train()
                 return job.step_number

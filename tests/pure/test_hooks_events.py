@@ -177,8 +177,8 @@ def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_save_that_the_storage_refuses_is_tried_again_at_the_next_step(tmp_path: Path) -> None:
-    refused = [True, True, False]
+def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Path) -> None:
+    refused = [True, True, True, False, False]
 
     def save() -> Path:
         saved.append(job.step_number)
@@ -187,10 +187,10 @@ def test_a_save_that_the_storage_refuses_is_tried_again_at_the_next_step(tmp_pat
         return tmp_path
 
     saved: list[int] = []
-    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=4), Console(quiet=True))], last_step=8)
+    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=10), Console(quiet=True))], last_step=24)
     job.save = save  # type: ignore[method-assign]
-    job.go()
-    assert saved == [4, 5, 6]
+    job.go(steps=24)
+    assert saved == [10, 11, 13, 17, 20]
     stops = CheckpointHook(Policy(every=4, on_failure="stop"), Console(quiet=True))
     refused, job = [True], FakeJob(tmp_path, [stops], last_step=8)
     job.save = save  # type: ignore[method-assign]

@@ -14,34 +14,36 @@ class CheckpointHook(Hook):
     """Saves where the step is due; the last step of a process is saved by the loop itself.
 
     It stands last among the hooks, so that everything written about a step is written before the
-    checkpoint that a resumed run starts from. A save that the storage refuses is tried again at
-    the next step, or ends the run, as the policy says.
+    checkpoint that a resumed run starts from. A save that the storage refuses ends the run as
+    the policy says, or is tried again after one step, two more, four more, and where one is due.
     """
 
     def __init__(self, policy: Policy, console: Console) -> None:
         self._policy = policy
         self._console = console
-        self._owed = False
+        self._owed: int | None = None
+        self._wait = 1
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Save where the step is due, or where an earlier save still is."""
-        every = self._policy.every
-        due = bool(every) and job.step_number % (every or 1) == 0
-        if not (due or self._owed) or job.step_number >= job.last_step:
+        step, every = job.step_number, self._policy.every
+        if every is None or step >= job.last_step:
+            return
+        if step % every and (self._owed is None or step < self._owed):
             return
         try:
             began = time.monotonic()
             job.save()
-            self._owed = False
+            self._owed, self._wait = None, 1
             stall_s = time.monotonic() - began
-            note(job.folder, "saved", step=job.step_number, stall_s=stall_s)
+            note(job.folder, "saved", step=step, stall_s=stall_s)
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
-            self._owed = True
+            self._owed, self._wait = step + self._wait, 2 * self._wait
             self._console.print(
-                f"[bold red]checkpoint failed[/] step {job.step_number}: {error}\n"
-                "training goes on; the next step tries again",
+                f"[bold red]checkpoint failed[/] step {step}: {error}\n"
+                f"training goes on; step {self._owed} tries again",
                 soft_wrap=True,
                 highlight=False,
             )

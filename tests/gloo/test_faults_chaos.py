@@ -1,0 +1,33 @@
+"""Two minutes of what ``make chaos`` does for an hour."""
+
+from pathlib import Path
+
+import pytest
+
+from moefold.training.chaos import Fire, Injector, measured, same, trained
+from tests.gloo.harness import one_at_a_time
+
+RANKS = 8
+FIRE = Fire(seconds=60.0, every_s=7.0)
+
+
+@pytest.mark.slow
+def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
+    fire, peace = tmp_path / "fire", tmp_path / "peace"
+    with one_at_a_time():
+        injector = Injector(fire, RANKS, FIRE)
+        ours = trained(fire, RANKS, injector=injector)
+        injector.join(60)
+        trained(peace, RANKS, until=len(ours.lines))
+    assert not injector.error
+    found = measured(ours, injector.made)
+    assert found["faults"] == 8 and found["recoveries"] >= 6
+    assert found["steps_lost"] == 1
+    assert found["back_s"] < 30, "what died is started anew in seconds"
+    assert same(fire, peace) == {
+        "steps_compared": len(ours.lines),
+        "first_difference": None,
+        "curve_equal": True,
+        "each_step_once": True,
+        "samples_equal": True,
+    }
