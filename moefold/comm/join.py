@@ -10,16 +10,19 @@ from moefold.comm.environment import Spot
 from moefold.comm.store import PrefixStore, connect, serve_beside
 
 MEET_S = 120.0
-"""Ranks start at different moments: at least so long they wait for the first meeting."""
+"""Ranks start at different moments: so long they wait for each other to be there at all."""
 
 
-def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
+def join(
+    spot: Spot, time_out_s: float, device: str = "cpu", meet_s: float = MEET_S
+) -> torch.device:
     """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
 
     Args:
         spot: this rank's place.
         time_out_s: how long ranks wait for each other, in every operation.
         device: ``cpu`` or ``cuda``; of several CUDA devices, the one of the local rank.
+        meet_s: how long they wait to meet, at least the time-out.
 
     Returns:
         The device of this rank.
@@ -36,10 +39,13 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     if device == "cuda":
         here = torch.device("cuda", spot.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(here)
-    whole = connect(spot.address, spot.port, max(time_out_s, MEET_S))
-    store = PrefixStore(f"attempt {spot.attempt}", whole)
-    store.set(f"here/{spot.rank}", "")
+    meet_s = max(time_out_s, meet_s)
+    store = PrefixStore(f"attempt {spot.attempt}", connect(spot.address, spot.port, meet_s))
     try:
+        store.set(f"here/{spot.rank}", "")
+        if store.add("here", 1) == spot.world:
+            store.set("all here", "")
+        store.wait(["all here"], timedelta(seconds=meet_s))
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=store,

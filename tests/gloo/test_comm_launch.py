@@ -132,7 +132,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(LAUNCHER))
     launcher = subprocess.Popen([sys.executable, script, tmp_path], env=environ())
     files = [tmp_path / f"ready {rank}" for rank in range(2)]
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < until
         time.sleep(0.05)

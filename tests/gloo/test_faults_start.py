@@ -1,14 +1,17 @@
 """Ranks that do not come to the first meeting are named."""
 
+import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moefold.comm.environment import Spot
 from moefold.comm.join import join
 from moefold.comm.store import serve
 from tests.gloo.harness import run_ranks
+from tests.gloo.test_comm_launch import free_port
 
 
 def alone(rank: int) -> str:
@@ -16,7 +19,7 @@ def alone(rank: int) -> str:
     store = serve(0, 20.0)
     store.set_timeout(timedelta(seconds=20))
     with pytest.raises(RuntimeError) as caught:
-        join(Spot(0, 3, 0, "127.0.0.1", store.port, served=True), 2.0)
+        join(Spot(0, 3, 0, "127.0.0.1", store.port, served=True), 2.0, meet_s=2.0)
     return str(caught.value)
 
 
@@ -24,3 +27,20 @@ def test_missing_ranks_are_named() -> None:
     """Case 40."""
     (said,) = run_ranks(alone, 1, time_out_s=60)
     assert said.startswith("ranks 1, 2 of 3 have not come in time")
+
+
+def late(rank: int, port: int) -> float:
+    dist.destroy_process_group()
+    store = serve(port, 20.0) if rank == 0 else None
+    time.sleep(2.5 * rank)
+    join(Spot(rank, 2, rank, "127.0.0.1", port, served=True), 1.0)
+    total = torch.tensor([10.0**rank])
+    dist.all_reduce(total)
+    dist.barrier()
+    del store
+    return total.item()
+
+
+def test_ranks_may_come_later_than_an_operation_may_take() -> None:
+    """Processes start at different moments; the time-out is for what they do together."""
+    assert run_ranks(late, 2, free_port(), time_out_s=60) == [11.0, 11.0]
