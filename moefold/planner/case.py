@@ -14,7 +14,9 @@ from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
 from moefold.optim.config import AdamW, Optim
+from moefold.planner import held
 from moefold.planner.hardware import Cluster
+from moefold.planner.held import Held, kinds
 from moefold.policies.config import Full, Selective
 from moefold.schedule.build import tabulate
 from moefold.schedule.checker import peak_in_flight
@@ -39,6 +41,7 @@ Module = Literal[
 ]
 """What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
 ``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
+MODULES = frozenset(get_args(Module))
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose way of keeping, sending and launching is planned."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -81,7 +84,7 @@ class Keeping:
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"zero {self.zero}: one of {ZERO_STAGES}")
         for name, modules in (("recompute", self.recompute), ("offload", self.offload)):
-            unknown = sorted(modules - set(get_args(Module)))
+            unknown = sorted(modules - MODULES)
             if unknown:
                 raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
         for name in ("offload_share", "optimizer_offload"):
@@ -145,10 +148,9 @@ class Case:
         count = self.sizes.pp * self.sizes.vpp
         if len(self.stages.letters) != count:
             raise ValueError(f"stages are {len(self.stages.letters)}, pp * vpp is {count}")
-        if self.stages.layers != len(self.decoder.blocks):
-            raise ValueError(
-                f"stages hold {self.stages.layers} layers, the model has {len(self.decoder.blocks)}"
-            )
+        layers = len(kinds(self.decoder)[1])
+        if self.stages.layers != layers:
+            raise ValueError(f"stages hold {self.stages.layers} layers, the model has {layers}")
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch}: a multiple of dp * micro_batch = {share}")
@@ -195,10 +197,20 @@ class Case:
         """The schedule's table, as training executes it."""
         return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
 
-    @cached_property
+    @property
     def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
         """What each chunk of each pipeline rank computes: ``[rank][chunk]``."""
-        return self.stages.table(self.sizes.pp, self.way)
+        return held.places(self.stages, self.sizes.pp, self.way)
+
+    @property
+    def chunks(self) -> tuple[tuple[Held, ...], ...]:
+        """The same, counted."""
+        return held.chunks(self.decoder, self.stages, self.sizes.pp, self.way)
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """The same of each pipeline rank over its chunks."""
+        return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)
 
     @property
     def in_flight(self) -> tuple[int, ...]:

@@ -5,21 +5,20 @@ comes and goes. Ranks of one stage differ only in their experts' load, so that o
 rank is planned: the one whose experts get the most rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import mul
 from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
-from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.planner import memory_kept, memory_megatron
 from moefold.planner.case import Case, settled
 from moefold.planner.foreign import PlainMoe
+from moefold.planner.held import Held, kinds
 from moefold.planner.memory_kept import Kept, Shape
-from moefold.planner.memory_state import State, embedding, place_weights, stage_states, state
+from moefold.planner.memory_state import State, States
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 
 MIB = 2**20
@@ -191,48 +190,60 @@ def _reach(folding: Folding, kind: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-class _Stage(NamedTuple):
-    """Bytes of a pipeline rank's chunks for one micro-batch."""
+class _Chunk(NamedTuple):
+    """Bytes of a pipeline rank's chunk for one micro-batch."""
 
-    kept: list[float]
-    working: list[tuple[float, float]]
-    """Forward and backward."""
-    layer: list[float]
-    """Kept by the fullest layer."""
-    coming: list[float]
-    """Gradients that come with a chunk's first backward."""
+    kept: float
+    forward: float
+    """What its forward works with."""
+    backward: float
+    layer: float
+    """Kept by its fullest layer."""
+    coming: float
+    """Gradients that come with its first backward."""
+
+
+class _Stage(NamedTuple):
+    """A pipeline rank's chunks."""
+
+    chunks: list[_Chunk]
     there: float
-    """Gradients that are there before: those of the head."""
+    """Bytes of gradients that are there before any backward: those of the head."""
 
     def needs(self, step: Running) -> tuple[float, float, float]:
         """Return activations, what the step works with, and gradients while it runs."""
-        alive = sum(map(mul, step.kept, self.kept))
-        there = self.there + sum(self.coming[chunk] for chunk in step.begun)
+        chunks = self.chunks
+        alive = sum(count * chunk.kept for count, chunk in zip(step.kept, chunks, strict=True))
+        there = self.there + sum(chunks[number].coming for number in step.begun)
         used = freed = 0.0
-        if step.backward is not None and step.frees:
-            freed = self.kept[step.backward]
-            new = 0.0 if step.backward in step.begun else self.coming[step.backward]
-            # A first backward frees as its gradients come: of the two the larger counts.
-            there += max(new - freed, 0.0)
-        if step.backward is not None and step.kind != "W":
-            used = self.working[step.backward][1]
+        if step.backward is not None:
+            back = chunks[step.backward]
+            if step.frees:
+                freed = back.kept
+                new = 0.0 if step.backward in step.begun else back.coming
+                # A first backward frees as its gradients come: of the two the larger counts.
+                there += max(new - freed, 0.0)
+            used = back.backward if step.kind != "W" else 0.0
         if step.forward is not None:
-            grown = self.kept[step.forward]
-            used = max(used, self.working[step.forward][0])
+            ahead = chunks[step.forward]
+            used = max(used, ahead.forward)
             # Layer by layer one pass keeps and the other frees: they are never both whole.
-            alive += max(grown - freed, 0.0) + self.layer[step.forward] if freed else grown
+            alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
         return alive, used, there
 
 
 class _Chunks:
-    """Bytes of the chunks of a case for one micro-batch."""
+    """Bytes of the chunks of a case for one micro-batch; of equal ones one is counted."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.shape = Shape.of(case)
-        self.states = stage_states(case)
-        self._known: dict[int, tuple[float, float, float]] = {}
-        self._grown: dict[int | str, float] = {}
+        self.blocks = kinds(case.decoder)[0]
+        self.last = kinds(case.decoder)[1][-1]
+        self.pieces = States(case)
+        self.states = [self.pieces.held(held) for held in case.held]
+        self._layers: dict[int, tuple[float, float, float]] = {}
+        self._known: dict[Held, _Chunk] = {}
 
     def memory(self, rank: int) -> Memory:
         """Return the memory of a pipeline rank."""
@@ -260,17 +271,20 @@ class _Chunks:
         yield Moment("step", 0.0, 0.0, self.states[rank].gradients)
 
     def _stage(self, rank: int) -> "_Stage":
-        places = self.case.places[rank]
-        coming = [self._gradients(chunk) for chunk in places]
-        return _Stage(
-            [self._kept(chunk) for chunk in places],
-            [self._working(chunk) for chunk in places],
-            [self._fullest_layer(chunk) for chunk in places],
-            coming,
-            self.states[rank].gradients - sum(coming),
-        )
+        chunks = [self._chunk(held) for held in self.case.chunks[rank]]
+        coming = sum(chunk.coming for chunk in chunks)
+        return _Stage(chunks, self.states[rank].gradients - coming)
 
-    def _gradients(self, chunk: tuple[Place, ...]) -> float:
+    def _chunk(self, held: Held) -> "_Chunk":
+        if held not in self._known:
+            layers = [self._layer(kind) for kind, _ in held.layers]
+            kept = max((layer[0] for layer in layers), default=0.0)
+            forward, backward = self._working(held, layers)
+            made = _Chunk(self._kept(held), forward, backward, kept, self._gradients(held))
+            self._known[held] = made
+        return self._known[held]
+
+    def _gradients(self, held: Held) -> float:
         """Bytes of a chunk's gradients that are not there before its first backward.
 
         Moefold drops gradients as a step begins; other stacks keep their buffers.
@@ -278,39 +292,22 @@ class _Chunks:
         case = self.case
         if case.software.stack != "moefold" or case.keeping.zero > 1:
             return 0.0
-        layers = sum(self._place_gradients(place) for place in chunk)
-        embeds = not case.decoder.tied and any(place.kind == "embedding" for place in chunk)
-        return layers + (state(case, [embedding(case.decoder)]).gradients if embeds else 0.0)
+        found = self.pieces.layers(held).gradients
+        embeds = held.embedding and not case.decoder.tied
+        return found + (self.pieces.of("embedding").gradients if embeds else 0.0)
 
-    def _place_gradients(self, place: Place) -> float:
-        # Equal blocks are one object, whose gradients are counted once.
-        layer = place.kind == "layer"
-        key = id(self.case.blocks[place.index]) if layer else place.kind
-        if key not in self._grown:
-            weights = place_weights(self.case, place)
-            self._grown[key] = state(self.case, weights).gradients
-        return self._grown[key]
-
-    def _kept(self, chunk: tuple[Place, ...]) -> float:
+    def _kept(self, held: Held) -> float:
         """Bytes that a chunk keeps for one micro-batch."""
-        case, shape = self.case, self.shape
-        row = shape.rows * shape.hidden * shape.width
-        total = 0.0
-        for place in chunk:
-            if place.kind == "layer":
-                total += self._layer(case.blocks[place.index])[0]
-            elif place.kind == "multi_token":
-                # The joined pair of rows and the norms before and after it.
-                total += self._layer(case.blocks[-1])[0] + 5 * row + self._logits()
-            elif place.kind == "loss":
-                total += row + self._logits()
-        graphs = software_of(case).graphs if case.software.cuda_graphs != "none" else 0.0
+        row = self.shape.rows * self.shape.hidden * self.shape.width
+        total = sum(self._layer(kind)[0] * count for kind, count in held.layers)
+        if held.multi_token:
+            # The joined pair of rows and the norms before and after it.
+            each = self._layer(self.last)[0] + 5 * row + self._logits()
+            total += held.multi_token * each
+        if held.loss:
+            total += row + self._logits()
+        graphs = software_of(self.case).graphs if self.case.software.cuda_graphs != "none" else 0.0
         return total * (1 + graphs)
-
-    def _fullest_layer(self, chunk: tuple[Place, ...]) -> float:
-        """Bytes that the fullest layer of a chunk keeps."""
-        blocks = [self.case.blocks[p.index] for p in chunk if p.kind == "layer"]
-        return max((self._layer(block)[0] for block in blocks), default=0.0)
 
     def _logits(self) -> float:
         """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
@@ -319,32 +316,31 @@ class _Chunks:
         columns = self.case.decoder.vocab / self.case.sizes.tp
         return self.shape.piece * columns * (self.shape.width + 4)
 
-    def _working(self, chunk: tuple[Place, ...]) -> tuple[float, float]:
+    def _working(
+        self, held: Held, layers: Sequence[tuple[float, float, float]]
+    ) -> tuple[float, float]:
         """Bytes that forward and backward of a chunk work with at their fullest."""
-        layers = [self._layer(self.case.blocks[p.index]) for p in chunk if p.kind == "layer"]
         forward = max((layer[1] for layer in layers), default=0.0)
         backward = max((layer[2] for layer in layers), default=0.0)
-        if self.case.software.stack == "moefold" and any(p.kind == "loss" for p in chunk):
+        if self.case.software.stack == "moefold" and held.loss:
             rows = min(LOSS_CHUNK, self.shape.piece)
             columns = self.case.decoder.vocab / self.case.sizes.tp
             # Logits, and their logarithms in fp32, which become the gradient in place.
             forward = max(forward, rows * columns * (self.shape.width + 4))
         return forward, backward
 
-    def _layer(self, block: Block) -> tuple[float, float, float]:
+    def _layer(self, kind: int) -> tuple[float, float, float]:
         """Return what a block keeps, and what its forward and its backward work with."""
-        found = self._known.get(id(block))
-        if found is None:
+        if kind not in self._layers:
+            block, keeping = self.blocks[kind], self.case.keeping
             parts = layer_kept(self.case, block)
-            keeping = self.case.keeping
             stays = [part for part in parts if part.stays(keeping.recompute)]
             away = sum(part.bytes for part in stays if part.module in keeping.offload)
             kept = sum(part.bytes for part in stays) - away * keeping.offload_share
             again = sum(part.bytes for part in parts) - sum(part.bytes for part in stays)
             forward, backward = self._widest(block)
-            found = (kept, forward, backward + max(again, 0))
-            self._known[id(block)] = found
-        return found
+            self._layers[kind] = (kept, forward, backward + max(again, 0))
+        return self._layers[kind]
 
     def _widest(self, block: Block) -> tuple[float, float]:
         """Return the bytes of activation and output, and of the gradients in a feed-forward."""

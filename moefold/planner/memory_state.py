@@ -16,6 +16,7 @@ from moefold.model.config import Block, Decoder
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe
+from moefold.planner.held import Held, kinds
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
@@ -62,8 +63,21 @@ class State:
     moments: float = 0.0
 
     def __add__(self, other: "State") -> "State":
-        mine, theirs = vars(self), vars(other)
-        return State(**{name: mine[name] + theirs[name] for name in mine})
+        return State(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.master + other.master,
+            self.moments + other.moments,
+        )
+
+    def times(self, number: int) -> "State":
+        """Return the bytes of so many equal parts."""
+        return State(
+            self.weights * number,
+            self.gradients * number,
+            self.master * number,
+            self.moments * number,
+        )
 
     @property
     def total(self) -> float:
@@ -115,28 +129,51 @@ def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
     return (_norm("norm.weight", decoder.hidden),) if place.kind == "loss" else ()
 
 
+class States:
+    """The states of what a case's ranks hold; of equal pieces one is counted."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._known: dict[int | str, State] = {}
+
+    def of(self, name: int | str) -> State:
+        """Return that of a kind of block, or of what is named: ``multi_token``, ``norm``, ``head``
+        or ``embedding``.
+        """
+        if name not in self._known:
+            self._known[name] = state(self.case, self._weights(name))
+        return self._known[name]
+
+    def _weights(self, name: int | str) -> tuple[Weight, ...]:
+        decoder = self.case.decoder
+        if isinstance(name, int):
+            return block_weights(kinds(decoder)[0][name], decoder.hidden, name)
+        if name == "multi_token":
+            return multi_token_weights(decoder, len(kinds(decoder)[1]))
+        if name == "norm":
+            return (_norm("norm.weight", decoder.hidden),)
+        return (_matrix(decoder, "head.weight") if name == "head" else embedding(decoder),)
+
+    def held(self, held: Held) -> State:
+        """Return that of all that a rank holds."""
+        found = self.layers(held)
+        tied = self.case.decoder.tied
+        if held.embedding or held.multi_token or (held.loss and tied):
+            found += self.of("embedding")
+        return found + self.of("head") if held.loss and not tied else found
+
+    def layers(self, held: Held) -> State:
+        """Return the same without embedding and head."""
+        found = sum((self.of(kind).times(count) for kind, count in held.layers), State())
+        if held.multi_token:
+            found += self.of("multi_token").times(held.multi_token)
+        return found + self.of("norm") if held.loss else found
+
+
 def stage_states(case: Case) -> tuple[State, ...]:
     """Return the state of one rank of each pipeline rank, from the first to the last."""
-    known: dict[Any, State] = {}
-    return tuple(_rank_state(case, chunks, known) for chunks in case.places)
-
-
-def _rank_state(case: Case, chunks: Iterable[tuple[Place, ...]], known: dict[Any, State]) -> State:
-    places = [place for chunk in chunks for place in chunk]
-    total = State()
-    for place in places:
-        # Equal blocks are one object: a deep model is summed as fast as a shallow one.
-        layer = place.kind == "layer"
-        key = id(case.blocks[place.index]) if layer else place.kind
-        if key not in known:
-            known[key] = state(case, place_weights(case, place))
-        total += known[key]
-    kinds = {place.kind for place in places}
-    embeds = kinds & {"embedding", "multi_token"} or ("loss" in kinds and case.decoder.tied)
-    ends = [embedding(case.decoder)] if embeds else []
-    if "loss" in kinds and not case.decoder.tied:
-        ends.append(_matrix(case.decoder, "head.weight"))
-    return total + state(case, ends)
+    states = States(case)
+    return tuple(states.held(held) for held in case.held)
 
 
 def state(case: Case, weights: Iterable[Weight]) -> State:

@@ -22,7 +22,7 @@ from moefold.planner.memory_state import State, stage_states
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
 from moefold.planner.time import StepTime, estimate
-from moefold.planner.time_pipeline import idle, pipeline_seconds
+from moefold.planner.time_pipeline import pipeline_seconds
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
@@ -97,8 +97,6 @@ class Search:
                 push("open", self._pipelines(space, item, room))
             elif level == "open":
                 push("open", self._further(item))
-                push("filled", self._filled(item))
-            elif level == "filled":
                 if _folding(item.choice.sizes) not in found:
                     push("priced", self._priced(item, room))
             elif _folding(item.sizes) not in found:
@@ -114,7 +112,7 @@ class Search:
         """Yield every attention grid, micro-batch and format, with a bound."""
         for recipe in space.recipes:
             for size in space.micro_batches:
-                for tp, cp in self.foldings.attention():
+                for tp, cp in self.foldings.attention:
                     grid = Grid(recipe, size, tp, cp)
                     if any(self.bounds.steps(grid, pp) for pp in self.foldings.pp):
                         bound = self.bounds.ideal(grid, NOTHING) * self.bounds.turns(grid)
@@ -146,8 +144,8 @@ class Search:
             if m is None:
                 continue
             for zero, share in space.shares(pp):
-                state = bounds.state(shape, pp, Keeping(zero, optimizer_offload=share))
-                left = (bounds.tensors_within(room) * pp - state) / min(m, pp)
+                lasting = bounds.state(shape, pp, zero, share)
+                left = (bounds.tensors_within(room) * pp - lasting) / min(m, pp)
                 found = next((item for item in chain if item[1] <= left), None)
                 if found is not None:
                     bound = least_seconds(found[0] + more, m, pp)
@@ -203,27 +201,17 @@ class Search:
                         yield self._least(made), made
 
     def _least(self, item: "_Open") -> float:
-        """Return a bound of a pipeline's time with what it keeps: ranks share work evenly."""
-        keeping, sizes = item.options[item.at], item.choice.sizes
-        work = self.bounds.work(item.shape, (keeping.recompute, keeping.offload))
-        none = idle(item.choice.schedule, sizes.pp, sizes.vpp, item.m)
-        return work / sizes.pp * (item.m + none) + self._beside(item)
-
-    def _filled(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
-        """Yield the same pipeline, bounded by its fullest rank too."""
-        keeping, sizes = item.options[item.at], item.choice.sizes
+        """Return a bound of a pipeline's time with what it keeps: other ranks share evenly what
+        the fullest leaves.
+        """
+        keeping, sizes, pp = item.options[item.at], item.choice.sizes, item.choice.sizes.pp
         kept = keeping.recompute, keeping.offload
-        slowest = self.bounds.fullest_rank(item.shape, kept, sizes.pp)
-        rest = self.bounds.work(item.shape, kept) - slowest
-        ranks = [slowest] + [rest / (sizes.pp - 1)] * (sizes.pp - 1) if sizes.pp > 1 else [slowest]
+        work = self.bounds.work(item.shape, kept)
+        slowest = self.bounds.fullest_rank(item.shape, kept, pp)
+        ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
         took = pipeline_seconds(item.choice.schedule, item.m, sizes.vpp, ranks)
-        yield took + self._beside(item), item
-
-    def _beside(self, item: "_Open") -> float:
-        """Return the least seconds of a step that are not its micro-batches'."""
-        keeping = item.options[item.at]
-        data = self.bounds.data(item.shape, item.choice.sizes.pp, keeping.zero, item.m)
-        return data + self.bounds.fixed(keeping.optimizer_offload)
+        data = self.bounds.data(item.shape, pp, keeping.zero, item.m)
+        return took + data + self.bounds.fixed(keeping.optimizer_offload)
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
         """Yield the same pipeline with the next that it could keep."""
@@ -273,9 +261,7 @@ class Search:
         if sizes.pp == 1:
             return
         each = [sum(span) for span in took.ranks]
-        held = [
-            sum(place.kind == "layer" for chunk in rank for place in chunk) for rank in case.places
-        ]
+        held = [one.number for one in case.held]
         home = 0 if case.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
         plain = [
             time / n

@@ -5,36 +5,33 @@ shorter than its share of that work, whatever the pipeline. With a host that nev
 adds up from parts, so that grids of attention and of experts can be bounded apart.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
-from moefold.mesh.pipeline import Stages
-from moefold.model.config import Block, Stack
 from moefold.moe.config import Moe
 from moefold.planner.case import Case, Keeping, Recipe, peaks_of
 from moefold.planner.curves import Rates, constants
 from moefold.planner.from_run import PAIRED, Choice, Task
+from moefold.planner.held import Held, kinds
 from moefold.planner.memory import Overheads, layer_kept, overheads, software_of
 from moefold.planner.memory_state import State, block_weights, state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
-from moefold.planner.time import FUSED, HOST_ADAM, estimate
-from moefold.planner.time_layer import SM_COST
+from moefold.planner.time import HOST_ADAM, Pass
+from moefold.planner.time_layer import SM_COST, Policy, Setting, half_seconds, setting_of
 from moefold.planner.time_pipeline import LEAST
-from moefold.schedule.config import Merged, OneFOneB
+from moefold.planner.time_work import PERMUTING, Share
+from moefold.schedule.config import OneFOneB
 
-ENDLESS = 1e30
-"""Launches/s of a host that never holds up."""
 STEADY = 4
 """Rounds of a pipeline after which every chunk has had a backward, whatever the schedule."""
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
-PARTS_OF_ONE: Modules = frozenset(("experts", "ffn", "shared"))
-"""Modules that a search recomputes together or not at all."""
 
 
 class Grid(NamedTuple):
@@ -69,11 +66,14 @@ class Bounds:
 
     def __init__(self, task: Task, foldings: Foldings) -> None:
         self.task, self.foldings = task, foldings
+        self.blocks, order = kinds(task.decoder)
+        self.counts = Counter(order)
+        self._passes: dict[tuple[Any, ...], Pass] = {}
+        self._settings: dict[Recipe, Setting] = {}
         self._works: dict[tuple[Any, ...], float] = {}
         self._states: dict[tuple[Any, ...], float] = {}
+        self._each: dict[tuple[Any, ...], tuple[float, ...]] = {}
         self._parts: dict[tuple[Any, ...], Any] = {}
-        self._each: dict[tuple[Any, ...], dict[int, float]] = {}
-        self._layers: dict[tuple[Any, ...], float] = {}
         self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
         self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
         self._spreads: dict[tuple[Any, ...], float] = {}
@@ -92,79 +92,59 @@ class Bounds:
 
     def work(self, shape: Shape, kept: Kept) -> float:
         """Return the seconds of all layers for one micro-batch on one rank."""
-        key = shape, kept
-        if key not in self._works:
-            case = self._sample(shape, self.task, Keeping(recompute=kept[0], offload=kept[1]))
-            self._works[key] = sum(estimate(case).ranks[0])
-        return self._works[key]
+        return self._seconds(shape, kept, self._whole)
 
     def fullest_rank(self, shape: Shape, kept: Kept, pp: int) -> float:
         """Return the least seconds of the slowest rank: some rank has its share of the most common
         layers, rounded up.
         """
-        key = "layer", shape, kept
-        block, number = max(self._kinds, key=lambda pair: pair[1])
+        (kind, number), *_ = self.counts.most_common(1)
+        layer = self._seconds(shape, kept, Held(((kind, 1),)))
+        return max(self.work(shape, kept) / pp, -(-number // pp) * layer)
+
+    def _seconds(self, shape: Shape, kept: Kept, held: Held) -> float:
+        key = shape, kept, held
         if key not in self._works:
-            one, two = (self._alone(shape, kept, block, n) for n in (1, 2))
-            self._works[key] = two - one
-        return max(self.work(shape, kept) / pp, -(-number // pp) * self._works[key])
-
-    def _alone(self, shape: Shape, kept: Kept, block: Block, layers: int) -> float:
-        """Return the work of a model of so many equal layers."""
-        stack = Stack.model_construct(repeat=layers, blocks=(block,))
-        decoder = self.task.decoder.model_copy(update={"stacks": (stack,)})
-        task = replace(self.task, decoder=decoder, multi_token=0)
-        keeping = Keeping(recompute=kept[0], offload=kept[1])
-        case = self._sample(shape, task, keeping, stages=Stages(("E" + "t" * layers + "L",)))
-        return sum(estimate(case).ranks[0])
-
-    @cached_property
-    def _kinds(self) -> list[tuple[Block, int]]:
-        """Each different block, and how often it stands in the model."""
-        counts: dict[int, tuple[Block, int]] = {}
-        for block, number in self.blocks:
-            counts[id(block)] = block, counts.get(id(block), (block, 0))[1] + number
-        return list(counts.values())
+            made = self._pass(shape, kept)
+            self._works[key] = made.span(made.time(held)).seconds
+        return self._works[key]
 
     def ideal(self, grid: Grid, kept: Kept) -> float:
-        """Return the same without host and exchanges of rows, experts spread as far as they can be.
-
-        What is recomputed adds up, so that each module is priced once.
-        """
-        again, away = kept
-        if away or len(again) <= 1:
-            return self._ideal(grid, kept)
-        alone = self._ideal(grid, NOTHING)
-        parts = [again & PARTS_OF_ONE, *(frozenset((name,)) for name in again - PARTS_OF_ONE)]
-        if "attention" in again:
-            parts = [part - {"mla_up"} for part in parts]
-        return alone + sum(self._ideal(grid, (part, frozenset())) - alone for part in parts if part)
-
-    def _ideal(self, grid: Grid, kept: Kept) -> float:
+        """Return the same without host and exchanges of rows, experts spread as far as can be."""
         key = grid, kept
         if key not in self._works:
             shape = Shape(*grid, self._most(grid), 1, "hybridep", False)
-            keeping = Keeping(recompute=kept[0], offload=kept[1])
-            self._works[key] = self._device(shape, keeping)
+            took = self._pass(shape, kept).time(self._whole)
+            sent = took.forward.get("dispatch", 0.0) + took.backward.get("dispatch", 0.0)
+            self._works[key] = took.device - sent
         return self._works[key]
 
     def spread(self, grid: Grid, ep: int, etp: int) -> float:
         """Return what other sizes of the experts' grid add to that at least, exchanges too."""
-        rows = grid.micro_batch * self.task.seq / (grid.tp * grid.cp)
-        key = grid.recipe, rows, ep, etp, self._most(grid)
+        rows, most = grid.micro_batch * self.task.seq / (grid.tp * grid.cp), self._most(grid)
+        key = grid.recipe, rows, ep, etp, most
         if key not in self._spreads:
-            shape = Shape(*grid, ep, etp, "hybridep", False)
-            more = self._device(shape, Keeping()) - self._ideal(grid, NOTHING)
+            more = self._experts(grid, ep, etp) - self._experts(grid, most, 1)
             # Recomputed experts run a third more of it.
             self._spreads[key] = more if more > 0 else more * 4 / 3
         return self._spreads[key] + self._exchanges(grid, ep, etp)
+
+    def _experts(self, grid: Grid, ep: int, etp: int) -> float:
+        """Return the device's seconds of all mixtures of experts."""
+        share = self._share(Shape(*grid, ep, etp, "hybridep", False))
+        total = sum(
+            half_seconds(block.ffn, share, self._setting(grid.recipe)) * self.counts[kind]
+            for kind, block in enumerate(self.blocks)
+            if isinstance(block.ffn, Moe)
+        )
+        return float(total)
 
     def _exchanges(self, grid: Grid, ep: int, etp: int) -> float:
         """Return what four exchanges per layer take at least, as much hidden as can be."""
         took = self.exchanges(Shape(*grid, ep, etp, "local", False))
         if not took:
             return 0.0
-        layers = sum(n for block, n in self.blocks if isinstance(block.ffn, Moe))
+        layers = sum(self.counts[i] for i, b in enumerate(self.blocks) if isinstance(b.ffn, Moe))
         shown = 1.0 - self._rates.hidden * (1.0 - SM_COST)
         return 4 * layers * min(took.values()) * max(0.0, shown)
 
@@ -195,7 +175,7 @@ class Bounds:
             return list(space.dispatchers[:1])
         best: dict[bool, str] = {}
         for name in took:
-            fused = name in FUSED
+            fused = name in PERMUTING
             if fused not in best or took[name] < took[best[fused]]:
                 best[fused] = name
         if len(best) == 2 and took[best[True]] <= took[best[False]]:
@@ -229,12 +209,6 @@ class Bounds:
         moved = 6.0 * m if zero == 3 else self.task.numbers.gradient_bytes + 2.0
         return moved * max(0.0, self._states[key] - 2 * LATENCY_NIC)
 
-    def _device(self, shape: Shape, keeping: Keeping) -> float:
-        """Return the work without the host and without exchanges of rows."""
-        software = replace(self.task.software, host_speed=ENDLESS)
-        took = estimate(self._sample(shape, replace(self.task, software=software), keeping))
-        return sum(took.ranks[0]) - took.parts["dispatch"]
-
     def _most(self, grid: Grid) -> int:
         return max(ep for ep, etp in self.foldings.experts(grid.tp, grid.cp) if etp == 1)
 
@@ -244,52 +218,55 @@ class Bounds:
         """Return no more than what the fullest rank needs: an even share of state and layers."""
         kept = keeping.recompute, keeping.offload
         alive = min(m, pp) * self.layers_kept(shape.grid, shape.etp, kept)
-        tensors = (self.state(shape, pp, keeping) + alive) / pp
+        lasting = self.state(shape, pp, keeping.zero, keeping.optimizer_offload)
+        tensors = (lasting + alive) / pp
         return tensors * (1 + self._software.fragments) + self._software.context
 
     def tensors_within(self, room: float) -> float:
         """Return the bytes of tensors that fit into a room beside what software takes."""
         return (room - self._software.context) / (1 + self._software.fragments)
 
-    def state(self, shape: Shape, pp: int, keeping: Keeping) -> float:
-        """Return the bytes of all layers' weights, master weights and moments on a rank."""
-        policy = pp, shape.recipe, keeping.zero, keeping.optimizer_offload
-        total = 0.0
+    def state(self, shape: Shape, pp: int, zero: int, share: float) -> float:
+        """Return the bytes of all layers' weights, master weights and moments on a rank, a share of
+        the latter two on the host.
+        """
+        policy, total = (pp, shape.recipe, zero, share), 0.0
         for expert, sizes in ((False, (shape.tp,)), (True, (shape.ep, shape.etp))):
             key = expert, sizes, policy
             if key not in self._states:
+                keeping = Keeping(zero, optimizer_offload=share)
                 self._states[key] = self._state(shape, pp, keeping, expert)
             total += self._states[key]
         return total
 
     def _state(self, shape: Shape, pp: int, keeping: Keeping, expert: bool) -> float:
         """Return that of experts, or of all other weights: of either alone its own grid decides."""
-        case = self._sample(shape, self.task, keeping, pp)
+        case = self._sample(shape, keeping, pp)
         total = 0.0
-        for block, number in self.blocks:
+        for kind, block in enumerate(self.blocks):
             weights = block_weights(block, self.task.decoder.hidden, 0)
             made = state(case, (weight for weight in weights if weight.expert is expert))
-            total += number * (made.total - made.gradients)
+            total += self.counts[kind] * (made.total - made.gradients)
         return total
 
     def layers_kept(self, grid: Grid, etp: int, kept: Kept) -> float:
         """Return the bytes that all layers keep for one micro-batch on a rank."""
+        each = self._kept(grid, etp, kept)
+        return sum(size * self.counts[kind] for kind, size in enumerate(each))
+
+    def _kept(self, grid: Grid, etp: int, kept: Kept) -> tuple[float, ...]:
+        """Return the bytes that a layer of each kind keeps."""
         key = grid, etp
-        if key not in self._parts:
-            case = self._sample(Shape(*grid, 1, etp, "local", False), self.task, Keeping())
-            self._parts[key] = [(layer_kept(case, block), n) for block, n in self.blocks]
-        if (key, kept) not in self._layers:
+        if (key, kept) not in self._each:
+            if key not in self._parts:
+                case = self._sample(Shape(*grid, 1, etp, "local", False), Keeping())
+                self._parts[key] = [layer_kept(case, block) for block in self.blocks]
             again, away = kept
-            each = [
-                sum(p.bytes for p in parts if p.stays(again) and p.module not in away)
-                for parts, _ in self._parts[key]
-            ]
-            total = sum(one * n for one, (_, n) in zip(each, self.blocks, strict=True))
-            self._layers[key, kept] = float(total)
-            self._each[key, kept] = {
-                id(block): float(one) for one, (block, _) in zip(each, self.blocks, strict=True)
-            }
-        return self._layers[key, kept]
+            self._each[key, kept] = tuple(
+                float(sum(p.bytes for p in parts if p.stays(again) and p.module not in away))
+                for parts in self._parts[key]
+            )
+        return self._each[key, kept]
 
     def floor(self, case: Case, states: tuple[State, ...]) -> float:
         """Return no more than what the fullest rank of a case needs, nearer than the above.
@@ -300,17 +277,14 @@ class Bounds:
         """
         sizes, keeping = case.sizes, case.keeping
         grid = Grid(case.numbers.recipe, case.micro_batch, sizes.tp, sizes.cp)
-        kept = keeping.recompute, keeping.offload
-        self.layers_kept(grid, sizes.etp, kept)
-        each = self._each[(grid, sizes.etp), kept]
+        each = self._kept(grid, sizes.etp, (keeping.recompute, keeping.offload))
         peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, case.micro_batches)
         steady = case.micro_batches >= STEADY * sizes.pp
         most = 0.0
-        for lasting, chunks, alive in zip(states, case.places, peaks, strict=True):
+        for lasting, chunks, alive in zip(states, case.chunks, peaks, strict=True):
             # Of a pair's two chunks one is freed as the other is kept.
             held = (alive - isinstance(case.schedule, PAIRED)) * min(
-                sum(each[id(case.blocks[p.index])] for p in chunk if p.kind == "layer")
-                for chunk in chunks
+                sum(each[kind] * count for kind, count in chunk.layers) for chunk in chunks
             )
             # Once every chunk has had a backward, gradients and activations are there together.
             both = lasting.total + held if steady else lasting.total - lasting.gradients + held
@@ -338,7 +312,7 @@ class Bounds:
         for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
             m = self.steps(shape.grid, pp)
             for zero, share in space.shares(pp) if m else ():
-                lasting = self.state(shape, pp, Keeping(zero, optimizer_offload=share))
+                lasting = self.state(shape, pp, zero, share)
                 within = self.tensors_within(room) * pp - lasting
                 left = max(left, within / min(m or 1, pp))
         sizes = {kept: self.layers_kept(shape.grid, shape.etp, kept) for kept in space.kept}
@@ -350,56 +324,69 @@ class Bounds:
     # --------------------------------------------------------------------------- samples
 
     @cached_property
-    def blocks(self) -> list[tuple[Block, int]]:
-        """Each block of the model's stacks, and how often it stands there."""
-        return [(b, s.repeat) for s in self.task.decoder.stacks for b in s.blocks]
-
-    @cached_property
     def _parameters(self) -> tuple[int, int]:
         """Parameters of all layers, and those of routed experts among them."""
         hidden = self.task.decoder.hidden
-        weights = [(w, n) for b, n in self.blocks for w in block_weights(b, hidden, 0)]
+        numbered = enumerate(self.blocks)
+        weights = [(w, self.counts[i]) for i, b in numbered for w in block_weights(b, hidden, 0)]
         total = sum(w.elements * n for w, n in weights)
         return total, sum(w.elements * n for w, n in weights if w.expert)
 
     @cached_property
     def _router(self) -> Any:
-        return next((b.ffn.router for b, _ in self.blocks if isinstance(b.ffn, Moe)), None)
+        return next((b.ffn.router for b in self.blocks if isinstance(b.ffn, Moe)), None)
 
     @cached_property
     def _sent(self) -> int:
-        latent = next((getattr(b.ffn, "latent", None) for b, _ in self.blocks), None)
+        latent = next((getattr(b.ffn, "latent", None) for b in self.blocks), None)
         return latent or self.task.decoder.hidden
 
     @cached_property
     def _rates(self) -> Rates:
-        software = self.task.software
-        name = self.task.cluster.device.name
-        return constants().rates(name, software.stack, software.release[:5])
+        return self._setting("bf16").rates
 
     @cached_property
     def _software(self) -> Overheads:
         grid = Grid("bf16", 1, 1, 1)
-        return software_of(self._sample(Shape(*grid, 1, 1, "local", False), self.task, Keeping()))
+        return software_of(self._sample(Shape(*grid, 1, 1, "local", False), Keeping()))
 
     @cached_property
-    def _whole(self) -> Stages:
-        layers, extra = self.foldings.layers, self.task.multi_token
-        return Stages(("E" + "t" * layers + "m" * extra + "L",))
+    def _whole(self) -> Held:
+        return Held(tuple(sorted(self.counts.items())), self.task.multi_token, True, True)
 
-    def _sample(
-        self, shape: Shape, task: Task, keeping: Keeping, pp: int = 1, stages: Stages | None = None
-    ) -> Case:
+    def _setting(self, recipe: Recipe) -> Setting:
+        if recipe not in self._settings:
+            narrowed = self.task.numbers.narrowed
+            made = setting_of(self.task.cluster, self.task.software, recipe, narrowed, constants())
+            self._settings[recipe] = made
+        return self._settings[recipe]
+
+    def _share(self, shape: Shape) -> Share:
+        task, fused = self.task, shape.dispatch in PERMUTING
+        return Share(
+            task.decoder.hidden, task.seq, shape.micro_batch, shape.tp, shape.cp, shape.ep,
+            shape.etp, task.load, fused,
+        )  # fmt: skip
+
+    def _pass(self, shape: Shape, kept: Kept) -> Pass:
+        key = shape, kept
+        if key not in self._passes:
+            overlaps = self.task.software.overlaps
+            policy = Policy(shape.dispatch, kept[0], kept[1], 1.0, overlaps.tp)
+            self._passes[key] = Pass(
+                self.task.decoder, self._share(shape), self._setting(shape.recipe), policy,
+                shape.paired,
+            )  # fmt: skip
+        return self._passes[key]
+
+    def _sample(self, shape: Shape, keeping: Keeping, pp: int = 1) -> Case:
         """Return a step of one micro-batch on every data rank."""
         sizes = Sizes.model_construct(
             tp=shape.tp, cp=shape.cp, pp=pp, vpp=1, ep=shape.ep, etp=shape.etp
         )
         dp = self.foldings.world // (shape.tp * shape.cp * pp)
-        choice = Choice(
-            sizes, Merged() if shape.paired else OneFOneB(), shape.micro_batch, shape.dispatch,
-            shape.recipe, keeping, stages or (self._whole if pp == 1 else None),
-        )  # fmt: skip
-        return choice.case(replace(task, batch=dp * shape.micro_batch))
+        choice = Choice(sizes, OneFOneB(), shape.micro_batch, shape.dispatch, shape.recipe, keeping)
+        return choice.case(replace(self.task, batch=dp * shape.micro_batch))
 
 
 def _front(items: Iterable[tuple[float, float, Kept]]) -> list[tuple[float, float, Kept]]:

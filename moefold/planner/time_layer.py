@@ -1,18 +1,41 @@
 """Seconds of one layer and one micro-batch on one rank, by part: the work of ``time_work`` at the
-rates of ``curves``, and the layer's collectives on ``network``."""
+rates of ``curves``, and the layer's collectives on ``network``.
 
+What many layouts share is made once: halves of a layer by their own shapes, whole layers by all
+that decides them.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
+from moefold.config.base import Record
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.model.config import Block
+from moefold.moe.config import Moe
+from moefold.planner.case import Case, Software
 from moefold.planner.curves import (
+    Constants,
     Rates,
     attention_seconds,
     memory_seconds,
     product_seconds,
 )
+from moefold.planner.foreign import Nothing
 from moefold.planner.hardware import FORMAT_OF, Cluster, Format
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
-from moefold.planner.time_work import BF16, Parts, Share, Work
+from moefold.planner.time_work import (
+    BF16,
+    Parts,
+    Share,
+    Work,
+    half,
+    head,
+    joint,
+    norms,
+    offload_bytes,
+)
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -48,17 +71,14 @@ SM_COST = 0.2
 """Of products' rate while an exchange runs beside them: DeepEP with 20 SMs (arXiv 2603.07685)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
-    """What beside its shape decides a layer's time."""
+    """What beside its shape decides how long a kernel takes; equal ones are one object."""
 
     cluster: Cluster
     rates: Rates
     recipe: str
-    dispatch: str
     graphs: str
-    recompute: frozenset[str]
-    overlap_tp: bool
     host_speed: float
     narrowed: frozenset[str] = frozenset()
     fused_quantise: float = 1.0
@@ -70,12 +90,58 @@ class Setting:
         return cast(Format, FORMAT_OF[self.recipe])
 
 
+_setting = lru_cache(maxsize=1024)(Setting)
+
+
+def setting_of(
+    cluster: Cluster, software: Software, recipe: str, narrowed: frozenset[str], given: Constants
+) -> Setting:
+    """Return the setting of a cluster, software and number format, always the same object."""
+    rates = given.rates(cluster.device.name, software.stack, software.release[:5])
+    whole = software.cuda_graphs == "full"
+    fused = given.values["common.fused"] if whole else 1.0
+    graphs, speed = software.cuda_graphs, software.host_speed
+    return _setting(cluster, rates, recipe, graphs, speed, narrowed, fused)
+
+
+class Policy(NamedTuple):
+    """What of a layer is sent how, made again or sent away."""
+
+    dispatch: str
+    recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    offload_share: float = 1.0
+    overlap_tp: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> "Policy":
+        """Return a case's."""
+        keeping = case.keeping
+        return cls(
+            case.dispatch, keeping.recompute, keeping.offload, keeping.offload_share,
+            case.software.overlaps.tp,
+        )  # fmt: skip
+
+
+class Took(NamedTuple):
+    """Seconds of one part of a layer's work."""
+
+    seconds: Mapping[str, tuple[float, float]]
+    """Forward and backward, by what they count as."""
+    kernels: float
+    """Of the device, for the kernels of its forward besides their work."""
+    launches: float
+    """Of the host, to launch them."""
+    weights: float
+    """Elements on the rank."""
+
+
 @dataclass
 class Time:
     """Seconds by part, forward and backward, and what runs beside them."""
 
-    forward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    backward: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
     host_forward: float = 0.0
     host_backward: float = 0.0
     weights: float = 0.0
@@ -83,51 +149,125 @@ class Time:
     experts: float = 0.0
     """Of those, the routed experts'."""
 
+    @property
+    def device(self) -> float:
+        """Seconds of all parts, the host not among them."""
+        return sum(self.forward.values()) + sum(self.backward.values())
+
     def add(self, other: "Time", times: float = 1.0) -> None:
         """Add another's seconds, ``times`` over."""
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
             for name, seconds in theirs.items():
-                mine[name] += seconds * times
+                mine[name] = mine.get(name, 0.0) + seconds * times
         self.host_forward += other.host_forward * times
         self.host_backward += other.host_backward * times
         self.weights += other.weights * times
         self.experts += other.experts * times
 
 
-def layer_time(parts: Parts, share: Share, setting: Setting) -> Time:
-    """Return the time of a layer's computing, without its collectives."""
-    made = Time()
-    again = _again(setting.recompute, parts)
-    for name, work in parts.items():
-        narrow = setting.recipe in QUANTISE_BYTES and (
-            not work.wide or (name == "head" and "head" in setting.narrowed)
-        )
-        seconds = _work(work, PLACE.get(name, "memory"), setting, narrow)
-        if name in ("permute", "moe_act") and setting.fused_quantise < 1:
-            ahead, back = seconds["memory"]
-            seconds["memory"] = ahead * setting.fused_quantise, back * setting.fused_quantise
-        launches = _launches(name, work, setting)
-        kernels = _kernels(name, work, setting) * setting.rates.kernel_s * setting.rates.device
-        for part, (forward, backward) in seconds.items():
-            made.forward[part] += forward
-            made.backward[part] += backward
-            if name in again:
-                made.backward["recompute"] += forward
-        made.forward["launch"] += kernels
-        made.backward["launch"] += kernels * 2
-        made.host_forward += launches
-        made.host_backward += launches * (3 if name in again else 2)
-        if name in again:
-            made.backward["recompute"] += kernels
-        made.weights += work.weights
-        if name == "experts":
-            made.experts += work.weights
-    # Gradients of weights are added to an fp32 buffer.
-    made.backward["memory"] += _moved(8.0 * made.weights, setting)
+@lru_cache(maxsize=1 << 15)
+def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> Time:
+    """Return the time of a block with its exchanges; not to be changed."""
+    halves = [one for one in (block.attention, block.ffn) if not isinstance(one, Nothing)]
+    parts: dict[str, Took] = {}
+    for record in halves:
+        shape = share if isinstance(record, Moe) else share.dense
+        parts |= _half(cast("Any", record), shape, setting)
+    parts |= _norms(share.dense, len(halves), setting)
+    made = _summed(parts, policy.recompute)
+    _tensor(made, block, share, setting, policy)
+    if share.cp > 1 and "core" in parts:
+        core = made.forward["attention"], made.backward["attention"]
+        sent = _keys(block.attention, share)
+        made.forward["cp"], made.backward["cp"] = context_seconds(sent, core, share, setting)
+    if policy.offload:
+        _offload(made, block, share, setting, policy)
+    if isinstance(block.ffn, Moe) and share.ep * share.etp > 1:
+        once = 2 * dispatch_seconds(_rows(block.ffn, share), share, setting, policy.dispatch)
+        again = bool(policy.recompute & {"block", "moe"})
+        made.forward["dispatch"] = once
+        made.backward["dispatch"] = once * (2 if again else 1)
     return made
 
 
-def _again(recompute: frozenset[str], parts: Parts) -> frozenset[str]:
+def half_seconds(record: Record, share: Share, setting: Setting) -> float:
+    """Return the device's seconds of a half of a layer, forward and backward, once each."""
+    shape = share if isinstance(record, Moe) else share.dense
+    made = _half(cast("Any", record), shape, setting).values()
+    return sum(sum(map(sum, took.seconds.values())) + 3 * took.kernels for took in made)
+
+
+@lru_cache(maxsize=1 << 12)
+def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
+    """Return the time of the head and the loss; not to be changed."""
+    return _summed(_parts(head(vocab, share), setting), policy.recompute)
+
+
+@lru_cache(maxsize=1 << 12)
+def joint_time(share: Share, setting: Setting, policy: Policy) -> Time:
+    """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
+    return _summed(_parts(joint(share), setting), policy.recompute)
+
+
+def _summed(parts: Mapping[str, Took], recompute: frozenset[str]) -> Time:
+    """Return the sum of parts, with what backward computes again."""
+    made, again = Time(), _again(recompute, parts)
+    forward, backward, repeated = made.forward, made.backward, 0.0
+    kernels = 0.0
+    for name, took in parts.items():
+        for part, (ahead, back) in took.seconds.items():
+            forward[part] = forward.get(part, 0.0) + ahead
+            backward[part] = backward.get(part, 0.0) + back
+            if name in again:
+                repeated += ahead
+        kernels += took.kernels
+        made.host_forward += took.launches
+        made.host_backward += took.launches * (3 if name in again else 2)
+        if name in again:
+            repeated += took.kernels
+        made.weights += took.weights
+        if name == "experts":
+            made.experts += took.weights
+    forward["launch"], backward["launch"] = kernels, 2 * kernels
+    backward["recompute"] = repeated
+    return made
+
+
+@lru_cache(maxsize=1 << 15)
+def _half(record: Record, share: Share, setting: Setting) -> dict[str, Took]:
+    return _parts(half(record, share), setting)
+
+
+@lru_cache(maxsize=1 << 12)
+def _norms(share: Share, halves: int, setting: Setting) -> dict[str, Took]:
+    return _parts(norms(share, halves), setting)
+
+
+def _parts(parts: Parts, setting: Setting) -> dict[str, Took]:
+    return {name: _took(name, work, setting) for name, work in parts.items()}
+
+
+def _took(name: str, work: Work, setting: Setting) -> Took:
+    """Return the seconds of a part of the work."""
+    narrow = setting.recipe in QUANTISE_BYTES and (
+        not work.wide or (name == "head" and "head" in setting.narrowed)
+    )
+    seconds = _work(work, PLACE.get(name, "memory"), setting, narrow)
+    ahead, back = seconds.get("memory", (0.0, 0.0))
+    if name in ("permute", "moe_act"):
+        ahead, back = ahead * setting.fused_quantise, back * setting.fused_quantise
+    # Gradients of weights are added to an fp32 buffer.
+    seconds["memory"] = ahead, back + _moved(8.0 * work.weights, setting)
+    kernels = _kernels(name, work, setting)
+    return Took(
+        seconds,
+        kernels * setting.rates.kernel_s * setting.rates.device,
+        _launches(name, kernels, setting),
+        work.weights,
+    )
+
+
+def _again(recompute: frozenset[str], parts: Mapping[str, Took]) -> frozenset[str]:
     """Return the parts of the work that backward computes again."""
     if "block" in recompute:
         return frozenset(parts)
@@ -177,42 +317,52 @@ def _kernels(name: str, work: Work, setting: Setting) -> float:
     return count * (setting.fused_quantise if name == "experts" else 1.0)
 
 
-def _launches(name: str, work: Work, setting: Setting) -> float:
+def _launches(name: str, kernels: float, setting: Setting) -> float:
     """Return the host's seconds to launch a part's forward."""
     if setting.graphs == "full":
         return 0.0
-    count = (
-        1.0
-        if setting.graphs == "partial" and name in CAPTURED
-        else (_kernels(name, work, setting) * setting.rates.launches)
-    )
+    captured = setting.graphs == "partial" and name in CAPTURED
+    count = 1.0 if captured else kernels * setting.rates.launches
     return count * setting.rates.launch_s / setting.host_speed
 
 
-def dispatch_seconds(rows: Rows, share: Share, setting: Setting) -> float:
+def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) -> float:
     """Return the seconds of one dispatch, or one combine, with what etp gathers."""
     cluster, rates = setting.cluster, setting.rates
     group = reach(cluster, share.ep, share.etp)
-    seconds = exchange_seconds(rows, setting.dispatch, group, cluster, rates, share.load)
+    seconds = exchange_seconds(rows, dispatch, group, cluster, rates, share.load)
     if share.etp > 1:
         gathered = rows.rows * rows.top_k * rows.bytes * share.etp * share.load
         seconds += ring_seconds(gathered, reach(cluster, share.etp, 1), cluster, rates)
     return seconds
 
 
-def tensor_seconds(share: Share, setting: Setting, halves: int) -> tuple[float, float]:
-    """Return the seconds that gathering and scattering rows over tp takes, forward and backward.
+def _tensor(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
+    """Add what gathering and scattering rows over tp takes.
 
     Each half of a layer gathers before and scatters after; backward does both again, and gathers
     once more for the gradients of weights.
     """
     if share.tp == 1:
-        return 0.0, 0.0
-    moved = share.t * share.hidden * BF16
+        return
+    halves = (not isinstance(block.attention, Nothing)) + isinstance(block.ffn, Dense)
     group = reach(setting.cluster, share.tp, 1)
-    once = ring_seconds(moved, group, setting.cluster, setting.rates)
-    shown = 0.5 if setting.overlap_tp else 1.0
-    return 2 * halves * once * shown, 3 * halves * once * shown
+    once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
+    shown = 0.5 if policy.overlap_tp else 1.0
+    made.forward["tp"], made.backward["tp"] = 2 * halves * once * shown, 3 * halves * once * shown
+
+
+def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
+    """Add what sending to the host and back costs: memory traffic, and what does not hide."""
+    device = setting.cluster.device
+    parts = half(block.attention, share) | half(block.ffn, share)
+    moved = offload_bytes(parts, policy.offload) * policy.offload_share
+    if not moved:
+        return
+    for seconds in (made.forward, made.backward):
+        work = sum(seconds.values())
+        seconds["offload"] = max(0.0, moved / device.host_bandwidth - 0.8 * work)
+        seconds["memory"] += memory_seconds(moved, setting.rates, device.memory_bandwidth)
 
 
 def context_seconds(
@@ -231,3 +381,26 @@ def context_seconds(
     rate = device.link_bandwidth if group.outside == 1 else device.nic_bandwidth
     once = moved * (share.cp - 1) / (rate * setting.rates.nic)
     return max(once / share.cp, once - core[0]), max(2 * once / share.cp, 2 * once - core[1])
+
+
+def _keys(attention: Record, share: Share) -> float:
+    """Return the bytes of keys and values that a rank passes on, of kinds that have them."""
+    if isinstance(attention, Gqa):
+        return share.t * 2 * attention.kv_heads * attention.head_dim * BF16 / share.tp
+    if isinstance(attention, Mla):
+        width = attention.nope_dim + attention.rope_dim + attention.v_dim
+        return share.t * attention.heads * width * BF16 / share.tp
+    return 0.0
+
+
+def _rows(ffn: Moe, share: Share) -> Rows:
+    """Return what a rank sends to a layer's experts."""
+    groups = ffn.router.groups
+    hidden = getattr(ffn, "latent", None) or share.hidden
+    return Rows(
+        share.r,
+        hidden * BF16,
+        ffn.router.top_k,
+        groups.keep if groups else None,
+        groups.count if groups else 1,
+    )

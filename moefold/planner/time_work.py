@@ -13,14 +13,16 @@ from typing import Any, NamedTuple, cast
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
-from moefold.model.config import Block
 from moefold.moe.config import Moe
+from moefold.planner.case import Case
 from moefold.planner.curves import Product
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
 
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Readings and writings of a row by two norms and two residual sums."""
+PERMUTING = ("deepep", "hybridep")
+"""Dispatchers that permute rows themselves."""
 ROUTER_PASSES = 25
 """The same of a row of scores: scores, top-k, map, counts, balance."""
 
@@ -70,7 +72,21 @@ class Share(NamedTuple):
     etp: int
     load: float
     fused: bool
-    """Whether dispatch permutes rows itself (DeepEP, HybridEP)."""
+    """Whether dispatch permutes rows itself."""
+
+    @classmethod
+    def of(cls, case: Case) -> "Share":
+        """Return a case's."""
+        sizes = case.sizes
+        return cls(
+            case.decoder.hidden, case.seq, case.micro_batch, sizes.tp, sizes.cp, sizes.ep,
+            sizes.etp, case.load, case.dispatch in PERMUTING,
+        )  # fmt: skip
+
+    @property
+    def dense(self) -> "Share":
+        """The same for what is no mixture: where experts lie changes nothing."""
+        return self._replace(ep=1, etp=1, load=1.0, fused=False)
 
     @property
     def t(self) -> float:
@@ -86,26 +102,23 @@ class Share(NamedTuple):
 Parts = dict[str, Work]
 
 
-def layer(one: Block, share: Share) -> Parts:
-    """Return the parts of a block; not to be changed."""
-    return _layer(cast("Any", one), share)
+def half(record: Record, share: Share) -> Parts:
+    """Return the parts of a half of a block; not to be changed."""
+    return _half(cast("Any", record), share)
 
 
-@lru_cache(maxsize=4096)
-def _layer(one: Block, share: Share) -> Parts:
-    found: Parts = {}
-    halves = 0
-    for record in (one.attention, one.ffn):
-        halves += not isinstance(record, Nothing)
-        found |= _kind(record)(record, share)
+@lru_cache(maxsize=1 << 14)
+def _half(record: Record, share: Share) -> Parts:
+    return _kind(record)(record, share)
+
+
+def norms(share: Share, halves: int) -> Parts:
+    """Return the norms of a block and its residual sums."""
     row = share.r * share.hidden * BF16 * halves / 2
-    found["norms"] = Work(
-        moved=NORM_PASSES * row, moved_backward=NORM_PASSES_BACKWARD * row, launches=2 * halves
-    )
-    return found
+    moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
+    return {"norms": Work(moved=moved, moved_backward=back, launches=2 * halves)}
 
 
-@lru_cache(maxsize=1024)
 def head(vocab: int, share: Share) -> Parts:
     """Return the head and the loss: logits in fp32, which softmax and its gradient pass over."""
     logits = share.t * vocab / share.tp
