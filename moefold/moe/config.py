@@ -188,6 +188,14 @@ class Dispatch(Record):
         """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
         return ()
 
+    @property
+    def room(self) -> int | None:
+        """Most rows from one rank to another in a pass (``max_rows``), where there is a limit.
+
+        The step looks whether it was enough, so that no pass has to wait for the answer.
+        """
+        return None
+
     def misfits(self, sizes: Sizes) -> Iterator[Violation]:
         """Yield what of the record does not fit the sizes of a layout."""
         yield from ()
@@ -269,6 +277,11 @@ class Padded(Dispatch):
     """Room between each pair of ranks, in copies of tokens of one micro-batch."""
 
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
+
+    @property
+    def room(self) -> int:
+        """As it says."""
+        return self.max_rows
 
 
 class Foreign(Dispatch):

@@ -62,6 +62,8 @@ class Placed:
     stages: Stages
     term_layers: dict[str, int]
     """How many layers of the whole model have each router term."""
+    beside: World | None
+    """The same ranks with groups for the exchanges of pairs, where the schedule has any."""
     weights_for: WeightsFor = stay
 
     def table(self, micro_batches: int) -> Table:
@@ -107,9 +109,11 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
     chunks = chunks_of(stages, layout, world)
     keep(model, chunks)
     shards = cut(model, world)
-    for kind, inner in layout.split_groups:
-        world.split(kind, inner)
-    return Placed(model, world, layout, chunks, shards, stages, dict(term_layers))
+    beside = world.beside if layout.table(2 * world.folding.sizes.pp).has_pairs else None
+    for each in filter(None, (world, beside)):
+        for kind, inner in layout.split_groups:
+            each.split(kind, inner)
+    return Placed(model, world, layout, chunks, shards, stages, dict(term_layers), beside)
 
 
 def alone(model: DecoderModel, layout: Layout | None = None) -> Placed:

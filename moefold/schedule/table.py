@@ -6,6 +6,7 @@ along the model; a rank's chunks are numbered along the model too.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -74,6 +75,11 @@ class Table:
     def stages(self) -> int:
         """The number of stages, p * v."""
         return self.ranks * self.chunks
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        """Whether any rank runs a forward beside a backward."""
+        return any(isinstance(step, Pair) for line in self.lines for step in line)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Yield the actions of a rank in order, those of a pair one after the other."""

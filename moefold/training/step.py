@@ -17,7 +17,7 @@ from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
 from moefold.moe.balance import sum_counters
-from moefold.moe.config import Padded
+from moefold.moe.config import Dispatch
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
 from moefold.parallel.data.sharding import Data
@@ -98,14 +98,15 @@ def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
         ValueError: names the room that would have been enough.
     """
     dispatch = placed.layout.dispatch
-    if not isinstance(dispatch, Padded):
+    room = dispatch.room if isinstance(dispatch, Dispatch) else None
+    if room is None:
         return
     most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     with placed.world.recorder.module("room"):
         most = max_(torch.stack([most, *excess]).amax(), placed.world.group("world"))
     (missing,) = read_scalars(most)
     if missing:
-        room, needed = dispatch.max_rows, dispatch.max_rows + round(missing)
+        needed = room + round(missing)
         raise ValueError(
             f"layout.dispatch.max_rows is {room}, and a rank had {needed} rows for another. "
             f"Set max_rows to {needed} or more, or choose dispatch: alltoall"

@@ -6,7 +6,6 @@ from collections import defaultdict
 from moefold.comm.recorder import Recorder
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.parallel.pipeline.executor import second_groups
 from moefold.training import step
 from tests.gloo.harness import run_ranks
 from tests.gloo.pipelines import Case, Outcome, batches, run_cases
@@ -54,7 +53,6 @@ def threads(rank: int, case: Case, ranks: int) -> list[list[str]]:
     """Run a case; returns for each channel the threads whose operations it carried, by name."""
     world = World.open(Folding(case.where.split, ranks), "cpu", 30)
     data = case.data(world)
-    second_groups(data.placed)
     used: defaultdict[str, set[str]] = defaultdict(set)
     sound = Recorder.begin
 

@@ -54,8 +54,8 @@ PLANTS = (
         "b32",
         "exchanges of the second lane go over the first lane's groups",
         B32,
-        "parallel/pipeline/executor.py",
-        "    beside = placed.world.beside\n",
-        "    beside = placed.world\n",
+        "parallel/apply.py",
+        "beside = world.beside if",
+        "beside = world if",
     ),
 )

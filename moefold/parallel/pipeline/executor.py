@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from moefold.comm.world import World
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
 from moefold.layers.weights import Weights
@@ -45,14 +44,6 @@ class Held:
     """Of the output rows, where the chunk ends with the loss."""
 
 
-def second_groups(placed: Placed) -> World:
-    """Return the groups of the exchange lane, two-level ones included; made once, on all ranks."""
-    beside = placed.world.beside
-    for kind, inner in placed.layout.split_groups:
-        beside.split(kind, inner)
-    return beside
-
-
 class Executor:
     """One step of training on one rank.
 
@@ -76,7 +67,7 @@ class Executor:
         self.plan: Plan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
         """Steps that have ended."""
-        self._beside = second_groups(placed) if self.plan.has_pairs else None
+        self._beside = placed.beside if self.plan.table.has_pairs else None
         self._mail = Mail(self.plan, placed.world.group("pp"), self._buffer)
         self._held: dict[tuple[int, int], Held] = {}
         self._ran = Ran()

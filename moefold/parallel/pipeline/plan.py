@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.parallel.config import Layout
-from moefold.schedule.table import Line, Pair, Result, Table
+from moefold.schedule.table import Line, Result, Table
 from moefold.schedule.walk import gives_of, needs_of
 
 
@@ -35,11 +35,6 @@ class Plan:
     def line(self) -> Line:
         """The rank's steps."""
         return self.table.lines[self.rank]
-
-    @property
-    def has_pairs(self) -> bool:
-        """Whether any rank runs a forward beside a backward."""
-        return any(isinstance(step, Pair) for line in self.table.lines for step in line)
 
     @property
     def splits(self) -> bool:
