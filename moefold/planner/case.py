@@ -19,7 +19,6 @@ from moefold.planner.hardware import Cluster
 from moefold.planner.held import Held, kinds
 from moefold.policies.config import Full, Selective
 from moefold.schedule.build import tabulate
-from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import GPipe, Schedule, Vee
 from moefold.schedule.table import Table
 
@@ -212,11 +211,6 @@ class Case:
         """The same of each pipeline rank over its chunks."""
         return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)
 
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """The most chunks whose activations each pipeline rank keeps at once."""
-        return peaks_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
-
 
 def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
     """Return a schedule's table, made once; see :func:`moefold.schedule.build.tabulate`."""
@@ -230,25 +224,15 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     the schedule's domain. Only where all forwards come first does what is kept grow with m.
     """
     period = getattr(schedule, "group", None) or p
-    full = 4 * max(p, period)
+    full = 3 * max(p, period)
     if m <= full + period or isinstance(schedule, GPipe):
         return m
     return full + (m - full) % period
 
 
-def peaks_of(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
-    """Return the most chunks that each rank of a schedule's table keeps at once."""
-    return _peaks(cast("Any", schedule), p, v, settled(schedule, p, m))
-
-
 @lru_cache(maxsize=512)
 def _table(schedule: Schedule, p: int, v: int, m: int) -> Table:
     return tabulate(schedule, p, v, m)
-
-
-@lru_cache(maxsize=4096)
-def _peaks(schedule: Schedule, p: int, v: int, m: int) -> tuple[int, ...]:
-    return peak_in_flight(table_of(schedule, p, v, m))
 
 
 def recomputed(record: Record | None) -> frozenset[Module]:

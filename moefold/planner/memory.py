@@ -7,9 +7,10 @@ rank is planned: the one whose experts get the most rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
+from moefold.mesh.config import Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.model.config import Block
 from moefold.moe.config import Moe
@@ -18,7 +19,7 @@ from moefold.planner.case import Case, settled
 from moefold.planner.foreign import PlainMoe
 from moefold.planner.held import Held, kinds
 from moefold.planner.memory_kept import Kept, Shape
-from moefold.planner.memory_state import State, States
+from moefold.planner.memory_state import State, states_of
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 
 MIB = 2**20
@@ -117,7 +118,17 @@ def memory(case: Case) -> tuple[Memory, ...]:
 
 def totals(case: Case) -> tuple[float, ...]:
     """Return the most that each pipeline rank's device must have, without the moments between."""
-    return _Chunks(case).totals()
+    return tuple(_Chunks(case).totals())
+
+
+def peak_within(case: Case, room: float) -> float | None:
+    """Return the most that any device must have, None where that is more than there is room for."""
+    most = 0.0
+    for total in _Chunks(case).totals():
+        if total > room:
+            return None
+        most = max(most, total)
+    return most
 
 
 def fullest(case: Case) -> Memory:
@@ -125,7 +136,7 @@ def fullest(case: Case) -> Memory:
     to reach its peak; its ``rank`` names it.
     """
     chunks = _Chunks(shortened(case))
-    most = chunks.totals()
+    most = list(chunks.totals())
     return chunks.memory(most.index(max(most)))
 
 
@@ -139,16 +150,19 @@ def shortened(case: Case) -> Case:
 
 def fits(case: Case, margin: float = 0.0) -> bool:
     """Return whether every rank's total, and a share of margin, is within the device's memory."""
-    return max(totals(case)) * (1 + margin) <= case.cluster.device.memory_bytes
+    return peak_within(case, case.cluster.device.memory_bytes / (1 + margin)) is not None
 
 
 def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
     """Return what one block keeps for one micro-batch if nothing is recomputed."""
-    shape = Shape.of(case)
-    if case.software.stack == "moefold":
+    return _layer_kept(cast("Any", block), Shape.of(case), case.software.stack, case.numbers.recipe)
+
+
+@lru_cache(maxsize=1 << 12)
+def _layer_kept(block: Block, shape: Shape, stack: str, recipe: str) -> tuple[Kept, ...]:
+    if stack == "moefold":
         return memory_kept.kept(block, shape)
-    widths = memory_megatron.Widths.of(case.numbers.recipe, case.software.stack, shape.width)
-    return memory_megatron.kept(block, shape, widths)
+    return memory_megatron.kept(block, shape, memory_megatron.Widths.of(recipe, stack, shape.width))
 
 
 def software_of(case: Case) -> Overheads:
@@ -168,6 +182,12 @@ def communicators(folding: Folding) -> int:
     Without making them: groups are the same where the axes that they run over are, written with
     neighbouring axes joined.
     """
+    return _communicators(cast("Any", folding.sizes), folding.world, folding.order)
+
+
+@lru_cache(maxsize=1 << 12)
+def _communicators(sizes: Sizes, world: int, order: Order) -> int:
+    folding = Folding(sizes, world, order)
     return len({_reach(folding, kind) for kind in KINDS} - {()})
 
 
@@ -240,40 +260,38 @@ class _Chunks:
         self.shape = Shape.of(case)
         self.blocks = kinds(case.decoder)[0]
         self.last = kinds(case.decoder)[1][-1]
-        self.pieces = States(case)
-        self.states = [self.pieces.held(held) for held in case.held]
+        self.states = states_of(case)
         self._layers: dict[int, tuple[float, float, float]] = {}
         self._known: dict[Held, _Chunk] = {}
 
     def memory(self, rank: int) -> Memory:
         """Return the memory of a pipeline rank."""
         fragments, outside = software_of(self.case).fragments, overheads(self.case)
-        return Memory(rank, self.states[rank], outside, fragments, tuple(self._moments(rank)))
+        state = self.states.held(self.case.held[rank])
+        return Memory(rank, state, outside, fragments, tuple(self._moments(rank, state)))
 
-    def totals(self) -> tuple[float, ...]:
-        """Return what :attr:`Memory.total` is for each pipeline rank."""
-        case, outside = self.case, overheads(self.case)
+    def totals(self) -> Iterator[float]:
+        """Yield what :attr:`Memory.total` is for each pipeline rank."""
+        case, software, outside = self.case, software_of(self.case), overheads(self.case)
         m = settled(case.schedule, case.sizes.pp, case.micro_batches)
         running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
-        found = []
         for rank, steps in enumerate(running):
-            lasting, stage = self.states[rank], self._stage(rank)
+            state = self.states.held(case.held[rank])
+            stage = self._stage(rank, state)
             most = max(sum(stage.needs(step)) for step in steps)
-            tensors = lasting.total - lasting.gradients + max(most, lasting.gradients)
-            found.append(tensors * (1 + software_of(case).fragments) + outside)
-        return tuple(found)
+            tensors = state.total - state.gradients + max(most, state.gradients)
+            yield tensors * (1 + software.fragments) + outside
 
-    def _moments(self, rank: int) -> Iterator[Moment]:
+    def _moments(self, rank: int, state: State) -> Iterator[Moment]:
         """Yield a rank's step in order, the optimizer's last."""
-        stage, line = self._stage(rank), self.case.table.lines[rank]
+        stage, line = self._stage(rank, state), self.case.table.lines[rank]
         for step, running in zip(line, steps_of(line, self.case.sizes.vpp), strict=True):
             yield Moment(str(step), *stage.needs(running))
-        yield Moment("step", 0.0, 0.0, self.states[rank].gradients)
+        yield Moment("step", 0.0, 0.0, state.gradients)
 
-    def _stage(self, rank: int) -> "_Stage":
+    def _stage(self, rank: int, state: State) -> "_Stage":
         chunks = [self._chunk(held) for held in self.case.chunks[rank]]
-        coming = sum(chunk.coming for chunk in chunks)
-        return _Stage(chunks, self.states[rank].gradients - coming)
+        return _Stage(chunks, state.gradients - sum(chunk.coming for chunk in chunks))
 
     def _chunk(self, held: Held) -> "_Chunk":
         if held not in self._known:
@@ -292,9 +310,9 @@ class _Chunks:
         case = self.case
         if case.software.stack != "moefold" or case.keeping.zero > 1:
             return 0.0
-        found = self.pieces.layers(held).gradients
+        found = self.states.layers(held).gradients
         embeds = held.embedding and not case.decoder.tied
-        return found + (self.pieces.of("embedding").gradients if embeds else 0.0)
+        return found + (self.states.of("embedding").gradients if embeds else 0.0)
 
     def _kept(self, held: Held) -> float:
         """Bytes that a chunk keeps for one micro-batch."""

@@ -6,15 +6,16 @@ the built model has them: what decays, what an optimizer keeps and what tp cuts 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Block, Decoder
 from moefold.moe.config import Moe
-from moefold.planner.case import Case
+from moefold.planner.case import Case, Numbers
 from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe
 from moefold.planner.held import Held, kinds
 
@@ -46,10 +47,13 @@ class Weight:
 
     def local(self, case: Case) -> float:
         """Return the elements that one rank holds before data ranks share them."""
-        sizes = case.sizes
+        return self.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
+
+    def part(self, tp: int, ep: int, etp: int) -> float:
+        """Return the same for sizes of the axes that cut it."""
         if self.expert:
-            return self.elements / (sizes.ep * (sizes.etp if self.cut is not None else 1))
-        return self.elements / (sizes.tp if self.cut is not None else 1)
+            return self.elements / (ep * (etp if self.cut is not None else 1))
+        return self.elements / (tp if self.cut is not None else 1)
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,65 @@ def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
     return (_norm("norm.weight", decoder.hidden),) if place.kind == "loss" else ()
 
 
-class States:
-    """The states of what a case's ranks hold; of equal pieces one is counted."""
+class Split(NamedTuple):
+    """What decides which part of a parameter, and of what belongs to it, a rank holds."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    sizes: tuple[int, int, int]
+    """tp, ep and etp."""
+    copies: int
+    """Ranks that hold the same part of what is no expert's."""
+    expert_copies: int
+    numbers: Numbers
+    zero: int
+    zero_ranks: int | None
+    here: float
+    """Share of master weights and moments that lies on the device."""
+    stack: str
+
+    @classmethod
+    def of(cls, case: Case) -> "Split":
+        """Return a case's."""
+        sizes, folding, keeping = case.sizes, case.folding, case.keeping
+        return cls(
+            (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp, case.numbers,
+            keeping.zero, keeping.zero_ranks, 1 - keeping.optimizer_offload, case.software.stack,
+        )  # fmt: skip
+
+    def state(self, weights: Iterable[Weight]) -> State:
+        """Return the state of some parameters on one rank."""
+        return sum((self._state(weight) for weight in weights), State())
+
+    def _state(self, weight: Weight) -> State:
+        numbers, local = self.numbers, weight.part(*self.sizes)
+        ranks = self.expert_copies if weight.expert else self.copies
+        ranks = gcd(self.zero_ranks or ranks, ranks)
+        share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
+        copied = numbers.weight_bytes
+        if self.stack == "moefold" and not weight.product:
+            # Read as the master is: gathered where that is shared.
+            copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
+        codes = CODE_BYTES.get(numbers.recipe, 0.0)
+        if codes and not weight.product:
+            copied, codes = max(copied, WIDE_BYTES), 0.0
+        moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
+        return State(
+            weights=share[3] * (copied + codes),
+            gradients=share[2] * numbers.gradient_bytes,
+            master=share[1] * numbers.master_bytes * self.here,
+            moments=share[1] * numbers.moment_bytes * moments * self.here,
+        )
+
+
+def state(case: Case, weights: Iterable[Weight]) -> State:
+    """Return the state of some parameters on one rank."""
+    return Split.of(case).state(weights)
+
+
+class States:
+    """The states of what ranks hold; of equal pieces one is counted."""
+
+    def __init__(self, decoder: Decoder, split: Split) -> None:
+        self.decoder, self.split = decoder, split
         self._known: dict[int | str, State] = {}
 
     def of(self, name: int | str) -> State:
@@ -141,11 +199,11 @@ class States:
         or ``embedding``.
         """
         if name not in self._known:
-            self._known[name] = state(self.case, self._weights(name))
+            self._known[name] = self.split.state(self._weights(name))
         return self._known[name]
 
     def _weights(self, name: int | str) -> tuple[Weight, ...]:
-        decoder = self.case.decoder
+        decoder = self.decoder
         if isinstance(name, int):
             return block_weights(kinds(decoder)[0][name], decoder.hidden, name)
         if name == "multi_token":
@@ -156,8 +214,7 @@ class States:
 
     def held(self, held: Held) -> State:
         """Return that of all that a rank holds."""
-        found = self.layers(held)
-        tied = self.case.decoder.tied
+        found, tied = self.layers(held), self.decoder.tied
         if held.embedding or held.multi_token or (held.loss and tied):
             found += self.of("embedding")
         return found + self.of("head") if held.loss and not tied else found
@@ -170,37 +227,18 @@ class States:
         return found + self.of("norm") if held.loss else found
 
 
+def states_of(case: Case) -> States:
+    """Return the states of what a case's ranks hold, the same for all cases split alike."""
+    return _states(cast("Any", case.decoder), Split.of(case))
+
+
+_states = lru_cache(maxsize=1 << 12)(States)
+
+
 def stage_states(case: Case) -> tuple[State, ...]:
     """Return the state of one rank of each pipeline rank, from the first to the last."""
-    states = States(case)
+    states = states_of(case)
     return tuple(states.held(held) for held in case.held)
-
-
-def state(case: Case, weights: Iterable[Weight]) -> State:
-    """Return the state of some parameters on one rank."""
-    return sum((_state(case, weight) for weight in weights), State())
-
-
-def _state(case: Case, weight: Weight) -> State:
-    numbers, zero, folding = case.numbers, case.keeping.zero, case.folding
-    local, ranks = weight.local(case), folding.edp if weight.expert else folding.dp * case.sizes.cp
-    ranks = gcd(case.keeping.zero_ranks or ranks, ranks)
-    share = [local / (ranks if zero >= stage else 1) for stage in range(4)]
-    copied = numbers.weight_bytes
-    if case.software.stack == "moefold" and not weight.product:
-        # Read as the master is: gathered where that is shared.
-        copied = numbers.master_bytes if zero in (1, 2) and ranks > 1 else 0
-    codes = CODE_BYTES.get(numbers.recipe, 0.0)
-    if codes and not weight.product:
-        copied, codes = max(copied, WIDE_BYTES), 0.0
-    moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
-    here = 1 - case.keeping.optimizer_offload
-    return State(
-        weights=share[3] * (copied + codes),
-        gradients=share[2] * numbers.gradient_bytes,
-        master=share[1] * numbers.master_bytes * here,
-        moments=share[1] * numbers.moment_bytes * moments * here,
-    )
 
 
 def _norm(name: str, width: int) -> Weight:

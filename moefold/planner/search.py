@@ -17,8 +17,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping
 from moefold.planner.from_run import PAIRED, Choice, Task
-from moefold.planner.memory import totals
-from moefold.planner.memory_state import State, stage_states
+from moefold.planner.memory import peak_within
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
 from moefold.planner.time import StepTime, estimate
@@ -63,7 +62,6 @@ class Search:
     def __init__(self, task: Task) -> None:
         self.task, self.foldings = task, Foldings.of(task)
         self.bounds = Bounds(task, self.foldings)
-        self._states: dict[tuple[Any, ...], tuple[State, ...]] = {}
         self.priced = 0
         """Layouts whose whole step was priced."""
 
@@ -101,8 +99,8 @@ class Search:
                     push("priced", self._priced(item, room))
             elif _folding(item.sizes) not in found:
                 case = item.case(self.task)
-                needed = max(totals(case))
-                if needed <= room:
+                needed = peak_within(case, room)
+                if needed is not None:
                     found[_folding(item.sizes)] = Found(item, case, bound, needed)
         return list(found.values())
 
@@ -238,7 +236,7 @@ class Search:
         """Yield a layout with each way to cut stages, priced, where it may fit."""
         choice = replace(item.choice, keeping=item.options[item.at])
         case = choice.case(self.task)
-        if self.bounds.floor(case, self._states_of(choice, case)) > room * SLACK:
+        if peak_within(case, room * SLACK) is None:
             return
         took = estimate(case)
         self.priced += 1
@@ -246,14 +244,6 @@ class Search:
         for stages in self._stages(case, took):
             self.priced += 1
             yield estimate(replace(case, stages=stages)).seconds, replace(choice, stages=stages)
-
-    def _states_of(self, choice: Choice, case: Case) -> tuple[State, ...]:
-        """Return what lasts on each pipeline rank: of the sizes and what is sharded alone."""
-        keeping = choice.keeping
-        key = choice.sizes, case.way, choice.recipe, keeping.zero, keeping.optimizer_offload
-        if key not in self._states:
-            self._states[key] = stage_states(case)
-        return self._states[key]
 
     def _stages(self, case: Case, took: StepTime) -> Iterator[Stages]:
         """Yield stages whose ranks take equally long, by what balanced ones took."""

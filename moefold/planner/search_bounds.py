@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
 from moefold.moe.config import Moe
-from moefold.planner.case import Case, Keeping, Recipe, peaks_of
+from moefold.planner.case import Case, Keeping, Recipe
 from moefold.planner.curves import Rates, constants
-from moefold.planner.from_run import PAIRED, Choice, Task
+from moefold.planner.from_run import Choice, Task
 from moefold.planner.held import Held, kinds
-from moefold.planner.memory import Overheads, layer_kept, overheads, software_of
-from moefold.planner.memory_state import State, block_weights, state
+from moefold.planner.memory import Overheads, layer_kept, software_of
+from moefold.planner.memory_state import block_weights, state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
 from moefold.planner.time import HOST_ADAM, Pass
@@ -27,8 +27,6 @@ from moefold.planner.time_pipeline import LEAST
 from moefold.planner.time_work import PERMUTING, Share
 from moefold.schedule.config import OneFOneB
 
-STEADY = 4
-"""Rounds of a pipeline after which every chunk has had a backward, whatever the schedule."""
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
@@ -72,8 +70,7 @@ class Bounds:
         self._settings: dict[Recipe, Setting] = {}
         self._works: dict[tuple[Any, ...], float] = {}
         self._states: dict[tuple[Any, ...], float] = {}
-        self._each: dict[tuple[Any, ...], tuple[float, ...]] = {}
-        self._parts: dict[tuple[Any, ...], Any] = {}
+        self._sizes: dict[tuple[Any, ...], float] = {}
         self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
         self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
         self._spreads: dict[tuple[Any, ...], float] = {}
@@ -251,45 +248,19 @@ class Bounds:
 
     def layers_kept(self, grid: Grid, etp: int, kept: Kept) -> float:
         """Return the bytes that all layers keep for one micro-batch on a rank."""
-        each = self._kept(grid, etp, kept)
-        return sum(size * self.counts[kind] for kind, size in enumerate(each))
-
-    def _kept(self, grid: Grid, etp: int, kept: Kept) -> tuple[float, ...]:
-        """Return the bytes that a layer of each kind keeps."""
-        key = grid, etp
-        if (key, kept) not in self._each:
-            if key not in self._parts:
-                case = self._sample(Shape(*grid, 1, etp, "local", False), Keeping())
-                self._parts[key] = [layer_kept(case, block) for block in self.blocks]
+        key = grid, etp, kept
+        if key not in self._sizes:
+            case = self._sample(Shape(*grid, 1, etp, "local", False), Keeping())
             again, away = kept
-            self._each[key, kept] = tuple(
-                float(sum(p.bytes for p in parts if p.stays(again) and p.module not in away))
-                for parts in self._parts[key]
+            self._sizes[key] = float(
+                sum(
+                    part.bytes * self.counts[kind]
+                    for kind, block in enumerate(self.blocks)
+                    for part in layer_kept(case, block)
+                    if part.stays(again) and part.module not in away
+                )
             )
-        return self._each[key, kept]
-
-    def floor(self, case: Case, states: tuple[State, ...]) -> float:
-        """Return no more than what the fullest rank of a case needs, nearer than the above.
-
-        Args:
-            case: the step.
-            states: of each pipeline rank, without what is kept.
-        """
-        sizes, keeping = case.sizes, case.keeping
-        grid = Grid(case.numbers.recipe, case.micro_batch, sizes.tp, sizes.cp)
-        each = self._kept(grid, sizes.etp, (keeping.recompute, keeping.offload))
-        peaks = peaks_of(case.schedule, sizes.pp, sizes.vpp, case.micro_batches)
-        steady = case.micro_batches >= STEADY * sizes.pp
-        most = 0.0
-        for lasting, chunks, alive in zip(states, case.chunks, peaks, strict=True):
-            # Of a pair's two chunks one is freed as the other is kept.
-            held = (alive - isinstance(case.schedule, PAIRED)) * min(
-                sum(each[kind] * count for kind, count in chunk.layers) for chunk in chunks
-            )
-            # Once every chunk has had a backward, gradients and activations are there together.
-            both = lasting.total + held if steady else lasting.total - lasting.gradients + held
-            most = max(most, lasting.total, both)
-        return most * (1 + software_of(case).fragments) + overheads(case)
+        return self._sizes[key]
 
     def chain(self, space: Space, grid: Grid) -> list[tuple[float, float, Kept]]:
         """Return bounds of work and of bytes by what is kept, work rising and bytes falling.

@@ -8,20 +8,14 @@ import pytest
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.planner.case import Case, Keeping, peaks_of, recomputed, table_of
+from moefold.planner.case import Case, Keeping, recomputed
 from moefold.planner.hardware import cluster
 from moefold.policies.config import Full, Selective
 from moefold.run import load_run
 from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import (
-    DualPipeV,
-    GPipe,
     Interleaved,
-    Merged,
     OneFOneB,
-    Schedule,
-    ZeroBubbleH1,
-    ZeroBubbleV,
 )
 
 DECODER = load_run("deepseek_v3").decoder()
@@ -48,7 +42,7 @@ def test_what_follows_from_a_published_layout() -> None:
     one = case()
     assert (one.world, one.folding.dp, one.folding.edp) == (256, 64, 1)
     assert (one.micro_batches, one.rows, one.multi_token) == (128, 4096, 1)
-    assert one.in_flight == (19, 17, 15, 13)
+    assert peak_in_flight(one.table) == (19, 17, 15, 13)
     assert [len(stage) for stage in one.places[0]] == [5, 4, 4, 4]
     assert [place.kind for place in one.places[3][3]] == ["layer", "multi_token", "loss"]
     assert one.table is case().table, "a table is made once"
@@ -87,29 +81,6 @@ def test_what_no_run_could_have_is_refused(changes: dict[str, Any], words: str) 
 def test_what_is_kept_is_checked(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Keeping(**changes)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "sizes"),
-    [
-        (OneFOneB(), [(1, 1), (2, 1), (4, 1), (7, 1)]),
-        (Interleaved(), [(2, 2), (4, 3), (3, 5)]),
-        (Interleaved(group=6), [(4, 2)]),
-        (Merged(), [(1, 1), (4, 1), (4, 3)]),
-        (ZeroBubbleH1(), [(4, 1), (4, 2)]),
-        (ZeroBubbleV(), [(4, 2), (3, 2)]),
-        (DualPipeV(), [(4, 2), (3, 2)]),
-        (GPipe(), [(4, 1), (2, 2)]),
-    ],
-)
-def test_peaks_of_a_shortened_table_are_those_of_the_whole(
-    schedule: Schedule, sizes: list[tuple[int, int]]
-) -> None:
-    """Long tables are shortened, by whole groups, and only beyond their warm-up."""
-    for p, v in sizes:
-        period = getattr(schedule, "group", None) or p
-        for m in (2 * period, 9 * period, 31 * period):
-            assert peaks_of(schedule, p, v, m) == peak_in_flight(table_of(schedule, p, v, m))
 
 
 def test_recompute_records_of_a_run_file_have_their_modules() -> None:
