@@ -9,6 +9,15 @@ from moefold.config.base import Record
 Count = Annotated[int, Field(ge=1)]
 
 
+class Local(Record):
+    """Copies on the machines' own disks, which a restart in the same layout goes on from."""
+
+    folder: Annotated[str, Field(min_length=1)]
+    """On each machine; ``$NAME`` stands for a value of its environment."""
+    every: Count = 50
+    """Steps between copies. Two stay."""
+
+
 class Policy(Record):
     """When a checkpoint is written, how many stay, and what a failed save means."""
 
@@ -26,3 +35,5 @@ class Policy(Record):
     """Whether a run goes on without the checkpoint when a save has failed."""
     asynchronous: bool = False
     """Whether checkpoints are copied to host memory, and written from there behind the steps."""
+    local: Local | None = None
+    """Copies besides, where a machine's own disk is faster than the shared storage."""

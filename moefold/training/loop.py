@@ -7,11 +7,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +39,13 @@ from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.score import next_logits
 from moefold.planner.count import count
 from moefold.run import Run, demand_fit
+from moefold.training.copies import Copies
 from moefold.training.exhausted import explained
 from moefold.training.feed import Feed
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Judge, Verdict
 from moefold.training.recover import Keeper, Past
+from moefold.training.routing import routing
 from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.signals import heard
@@ -103,7 +103,7 @@ class Job:
             {
                 "evaluate": self._evaluate,
                 "save": self._save,
-                "health": self._health,
+                "health": lambda: routing(self.placed),
                 "pace": self._pace,
                 "generate": self._generate,
             },
@@ -166,7 +166,11 @@ class Job:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        self.resumed_from = None if self._recall() else self._resume()
+        told = self.parts, self.loader.fingerprint()
+        self.copies = Copies(run, self.folder, *told, self.world, self.keeper)
+        self.resumed_from: Path | None = None
+        if not self._recall():
+            self.resumed_from = self._resume()
         self.saver.prepare(partial(contents, self.data, self.optimizer))
 
     def _prepared(self, cache: Path) -> Prepared:
@@ -190,10 +194,11 @@ class Job:
             self.data.fill(partial(start_value, self.decoder, self.run.seed))
 
     def _recall(self) -> bool:
-        """Go on from copies in memory, where ranks were lost and these were not."""
-        past = self.keeper and self.keeper.take(self._state(), self.world)
-        if past is None:
+        """Go on from copies in memory or on local disks, where some are whole and newest."""
+        found = self.copies.take(self._state(), self._newest)
+        if found is None:
             return False
+        past, self.resumed_from = found
         self.data.renew()
         self.progress = past.progress
         self.judge.strikes, self.judge.struck_at = past.strikes, past.struck_at
@@ -201,9 +206,8 @@ class Job:
 
     def _keep(self) -> None:
         """Copy the state of the present step, where copies are kept."""
-        if self.keeper is not None:
-            past = Past(self.progress, self.judge.strikes, self.judge.struck_at)
-            self.keeper.keep(past, self._state(), self.world)
+        past = Past(self.progress, self.judge.strikes, self.judge.struck_at)
+        self.copies.keep(past, self._state)
 
     def _state(self) -> list[torch.Tensor]:
         return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
@@ -450,17 +454,6 @@ class Job:
         """Return the figures of each mixture's routing in the last step, by layer."""
         return self._together.do("health")
 
-    def _health(self) -> list[dict[str, Any]]:
-        layers = []
-        for i, mixture in self.model.mixtures():
-            figures: Mapping[str, torch.Tensor] = mixture.balance.health(mixture.router)
-            layers.append(
-                {"layer": i, "top_k": mixture.record.router.top_k}
-                | {k: v.tolist() for k, v in figures.items()}
-            )
-        everywhere = gather_objects(layers, self.world.group("pp"))
-        return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
-
     def pace(self) -> list[float]:
         """Return the seconds each rank was busy in steps since the last call, waits left out."""
         return self._together.do("pace")
@@ -488,6 +481,7 @@ class Job:
                 self.saver.wait()
         finally:
             self.saver.drop()
+            self.copies.wait()
             self._release()
 
     def __enter__(self) -> "Job":

@@ -1,6 +1,8 @@
 """What must be the same: a run and the checkpoint it goes on from, and what its ranks hold."""
 
+import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.observe.code import code_version
-from moefold.run import Run
+from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 from moefold.training.state import as_known_today, differences
 
 
@@ -48,6 +50,16 @@ def demand_same_run(
             + "\n  ".join(changed)
             + "\nGive another --folder, or --fork NEW to start a new run from it"
         )
+
+
+def share_identity(run: Run, parts: Mapping[str, str], data: str, world: World) -> str:
+    """Return a digest of all that a rank's packed share of the state hangs on."""
+    said = plain(run)
+    computed = {key: said[key] for key in (*IDENTITY, "layout")}
+    for key, inner in FREE_IN_IDENTITY:
+        computed[key] = {name: value for name, value in computed[key].items() if name != inner}
+    facts = [computed, dict(parts), data, code_version(), world.size]
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:

@@ -6,6 +6,7 @@ LIVED = (
     "tests/gloo/test_faults_recover.py::"
     "test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample"
 )
+ON_DISKS = "tests/gloo/test_checkpoint_local.py::"
 
 PLANTS = (
     Plant(
@@ -31,5 +32,21 @@ PLANTS = (
         "training/recover.py",
         "Progress(step, tokens, tuple(excluded))",
         "Progress(step + 1, tokens, tuple(excluded))",
+    ),
+    Plant(
+        "b26",
+        "copies on local disks are put together from two pasts",
+        ON_DISKS + "test_b26_two_pasts_are_never_mixed",
+        "training/local.py",
+        "holders.setdefault((share.step, share.session, share.past), {})",
+        'holders.setdefault((share.step, "", ""), {})',
+    ),
+    Plant(
+        "b26",
+        "copies on local disks are taken before newer checkpoints",
+        ON_DISKS + "test_b26_a_checkpoint_that_is_newer_is_taken",
+        "training/copies.py",
+        "0 if stored is None else manifest.read(stored).step",
+        "0",
     ),
 )

@@ -1,0 +1,276 @@
+"""Copies of the state on the machines' own disks, from which a restart goes on faster.
+
+Each rank writes its packed share of the state on its machine, and that of the rank half the world
+away, so that a machine may be lost. A step is whole where every rank's share is found somewhere,
+undamaged and of one session. Else the run goes on from its checkpoints, which hang on no layout.
+
+A file ``step-…/RANK.by-WRITER`` is a line with the SHA-256 of all that follows, a line of JSON and
+the packed bytes. The folder above is named after the run.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.checkpoint.config import Local
+from moefold.checkpoint.disk import DISK
+from moefold.checkpoint.folder import candidates, step_name
+from moefold.comm.agree import on_first
+from moefold.comm.collectives import gather_objects, receive, send
+from moefold.comm.plain import shift
+from moefold.comm.world import World
+from moefold.training.recover import KEPT, Past, half, pack, packed, unpack
+
+NAME_FILE = "local.json"
+"""In the run's own folder: the name of its copies. Without it they belong to no run."""
+HEAD_BYTES = 65536
+TYPES = [int, str, int, int, str]
+_log = logging.getLogger("moefold.training")
+
+
+class Share(NamedTuple):
+    """One rank's share of a step, as a file's head tells of it."""
+
+    step: int
+    session: str
+    """Which process wrote it: shares of two pasts are never mixed."""
+    rank: int
+    size: int
+    past: str
+    """JSON of how far the run was."""
+
+
+class LocalCopies:
+    """A run's copies on this machine. All ranks call its methods alike.
+
+    Args:
+        record: where they are, and how often they are written.
+        folder: the run's.
+        identity: digest of all that shares hang on: what is computed, and the layout.
+        world: the ranks.
+    """
+
+    def __init__(self, record: Local, folder: Path, identity: str, world: World) -> None:
+        root = os.path.expandvars(record.folder)
+        if "$" in root:
+            raise ValueError(f"watch.checkpoint.local.folder: no value for what {root} names")
+        self._root, self._every, self._identity = Path(root), record.every, identity
+        self._folder, self._world = folder, world
+        self._session, self._here = "", Path()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, past: Past, tensors: Sequence[Tensor]) -> None:
+        """Copy the state where the step is due, and write it behind the steps that follow."""
+        step = past.progress.step
+        self._begin(step)
+        if step % self._every or step == 0:
+            return
+        self.wait()
+        ranks = self._world.on_host
+        own = torch.empty(packed(tensors), dtype=torch.uint8)
+        pack(tensors, own)
+        shares = [(ranks.index, own)]
+        if ranks.size > 1:
+            owner = (ranks.index - half(ranks)) % ranks.size
+            sizes = gather_objects(own.numel(), ranks)
+            theirs = torch.empty(sizes[owner], dtype=torch.uint8)
+            with self._world.recorder.module("local copies"):
+                shift(own, theirs, half(ranks), ranks).wait()
+            shares.append((owner, theirs))
+        said = {key: value for key, value in past.plain().items() if key != "at"}
+        given = step, json.dumps(said), shares
+        self._thread = threading.Thread(target=self._write, args=given, daemon=True)
+        self._thread.start()
+
+    def take(self, tensors: Sequence[Tensor], since: int) -> tuple[Past, Path] | None:
+        """Fill the state from the newest whole step, if it is ``since`` or a later one.
+
+        Returns:
+            How far that was, and its folder on this machine; None where no step is whole.
+        """
+        ranks = self._world.on_host
+        name = on_first(self._name, ranks, torch.device("cpu"))
+        here = self._root / str(name)
+        found = self._found(here, since) if name else {}
+        needs = packed(tensors)
+        while True:
+            said = gather_objects([needs, list(found)], ranks)
+            heads = [([Share(*head) for head in each], size) for size, each in said]
+            sources = newest_whole(heads, half(ranks))
+            if sources is None:
+                return None
+            mine = [share for share, holder in sources if holder == ranks.index]
+            read = {share: _read(found[share]) for share in mine}
+            damaged = [share for share, values in read.items() if values is None]
+            for share in damaged:
+                del found[share]
+            if not any(gather_objects(len(damaged), ranks)):
+                break
+        own = sources[ranks.index][0]
+        values = {share.rank: held for share, held in read.items() if held is not None}
+        unpack(self._exchanged(values, sources, own.size), tensors)
+        return Past.of(json.loads(own.past)), here / step_name(own.step)
+
+    def wait(self) -> None:
+        """Wait until what is under way is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _begin(self, step: int) -> None:
+        """Before the first step of this process: name the run and the session, drop what is newer.
+
+        Copies of later steps belong to a past that the run does not go on from.
+        """
+        if self._session:
+            return
+
+        def named() -> list[str]:
+            name = self._name() or uuid.uuid4().hex
+            (self._folder / NAME_FILE).write_text(json.dumps(name) + "\n")
+            return [name, uuid.uuid4().hex]
+
+        name, self._session = on_first(named, self._world.on_host, torch.device("cpu"))
+        self._here = self._root / name
+        for candidate in candidates(self._here):
+            if candidate.step > step:
+                shutil.rmtree(candidate.path, ignore_errors=True)
+
+    def _name(self) -> str | None:
+        path = self._folder / NAME_FILE
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _write(self, step: int, past: str, shares: list[tuple[int, Tensor]]) -> None:
+        """Write shares, and drop the steps before; a disk that refuses costs the copies alone."""
+        folder = self._here / step_name(step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank, values in shares:
+                share = Share(step, self._session, rank, values.numel(), past)
+                path = folder / f"{rank}.by-{self._world.on_host.index}"
+                _write_share(path, share, self._identity, values)
+        except OSError as error:
+            _log.warning("no local copy of step %d: %s", step, error)
+        old = [candidate for candidate in candidates(self._here) if candidate.step < step]
+        for candidate in old[KEPT - 1 :]:
+            shutil.rmtree(candidate.path, ignore_errors=True)
+
+    def _found(self, here: Path, since: int) -> dict[Share, list[Path]]:
+        """Return the shares on this machine that fit the run and its layout, by their heads."""
+        found: dict[Share, list[Path]] = {}
+        for candidate in candidates(here):
+            if candidate.step >= since:
+                for path in sorted(candidate.path.glob("*.by-*")):
+                    share = _head(path, self._identity)
+                    if share is not None:
+                        found.setdefault(share, []).append(path)
+        return found
+
+    def _exchanged(
+        self, values: Mapping[int, Tensor], sources: Sequence[tuple[Share, int]], size: int
+    ) -> Tensor:
+        """Send the shares that others lack; return this rank's own."""
+        ranks = self._world.on_host
+        sent = [
+            send(held, ranks.ranks[at], ranks) for at, held in values.items() if at != ranks.index
+        ]
+        holder = sources[ranks.index][1]
+        if holder == ranks.index:
+            own = values[ranks.index]
+        else:
+            own = torch.empty(size, dtype=torch.uint8)
+            receive(own, ranks.ranks[holder], ranks).wait()
+        for pending in sent:
+            pending.wait()
+        return own
+
+
+def newest_whole(
+    said: Sequence[tuple[Sequence[Share], int]], by: int
+) -> list[tuple[Share, int]] | None:
+    """Return, of the newest whole step, each rank's share and who reads it; None without one.
+
+    A rank reads its own share if it can, else its keeper, else the first rank that can.
+
+    Args:
+        said: of each rank, the shares that it can read, and the bytes of its own.
+        by: how far away copies are kept.
+    """
+    size = len(said)
+    holders: dict[tuple[int, str, str], dict[int, dict[int, Share]]] = {}
+    for holder, (shares, _) in enumerate(said):
+        for share in shares:
+            if share.rank < size and share.size == said[share.rank][1]:
+                by_rank = holders.setdefault((share.step, share.session, share.past), {})
+                by_rank.setdefault(share.rank, {})[holder] = share
+    for _, by_rank in sorted(holders.items(), reverse=True):
+        if len(by_rank) == size:
+            chosen = []
+            for rank, held in sorted(by_rank.items()):
+                order = (rank, (rank + by) % size, min(held))
+                holder = next(at for at in order if at in held)
+                chosen.append((held[holder], holder))
+            return chosen
+    return None
+
+
+def _write_share(path: Path, share: Share, identity: str, values: Tensor) -> None:
+    head = json.dumps({"identity": identity, **share._asdict()}).encode() + b"\n"
+    data = values.numpy().data
+    digest = sha256(head)
+    digest.update(data)
+    part = path.with_suffix(path.suffix + ".part")
+    with suppress(FileNotFoundError):
+        DISK.remove_file(part)
+    fd = DISK.create(part)
+    try:
+        DISK.write(fd, memoryview(digest.hexdigest().encode() + b"\n" + head))
+        DISK.write(fd, data)
+        DISK.sync(fd)
+    finally:
+        DISK.close(fd)
+    DISK.rename(part, path)
+
+
+def _head(path: Path, identity: str) -> Share | None:
+    """Return what a file's head says, unless it is none of these or hangs on something else."""
+    try:
+        with path.open("rb") as file:
+            file.readline(HEAD_BYTES)
+            head = json.loads(file.readline(HEAD_BYTES))
+        share = Share(*(head[name] for name in Share._fields))
+        types = [type(value) for value in share]
+        return share if head["identity"] == identity and types == TYPES else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(paths: Sequence[Path]) -> Tensor | None:
+    """Return the bytes of a share from the first of its files that is as it was written."""
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                said, head = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)
+                size = path.stat().st_size - file.tell()
+                values = torch.empty(size, dtype=torch.uint8)
+                count = file.readinto(values.numpy().data)
+        except OSError as error:
+            _log.warning("%s: %s", path, error)
+            continue
+        digest = sha256(head)
+        digest.update(values.numpy().data)
+        if count == size and said.decode("ascii", "replace").strip() == digest.hexdigest():
+            return values
+        _log.warning("%s is not as it was written", path)
+    return None

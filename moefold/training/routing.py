@@ -1,0 +1,19 @@
+"""How the router of each layer fared in the last step, over all ranks."""
+
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+from moefold.comm.collectives import gather_objects
+from moefold.parallel.apply import Placed
+
+
+def routing(placed: Placed) -> list[dict[str, Any]]:
+    """Return the figures of each mixture's routing in the last step, in the order of layers."""
+    layers = []
+    for i, mixture in placed.model.mixtures():
+        figures = mixture.balance.health(mixture.router)
+        said = {"layer": i, "top_k": mixture.record.router.top_k}
+        layers.append(said | {name: held.tolist() for name, held in figures.items()})
+    everywhere = gather_objects(layers, placed.world.group("pp"))
+    return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
