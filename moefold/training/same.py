@@ -16,6 +16,10 @@ from moefold.observe.code import code_version
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 from moefold.training.state import as_known_today, differences
 
+# Now, and so in the server that ranks fork from: files may change while a run lasts, and a rank
+# that is started anew runs what the server has loaded.
+code_version()
+
 
 def parts_from_outside(run: Run) -> dict[str, str]:
     """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.training import same
 from moefold.training.faults import tear
 from moefold.training.recover import Past, _room, last_whole, pack, packed, unpack
 from moefold.training.replay import digest
@@ -69,3 +70,8 @@ def test_there_is_nothing_to_tear_without_checkpoints(tmp_path: Any) -> None:
     import random
 
     assert tear(tmp_path, random.Random(0)) is None
+
+
+def test_ranks_that_fork_later_say_the_code_that_is_loaded() -> None:
+    """Files may change while a run lasts; a rank started anew must still agree with the others."""
+    assert same.code_version.cache_info().currsize == 1
