@@ -196,17 +196,17 @@ class Case:
         """The schedule's table, as training executes it."""
         return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
 
-    @property
+    @cached_property
     def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
         """What each chunk of each pipeline rank computes: ``[rank][chunk]``."""
         return held.places(self.stages, self.sizes.pp, self.way)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[tuple[Held, ...], ...]:
         """The same, counted."""
         return held.chunks(self.decoder, self.stages, self.sizes.pp, self.way)
 
-    @property
+    @cached_property
     def held(self) -> tuple[Held, ...]:
         """The same of each pipeline rank over its chunks."""
         return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)

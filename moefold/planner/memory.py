@@ -8,6 +8,7 @@ rank is planned: the one whose experts get the most rows.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from operator import mul
 from typing import Any, NamedTuple, cast
 
 from moefold.mesh.config import Order, Sizes
@@ -227,13 +228,15 @@ class _Stage(NamedTuple):
     """A pipeline rank's chunks."""
 
     chunks: list[_Chunk]
+    kept: list[float]
+    """What each keeps."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
 
     def needs(self, step: Running) -> tuple[float, float, float]:
         """Return activations, what the step works with, and gradients while it runs."""
         chunks = self.chunks
-        alive = sum(count * chunk.kept for count, chunk in zip(step.kept, chunks, strict=True))
+        alive = sum(map(mul, step.kept, self.kept))
         there = self.there + sum(chunks[number].coming for number in step.begun)
         used = freed = 0.0
         if step.backward is not None:
@@ -291,7 +294,8 @@ class _Chunks:
 
     def _stage(self, rank: int, state: State) -> "_Stage":
         chunks = [self._chunk(held) for held in self.case.chunks[rank]]
-        return _Stage(chunks, state.gradients - sum(chunk.coming for chunk in chunks))
+        there = state.gradients - sum(chunk.coming for chunk in chunks)
+        return _Stage(chunks, [chunk.kept for chunk in chunks], there)
 
     def _chunk(self, held: Held) -> "_Chunk":
         if held not in self._known:

@@ -18,6 +18,7 @@ from moefold.planner.curves import Rates, constants
 from moefold.planner.from_run import Choice, Task
 from moefold.planner.held import Held, kinds
 from moefold.planner.memory import Overheads, layer_kept, software_of
+from moefold.planner.memory_kept import Kept as Part
 from moefold.planner.memory_state import block_weights, state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
@@ -66,13 +67,16 @@ class Bounds:
         self.task, self.foldings = task, foldings
         self.blocks, order = kinds(task.decoder)
         self.counts = Counter(order)
+        self._common = self.counts.most_common(1)[0]
         self._passes: dict[tuple[Any, ...], Pass] = {}
         self._settings: dict[Recipe, Setting] = {}
         self._works: dict[tuple[Any, ...], float] = {}
         self._states: dict[tuple[Any, ...], float] = {}
+        self._parts: dict[tuple[Any, ...], list[tuple[Part, int]]] = {}
         self._sizes: dict[tuple[Any, ...], float] = {}
         self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
         self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
+        self._widest: dict[int, int] = {}
         self._spreads: dict[tuple[Any, ...], float] = {}
 
     def steps(self, grid: Grid, pp: int) -> int | None:
@@ -95,7 +99,7 @@ class Bounds:
         """Return the least seconds of the slowest rank: some rank has its share of the most common
         layers, rounded up.
         """
-        (kind, number), *_ = self.counts.most_common(1)
+        kind, number = self._common
         layer = self._seconds(shape, kept, Held(((kind, 1),)))
         return max(self.work(shape, kept) / pp, -(-number // pp) * layer)
 
@@ -123,8 +127,9 @@ class Bounds:
         if key not in self._spreads:
             more = self._experts(grid, ep, etp) - self._experts(grid, most, 1)
             # Recomputed experts run a third more of it.
-            self._spreads[key] = more if more > 0 else more * 4 / 3
-        return self._spreads[key] + self._exchanges(grid, ep, etp)
+            more *= 1 if more > 0 else 4 / 3
+            self._spreads[key] = more + self._exchanges(grid, ep, etp)
+        return self._spreads[key]
 
     def _experts(self, grid: Grid, ep: int, etp: int) -> float:
         """Return the device's seconds of all mixtures of experts."""
@@ -207,7 +212,11 @@ class Bounds:
         return moved * max(0.0, self._states[key] - 2 * LATENCY_NIC)
 
     def _most(self, grid: Grid) -> int:
-        return max(ep for ep, etp in self.foldings.experts(grid.tp, grid.cp) if etp == 1)
+        dense = grid.tp * grid.cp
+        if dense not in self._widest:
+            pairs = self.foldings.experts(grid.tp, grid.cp)
+            self._widest[dense] = max(ep for ep, etp in pairs if etp == 1)
+        return self._widest[dense]
 
     # --------------------------------------------------------------------------- memory
 
@@ -248,19 +257,21 @@ class Bounds:
 
     def layers_kept(self, grid: Grid, etp: int, kept: Kept) -> float:
         """Return the bytes that all layers keep for one micro-batch on a rank."""
-        key = grid, etp, kept
-        if key not in self._sizes:
+        key = grid, etp
+        if key not in self._parts:
             case = self._sample(Shape(*grid, 1, etp, "local", False), Keeping())
+            each = [layer_kept(case, block) for block in self.blocks]
+            self._parts[key] = [(p, self.counts[i]) for i, parts in enumerate(each) for p in parts]
+        if (key, kept) not in self._sizes:
             again, away = kept
-            self._sizes[key] = float(
+            self._sizes[key, kept] = float(
                 sum(
-                    part.bytes * self.counts[kind]
-                    for kind, block in enumerate(self.blocks)
-                    for part in layer_kept(case, block)
-                    if part.stays(again) and part.module not in away
+                    part.bytes * count
+                    for part, count in self._parts[key]
+                    if part.module not in away and part.stays(again)
                 )
             )
-        return self._sizes[key]
+        return self._sizes[key, kept]
 
     def chain(self, space: Space, grid: Grid) -> list[tuple[float, float, Kept]]:
         """Return bounds of work and of bytes by what is kept, work rising and bytes falling.

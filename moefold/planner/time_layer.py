@@ -168,13 +168,10 @@ class Time:
 @lru_cache(maxsize=1 << 15)
 def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
-    halves = [one for one in (block.attention, block.ffn) if not isinstance(one, Nothing)]
-    parts: dict[str, Took] = {}
-    for record in halves:
-        shape = share if isinstance(record, Moe) else share.dense
-        parts |= _half(cast("Any", record), shape, setting)
-    parts |= _norms(share.dense, len(halves), setting)
-    made = _summed(parts, policy.recompute)
+    plain, parts, once = _once(cast("Any", block), share, setting, policy.dispatch)
+    made = Time()
+    made.add(plain)
+    _repeat(made, parts, policy.recompute)
     _tensor(made, block, share, setting, policy)
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
@@ -182,55 +179,78 @@ def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> 
         made.forward["cp"], made.backward["cp"] = context_seconds(sent, core, share, setting)
     if policy.offload:
         _offload(made, block, share, setting, policy)
-    if isinstance(block.ffn, Moe) and share.ep * share.etp > 1:
-        once = 2 * dispatch_seconds(_rows(block.ffn, share), share, setting, policy.dispatch)
-        again = bool(policy.recompute & {"block", "moe"})
-        made.forward["dispatch"] = once
-        made.backward["dispatch"] = once * (2 if again else 1)
+    again = bool(policy.recompute & {"block", "moe"})
+    made.forward["dispatch"], made.backward["dispatch"] = once, once * (2 if again else 1)
     return made
+
+
+@lru_cache(maxsize=1 << 15)
+def _once(
+    block: Block, share: Share, setting: Setting, dispatch: str
+) -> tuple[Time, Mapping[str, Took], float]:
+    """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
+    halves = [one for one in (block.attention, block.ffn) if not isinstance(one, Nothing)]
+    parts: dict[str, Took] = {}
+    for record in halves:
+        parts |= _half(cast("Any", record), share.of_half(record), setting)
+    parts |= _norms(share.dense, len(halves), setting)
+    sent = 0.0
+    if isinstance(block.ffn, Moe) and share.ep * share.etp > 1:
+        sent = 2 * dispatch_seconds(_rows(block.ffn, share), share, setting, dispatch)
+    return _summed(parts), parts, sent
 
 
 def half_seconds(record: Record, share: Share, setting: Setting) -> float:
     """Return the device's seconds of a half of a layer, forward and backward, once each."""
-    shape = share if isinstance(record, Moe) else share.dense
-    made = _half(cast("Any", record), shape, setting).values()
+    made = _half(cast("Any", record), share.of_half(record), setting).values()
     return sum(sum(map(sum, took.seconds.values())) + 3 * took.kernels for took in made)
 
 
 @lru_cache(maxsize=1 << 12)
 def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
-    return _summed(_parts(head(vocab, share), setting), policy.recompute)
+    return _repeated(_parts(head(vocab, share), setting), policy.recompute)
 
 
 @lru_cache(maxsize=1 << 12)
 def joint_time(share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
-    return _summed(_parts(joint(share), setting), policy.recompute)
+    return _repeated(_parts(joint(share), setting), policy.recompute)
 
 
-def _summed(parts: Mapping[str, Took], recompute: frozenset[str]) -> Time:
-    """Return the sum of parts, with what backward computes again."""
-    made, again = Time(), _again(recompute, parts)
-    forward, backward, repeated = made.forward, made.backward, 0.0
-    kernels = 0.0
+def _repeated(parts: Mapping[str, Took], recompute: frozenset[str]) -> Time:
+    made = _summed(parts)
+    _repeat(made, parts, recompute)
+    return made
+
+
+def _summed(parts: Mapping[str, Took]) -> Time:
+    """Return the sum of parts."""
+    made = Time()
+    forward, backward, kernels = made.forward, made.backward, 0.0
     for name, took in parts.items():
         for part, (ahead, back) in took.seconds.items():
             forward[part] = forward.get(part, 0.0) + ahead
             backward[part] = backward.get(part, 0.0) + back
-            if name in again:
-                repeated += ahead
         kernels += took.kernels
         made.host_forward += took.launches
-        made.host_backward += took.launches * (3 if name in again else 2)
-        if name in again:
-            repeated += took.kernels
+        made.host_backward += took.launches * 2
         made.weights += took.weights
         if name == "experts":
             made.experts += took.weights
     forward["launch"], backward["launch"] = kernels, 2 * kernels
-    backward["recompute"] = repeated
     return made
+
+
+def _repeat(made: Time, parts: Mapping[str, Took], recompute: frozenset[str]) -> None:
+    """Add what backward computes again."""
+    repeated = 0.0
+    for name in _again(recompute, parts):
+        took = parts.get(name)
+        if took is not None:
+            repeated += took.kernels + sum(ahead for ahead, _ in took.seconds.values())
+            made.host_backward += took.launches
+    made.backward["recompute"] = repeated
 
 
 @lru_cache(maxsize=1 << 15)

@@ -88,6 +88,10 @@ class Share(NamedTuple):
         """The same for what is no mixture: where experts lie changes nothing."""
         return self._replace(ep=1, etp=1, load=1.0, fused=False)
 
+    def of_half(self, record: Record) -> "Share":
+        """Return what of it decides a half of a layer."""
+        return self if isinstance(record, Moe) else self.dense
+
     @property
     def t(self) -> float:
         """Tokens of a micro-batch after cp."""
