@@ -10,34 +10,24 @@ from torch import Tensor
 
 from moefold.comm.collectives import gather_rows, scatter_rows
 from moefold.comm.world import World
-from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.config import AllGather
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import everyone, host_counts, on_host
 from moefold.moe.dispatch.hop import ranks_of
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
 
 
-class AllGatherDispatch:
+class AllGatherDispatch(Across[AllGather]):
     """All rows to all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
 
-    def __init__(self, record: Record, experts: int) -> None:
-        self._experts = experts
-        self._local = LocalDispatch(record, experts)
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         ranks = world.group("tp_ep")
-        if ranks.size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
         ep = world.group("ep")
         each = self._experts // ep.size
         copies_P = count(ranks_of(experts_TK, each), ep.size)
@@ -53,10 +43,8 @@ class AllGatherDispatch:
         handle = (*here.handle, on_host(rows))
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ranks = world.group("tp_ep")
-        if ranks.size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
         token_R, row_AK, counts = handle
         return scatter_rows(collect(y_RD, token_R, row_AK), ranks, host_counts(counts))

@@ -9,32 +9,22 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.config import AllToAll
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host, slots_of
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 from moefold.moe.dispatch.order import sort_copies
 
 
-class AllToAllDispatch:
-    """Token copies over ``ep``; where all experts are here, the permutation alone."""
+class AllToAllDispatch(Across[AllToAll]):
+    """Token copies over ``ep``."""
 
-    def __init__(self, record: Record, experts: int) -> None:
-        self._experts = experts
-        self._local = LocalDispatch(record, experts)
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
         order = sort_copies(experts_TK, self._experts, complete)
         counts_PSPe = everyone(order.counts_B, world).unflatten(2, (ep.size, -1))
@@ -51,10 +41,8 @@ class AllToAllDispatch:
         handle = (order.token_R, order.row_TK, *here.handle, on_host(numbers))
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
         token_N, row_TK, token_R, row_R1, counts = handle
         numbers = host_counts(counts)

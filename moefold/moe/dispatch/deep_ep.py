@@ -19,33 +19,26 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import DeepEp
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.foreign import check_rows, load
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 
 LEAST_BYTES = 2
 """Per element: buffers are sized for bf16."""
 
 
-class DeepEpDispatch:
+class DeepEpDispatch(Across[DeepEp]):
     """Tokens over ``ep``, copied where they arrive."""
 
     def __init__(self, record: DeepEp, experts: int) -> None:
-        self._record, self._experts = record, experts
+        super().__init__(record, experts)
         self._module = load(record)
-        self._local = LocalDispatch(record, experts)
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         check_rows(self._record, x_TD)
         buffer, each = self._buffer(x_TD, world), self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
@@ -56,10 +49,8 @@ class DeepEpDispatch:
         here = permute(x_ND, weights_NK, slots_NK, each, False, copies)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, (*here.handle, *native))
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         token_R, row_NK, *native = handle
         y_ND = collect(y_RD, token_R, row_NK)
         return _Return.apply(y_ND, self._buffer(y_ND, world), *native)  # type: ignore[return-value]

@@ -18,35 +18,27 @@ from torch.autograd.function import once_differentiable
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.moe.config import HybridEp
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import everyone, host_counts, on_host
 from moefold.moe.dispatch.foreign import check_rows, ends_of, load
-from moefold.moe.dispatch.local import LocalDispatch
 
 
-class HybridEpDispatch:
+class HybridEpDispatch(Across[HybridEp]):
     """Tokens over ``ep``, sorted by expert on the way."""
 
     def __init__(self, record: HybridEp, experts: int) -> None:
-        self._record, self._experts = record, experts
+        super().__init__(record, experts)
         self._module = load(record)
-        self._local = LocalDispatch(record, experts)
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`.
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`.
 
         Raises:
             ValueError: where ranks have different numbers of rows.
         """
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
         check_rows(self._record, x_TD)
         rows, group = x_TD.shape[0], world.group("ep")
         counts = host_counts(everyone(experts_TK.new_full((1,), rows), world).flatten())
@@ -65,10 +57,8 @@ class HybridEpDispatch:
         handle = (on_host([rows]), *native)
         return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         rows, *native = handle
         (count,) = host_counts(rows)
         buffer = self._buffer(count, y_RD.shape[1], world.group("ep"))

@@ -15,35 +15,27 @@ from torch import Tensor
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.moe.config import NcclEp
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import host_counts, on_host
 from moefold.moe.dispatch.foreign import check_rows, ends_of, load
-from moefold.moe.dispatch.local import LocalDispatch
 
 
-class NcclEpDispatch:
+class NcclEpDispatch(Across[NcclEp]):
     """Tokens over ``ep``, sorted by expert on the way, in shapes known beforehand."""
 
     def __init__(self, record: NcclEp, experts: int) -> None:
-        self._record, self._experts = record, experts
+        super().__init__(record, experts)
         self._module = load(record)
-        self._local = LocalDispatch(record, experts)
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`.
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`.
 
         Raises:
             ValueError: where there are more rows than stated, or entries that go nowhere.
         """
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
         check_rows(self._record, x_TD)
         self._check(x_TD.shape[0], complete)
         top_k = experts_TK.shape[1]
@@ -54,10 +46,8 @@ class NcclEpDispatch:
         handle = (on_host([x_TD.shape[0], top_k]), buffer.handle_mem)
         return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         sizes, memory = handle
         rows, top_k = host_counts(sizes)
         buffer = self._buffer(y_RD.shape[1], top_k, world.group("ep"))

@@ -8,33 +8,23 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.config import AllToAllOnce
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host
 from moefold.moe.dispatch.hop import Parcel, address, packed, ranks_of
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
 
 
-class OnceDispatch:
+class OnceDispatch(Across[AllToAllOnce]):
     """Tokens over ``ep``, copied where they arrive."""
 
-    def __init__(self, record: Record, experts: int) -> None:
-        self._experts = experts
-        self._local = LocalDispatch(record, experts)
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
         each, parcel = self._experts // ep.size, Parcel(x_TD, weights_TK, experts_TK)
         order, rank_TK = address(parcel, each, ep.size)
@@ -51,10 +41,8 @@ class OnceDispatch:
         handle = (order.token_R, order.row_TK, *here.handle, on_host(numbers))
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
         token_N, row_TK, token_R, row_NK, counts = handle
         numbers = host_counts(counts)

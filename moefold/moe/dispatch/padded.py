@@ -13,31 +13,25 @@ from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, spread
 from moefold.moe.config import Padded
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import everyone
 from moefold.moe.dispatch.hop import ranks_of
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 from moefold.moe.dispatch.order import Order, sort_copies
 
 
-class PaddedDispatch:
+class PaddedDispatch(Across[Padded]):
     """Token copies over ``ep`` in equal splits."""
 
     def __init__(self, record: Padded, experts: int) -> None:
-        self._room, self._experts = record.max_rows, experts
-        self._local = LocalDispatch(record, experts)
+        super().__init__(record, experts)
+        self._room = record.max_rows
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, room, entries = world.group("ep"), self._room, experts_TK.shape[1]
         each = self._experts // ep.size
         order = sort_copies(experts_TK, self._experts, complete)
@@ -57,10 +51,8 @@ class PaddedDispatch:
         handle = (token_N, row_TK, *here.handle)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle, excess)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, splits = world.group("ep"), self._splits(world)
         token_N, row_TK, token_R, row_R1 = handle
         y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"))

@@ -15,31 +15,25 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import TwoLevel
-from moefold.moe.dispatch.base import ALONE, Dispatched, Handle
+from moefold.moe.dispatch.across import Across
+from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host
 from moefold.moe.dispatch.hop import Parcel, address, distinct, packed, ranks_of
-from moefold.moe.dispatch.local import LocalDispatch, permute
+from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
 
 
-class TwoLevelDispatch:
+class TwoLevelDispatch(Across[TwoLevel]):
     """Tokens over the nodes of ``ep``, then over the ranks of a node."""
 
     def __init__(self, record: TwoLevel, experts: int) -> None:
-        self._node, self._experts = record.node, experts
-        self._local = LocalDispatch(record, experts)
+        super().__init__(record, experts)
+        self._node = record.node
 
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+    def send(
+        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
     ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete, world)
+        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
         inside, across = world.split("ep", self._node)
         each = self._experts // world.group("ep").size
         parcel = Parcel(x_TD, weights_TK, experts_TK)
@@ -58,10 +52,8 @@ class TwoLevelDispatch:
         handle = (*orders, *here.handle, on_host(numbers))
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.base.Dispatcher`."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, complete, world)
+    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
+        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         inside, across = world.split("ep", self._node)
         etp = world.group("etp")
         *orders, counts = handle
