@@ -26,7 +26,7 @@ def bring_in(args: argparse.Namespace) -> int:
     folder, notes = Path(args.folder), Console(stderr=True, soft_wrap=True)
     if newest(folder) is not None:
         raise ValueError(f"{folder} holds a checkpoint already; name a new folder")
-    with import_folder(args.source) as found:
+    with import_folder(args.source, args.weights) as found:
         tokenizer = _tokenizer(args, found)
         meta = describe(found.decoder, tokenizer) | {"special_tokens": dict(found.special_tokens)}
         with _bar(len(found.tensors), notes) as told:

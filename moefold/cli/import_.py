@@ -10,10 +10,17 @@ def add(subparsers: Any) -> None:
         "import",
         help="turn a Hugging Face folder into a checkpoint",
         description="Reads config.json, safetensors and tokenizer.json. Each tensor is used once "
-        "or named as left out; code in the folder is never run, pickles are never read.",
+        "or named as left out; code in the folder is never run, and pickles are read only where "
+        "--weights names them, behind a list of what may be in them.",
     )
     parser.add_argument("source", metavar="HF_FOLDER", help="the folder with config.json")
     parser.add_argument("folder", metavar="CHECKPOINT", help="a new folder for the checkpoint")
+    parser.add_argument(
+        "--weights",
+        metavar="PATH",
+        help="take weights from here instead: a .pt or .bin file, a folder of them, or a folder of "
+        "torch.distributed.checkpoint; names as in Hugging Face folders",
+    )
     parser.add_argument("--end", metavar="TOKEN", help="token that ends a document")
     parser.add_argument("--start", metavar="TOKEN", help="token that begins a document")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moefold.convert.errors import ConvertError
+from moefold.convert.foreign import open_foreign
 from moefold.convert.plan import Plan, make_plan
-from moefold.convert.source import Source
+from moefold.convert.source import Source, Weights
 from moefold.convert.targets import Target, targets
 from moefold.convert.tokenizer import TokenizerFiles, read_tokenizer
 from moefold.layers.placement import Box
@@ -30,7 +31,7 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        source: Source,
+        source: Weights,
         plan: Plan,
         wanted: Mapping[str, Target],
         block: tuple[int, int] | None,
@@ -126,7 +127,7 @@ class Imported:
     """``bos_token_id`` and its like."""
     notes: tuple[str, ...]
     """What the reader should know: defaults taken, files and tensors left out."""
-    source: Source
+    source: Weights
     """Keeps the files open."""
 
     def __enter__(self) -> Self:
@@ -140,10 +141,11 @@ class Imported:
         self.source.close()
 
 
-def import_folder(folder: str | Path) -> Imported:
+def import_folder(folder: str | Path, weights: str | Path | None = None) -> Imported:
     """Open a Hugging Face folder and account for everything in it; no weight is read yet.
 
-    What is returned is a context manager, and closed when the tensors are no longer needed.
+    ``weights`` names a pickled checkpoint to take them from instead, see ``foreign.py``. What is
+    returned is a context manager, and closed when the tensors are no longer needed.
 
     Raises:
         ValueError: where ``config.json`` has anything that is not supported.
@@ -152,7 +154,7 @@ def import_folder(folder: str | Path) -> Imported:
     folder = Path(folder)
     reading = read_config(folder)
     wanted = targets(reading.decoder)
-    source = Source(folder)
+    source = _source(folder, weights, reading.model)
     try:
         tied_head = _tied_head(reading.model, source) if reading.decoder.tied else None
 
@@ -180,7 +182,14 @@ def import_folder(folder: str | Path) -> Imported:
     )
 
 
-def _tied_head(model: Family, source: Source) -> str | None:
+def _source(folder: Path, weights: str | Path | None, model: Family) -> Weights:
+    if weights is None:
+        return Source(folder)
+    (embed,) = [row.theirs[0] for row in model.tensors if row.ours == _EMBED]
+    return open_foreign(Path(weights), embed)
+
+
+def _tied_head(model: Family, source: Weights) -> str | None:
     """Return the name under which a head is stored although it is the embedding."""
     names = [e.theirs[0] for e in model.tensors if e.ours == _HEAD]
     return next((n for n in names if n in source.tensors), None)

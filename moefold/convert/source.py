@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +44,26 @@ class Stored:
     file: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class Weights(Protocol):
+    """Where the tensors of a model are read from."""
+
+    folder: Path
+    notes: list[str]
+    tensors: dict[str, Stored]
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor as it is stored, on the host."""
+        ...
+
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of one tensor as it is stored."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files; tensors already read stay."""
+        ...
 
 
 class Source:
@@ -166,7 +186,7 @@ def _no_weights(present: list[str]) -> str:
     if pickled:
         return (
             f"has only pickled weights ({pickled[0]}), which can run code when they are read; "
-            "convert them to safetensors where you trust them"
+            "name them with --weights, which reads tensors and nothing else out of them"
         )
     return f"has neither {SINGLE} nor {INDEX}"
 
