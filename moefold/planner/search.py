@@ -147,7 +147,7 @@ class Search:
                 found = next((item for item in chain if item[1] <= left), None)
                 if found is not None:
                     bound = least_seconds(found[0] + more, m, pp)
-                    bound += bounds.fixed(share) + bounds.data(shape, pp, zero, m)
+                    bound += bounds.fixed(share)
                     least[found[2]] = min(least.get(found[2], math.inf), bound)
         return least
 
@@ -208,7 +208,7 @@ class Search:
         slowest = self.bounds.fullest_rank(item.shape, kept, pp)
         ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
         took = pipeline_seconds(item.choice.schedule, item.m, sizes.vpp, ranks)
-        data = self.bounds.data(item.shape, pp, keeping.zero, item.m)
+        data = self.bounds.data(item.shape, kept, pp, keeping.zero, item.m)
         return took + data + self.bounds.fixed(keeping.optimizer_offload)
 
     def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:

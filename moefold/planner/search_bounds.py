@@ -157,7 +157,7 @@ class Bounds:
             return {}
         groups = router.groups
         rows = Rows(
-            shape.micro_batch * task.seq / (shape.tp * shape.cp), self._sent * 2.0, router.top_k,
+            shape.micro_batch * task.seq / (shape.tp * shape.cp), self._width * 2.0, router.top_k,
             groups.keep if groups else None, groups.count if groups else 1,
         )  # fmt: skip
         group = reach(task.cluster, shape.ep, shape.etp)
@@ -188,28 +188,50 @@ class Bounds:
         """Return the least seconds of a step outside layers, a share of the update on the host."""
         return self._rates.step_s + share * self._parameters[0] / self.foldings.world / HOST_ADAM
 
-    def data(self, shape: Shape, pp: int, zero: int, m: int) -> float:
+    def data(self, shape: Shape, kept: Kept, pp: int, zero: int, m: int) -> float:
         """Return the least seconds of data-parallel communication, where nothing hides it.
 
-        The slowest rank's weights are taken as half of an even share, all of it without a pipeline.
+        It is the slowest rank's: what that takes beyond the ends of the model are layers.
         """
         overlaps = self.task.software.overlaps
         if overlaps.gradients or overlaps.parameters:
             return 0.0
-        key = "data", shape.tp, shape.cp, shape.ep, shape.etp, pp
-        if key not in self._states:
-            world, each = self.foldings.world // pp, (1.0 if pp == 1 else 0.5) / pp
-            total, experts = self._parameters
-            cluster, rates = self.task.cluster, self._rates
-            copies = reach(cluster, world // shape.tp, shape.tp)
-            owners = reach(cluster, world // (shape.ep * shape.etp), shape.ep * shape.etp)
-            dense = (total - experts) * each / shape.tp
-            own = experts * each / (shape.ep * shape.etp)
-            self._states[key] = ring_seconds(dense, copies, cluster, rates) + ring_seconds(
-                own, owners, cluster, rates
-            )
         moved = 6.0 * m if zero == 3 else self.task.numbers.gradient_bytes + 2.0
-        return moved * max(0.0, self._states[key] - 2 * LATENCY_NIC)
+        if pp == 1:
+            return moved * self._sent(shape, kept, pp, self._whole)
+        key = "data", shape, kept, pp
+        if key not in self._works:
+            ends = self._whole._replace(layers=())
+            slowest = self.fullest_rank(shape, kept, pp)
+            rest = slowest - self._seconds(shape, kept, ends)
+            last = self._layers_sent(shape, kept, pp, rest) + self._sent(shape, kept, pp, ends)
+            self._works[key] = min(self._layers_sent(shape, kept, pp, slowest), last)
+        return moved * self._works[key]
+
+    def _layers_sent(self, shape: Shape, kept: Kept, pp: int, seconds: float) -> float:
+        """Return the least that layers send which take so long together: those with the least to
+        send for their time come first.
+        """
+        each = []
+        for kind, number in self.counts.items():
+            one = Held(((kind, 1),))
+            took = self._seconds(shape, kept, one)
+            each.append((self._sent(shape, kept, pp, one) / took, number * took))
+        total = 0.0
+        for rate, most in sorted(each):
+            total += rate * max(0.0, min(seconds, most))
+            seconds -= most
+        return total
+
+    def _sent(self, shape: Shape, kept: Kept, pp: int, held: Held) -> float:
+        """Return the least seconds to gather or to scatter a byte per weight over data ranks."""
+        took = self._pass(shape, kept).time(held)
+        world, cluster = self.foldings.world // pp, self.task.cluster
+        copies = reach(cluster, world // shape.tp, shape.tp)
+        owners = reach(cluster, world // (shape.ep * shape.etp), shape.ep * shape.etp)
+        dense = ring_seconds(took.weights - took.experts, copies, cluster, self._rates)
+        own = ring_seconds(took.experts, owners, cluster, self._rates)
+        return max(0.0, dense + own - 2 * LATENCY_NIC)
 
     def _most(self, grid: Grid) -> int:
         dense = grid.tp * grid.cp
@@ -319,7 +341,7 @@ class Bounds:
         return next((b.ffn.router for b in self.blocks if isinstance(b.ffn, Moe)), None)
 
     @cached_property
-    def _sent(self) -> int:
+    def _width(self) -> int:
         latent = next((getattr(b.ffn, "latent", None) for b in self.blocks), None)
         return latent or self.task.decoder.hidden
 

@@ -149,7 +149,9 @@ def test_bounds_are_never_above() -> None:
         ideal = bounds.ideal(grid, kept) + bounds.spread(grid, sizes.ep, sizes.etp)
         slowest = bounds.fullest_rank(shape, kept, sizes.pp)
         assert slowest <= max(map(sum, estimate(choice.case(task)).ranks)) * (1 + 1e-9)
-        fixed = bounds.fixed(0.0) + bounds.data(shape, sizes.pp, keeping.zero, m)
+        sent = bounds.data(shape, kept, sizes.pp, keeping.zero, m)
+        assert sent <= estimate(choice.case(task)).parts["dp"] * (1 + 1e-9)
+        fixed = bounds.fixed(0.0) + sent
         even = [work / sizes.pp] * sizes.pp
         near = pipeline_seconds(choice.schedule, m, sizes.vpp, even)
         far = least_seconds(ideal, m, sizes.pp)
