@@ -117,7 +117,8 @@ class Job:
         self._first(self.lock.acquire)
         self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, self.world)
         try:
-            self._open(Path(cache) if cache else self.folder.parent / ".prepared")
+            with explained(run, self.world):
+                self._open(Path(cache) if cache else self.folder.parent / ".prepared")
         except BaseException:
             self._release()
             raise

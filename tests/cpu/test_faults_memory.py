@@ -27,3 +27,11 @@ def test_no_memory_left(
     text = str(caught.value)
     assert "rank 0 has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB" in text
     assert "expected: " in text and said in text and "train.micro_batch" in text
+
+
+def test_no_memory_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "build_parts", refuse)
+    with pytest.raises(OutOfMemory, match="rank 0 has no memory left"):
+        job_of(tmp_path)
+    monkeypatch.undo()
+    job_of(tmp_path).close()  # whoever failed gave the folder back
