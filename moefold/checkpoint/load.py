@@ -4,7 +4,7 @@ Bytes go straight from the file into the tensor that is returned, so that no sec
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +16,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.disk import DISK, Disk, Say, retried
 from moefold.checkpoint.errors import DamagedError, MismatchError
 from moefold.checkpoint.folder import check_size
-from moefold.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, Stored
+from moefold.checkpoint.manifest import ITEM_BYTES, Slice, Stored
 from moefold.checkpoint.tensors import BLOCK_BYTES, DTYPES, empty, host_bytes
 
 ATTEMPTS = 3
@@ -44,48 +44,6 @@ def load(
         if missing:
             raise MismatchError(reader.path, missing=missing)
         return {name: reader.read(name) for name in wanted}, reader.manifest.meta
-
-
-def load_into(
-    path: str | Path,
-    targets: Mapping[str, Tensor],
-    verify: bool = True,
-    *,
-    partial: bool = False,
-    say: Say = _log.warning,
-    disk: Disk = DISK,
-) -> dict[str, Any]:
-    """Fill ``targets``, on any device, with a checkpoint's tensors of the same names; return meta.
-
-    Every target is filled; ``partial`` allows the checkpoint to hold more. Raises
-    ``MismatchError`` before anything is changed. When ``DamagedError`` is raised midway the
-    targets hold a mixture: load another checkpoint into them, or give them up.
-    """
-    with Reader(path, verify, say=say, disk=disk) as reader:
-        check_targets(reader.path, reader.manifest, targets, partial=partial)
-        reader.check_sizes(targets)
-        for name, target in targets.items():
-            reader.read_into(name, target)
-        return reader.manifest.meta
-
-
-def check_targets(
-    path: Path, found: Manifest, targets: Mapping[str, Tensor], *, partial: bool = False
-) -> None:
-    """Raise ``MismatchError`` listing every difference between a checkpoint and its targets.
-
-    Names that only the checkpoint has are a difference unless ``partial``.
-    """
-    missing = [name for name in targets if name not in found.tensors]
-    unexpected = [] if partial else [name for name in found.tensors if name not in targets]
-    mismatched = {
-        name: what
-        for name, target in targets.items()
-        if name in found.tensors
-        and (what := difference(found.tensors[name], tuple(target.shape), target.dtype))
-    }
-    if missing or unexpected or mismatched:
-        raise MismatchError(path, missing, unexpected, mismatched)
 
 
 class Reader:
