@@ -31,6 +31,7 @@ from moefold.comm.collectives import gather_objects, receive, send
 from moefold.comm.plain import shift
 from moefold.comm.world import World
 from moefold.training.recover import KEPT, Past, half, pack, packed, unpack
+from moefold.training.saving import behind
 
 NAME_FILE = "local.json"
 """In the run's own folder: the name of its copies. Without it they belong to no run."""
@@ -89,9 +90,7 @@ class LocalCopies:
                 shift(own, theirs, half(ranks), ranks).wait()
             shares.append((owner, theirs))
         said = {key: value for key, value in past.plain().items() if key != "at"}
-        given = step, json.dumps(said), shares
-        self._thread = threading.Thread(target=self._write, args=given, daemon=True)
-        self._thread.start()
+        self._thread = behind(self._write, step, json.dumps(said), shares)
 
     def take(self, tensors: Sequence[Tensor], since: int) -> tuple[Past, Path] | None:
         """Fill the state from the newest whole step, if it is ``since`` or a later one.

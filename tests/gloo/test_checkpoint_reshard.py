@@ -1,6 +1,6 @@
 """B26: state saved in one layout is, bit for bit, the state in every other, and goes on alike.
 
-A selection of the ordered pairs; ``make matrix`` makes all of them.
+Pain 8. A selection of the ordered pairs; ``make matrix`` makes all of them.
 """
 
 from pathlib import Path
