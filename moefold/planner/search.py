@@ -92,11 +92,14 @@ class Search:
             elif level == "fitting":
                 push("shape", self._shapes(space, *item))
             elif level == "shape":
-                push("open", self._pipelines(space, item, room))
+                push("depth", self._depths(space, item, room))
+            elif level == "depth":
+                push("depth", self._kept(space, item._replace(at=item.at + 1)))
+                push("open", self._schedules(space, item))
             elif level == "open":
-                push("open", self._further(item))
-                if _folding(item.choice.sizes) not in found:
-                    push("priced", self._priced(item, room))
+                choice = item.choice()
+                if _folding(choice.sizes) not in found:
+                    push("priced", self._priced(choice, room))
             elif _folding(item.sizes) not in found:
                 case = item.case(self.task)
                 needed = peak_within(case, room)
@@ -163,59 +166,41 @@ class Search:
                 work = min(self.bounds.work(made, kept) for kept in order)
                 yield work * self.bounds.turns(shape.grid) + self.bounds.fixed(0.0), made
 
-    def _pipelines(
-        self, space: Space, shape: Shape, room: float
-    ) -> Iterator[tuple[float, "_Open"]]:
-        """Yield every pipeline of a shape with the fastest that it could keep, and a bound."""
+    def _depths(self, space: Space, shape: Shape, room: float) -> Iterator[tuple[float, "_Depth"]]:
+        """Yield every depth of pipeline of a shape, with the fastest that it could keep."""
         bounds = self.bounds
         kept = bounds.options(space, shape, room)
         for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
             m = bounds.steps(shape.grid, pp)
             for zero, share in space.shares(pp) if m else ():
-                assert m is not None
-                options = tuple(
-                    Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
-                    for again, away in kept
-                )
-                first = next(
-                    (
-                        i
-                        for i, k in enumerate(options)
-                        if bounds.least_bytes(shape, pp, k, m) <= room
-                    ),
-                    None,
-                )
-                for schedule in space.schedules if first is not None else ():
-                    if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
-                        continue
-                    for vpp in self._virtual(schedule, pp, m):
-                        sizes = Sizes.model_construct(
-                            tp=shape.tp, cp=shape.cp, pp=pp, vpp=vpp, ep=shape.ep, etp=shape.etp
-                        )
-                        choice = Choice(
-                            sizes, schedule, shape.micro_batch, shape.dispatch, shape.recipe
-                        )
-                        made = _Open(choice, shape, m, options, first or 0)
-                        yield self._least(made), made
+                made = _Depth(shape, pp, m or 1, zero, share, kept, 0)
+                while made.at < len(kept) and bounds.least_bytes(*made[:5], made.now) > room:
+                    made = made._replace(at=made.at + 1)
+                yield from self._kept(space, made)
 
-    def _least(self, item: "_Open") -> float:
-        """Return a bound of a pipeline's time with what it keeps: other ranks share evenly what
-        the fullest leaves.
-        """
-        keeping, sizes, pp = item.options[item.at], item.choice.sizes, item.choice.sizes.pp
-        kept = keeping.recompute, keeping.offload
-        work = self.bounds.work(item.shape, kept)
-        slowest = self.bounds.fullest_rank(item.shape, kept, pp)
+    def _kept(self, space: Space, depth: "_Depth") -> Iterator[tuple[float, "_Depth"]]:
+        """Yield a depth, where there is something left that it could keep, with a bound."""
+        if depth.at < len(depth.kept):
+            vpp = min(VIRTUAL, max(1, self.foldings.layers // depth.pp))
+            yield min(self._least(depth, one, vpp) for one in space.schedules), depth
+
+    def _schedules(self, space: Space, depth: "_Depth") -> Iterator[tuple[float, "_Open"]]:
+        """Yield every schedule of a depth, with a bound."""
+        shape = depth.shape
+        for schedule in space.schedules:
+            if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
+                continue
+            for vpp in self._virtual(schedule, depth.pp, depth.m):
+                yield self._least(depth, schedule, vpp), _Open(depth, schedule, vpp)
+
+    def _least(self, depth: "_Depth", schedule: Schedule, vpp: int) -> float:
+        """Return a bound of the time: other ranks share evenly what the fullest leaves."""
+        shape, pp, m, zero, share = depth[:5]
+        work = self.bounds.work(shape, depth.now)
+        slowest = self.bounds.fullest_rank(shape, depth.now, pp)
         ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-        took = pipeline_seconds(item.choice.schedule, item.m, sizes.vpp, ranks)
-        data = self.bounds.data(item.shape, kept, pp, keeping.zero, item.m)
-        return took + data + self.bounds.fixed(keeping.optimizer_offload)
-
-    def _further(self, item: "_Open") -> Iterator[tuple[float, "_Open"]]:
-        """Yield the same pipeline with the next that it could keep."""
-        if item.at + 1 < len(item.options):
-            after = item._replace(at=item.at + 1)
-            yield self._least(after), after
+        took = pipeline_seconds(schedule, m, vpp, ranks)
+        return took + self.bounds.data(shape, depth.now, pp, zero, m) + self.bounds.fixed(share)
 
     def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
@@ -232,9 +217,8 @@ class Search:
 
     # --------------------------------------------------------------------------- layouts
 
-    def _priced(self, item: "_Open", room: float) -> Iterator[tuple[float, Choice]]:
+    def _priced(self, choice: Choice, room: float) -> Iterator[tuple[float, Choice]]:
         """Yield a layout with each way to cut stages, priced, where it may fit."""
-        choice = replace(item.choice, keeping=item.options[item.at])
         case = choice.case(self.task)
         if peak_within(case, room * SLACK) is None:
             return
@@ -272,11 +256,39 @@ class Search:
             yield moved
 
 
-class _Open(NamedTuple):
-    """A pipeline that is not priced yet, and what it could keep, by rising work."""
+class _Depth(NamedTuple):
+    """A shape in a pipeline of some depth, and what it could keep, by rising work."""
 
-    choice: Choice
     shape: Shape
+    pp: int
     m: int
-    options: tuple[Keeping, ...]
+    zero: int
+    share: float
+    """Of the optimizer, on the host."""
+    kept: list[Kept]
     at: int
+
+    @property
+    def now(self) -> Kept:
+        """What it keeps."""
+        return self.kept[self.at]
+
+
+class _Open(NamedTuple):
+    """A layout that is not priced yet, all but its stages."""
+
+    depth: _Depth
+    schedule: Schedule
+    vpp: int
+
+    def choice(self) -> Choice:
+        """Return it with balanced stages."""
+        shape, depth = self.depth.shape, self.depth
+        again, away = depth.now
+        sizes = Sizes.model_construct(
+            tp=shape.tp, cp=shape.cp, pp=depth.pp, vpp=self.vpp, ep=shape.ep, etp=shape.etp
+        )
+        keeping = Keeping(depth.zero, recompute=again, offload=away, optimizer_offload=depth.share)
+        return Choice(
+            sizes, self.schedule, shape.micro_batch, shape.dispatch, shape.recipe, keeping
+        )

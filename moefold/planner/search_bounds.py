@@ -242,12 +242,12 @@ class Bounds:
 
     # --------------------------------------------------------------------------- memory
 
-    def least_bytes(self, shape: Shape, pp: int, keeping: Keeping, m: int) -> float:
+    def least_bytes(
+        self, shape: Shape, pp: int, m: int, zero: int, share: float, kept: Kept
+    ) -> float:
         """Return no more than what the fullest rank needs: an even share of state and layers."""
-        kept = keeping.recompute, keeping.offload
         alive = min(m, pp) * self.layers_kept(shape.grid, shape.etp, kept)
-        lasting = self.state(shape, pp, keeping.zero, keeping.optimizer_offload)
-        tensors = (lasting + alive) / pp
+        tensors = (self.state(shape, pp, zero, share) + alive) / pp
         return tensors * (1 + self._software.fragments) + self._software.context
 
     def tensors_within(self, room: float) -> float:

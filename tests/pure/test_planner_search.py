@@ -156,7 +156,7 @@ def test_bounds_are_never_above() -> None:
         near = pipeline_seconds(choice.schedule, m, sizes.vpp, even)
         far = least_seconds(ideal, m, sizes.pp)
         assert max(near, far) + fixed <= seconds * (1 + 1e-9)
-        assert bounds.least_bytes(shape, sizes.pp, keeping, m) <= needed
+        assert bounds.least_bytes(shape, sizes.pp, m, keeping.zero, 0.0, kept) <= needed
 
 
 def test_groups_of_a_rank_are_counted_without_making_them() -> None:
