@@ -22,8 +22,8 @@ PLANTS = (
         "weights that stay whole are not brought up to date with what came from memory",
         LIVED,
         "training/loop.py",
-        "            return False\n        self.data.renew()\n",
-        "            return False\n",
+        "self.resumed_from = found\n        self.data.renew()\n",
+        "self.resumed_from = found\n",
     ),
     Plant(
         "b27",
