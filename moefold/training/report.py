@@ -88,10 +88,12 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
     if "median_tokens_per_s" in facts:
         cards.append([count(facts["median_tokens_per_s"]), "tokens per second (median)"])
     if "median_mfu" in facts:
-        cards.append([f"{100 * facts['median_mfu']:.0f} %", "model FLOPs utilisation"])
+        share = 100 * facts["median_mfu"]
+        said = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
+        cards.append([f"{said} %", "model FLOPs utilisation"])
     if "goodput" in facts:
         cards.append([clock(facts["wall_s"]), "wall clock"])
-        cards.append([f"{100 * facts['goodput']:.0f} %", "of it inside steps"])
+        cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: of it inside steps"])
         cards.append([str(facts["restarts"]), "restarts"])
         if facts["recoveries"]:
             spent = clock(sum(facts["lost_s"].values()))
