@@ -197,7 +197,11 @@ def of_run(
         micro_batch=run.train.micro_batch,
         dispatch=_known(DISPATCHERS, layout.dispatch, "dispatch"),
         recipe=precision,
-        keeping=Keeping(zero=layout.zero, recompute=recomputed(layout.recompute)),
+        keeping=Keeping(
+            zero=layout.zero,
+            zero_ranks=layout.zero_ranks,
+            recompute=recomputed(layout.recompute),
+        ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=_known(CONTEXTS, layout.context, "context"),
         order=layout.order,

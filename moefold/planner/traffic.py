@@ -5,8 +5,8 @@ what the rank sends in the cheapest form of the operation, as ``comm/`` records 
 sums and gathers, rows for other ranks in an exchange. Where they depend on routing they are those
 of the step's own routing if it is given, else what balanced routing gives on average.
 
-Micro-batches are whole sequences of one length. Not counted is what an optimizer of whole matrices
-exchanges, and what the training loop says around a step.
+Micro-batches are whole sequences of one length. Not counted is what the training loop says around
+a step.
 """
 
 from collections.abc import Iterator
@@ -37,6 +37,7 @@ from moefold.planner.traffic_calls import (
 )
 from moefold.planner.traffic_data import data
 from moefold.planner.traffic_experts import expert
+from moefold.planner.traffic_optimizer import optimizer
 from moefold.planner.traffic_rings import lent
 from moefold.schedule.transfers import Transfer, with_transfers
 
@@ -48,7 +49,7 @@ FIGURE = 8
 
 def traffic(case: Case, rank: int, step: Step = BALANCED) -> tuple[Call, ...]:
     """Return every operation of a rank in a step."""
-    parts = (tensor, context, expert, pipeline, data, router, control)
+    parts = (tensor, context, expert, pipeline, data, optimizer, router, control)
     return tuple(call for part in parts for call in part(case, rank, step) if call.count)
 
 

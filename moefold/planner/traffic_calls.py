@@ -145,7 +145,7 @@ def by_group(calls: Sequence[Call], case: Case, rank: int) -> dict[tuple[str, st
     names = _names(case, rank)
     found: dict[tuple[str, str], list[float]] = {}
     for call in calls:
-        ranks = _ranks(case, call.group, rank)
+        ranks = ranks_of(case, call.group, rank)
         name = names.setdefault(ranks, call.group)
         total = found.setdefault(("second " * call.beside + name, call.op), [0, 0])
         total[0] += call.count
@@ -164,7 +164,8 @@ def _names(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     }
 
 
-def _ranks(case: Case, kind: str, rank: int) -> tuple[int, ...]:
+def ranks_of(case: Case, kind: str, rank: int) -> tuple[int, ...]:
+    """Return the ranks of a rank's group, by the name that a :class:`Call` has for it."""
     name, level, inner = (*kind.split(), "", "1")[:3]
     if name == "stages":
         stages = map(int, level.split(","))

@@ -66,7 +66,7 @@ def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         inner, outer = levels(case, kind)
         if inner > 1:
             continue
-        count = sum(round(w.local(case)) for w in weights if _copies(w) == kind)
+        count = sum(round(w.local(case)) for w in weights if copies_of(w) == kind)
         if outer > 1 and count:
             size = count * case.numbers.gradient_bytes
             yield Call(kind, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
@@ -101,10 +101,10 @@ def share_out(case: Case, weights: list[Weight]) -> list[Bucket]:
     """Return the rows of elements that data ranks share."""
     alike: dict[tuple[str, str, bool], list[Weight]] = {}
     for weight in weights:
-        if levels(case, _copies(weight))[0] > 1:
+        if levels(case, copies_of(weight))[0] > 1:
             wide = len(weight.shape) < 2 or weight.name.endswith(WIDE)
             wide = wide or case.numbers.recipe == "fp32"
-            alike.setdefault((_unit(weight.name), _copies(weight), wide), []).append(weight)
+            alike.setdefault((_unit(weight.name), copies_of(weight), wide), []).append(weight)
     found = []
     for (unit, kind, wide), members in alike.items():
         placed, end = [], 0
@@ -178,7 +178,8 @@ def _uses(case: Case, rank: int, unit: str) -> int:
     return has(case, rank, "embedding") + has(case, rank, "loss")
 
 
-def _copies(weight: Weight) -> str:
+def copies_of(weight: Weight) -> str:
+    """Return the kind of group over which copies of a parameter run."""
     return "edp" if weight.expert else "dp_cp"
 
 

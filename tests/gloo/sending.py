@@ -16,7 +16,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.moe.config import Capacity, Padded, Shared, TwoLevel
-from moefold.optim.config import AdamW
+from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
@@ -64,11 +64,13 @@ class Sending:
     """On each data rank."""
     precision: Recipe = "fp32"
     layout: dict[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: Optim = field(default_factory=lambda: AdamW(lr=1e-3))
 
     def __str__(self) -> str:
         """Return a name for a test's parameter."""
         words = (f"{key} {_said(value)}" for key, value in self.layout.items())
-        return ", ".join((self.sizes or "dp", self.model, *words))
+        muon = ("muon",) if isinstance(self.optimizer, Muon) else ()
+        return ", ".join((self.sizes or "dp", self.model, *muon, *words))
 
     @property
     def where(self) -> Layout:
@@ -97,7 +99,7 @@ class Sending:
             schedule=schedule,
             dispatch=DISPATCHERS[type(where.dispatch)],
             load=1.0,
-            numbers=Numbers(self.precision, AdamW(lr=1e-3), weight_bytes=0 if wide else 2),
+            numbers=Numbers(self.precision, self.optimizer, weight_bytes=0 if wide else 2),
             keeping=Keeping(where.zero, where.zero_ranks, recomputed(where.recompute)),
             context=CONTEXTS[type(where.context)],
         )
@@ -136,7 +138,7 @@ def send(rank: int, sending: Sending) -> Sent:
     placed = apply.build(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
     initialise(placed.model, record, 1, placed.shards)
     data = Data(placed)
-    optimizer = data.optimizer(AdamW(lr=1e-3))
+    optimizer = data.optimizer(sending.optimizer)
     whole = batches(sending.micro_batches * folding.dp)
     world.recorder.clear()
     with recording(), kept_flows() as flows:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from moefold.optim.config import Muon
 from tests.gloo.harness import run_ranks
 from tests.gloo.sending import Sending, differences, send_all
 
@@ -34,6 +35,8 @@ PAIRS = (
     Sending("cp2", 2, "mla"),
     Sending("ep2", 2, layout={"zero": 3, **again("experts", "norms")}),
     Sending("pp2 vpp2", 2, "tied", 4, layout=by("zb_v")),
+    Sending("tp2", 2, "across", precision="bf16", optimizer=Muon()),
+    Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
 )
 FOURS = (
     Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
@@ -67,6 +70,10 @@ REST = (
     Sending("pp2 vpp2 ep2", 4, micro_batches=6, layout=by("dualpipe_v") | FULL),
     Sending("ep4 etp2 tp2", 8, layout=TWO_LEVEL | FULL),
     Sending("pp4 tp2", 8, "tied", 4),
+    Sending("tp2 ep2", 4, "tied", precision="bf16", layout={"zero": 2}, optimizer=Muon()),
+    Sending("ep2 etp2", 4, layout={"zero": 0}, optimizer=Muon()),
+    Sending("pp2", 4, "mla", 4, optimizer=Muon()),
+    Sending("", 4, "tied", layout={"zero_ranks": 2}, optimizer=Muon()),
 )
 
 
