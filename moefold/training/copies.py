@@ -1,6 +1,6 @@
 """What a run goes on from sooner than from its checkpoints: copies in memory and on local disks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +10,6 @@ from moefold.comm.world import World
 from moefold.run import Run
 from moefold.training.local import LocalCopies
 from moefold.training.recover import Keeper, Past
-from moefold.training.same import share_identity
 
 
 class Copies:
@@ -19,8 +18,8 @@ class Copies:
     Args:
         run: the run.
         folder: where its checkpoints are.
-        parts: digests of the run's parts from outside.
-        data: fingerprint of its data.
+        identity: digest of what it computes and of its layout.
+        form: digest of what this rank's share of the state consists of.
         world: the ranks; all of them call each method alike.
         keeper: the copies in memory.
     """
@@ -29,8 +28,8 @@ class Copies:
         self,
         run: Run,
         folder: Path,
-        parts: Mapping[str, str],
-        data: str,
+        identity: str,
+        form: str,
         world: World,
         keeper: Keeper | None,
     ) -> None:
@@ -38,8 +37,7 @@ class Copies:
         self._local: LocalCopies | None = None
         record = run.watch.checkpoint.local
         if record is not None:
-            identity = share_identity(run, parts, data, world)
-            self._local = LocalCopies(record, folder, identity, world)
+            self._local = LocalCopies(record, folder, identity, form, world)
 
     def keep(self, past: Past, tensors: Callable[[], Sequence[Tensor]]) -> None:
         """Copy the state after a step."""

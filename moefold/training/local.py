@@ -36,7 +36,7 @@ from moefold.training.saving import behind
 NAME_FILE = "local.json"
 """In the run's own folder: the name of its copies. Without it they belong to no run."""
 HEAD_BYTES = 65536
-TYPES = [int, str, int, int, str]
+TYPES = [int, str, int, str, str]
 _log = logging.getLogger("moefold.training")
 
 
@@ -47,9 +47,14 @@ class Share(NamedTuple):
     session: str
     """Which process wrote it: shares of two pasts are never mixed."""
     rank: int
-    size: int
+    form: str
+    """Digest of what it consists of, in its order."""
     past: str
     """JSON of how far the run was."""
+
+
+Shares = Sequence[tuple[int, str, Tensor]]
+"""Ranks, and the forms and packed bytes of what they have."""
 
 
 class LocalCopies:
@@ -58,16 +63,17 @@ class LocalCopies:
     Args:
         record: where they are, and how often they are written.
         folder: the run's.
-        identity: digest of all that shares hang on: what is computed, and the layout.
+        identity: digest of what is computed and of the layout.
+        form: digest of what this rank's share consists of.
         world: the ranks.
     """
 
-    def __init__(self, record: Local, folder: Path, identity: str, world: World) -> None:
+    def __init__(self, record: Local, folder: Path, identity: str, form: str, world: World) -> None:
         root = os.path.expandvars(record.folder)
         if "$" in root:
             raise ValueError(f"watch.checkpoint.local.folder: no value for what {root} names")
         self._root, self._every, self._identity = Path(root), record.every, identity
-        self._folder, self._world = folder, world
+        self._folder, self._form, self._world = folder, form, world
         self._session, self._here = "", Path()
         self._thread: threading.Thread | None = None
 
@@ -81,14 +87,14 @@ class LocalCopies:
         ranks = self._world.on_host
         own = torch.empty(packed(tensors), dtype=torch.uint8)
         pack(tensors, own)
-        shares = [(ranks.index, own)]
+        shares = [(ranks.index, self._form, own)]
         if ranks.size > 1:
             owner = (ranks.index - half(ranks)) % ranks.size
-            sizes = gather_objects(own.numel(), ranks)
-            theirs = torch.empty(sizes[owner], dtype=torch.uint8)
+            size, form = gather_objects([own.numel(), self._form], ranks)[owner]
+            theirs = torch.empty(size, dtype=torch.uint8)
             with self._world.recorder.module("local copies"):
                 shift(own, theirs, half(ranks), ranks).wait()
-            shares.append((owner, theirs))
+            shares.append((owner, form, theirs))
         said = {key: value for key, value in past.plain().items() if key != "at"}
         self._thread = behind(self._write, step, json.dumps(said), shares)
 
@@ -102,10 +108,9 @@ class LocalCopies:
         name = on_first(self._name, ranks, torch.device("cpu"))
         here = self._root / str(name)
         found = self._found(here, since) if name else {}
-        needs = packed(tensors)
         while True:
-            said = gather_objects([needs, list(found)], ranks)
-            heads = [([Share(*head) for head in each], size) for size, each in said]
+            said = gather_objects([self._form, list(found)], ranks)
+            heads = [([Share(*head) for head in each], form) for form, each in said]
             sources = newest_whole(heads, half(ranks))
             if sources is None:
                 return None
@@ -118,7 +123,7 @@ class LocalCopies:
                 break
         own = sources[ranks.index][0]
         values = {share.rank: held for share, held in read.items() if held is not None}
-        unpack(self._exchanged(values, sources, own.size), tensors)
+        unpack(self._exchanged(values, sources, packed(tensors)), tensors)
         return Past.of(json.loads(own.past)), here / step_name(own.step)
 
     def wait(self) -> None:
@@ -150,13 +155,13 @@ class LocalCopies:
         path = self._folder / NAME_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
-    def _write(self, step: int, past: str, shares: list[tuple[int, Tensor]]) -> None:
+    def _write(self, step: int, past: str, shares: Shares) -> None:
         """Write shares, and drop the steps before; a disk that refuses costs the copies alone."""
         folder = self._here / step_name(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank, values in shares:
-                share = Share(step, self._session, rank, values.numel(), past)
+            for rank, form, values in shares:
+                share = Share(step, self._session, rank, form, past)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 _write_share(path, share, self._identity, values)
         except OSError as error:
@@ -196,21 +201,21 @@ class LocalCopies:
 
 
 def newest_whole(
-    said: Sequence[tuple[Sequence[Share], int]], by: int
+    said: Sequence[tuple[Sequence[Share], str]], by: int
 ) -> list[tuple[Share, int]] | None:
     """Return, of the newest whole step, each rank's share and who reads it; None without one.
 
     A rank reads its own share if it can, else its keeper, else the first rank that can.
 
     Args:
-        said: of each rank, the shares that it can read, and the bytes of its own.
+        said: of each rank, the shares that it can read, and the form of its own.
         by: how far away copies are kept.
     """
     size = len(said)
     holders: dict[tuple[int, str, str], dict[int, dict[int, Share]]] = {}
     for holder, (shares, _) in enumerate(said):
         for share in shares:
-            if share.rank < size and share.size == said[share.rank][1]:
+            if share.rank < size and share.form == said[share.rank][1]:
                 by_rank = holders.setdefault((share.step, share.session, share.past), {})
                 by_rank.setdefault(share.rank, {})[holder] = share
     for _, by_rank in sorted(holders.items(), reverse=True):

@@ -56,13 +56,13 @@ def demand_same_run(
         )
 
 
-def share_identity(run: Run, parts: Mapping[str, str], data: str, world: World) -> str:
-    """Return a digest of all that a rank's packed share of the state hangs on."""
+def identity(run: Run, parts: Mapping[str, str], data: str, world: World) -> str:
+    """Return a digest of what a run computes, and of the layout that it is computed in."""
     said = plain(run)
     computed = {key: said[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
         computed[key] = {name: value for name, value in computed[key].items() if name != inner}
-    facts = [computed, dict(parts), data, code_version(), world.size]
+    facts = [computed, dict(parts), data, world.size]
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

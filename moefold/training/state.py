@@ -4,8 +4,10 @@ Nothing random is stored: initial values are a function of (seed, name), the dat
 and no step draws anything else. Counters start anew with each step.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -50,6 +52,15 @@ def held_by(data: Data, optimizer: Optimizer) -> Iterator[tuple[str, Held]]:
     """Yield every box of the state that is here, live, with its tensor's name in a checkpoint."""
     yield from ((MODEL + held.name, held) for held in data.weights())
     yield from ((held.name, held) for held in data.states(optimizer))
+
+
+def form(data: Data, optimizer: Optimizer) -> str:
+    """Return a digest of the names, places and types of what is here of the state, in its order."""
+    facts = [
+        [name, held.box, held.shape, str(held.tensor.dtype)]
+        for name, held in held_by(data, optimizer)
+    ]
+    return sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def contents(data: Data, optimizer: Optimizer) -> dict[str, list[Part]]:

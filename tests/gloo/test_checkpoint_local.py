@@ -189,15 +189,15 @@ def test_a_disk_that_refuses_costs_the_copies_alone(quick: Path) -> None:
 
 
 def share(step: int, rank: int, session: str = "s", past: str = "{}") -> Share:
-    return Share(step, session, rank, 8, past)
+    return Share(step, session, rank, "f", past)
 
 
 def test_which_step_is_whole_and_who_reads_it() -> None:
     both = [share(4, 0), share(4, 1)]
-    found = newest_whole([(both, 8), ([share(4, 1)], 8)], 1)
+    found = newest_whole([(both, "f"), ([share(4, 1)], "f")], 1)
     assert found == [(share(4, 0), 0), (share(4, 1), 1)]
-    found = newest_whole([([*both, share(6, 0)], 8), ([], 8)], 1)
+    found = newest_whole([([*both, share(6, 0)], "f"), ([], "f")], 1)
     assert found == [(share(4, 0), 0), (share(4, 1), 0)], "what one lacks its keeper reads"
     for odd in (share(4, 1, "t"), share(4, 1, past=json.dumps(1)), share(5, 1)):
-        assert newest_whole([([share(4, 0)], 8), ([odd], 8)], 1) is None
-    assert newest_whole([([share(4, 0)], 8), ([share(4, 1)], 9)], 1) is None, "another size"
+        assert newest_whole([([share(4, 0)], "f"), ([odd], "f")], 1) is None
+    assert newest_whole([([share(4, 0)], "f"), ([share(4, 1)], "g")], 1) is None, "of another form"
