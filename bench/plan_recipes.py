@@ -32,9 +32,8 @@ def lines() -> Iterator[str]:
         layout = Layout(choice, choice.case(task))
         again = " + ".join(sorted(choice.keeping.recompute)) or "nothing"
         said = f"{layout.layout}, zero {choice.keeping.zero}, recompute {again}"
-        size = where.device.memory_bytes / GB
         yield (
-            f"| `{name}` | {where.devices:,} {where.device.name} of {size:.0f} GB | {said} "
+            f"| `{name}` | {where.devices:,} {where.device.name} of {where.device.size} | {said} "
             f"| {layout.memory_gb:.1f} GB | {layout.margin_gb:.1f} GB "
             f"| {layout.step_time_s:.0f} s ±{layout.time.uncertainty:.0%} |"
         )

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -70,22 +70,35 @@ def show(found: Plan, tokens: float, console: Console) -> None:
 
 def _said(found: Plan, tokens: float) -> Iterator[Text | Table | Group]:
     yield from _asked(found)
-    if found.given is None:
-        yield Text(f"\nno layout given: {found.given_problem}", style="yellow")
-    else:
-        yield Text("")
-        yield from _close(found.given, "given")
+    yield from _given(found)
     if found.best is None:
         yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
     else:
         yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
         yield _table(_rows(found))
         yield from _marks(found)
+        yield Text("")
         yield from _close(found.best, "fastest")
         yield Text("\nin a run file", style="bold")
         yield Text(yaml.safe_dump(fragment(found.today or found.best), sort_keys=False).rstrip())
         yield from _long(found, tokens)
     yield from _next(found)
+
+
+def _given(found: Plan) -> Iterator[Text | Table]:
+    """Yield the given layout: in full where it fits, or where there is none to look at instead."""
+    given = found.given
+    if given is None:
+        yield Text(f"\nno layout given: {found.given_problem}", style="yellow")
+    elif given.fits or found.best is None:
+        yield Text("")
+        yield from _close(given, "given")
+    else:
+        yield Text.assemble(
+            (f"\ngiven: {given.layout}", "bold"),
+            ("  does not fit: ", "bold red"),
+            f"{given.memory_gb:,.1f} GB on its fullest device, of {_room(given):.1f}",
+        )
 
 
 def _asked(found: Plan) -> Iterator[Text]:
@@ -97,7 +110,8 @@ def _asked(found: Plan) -> Iterator[Text]:
     )
     stack = f"{task.software.stack} {task.software.release}".strip()
     inputs = (
-        f"{device.memory_bytes / GB:.0f} GB each, {task.cluster.domain} to a fast domain",
+        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes to allocate), "
+        f"{task.cluster.domain} to a fast domain",
         f"expert load {task.load:g} (fullest rank over the mean)",
         f"software {stack}, CUDA graphs {task.software.cuda_graphs}",
     )
@@ -112,31 +126,43 @@ def _close(layout: Layout, name: str) -> Iterator[Text | Table]:
     wall = "fits" if layout.fits else "does not fit"
     style = "green" if layout.fits else "bold red"
     sure = "" if layout.sure else ", within the error of planned memory: try it"
-    margin = f"{abs(layout.margin_gb):.1f} GB {'free' if layout.fits else 'too much'}"
+    margin = f"{abs(layout.margin_gb):,.1f} GB {'free' if layout.fits else 'too much'}"
     yield Text.assemble(
-        f"  {layout.step_time_s:.3g} s a step ±{layout.time.uncertainty:.0%}, "
-        f"{layout.tflops_per_gpu:.3g} TFLOP/s each, {words.count(layout.tokens_per_s)} tokens/s; ",
-        f"{layout.memory_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
+        f"  {_three(layout.step_time_s)} s a step ±{layout.time.uncertainty:.0%}, "
+        f"{_three(layout.tflops_per_gpu)} TFLOP/s each, "
+        f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
+        f"{_room(layout):.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{wall}, {margin}{sure}", style),
         f"; bound by {layout.binds}",
     )
     memory = {name: value / GB for name, value in layout.memory.parts.items()}
     grid = Table.grid(padding=(0, 4))
     grid.add_row(
-        _bars("memory, GB", memory, "{:.1f}"), _bars("time, s", dict(layout.time.parts), "{:.3g}")
+        _bars("memory, GB", memory, "{:,.1f}".format),
+        _bars("time, s", dict(layout.time.parts), _three),
     )
     yield grid
 
 
-def _bars(title: str, parts: dict[str, float], form: str) -> Table:
+def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
     whole = sum(parts.values()) or 1.0
     table = Table.grid(padding=(0, 1))
     table.add_row(Text(title, style="cyan"))
     for name, value in sorted(parts.items(), key=lambda item: -item[1]):
         if value > SMALL * whole:
             bar = "█" * max(1, round(BAR * value / whole))
-            table.add_row(name, Text(form.format(value), justify="right"), Text(bar, style="blue"))
+            table.add_row(name, Text(form(value), justify="right"), Text(bar, style="blue"))
     return table
+
+
+def _three(value: float) -> str:
+    """Write a figure in three digits."""
+    return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
+
+
+def _room(layout: Layout) -> float:
+    """Return what a device can allocate, in GB."""
+    return layout.case.cluster.device.memory_bytes / GB
 
 
 def _policies(layout: Layout) -> str:
@@ -177,18 +203,16 @@ def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
     table.add_column("")
     for name in ("step s", "TFLOP/s", "GB", "bound by"):
         table.add_column(name, justify="right" if name != "bound by" else "left", no_wrap=True)
-    table.add_column("layout")
-    table.add_column("policies", style="dim")
+    table.add_column("layout and policies")
     for name, layout in rows:
         marked = f"{name} *" if layout.not_yet else name
         table.add_row(
             marked,
-            f"{layout.step_time_s:.3g}",
-            f"{layout.tflops_per_gpu:.3g}",
-            Text(f"{layout.memory_gb:.0f}", style="" if layout.fits else "red"),
+            _three(layout.step_time_s),
+            _three(layout.tflops_per_gpu),
+            Text(f"{layout.memory_gb:,.0f}", style="" if layout.fits else "red"),
             layout.binds,
-            layout.layout,
-            _policies(layout),
+            Text.assemble((layout.layout, "bold"), (f"  {_policies(layout)}", "dim")),
         )
     return table
 
@@ -212,7 +236,7 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(
         ("\nover ", ""),
-        f"{words.count(tokens)} tokens: {cost.days:,.1f} days, {cost.device_hours:,.0f} device "
+        f"{words.count(tokens)} tokens: {_days(cost.days)}, {cost.device_hours:,.0f} device "
         f"hours, at most {cost.energy_mwh:,.0f} MWh{money}; save every "
         f"{words.clock(min(expected.interval_s, 1e7))}, {expected.ettr:.1%} of time trains "
         f"({found.faults.per_device_day:.1e} failures per device and day, "
@@ -220,18 +244,29 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     )
 
 
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else words.clock(days * 86400)
+
+
 def _next(found: Plan) -> Iterator[Text | Table]:
+    given = found.given
+    if given and not given.fits and not any(change.fits for change in found.changes):
+        yield Text("\nno single change makes the given layout fit", style="bold")
+        return
     if not found.changes:
         return
-    which = "given" if found.given else "fastest"
+    which = "given" if given else "fastest"
     yield Text(f"\nwhat to change next in the {which} layout", style="bold")
-    table = Table.grid(padding=(0, 2))
+    table = Table(box=None, pad_edge=False, header_style="cyan")
+    table.add_column("")
+    for name in ("time", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
     for change in found.changes:
-        saved = change.saved_bytes / GB
         table.add_row(
-            f"  {change.what}",
-            Text(f"{change.faster:+.1%} time saved", justify="right"),
-            Text(f"{saved:+.1f} GB saved", justify="right"),
+            change.what,
+            f"{-change.faster:+.0%}",
+            f"{-change.saved_bytes / GB:+,.1f} GB",
             "fits" if change.fits else "still does not fit",
         )
     yield table

@@ -41,10 +41,17 @@ class Device:
     """Bytes/s in one direction to host memory."""
     watts: float
     """Of the board, at its limit."""
+    sold_gb: float = 0.0
+    """Memory by the name it is sold under; what can be allocated is counted in bytes."""
     processors: int = 0
     """Streaming multiprocessors; 0 where the notion does not apply."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field and where its number is from."""
+
+    @property
+    def size(self) -> str:
+        """Its memory as people call it, such as ``80 GB``."""
+        return f"{self.sold_gb or self.memory_bytes / 1e9:.0f} GB"
 
     def peak(self, format: Format) -> float:
         """Return FLOP/s of dense products; a format it lacks runs as the next wider one."""
@@ -127,7 +134,7 @@ GRACE = ("GB200", "GB300")
 
 def resized(one: Device, memory_bytes: int) -> Device:
     """Return the same device with another memory, such as a 24 GB card of the same kind."""
-    return replace(one, memory_bytes=memory_bytes)
+    return replace(one, memory_bytes=memory_bytes, sold_gb=memory_bytes / 1e9)
 
 
 def processor(

@@ -8,19 +8,20 @@ rank is planned: the one whose experts get the most rows.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import inf
 from operator import mul
 from typing import Any, NamedTuple, cast
 
 from moefold.mesh.config import Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
-from moefold.model.config import Block
+from moefold.model.config import Block, Decoder
 from moefold.moe.config import Moe
 from moefold.planner import memory_kept, memory_megatron
-from moefold.planner.case import Case, settled
+from moefold.planner.case import Case, Keeping, settled
 from moefold.planner.foreign import PlainMoe
 from moefold.planner.held import Held, kinds
 from moefold.planner.memory_kept import Kept, Shape
-from moefold.planner.memory_state import State, states_of
+from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 
 MIB = 2**20
@@ -113,19 +114,45 @@ class Memory:
 
 def memory(case: Case) -> tuple[Memory, ...]:
     """Return the memory of each pipeline rank over a step."""
-    chunks = _Chunks(case)
-    return tuple(chunks.memory(rank) for rank in range(case.sizes.pp))
+    return tuple(_memory(case, rank) for rank in range(case.sizes.pp))
 
 
-def totals(case: Case) -> tuple[float, ...]:
-    """Return the most that each pipeline rank's device must have, without the moments between."""
-    return tuple(_Chunks(case).totals())
+def _memory(case: Case, rank: int) -> Memory:
+    state, stage = _stage(case, _chunks_of(case), rank)
+    line = case.table.lines[rank]
+    moments = [
+        Moment(str(step), *stage.needs(running))
+        for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
+    ]
+    moments.append(Moment("step", 0.0, 0.0, state.gradients))
+    return Memory(rank, state, overheads(case), software_of(case).fragments, tuple(moments))
+
+
+def totals(case: Case, room: float = inf) -> Iterator[float]:
+    """Yield the most that each pipeline rank's device must have, as :attr:`Memory.total` has it.
+
+    Only steps that can be the fullest are looked at, those with the most chunks first, and of a
+    rank for which there is no room only as many as show it.
+    """
+    chunks, fragments, outside = _chunks_of(case), software_of(case).fragments, overheads(case)
+    m = settled(case.schedule, case.sizes.pp, case.micro_batches)
+    running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
+    for rank, steps in enumerate(running):
+        state, stage = _stage(case, chunks, rank)
+        lasting = state.total - state.gradients
+        enough = (room - outside) / (1 + fragments) - lasting
+        most = state.gradients
+        for step in steps:
+            most = max(most, sum(stage.needs(step)))
+            if most > enough:
+                break
+        yield (lasting + most) * (1 + fragments) + outside
 
 
 def peak_within(case: Case, room: float) -> float | None:
     """Return the most that any device must have, None where that is more than there is room for."""
     most = 0.0
-    for total in _Chunks(case).totals():
+    for total in totals(case, room):
         if total > room:
             return None
         most = max(most, total)
@@ -136,9 +163,9 @@ def fullest(case: Case) -> Memory:
     """Return the memory of the fullest pipeline rank, over a step that is no longer than it need be
     to reach its peak; its ``rank`` names it.
     """
-    chunks = _Chunks(shortened(case))
-    most = list(chunks.totals())
-    return chunks.memory(most.index(max(most)))
+    short = shortened(case)
+    most = list(totals(short))
+    return _memory(short, most.index(max(most)))
 
 
 def shortened(case: Case) -> Case:
@@ -255,49 +282,30 @@ class _Stage(NamedTuple):
         return alive, used, there
 
 
-class _Chunks:
-    """Bytes of the chunks of a case for one micro-batch; of equal ones one is counted."""
+def _stage(case: Case, chunks: "_Chunks", rank: int) -> tuple[State, _Stage]:
+    """Return what a pipeline rank holds."""
+    found = [chunks.of(held) for held in case.chunks[rank]]
+    state = chunks.states.held(case.held[rank])
+    there = state.gradients - sum(chunk.coming for chunk in found)
+    return state, _Stage(found, [chunk.kept for chunk in found], there)
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.shape = Shape.of(case)
-        self.blocks = kinds(case.decoder)[0]
-        self.last = kinds(case.decoder)[1][-1]
-        self.states = states_of(case)
+
+class _Chunks:
+    """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
+
+    def __init__(
+        self, decoder: Decoder, shape: Shape, split: Split, keeping: Keeping, graphs: float
+    ) -> None:
+        self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
+        self.blocks = kinds(decoder)[0]
+        self.last = kinds(decoder)[1][-1]
+        self.stack, self.recipe = split.stack, split.numbers.recipe
+        self.states = states_of(decoder, split)
         self._layers: dict[int, tuple[float, float, float]] = {}
         self._known: dict[Held, _Chunk] = {}
 
-    def memory(self, rank: int) -> Memory:
-        """Return the memory of a pipeline rank."""
-        fragments, outside = software_of(self.case).fragments, overheads(self.case)
-        state = self.states.held(self.case.held[rank])
-        return Memory(rank, state, outside, fragments, tuple(self._moments(rank, state)))
-
-    def totals(self) -> Iterator[float]:
-        """Yield what :attr:`Memory.total` is for each pipeline rank."""
-        case, software, outside = self.case, software_of(self.case), overheads(self.case)
-        m = settled(case.schedule, case.sizes.pp, case.micro_batches)
-        running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
-        for rank, steps in enumerate(running):
-            state = self.states.held(case.held[rank])
-            stage = self._stage(rank, state)
-            most = max(sum(stage.needs(step)) for step in steps)
-            tensors = state.total - state.gradients + max(most, state.gradients)
-            yield tensors * (1 + software.fragments) + outside
-
-    def _moments(self, rank: int, state: State) -> Iterator[Moment]:
-        """Yield a rank's step in order, the optimizer's last."""
-        stage, line = self._stage(rank, state), self.case.table.lines[rank]
-        for step, running in zip(line, steps_of(line, self.case.sizes.vpp), strict=True):
-            yield Moment(str(step), *stage.needs(running))
-        yield Moment("step", 0.0, 0.0, state.gradients)
-
-    def _stage(self, rank: int, state: State) -> "_Stage":
-        chunks = [self._chunk(held) for held in self.case.chunks[rank]]
-        there = state.gradients - sum(chunk.coming for chunk in chunks)
-        return _Stage(chunks, [chunk.kept for chunk in chunks], there)
-
-    def _chunk(self, held: Held) -> "_Chunk":
+    def of(self, held: Held) -> _Chunk:
+        """Return the bytes of a chunk that holds this."""
         if held not in self._known:
             layers = [self._layer(kind) for kind, _ in held.layers]
             kept = max((layer[0] for layer in layers), default=0.0)
@@ -311,11 +319,10 @@ class _Chunks:
 
         Moefold drops gradients as a step begins; other stacks keep their buffers.
         """
-        case = self.case
-        if case.software.stack != "moefold" or case.keeping.zero > 1:
+        if self.stack != "moefold" or self.keeping.zero > 1:
             return 0.0
         found = self.states.layers(held).gradients
-        embeds = held.embedding and not case.decoder.tied
+        embeds = held.embedding and not self.decoder.tied
         return found + (self.states.of("embedding").gradients if embeds else 0.0)
 
     def _kept(self, held: Held) -> float:
@@ -328,14 +335,13 @@ class _Chunks:
             total += held.multi_token * each
         if held.loss:
             total += row + self._logits()
-        graphs = software_of(self.case).graphs if self.case.software.cuda_graphs != "none" else 0.0
-        return total * (1 + graphs)
+        return total * (1 + self.graphs)
 
     def _logits(self) -> float:
         """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
-        if self.case.software.stack == "moefold":
+        if self.stack == "moefold":
             return self.shape.rows * self.shape.hidden * self.shape.width
-        columns = self.case.decoder.vocab / self.case.sizes.tp
+        columns = self.decoder.vocab / self.shape.tp
         return self.shape.piece * columns * (self.shape.width + 4)
 
     def _working(
@@ -344,9 +350,9 @@ class _Chunks:
         """Bytes that forward and backward of a chunk work with at their fullest."""
         forward = max((layer[1] for layer in layers), default=0.0)
         backward = max((layer[2] for layer in layers), default=0.0)
-        if self.case.software.stack == "moefold" and held.loss:
+        if self.stack == "moefold" and held.loss:
             rows = min(LOSS_CHUNK, self.shape.piece)
-            columns = self.case.decoder.vocab / self.case.sizes.tp
+            columns = self.decoder.vocab / self.shape.tp
             # Logits, and their logarithms in fp32, which become the gradient in place.
             forward = max(forward, rows * columns * (self.shape.width + 4))
         return forward, backward
@@ -354,8 +360,8 @@ class _Chunks:
     def _layer(self, kind: int) -> tuple[float, float, float]:
         """Return what a block keeps, and what its forward and its backward work with."""
         if kind not in self._layers:
-            block, keeping = self.blocks[kind], self.case.keeping
-            parts = layer_kept(self.case, block)
+            block, keeping = self.blocks[kind], self.keeping
+            parts = _layer_kept(cast("Any", block), self.shape, self.stack, self.recipe)
             stays = [part for part in parts if part.stays(keeping.recompute)]
             away = sum(part.bytes for part in stays if part.module in keeping.offload)
             kept = sum(part.bytes for part in stays) - away * keeping.offload_share
@@ -377,3 +383,11 @@ class _Chunks:
             sent = rows * shape.hidden * shape.width
         inner = rows * width * shape.width
         return inner + sent + row, 4 * inner + 2 * sent + 2 * row
+
+
+_chunks = lru_cache(maxsize=1 << 12)(_Chunks)
+
+
+def _chunks_of(case: Case) -> _Chunks:
+    graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
+    return _chunks(cast("Any", case.decoder), Shape.of(case), Split.of(case), case.keeping, graphs)

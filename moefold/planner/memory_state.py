@@ -227,9 +227,9 @@ class States:
         return found + self.of("norm") if held.loss else found
 
 
-def states_of(case: Case) -> States:
-    """Return the states of what a case's ranks hold, the same for all cases split alike."""
-    return _states(cast("Any", case.decoder), Split.of(case))
+def states_of(decoder: Decoder, split: Split) -> States:
+    """Return the states of what ranks hold, the same for all cases split alike."""
+    return _states(cast("Any", decoder), split)
 
 
 _states = lru_cache(maxsize=1 << 12)(States)
@@ -237,7 +237,7 @@ _states = lru_cache(maxsize=1 << 12)(States)
 
 def stage_states(case: Case) -> tuple[State, ...]:
     """Return the state of one rank of each pipeline rank, from the first to the last."""
-    states = states_of(case)
+    states = states_of(case.decoder, Split.of(case))
     return tuple(states.held(held) for held in case.held)
 
 

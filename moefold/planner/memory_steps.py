@@ -60,7 +60,9 @@ def steps_of(line: Line, chunks: int) -> Iterator[Running]:
 
 
 def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
-    """Return of each rank the steps that no other covers: one of them is the fullest."""
+    """Return of each rank the steps that no other covers: one of them is the fullest, most likely
+    one of the first.
+    """
     return _fullest(cast("Any", schedule), p, v, m)
 
 
@@ -76,4 +78,5 @@ def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
         group = alike.setdefault(step[:3], [])
         if not any(one.covers(step) for one in group):
             group[:] = [one for one in group if not step.covers(one)] + [step]
-    return tuple(one for group in alike.values() for one in group)
+    found = (one for group in alike.values() for one in group)
+    return tuple(sorted(found, key=lambda one: -sum(one.kept)))

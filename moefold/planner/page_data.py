@@ -73,6 +73,7 @@ def _cluster(task: Task) -> dict[str, Any]:
     return {
         "device": device.name,
         "devices": cluster.devices,
+        "memory": device.size,
         "memory_gb": device.memory_bytes / GB,
         "domain": cluster.domain,
         "per_node": cluster.per_node,

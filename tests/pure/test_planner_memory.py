@@ -256,7 +256,7 @@ def test_totals_are_those_of_every_moment_of_the_whole_step(schedule, pp: int, v
         keeping = Keeping(zero=zero, recompute=frozenset(("norms",)))
         case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), keeping=keeping)
         whole = [one.total for one in memory(case)]
-        assert totals(case) == pytest.approx(whole)
+        assert list(totals(case)) == pytest.approx(whole)
         assert fullest(case).total == pytest.approx(max(whole))
         if m > 5 * pp and schedule.kind != "gpipe":
             assert len(fullest(case).moments) < len(memory(case)[0].moments)
