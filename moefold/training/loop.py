@@ -46,15 +46,10 @@ from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Judge, Verdict
 from moefold.training.recover import Keeper, Past
 from moefold.training.routing import routing
-from moefold.training.same import (
-    demand_agreement,
-    demand_same_run,
-    identity,
-    parts_from_outside,
-)
+from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.signals import heard
-from moefold.training.state import Progress, contents, form, held_by, restore
+from moefold.training.state import Progress, contents, form, held_by, identity, restore
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import demand_names, describe
 from moefold.training.together import Together
@@ -172,7 +167,7 @@ class Job:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        same = identity(run, self.parts, self.loader.fingerprint(), self.world)
+        same = identity(run, self.parts, self.loader.fingerprint(), self.world.size)
         made_of = form(self.data, self.optimizer)
         self.copies = Copies(run, self.folder, same, made_of, self.world, keeper=self.keeper)
         self.resumed_from: Path | None = None

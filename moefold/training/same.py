@@ -1,8 +1,6 @@
 """What must be the same: a run and the checkpoint it goes on from, and what its ranks hold."""
 
-import json
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.observe.code import code_version
-from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
+from moefold.run import Run
 from moefold.training.state import as_known_today, differences
 
 # Now, and so in the server that ranks fork from: files may change while a run lasts, and a rank
@@ -54,16 +52,6 @@ def demand_same_run(
             + "\n  ".join(changed)
             + "\nGive another --folder, or --fork NEW to start a new run from it"
         )
-
-
-def identity(run: Run, parts: Mapping[str, str], data: str, world: World) -> str:
-    """Return a digest of what a run computes, and of the layout that it is computed in."""
-    said = plain(run)
-    computed = {key: said[key] for key in (*IDENTITY, "layout")}
-    for key, inner in FREE_IN_IDENTITY:
-        computed[key] = {name: value for name, value in computed[key].items() if name != inner}
-    facts = [computed, dict(parts), data, world.size]
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:

@@ -54,6 +54,16 @@ def held_by(data: Data, optimizer: Optimizer) -> Iterator[tuple[str, Held]]:
     yield from ((held.name, held) for held in data.states(optimizer))
 
 
+def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
+    """Return a digest of what a run computes, and of the layout that it is computed in."""
+    said = plain(run)
+    computed = {key: said[key] for key in (*IDENTITY, "layout")}
+    for key, inner in FREE_IN_IDENTITY:
+        computed[key] = {name: value for name, value in computed[key].items() if name != inner}
+    facts = [computed, dict(parts), data, ranks]
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def form(data: Data, optimizer: Optimizer) -> str:
     """Return a digest of the names, places and types of what is here of the state, in its order."""
     facts = [
