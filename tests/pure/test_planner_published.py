@@ -1,0 +1,96 @@
+"""Published models on every device, and published layouts beside what the search finds."""
+
+import json
+import zlib
+from dataclasses import replace
+
+import pytest
+
+from moefold.planner.answer import plan
+from moefold.planner.from_run import Published, Task, of_model, published_layouts
+from moefold.planner.hardware import catalogue, cluster
+from moefold.planner.memory import peak_within
+from moefold.planner.page_data import facts
+from moefold.planner.published import model, names
+from moefold.planner.search import RESERVE, Search
+from moefold.planner.search_space import Space, everything, formats
+from moefold.planner.time import estimate
+from moefold.schedule.config import OneFOneB
+
+BLOCKS = frozenset(("block",))
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
+    """By a search among few policies, on a quarter of the devices, in turns."""
+    for device in list(catalogue())[names().index(name) % 4 :: 4]:
+        task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
+        recipe = formats(task.cluster.device, "bf16")[0]
+        space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
+        found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
+        assert found, device
+        assert found[0].seconds > 0 and found[0].bytes < task.cluster.device.memory_bytes
+
+
+def whole(share: int) -> list[tuple[str, str]]:
+    """Return one pair of ``share``, by a hash of their names."""
+    pairs = [(name, device) for name in names() for device in catalogue()]
+    return [pair for pair in pairs if zlib.crc32(" on ".join(pair).encode()) % share == 0]
+
+
+@pytest.mark.parametrize(("name", "device"), whole(100))
+def test_a_model_and_a_cluster_and_a_batch_are_enough(name: str, device: str) -> None:
+    found = plan(name, f"{device.lower()}x64", batch=256)
+    assert found.best is not None and found.best.fits
+    said = json.dumps(facts(found, 1e12), allow_nan=False)
+    assert json.loads(said)["best"]["step_time_s"] == pytest.approx(found.best.step_time_s)
+
+
+def test_the_sample_is_neither_empty_nor_all() -> None:
+    assert 2 <= len(whole(100)) <= 6
+
+
+def fitting(task: Task, row: Published) -> list[float]:
+    """Return the times of a published layout, with all that could make it fit, where it does."""
+    room, found = task.cluster.device.memory_bytes * (1 - RESERVE), []
+    for keeping in everything(task).keepings(row.choice.sizes.pp):
+        case = replace(row.choice, keeping=keeping).case(task)
+        if peak_within(case, room) is not None:
+            found.append(estimate(case).seconds)
+    return found
+
+
+ROWS = (
+    ("DeepSeek-V3", "dsv3-prod-isca", "h800x1024", 15360, 0),
+    ("DeepSeek-V3", "mcore26-dsv3-h100-fp8blk", "h100x1024", 8192, 1),
+    ("Qwen3-30B-A3B", "", "", 0, 0),
+)
+"""Model, row (the first of the model unless named), cluster and batch (the row's own unless named),
+multi-token layers that it was trained with."""
+
+
+@pytest.mark.parametrize(("name", "row", "where", "batch", "extra"), ROWS)
+def test_the_best_is_as_fast_as_the_published_layout(
+    name: str, row: str, where: str, batch: int, extra: int
+) -> None:
+    """By the model's own estimate, in the same format, and with that layout shown beside it."""
+    rows = published_layouts(name)
+    one = next(found for found in rows if row in ("", found.id))
+    where = where or f"{one.device.lower()}x{one.devices}"
+    task = of_model(model(name), cluster(where), batch or one.batch, one.seq)
+    task = replace(task, multi_token=extra)
+    (best,) = Search(task).best(replace(everything(task), recipes=(one.choice.recipe,)), 1)
+    times = fitting(task, one)
+    assert times or peak_within(one.choice.case(task), task.cluster.device.memory_bytes) is None
+    assert all(best.seconds <= seconds * (1 + 1e-9) for seconds in times)
+
+
+def test_published_layouts_are_shown() -> None:
+    found = plan("DeepSeek-V3", "h800x2048", batch=15360, top=1)
+    shown = [one for one in found.published if "arXiv 2505.09343" in one.source]
+    assert shown and shown[0].layout == "pp16 vpp2 ep64" and shown[0].published_tflops == 385
+    assert found.best is not None
+    (one,) = (row for row in published_layouts("DeepSeek-V3") if row.id == "dsv3-prod-isca")
+    times = [layout.step_time_s for layout in found.published if layout.fits]
+    times += fitting(found.task, one)
+    assert times and all(found.best.step_time_s <= seconds * (1 + 1e-9) for seconds in times)
