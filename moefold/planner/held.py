@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
+from moefold.planner.remember import remembered
 
 
 class Held(NamedTuple):
@@ -26,7 +26,7 @@ class Held(NamedTuple):
         return sum(count for _, count in self.layers)
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return the different blocks of a model, and for each of its layers which one it is."""
     numbers: dict[Block, int] = {}
@@ -34,13 +34,13 @@ def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     return tuple(numbers), order
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def places(stages: Stages, pp: int, way: Way) -> tuple[tuple[tuple[Place, ...], ...], ...]:
     """Return what each chunk of each pipeline rank computes: ``[rank][chunk]``."""
     return stages.table(pp, way)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def chunks(decoder: Decoder, stages: Stages, pp: int, way: Way) -> tuple[tuple[Held, ...], ...]:
     """Return the same, counted."""
     order = kinds(decoder)[1]
@@ -49,7 +49,7 @@ def chunks(decoder: Decoder, stages: Stages, pp: int, way: Way) -> tuple[tuple[H
     )
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def ranks(decoder: Decoder, stages: Stages, pp: int, way: Way) -> tuple[Held, ...]:
     """Return the same of each rank, over its chunks."""
     order = kinds(decoder)[1]

@@ -7,10 +7,10 @@ rank is planned: the one whose experts get the most rows.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import inf
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from moefold.mesh.config import Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
@@ -23,6 +23,7 @@ from moefold.planner.held import Held, kinds
 from moefold.planner.memory_kept import Kept, Shape
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
+from moefold.planner.remember import remembered
 
 MIB = 2**20
 LOSS_CHUNK = 1024
@@ -183,10 +184,10 @@ def fits(case: Case, margin: float = 0.0) -> bool:
 
 def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
     """Return what one block keeps for one micro-batch if nothing is recomputed."""
-    return _layer_kept(cast("Any", block), Shape.of(case), case.software.stack, case.numbers.recipe)
+    return _layer_kept(block, Shape.of(case), case.software.stack, case.numbers.recipe)
 
 
-@lru_cache(maxsize=1 << 12)
+@remembered(1 << 12)
 def _layer_kept(block: Block, shape: Shape, stack: str, recipe: str) -> tuple[Kept, ...]:
     if stack == "moefold":
         return memory_kept.kept(block, shape)
@@ -210,12 +211,12 @@ def communicators(folding: Folding) -> int:
     Without making them: groups are the same where the axes that they run over are, written with
     neighbouring axes joined.
     """
-    return _communicators(cast("Any", folding.sizes), folding.world, folding.order)
+    return _communicators(folding.sizes, folding.world, folding.order)
 
 
-@lru_cache(maxsize=1 << 12)
-def _communicators(sizes: Sizes, world: int, order: Order) -> int:
-    folding = Folding(sizes, world, order)
+@remembered(1 << 12)
+def _communicators(sizes: Sizes, world: int, order: str) -> int:
+    folding = Folding(sizes, world, cast("Order", order))
     return len({_reach(folding, kind) for kind in KINDS} - {()})
 
 
@@ -361,7 +362,7 @@ class _Chunks:
         """Return what a block keeps, and what its forward and its backward work with."""
         if kind not in self._layers:
             block, keeping = self.blocks[kind], self.keeping
-            parts = _layer_kept(cast("Any", block), self.shape, self.stack, self.recipe)
+            parts = _layer_kept(block, self.shape, self.stack, self.recipe)
             stays = [part for part in parts if part.stays(keeping.recompute)]
             away = sum(part.bytes for part in stays if part.module in keeping.offload)
             kept = sum(part.bytes for part in stays) - away * keeping.offload_share
@@ -385,9 +386,9 @@ class _Chunks:
         return inner + sent + row, 4 * inner + 2 * sent + 2 * row
 
 
-_chunks = lru_cache(maxsize=1 << 12)(_Chunks)
+_chunks = remembered(1 << 12)(_Chunks)
 
 
 def _chunks_of(case: Case) -> _Chunks:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
-    return _chunks(cast("Any", case.decoder), Shape.of(case), Split.of(case), case.keeping, graphs)
+    return _chunks(case.decoder, Shape.of(case), Split.of(case), case.keeping, graphs)

@@ -6,9 +6,8 @@ the built model has them: what decays, what an optimizer keeps and what tp cuts 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd, prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
@@ -18,6 +17,7 @@ from moefold.moe.config import Moe
 from moefold.planner.case import Case, Numbers
 from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe
 from moefold.planner.held import Held, kinds
+from moefold.planner.remember import remembered
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
@@ -229,10 +229,10 @@ class States:
 
 def states_of(decoder: Decoder, split: Split) -> States:
     """Return the states of what ranks hold, the same for all cases split alike."""
-    return _states(cast("Any", decoder), split)
+    return _states(decoder, split)
 
 
-_states = lru_cache(maxsize=1 << 12)(States)
+_states = remembered(1 << 12)(States)
 
 
 def stage_states(case: Case) -> tuple[State, ...]:

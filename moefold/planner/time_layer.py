@@ -7,8 +7,7 @@ that decides them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
@@ -25,6 +24,7 @@ from moefold.planner.curves import (
 from moefold.planner.foreign import Nothing
 from moefold.planner.hardware import FORMAT_OF, Cluster, Format
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
+from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
     Parts,
@@ -90,7 +90,7 @@ class Setting:
         return cast(Format, FORMAT_OF[self.recipe])
 
 
-_setting = lru_cache(maxsize=1024)(Setting)
+_setting = remembered(1024)(Setting)
 
 
 def setting_of(
@@ -165,10 +165,10 @@ class Time:
         self.experts += other.experts * times
 
 
-@lru_cache(maxsize=1 << 15)
+@remembered(1 << 15)
 def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
-    plain, parts, once = _once(cast("Any", block), share, setting, policy.dispatch)
+    plain, parts, once = _once(block, share, setting, policy.dispatch)
     made = Time()
     made.add(plain)
     _repeat(made, parts, policy.recompute)
@@ -184,7 +184,7 @@ def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> 
     return made
 
 
-@lru_cache(maxsize=1 << 15)
+@remembered(1 << 15)
 def _once(
     block: Block, share: Share, setting: Setting, dispatch: str
 ) -> tuple[Time, Mapping[str, Took], float]:
@@ -192,7 +192,7 @@ def _once(
     halves = [one for one in (block.attention, block.ffn) if not isinstance(one, Nothing)]
     parts: dict[str, Took] = {}
     for record in halves:
-        parts |= _half(cast("Any", record), share.of_half(record), setting)
+        parts |= _half(record, share.of_half(record), setting)
     parts |= _norms(share.dense, len(halves), setting)
     sent = 0.0
     if isinstance(block.ffn, Moe) and share.ep * share.etp > 1:
@@ -202,17 +202,17 @@ def _once(
 
 def half_seconds(record: Record, share: Share, setting: Setting) -> float:
     """Return the device's seconds of a half of a layer, forward and backward, once each."""
-    made = _half(cast("Any", record), share.of_half(record), setting).values()
+    made = _half(record, share.of_half(record), setting).values()
     return sum(sum(map(sum, took.seconds.values())) + 3 * took.kernels for took in made)
 
 
-@lru_cache(maxsize=1 << 12)
+@remembered(1 << 12)
 def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
     return _repeated(_parts(head(vocab, share), setting), policy.recompute)
 
 
-@lru_cache(maxsize=1 << 12)
+@remembered(1 << 12)
 def joint_time(share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
     return _repeated(_parts(joint(share), setting), policy.recompute)
@@ -253,12 +253,12 @@ def _repeat(made: Time, parts: Mapping[str, Took], recompute: frozenset[str]) ->
     made.backward["recompute"] = repeated
 
 
-@lru_cache(maxsize=1 << 15)
+@remembered(1 << 15)
 def _half(record: Record, share: Share, setting: Setting) -> dict[str, Took]:
     return _parts(half(record, share), setting)
 
 
-@lru_cache(maxsize=1 << 12)
+@remembered(1 << 12)
 def _norms(share: Share, halves: int, setting: Setting) -> dict[str, Took]:
     return _parts(norms(share, halves), setting)
 

@@ -24,7 +24,8 @@ STEADY = (OneFOneB, Interleaved, Merged, GPipe)
 FILLING = 1 / 3
 """Of a micro-batch's work, its forward: backward is taken as twice as long, half of that for
 gradients of weights."""
-IDLE: dict[type[Schedule], float] = dict.fromkeys(STEADY, 1.0) | {
+IDLE: dict[type[Schedule], float] = {
+    **dict.fromkeys(STEADY, 1.0),
     ZeroBubbleH1: FILLING,
     ZeroBubbleV: FILLING,
     DualPipeV: 2 * FILLING,
