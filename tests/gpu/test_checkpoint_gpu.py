@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.load import load, load_into
+from moefold.checkpoint.load import Reader, load
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 
@@ -25,7 +25,9 @@ def test_tensors_of_a_device_come_back(tmp_path: Path) -> None:
     assert verify(path) == []
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     before = torch.cuda.memory_allocated()
-    load_into(path, targets)
+    with Reader(path) as reader:
+        for name, target in targets.items():
+            reader.read_into(name, target)
     assert torch.cuda.memory_allocated() == before
     loaded = load(path)[0]
     for name, tensor in tensors.items():
