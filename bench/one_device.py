@@ -10,7 +10,6 @@ bf16 weights, we train fp32 masters. Needs `transformers`.
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -31,7 +30,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
-from moefold.observe.machine import Machine
+from moefold.observe.machine import Machine, cpu_name
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
@@ -142,15 +141,6 @@ def show(found: dict[str, Any]) -> None:
         f"  ratio to the faster peer, round by round: median {found['median_ratio']:.3f}, "
         f"from {low:.3f} to {high:.3f} over {len(found['ratios'])} rounds"
     )
-
-
-def cpu_name() -> str:
-    """Return what the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.cli._measure import SMALLS, adjusted, alternated, case_of, kernels, stepping
+from moefold.observe.machine import cpu_name
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run
 from moefold.planner.machine import Machine, usual_file
@@ -113,12 +113,3 @@ def show(report: dict[str, Any], machine: Machine, file: Path) -> None:
 def memory_bytes() -> int:
     """Return the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cpu_name() -> str:
-    """Return what the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

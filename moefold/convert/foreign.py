@@ -18,7 +18,7 @@ from torch import Tensor
 from moefold.checkpoint.tiling import tiles
 from moefold.convert.errors import ConvertError
 from moefold.convert.source import DTYPES, Stored
-from moefold.layers.placement import Box
+from moefold.layers.placement import Box, inside, shared_box
 
 METADATA = ".metadata"
 METADATA_LIMIT = 256 * 2**20
@@ -190,14 +190,10 @@ class _Distributed:
         stored = self.tensors[name]
         wanted = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
         for held, path, start, size in self._boxes[name]:
-            shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, held, strict=True)]
-            if all(a < b for a, b in shared):
+            shared = shared_box(box, held)
+            if shared is not None:
                 part = self._part(name, held, path, start, size)
-                into = tuple(
-                    slice(a - c, b - c) for (a, b), (c, _) in zip(shared, box, strict=True)
-                )
-                of = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, held, strict=True))
-                wanted[into] = part[of]
+                wanted[inside(shared, box)] = part[inside(shared, held)]
         return wanted
 
     def _part(self, name: str, box: Box, path: Path, start: int, size: int) -> Tensor:

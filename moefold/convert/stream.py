@@ -24,7 +24,7 @@ from moefold.comm.collectives import receive, send
 from moefold.comm.group import Group
 from moefold.convert.errors import ConvertError
 from moefold.convert.targets import targets
-from moefold.layers.placement import Box
+from moefold.layers.placement import Box, inside, shared_box
 from moefold.model.config import Decoder
 from moefold.model.families.names import Layout, find, pieces
 from moefold.model.families.registry import family_of
@@ -215,9 +215,8 @@ def _shared(spans: Iterable[Span], mine: Sequence[Named]) -> Iterator[tuple[Span
         by_name.setdefault(named[0], []).append(named)
     for span in spans:
         for named in by_name.get(span.sent.ours, ()):
-            pairs = zip(span.box, named[1], strict=True)
-            shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
-            if all(start < end for start, end in shared):
+            shared = shared_box(span.box, named[1])
+            if shared is not None:
                 yield span, named, shared
 
 
@@ -225,17 +224,10 @@ def _size(box: Box) -> list[int]:
     return [end - start for start, end in box]
 
 
-def _inside(shared: Box, outer: Box) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, outer, strict=True))
-
-
 def _packed(spans: Sequence[Span], mine: Sequence[Named], held: dict[Named, Tensor]) -> Tensor:
     """Return what is here for a bucket as bytes, one box after the other."""
     found = [
-        held[named][_inside(shared, named[1])]
-        .to(CPU, span.sent.dtype)
-        .reshape(-1)
-        .view(torch.uint8)
+        held[named][inside(shared, named[1])].to(CPU, span.sent.dtype).reshape(-1).view(torch.uint8)
         for span, named, shared in _shared(spans, mine)
     ]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
@@ -249,6 +241,6 @@ def _unpack(spans: Sequence[Span], theirs: Sequence[Named], packed: Tensor, into
         size = math.prod(_size(shared)) * dtype.itemsize
         raw = into[span.offset : span.offset + span.size].view(dtype).view(_size(span.box))
         part = packed[at : at + size].clone().view(dtype)
-        raw[_inside(shared, span.box)] = part.view(_size(shared))
+        raw[inside(shared, span.box)] = part.view(_size(shared))
         at += size
     return at

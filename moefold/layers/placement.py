@@ -13,6 +13,18 @@ Box = tuple[tuple[int, int], ...]
 """First place and end along each dim of a tensor."""
 
 
+def shared_box(one: Box, other: Box) -> Box | None:
+    """Return what two boxes of a tensor share; None where that is nothing."""
+    pairs = zip(one, other, strict=True)
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+    return shared if all(start < end for start, end in shared) else None
+
+
+def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return where a box lies in a tensor that holds the box around it."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+
+
 @dataclass(frozen=True)
 class Placement:
     """The cuts of one parameter, and which ranks hold copies of each of its pieces.

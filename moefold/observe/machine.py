@@ -1,8 +1,10 @@
-"""How fast this machine multiplies: the denominator of model FLOPs utilisation."""
+"""What this machine is, and how fast it multiplies: the denominator of FLOPs utilisation."""
 
+import platform
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -44,3 +46,12 @@ class Machine:
 def measured(dtype: torch.dtype, device: torch.device) -> Machine:
     """Return what ``Machine.measured`` finds, the first time it is asked for in this process."""
     return Machine.measured(dtype, device)
+
+
+def cpu_name() -> str:
+    """Return what the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

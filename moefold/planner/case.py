@@ -5,8 +5,8 @@ stages from :class:`Stages`, what is in flight from the schedule's own table.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, Literal, cast, get_args
+from functools import cached_property
+from typing import Literal, get_args
 
 from moefold.config.base import Record
 from moefold.mesh.config import ORDERS, Order, Sizes
@@ -17,6 +17,7 @@ from moefold.optim.config import AdamW, Optim
 from moefold.planner import held
 from moefold.planner.hardware import Cluster
 from moefold.planner.held import Held, kinds
+from moefold.planner.remember import remembered
 from moefold.policies.config import Full, Selective
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import GPipe, Schedule, Vee
@@ -212,9 +213,10 @@ class Case:
         return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)
 
 
+@remembered(512)
 def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
     """Return a schedule's table, made once; see :func:`moefold.schedule.build.tabulate`."""
-    return _table(cast("Any", schedule), p, v, m)
+    return tabulate(schedule, p, v, m)
 
 
 def settled(schedule: Schedule, p: int, m: int) -> int:
@@ -228,11 +230,6 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     if m <= full + period or isinstance(schedule, GPipe):
         return m
     return full + (m - full) % period
-
-
-@lru_cache(maxsize=512)
-def _table(schedule: Schedule, p: int, v: int, m: int) -> Table:
-    return tabulate(schedule, p, v, m)
 
 
 def recomputed(record: Record | None) -> frozenset[Module]:

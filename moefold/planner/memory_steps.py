@@ -5,10 +5,10 @@ Chunks are those of one rank, numbered along the model.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from moefold.planner.case import table_of
+from moefold.planner.remember import remembered
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
 
@@ -59,15 +59,11 @@ def steps_of(line: Line, chunks: int) -> Iterator[Running]:
             begun |= {backward}
 
 
+@remembered(1024)
 def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
     """Return of each rank the steps that no other covers: one of them is the fullest, most likely
     one of the first.
     """
-    return _fullest(cast("Any", schedule), p, v, m)
-
-
-@lru_cache(maxsize=1024)
-def _fullest(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
     table = table_of(schedule, p, v, m)
     return tuple(_uncovered(steps_of(line, v)) for line in table.lines)
 

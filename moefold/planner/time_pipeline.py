@@ -3,10 +3,9 @@ training executes. A schedule without one is simulated.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, cast
 
 from moefold.planner.case import table_of
+from moefold.planner.remember import remembered
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,
@@ -57,7 +56,7 @@ def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
         return 0.0
     share = IDLE.get(type(schedule))
     if share is None:
-        return _simulated(cast("Any", schedule), p, v, m)
+        return _simulated(schedule, p, v, m)
     return share * (p - 1) / v + _short(schedule, p, v, m)
 
 
@@ -71,7 +70,7 @@ def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
     return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
     """Return the same by simulating the table, of its filling, two rounds and its draining."""
     short = min(m, 4 * p)

@@ -8,8 +8,8 @@ sub-layers, H hidden.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Dense, Gqa, Mla
@@ -17,6 +17,7 @@ from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.curves import Product
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
+from moefold.planner.remember import remembered
 
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
@@ -106,13 +107,9 @@ class Share(NamedTuple):
 Parts = dict[str, Work]
 
 
+@remembered(1 << 14)
 def half(record: Record, share: Share) -> Parts:
     """Return the parts of a half of a block; not to be changed."""
-    return _half(cast("Any", record), share)
-
-
-@lru_cache(maxsize=1 << 14)
-def _half(record: Record, share: Share) -> Parts:
     return _kind(record)(record, share)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
+from moefold.mesh.share import aligned
 from moefold.planner.case import Case
 from moefold.planner.memory_state import Weight, embedding, place_weights
 from moefold.planner.traffic_calls import (
@@ -25,8 +26,6 @@ from moefold.planner.traffic_calls import (
     sums,
 )
 
-ALIGN = 64
-"""Elements to a multiple of which parameters and runs begin."""
 TABLE = "embed.weight"
 WIDE = (TABLE, "router.weight")
 """Matrices that layers read in the master's dtype; vectors are read so anyway."""
@@ -48,11 +47,14 @@ class Bucket:
     length: int
     """Elements of a rank's run."""
 
-    def own(self, at: int) -> dict[str, int]:
-        """Return how many elements of each parameter the run at a place has."""
+    def run(self, at: int) -> dict[str, tuple[int, int]]:
+        """Return the first element of each parameter that the run at a place has, and the end."""
         start, stop = at * self.length, (at + 1) * self.length
         return {
-            weight.name: max(0, min(begin + count, stop) - max(begin, start))
+            weight.name: (
+                min(max(start - begin, 0), count),
+                min(max(stop - begin, 0), count),
+            )
             for weight, count, begin in self.weights
         }
 
@@ -60,7 +62,7 @@ class Bucket:
 def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what a rank exchanges in a step so that gradients are whole and weights are new."""
     weights = held(case, rank)
-    buckets = share_out(case, weights)
+    buckets = buckets_of(case, weights)
     yield from _whole(case, rank, weights, buckets)
     for kind in ("dp_cp", "edp"):
         inner, outer = levels(case, kind)
@@ -97,7 +99,7 @@ def levels(case: Case, kind: str) -> tuple[int, int]:
     return inner, ranks // inner
 
 
-def share_out(case: Case, weights: list[Weight]) -> list[Bucket]:
+def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
     """Return the rows of elements that data ranks share."""
     alike: dict[tuple[str, str, bool], list[Weight]] = {}
     for weight in weights:
@@ -111,9 +113,9 @@ def share_out(case: Case, weights: list[Weight]) -> list[Bucket]:
         for weight in members:
             count = round(weight.local(case))
             placed.append((weight, count, end))
-            end = _aligned(end + count)
+            end = aligned(end + count)
         ranks = levels(case, kind)[0]
-        length = _aligned(-(-end // ranks))
+        length = aligned(-(-end // ranks))
         found.append(Bucket(unit, kind, ranks, wide, tuple(placed), length))
     return found
 
@@ -146,7 +148,8 @@ def _whole(case: Case, rank: int, weights: list[Weight], buckets: list[Bucket]) 
     own: dict[str, int] = {}
     for bucket in buckets:
         group = case.folding.group(bucket.kind, rank)
-        own |= bucket.own(group.index(rank) % bucket.ranks)
+        run = bucket.run(group.index(rank) % bucket.ranks)
+        own |= {name: end - first for name, (first, end) in run.items()}
     here = {w.name: own.get(w.name, round(w.local(case))) for w in weights}
     bytes_each = case.numbers.gradient_bytes
     tp = case.sizes.tp
@@ -186,7 +189,3 @@ def copies_of(weight: Weight) -> str:
 def _unit(name: str) -> str:
     words = name.split(".")
     return ".".join(words[: 2 if words[0] == "layers" else 1])
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGN) * ALIGN

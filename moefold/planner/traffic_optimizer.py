@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from moefold.mesh.share import share_out
 from moefold.planner.case import Case
 from moefold.planner.memory_state import Weight
 from moefold.planner.traffic_calls import (
@@ -20,7 +21,7 @@ from moefold.planner.traffic_calls import (
     inside,
     ranks_of,
 )
-from moefold.planner.traffic_data import copies_of, held, levels, share_out
+from moefold.planner.traffic_data import buckets_of, copies_of, held, levels
 
 
 class Matrix(NamedTuple):
@@ -60,17 +61,11 @@ def optimizer(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def _parts(case: Case, weights: list[Weight]) -> dict[str, tuple[tuple[int, int], ...]]:
     """Return which elements of each shared parameter the ranks that share it update."""
-    return {
-        weight.name: tuple(
-            (
-                min(max(at * bucket.length - begin, 0), count),
-                min(max((at + 1) * bucket.length - begin, 0), count),
-            )
-            for at in range(bucket.ranks)
-        )
-        for bucket in share_out(case, weights)
-        for weight, count, begin in bucket.weights
-    }
+    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    for bucket in buckets_of(case, weights):
+        runs = [bucket.run(at) for at in range(bucket.ranks)]
+        found |= {name: tuple(run[name] for run in runs) for name in runs[0]}
+    return found
 
 
 def _matrices(
@@ -91,7 +86,7 @@ def _exchange(
 ) -> Iterator[Call]:
     """Yield the exchange there, the gathers of slices, and the exchange back."""
     width = case.numbers.master_bytes
-    owners = owned([matrix.size for matrix in matrices], ranks)
+    owners = share_out([matrix.size for matrix in matrices], ranks)
     mine = [m for m, owner in zip(matrices, owners, strict=True) if owner == place]
     if ranks > 1:
         others = [m for m, owner in zip(matrices, owners, strict=True) if owner != place]
@@ -103,12 +98,3 @@ def _exchange(
         size = sum(matrix.size for matrix in mine if matrix.axis == axis) * width
         ways = getattr(case.sizes, axis)
         yield Call(axis, "all_gather", gathers(size, ways), 1, BACKWARD, "optimizer")
-
-
-def owned(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the owner of each matrix: the largest first, each to the rank that has least."""
-    load, owners = [0] * ranks, [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[owners[i]] += sizes[i]
-    return owners

@@ -196,15 +196,17 @@ def measured(history: History, made: list[Fault]) -> dict[str, Any]:
     }
 
 
+def computed(history: History) -> list[dict[str, Any]]:
+    """Return what a run wrote of each step but for how long it took."""
+    return [
+        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("pace/")}
+        for line in history.lines
+    ]
+
+
 def same(fire: Path, peace: Path) -> dict[str, Any]:
     """Compare every step's figures, and the tokens that each rank was given for it."""
-    ours, theirs = (
-        [
-            {k: v for k, v in line.items() if k not in TIMES}
-            for line in History.read(folder / "out").lines
-        ]
-        for folder in (fire, peace)
-    )
+    ours, theirs = (computed(History.read(folder / "out")) for folder in (fire, peace))
     seen, wanted = faults.samples(fire / "notes"), faults.samples(peace / "notes")
     differing = [line["step"] for line, other in zip(ours, theirs, strict=False) if line != other]
     return {

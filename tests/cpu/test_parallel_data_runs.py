@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.parallel.data.runs import ALIGN, boxes, lay_out, moved, share_out, size_of
+from moefold.mesh.share import ALIGN, share_out
+from moefold.parallel.data.runs import boxes, lay_out, moved, size_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

@@ -311,7 +311,6 @@ def load_in(task: Task, place: Place, world: World) -> list[str]:
         wreck(here)
         progress = restore(there / step_name(BEFORE), here.data, here.optimizer)
         here.data.renew()
-        here.data.renew()
         found = list(unequal(here, there / "truth"))
         if progress != Progress(BEFORE, 7, (1,)):
             found.append(f"{progress} is not what was saved")

@@ -16,13 +16,13 @@ from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
 from moefold.training import faults
+from moefold.training.chaos import computed
 from moefold.training.history import History
 from tests.cpu.runs import raw_run
 from tests.gloo.harness import one_at_a_time
 
 STEPS = 16
 QUICK = Survive(stopped_s=0.4)
-TIMES = ("tokens_per_s", "mfu", "step_time_s")
 
 
 def run_of(folder: Path, ranks: int, **watch: Any) -> Run:
@@ -51,13 +51,6 @@ def trained(
     return History.read(out)
 
 
-def figures(history: History) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("pace/")}
-        for line in history.lines
-    ]
-
-
 def recoveries(history: History) -> list[dict[str, Any]]:
     return [event["recovered"] for event in history.events if "recovered" in event]
 
@@ -67,7 +60,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
     folder = tmp_path_factory.mktemp("unbroken")
     history = trained(folder, 4)
     assert not recoveries(history)
-    return figures(history), faults.samples(folder / "notes")
+    return computed(history), faults.samples(folder / "notes")
 
 
 def faults_at(*plan: tuple[int, Callable[[Path, Path], None]]) -> Callable[[Path, Path], None]:
@@ -94,7 +87,7 @@ def test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample(
     """Case 1, 17: the first rank dies too; each loses at most the step under way."""
     plan = [(3, killed(2)), (6, killed(0)), (9, stopped(3)), (12, killed(1, 0))]
     history = trained(tmp_path, 4, faults_at(*plan))
-    assert figures(history) == unbroken[0]
+    assert computed(history) == unbroken[0]
     assert faults.samples(tmp_path / "notes") == unbroken[1]
     lived = recoveries(history)
     assert [set(each["lost"]) for each in lived] == [{2}, {0}, {3}, {0, 1}]
@@ -120,7 +113,7 @@ def test_where_both_copies_are_lost_the_newest_good_checkpoint_is_taken(
     saving = {"checkpoint": {"every": 3, "keep": 3, "attempts": 1}}
     history = trained(tmp_path, 4, faults_at((7, tear), (11, fill)), **saving)
     assert torn[0] is not None
-    assert figures(history) == unbroken[0]
+    assert computed(history) == unbroken[0]
     assert faults.samples(tmp_path / "notes") == unbroken[1]
     (start,) = [event for event in history.events if "recovered" in event]
     assert start["step"] == int(torn[0].parent.name.removeprefix("step-")) - 3

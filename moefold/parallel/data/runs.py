@@ -10,10 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moefold.layers.placement import Box
-
-ALIGN = 64
-"""Elements to a multiple of which parameters and runs begin: 128 bytes in bf16, as products like
-them best."""
+from moefold.mesh.share import aligned
 
 
 @dataclass(frozen=True)
@@ -43,11 +40,6 @@ def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> tuple[
         slots.append(Slot(name, shape, end))
         end = aligned(slots[-1].stop)
     return slots, aligned(-(-end // ranks))
-
-
-def aligned(count: int) -> int:
-    """Return the next multiple of ``ALIGN``."""
-    return -(-count // ALIGN) * ALIGN
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -81,13 +73,3 @@ def size_of(box: Box) -> int:
 def moved(box: Box, by: Box) -> Box:
     """Return a box of a tensor's piece as a box of the tensor, given where the piece is."""
     return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, by, strict=True))
-
-
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return an owner for each thing: the largest first, each to the rank that has least."""
-    load = [0] * ranks
-    owners = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[i] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[owners[i]] += sizes[i]
-    return owners

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all_plain, gather
 from moefold.comm.group import Group
-from moefold.parallel.data.runs import share_out
+from moefold.mesh.share import share_out
 
 
 @dataclass(frozen=True)
