@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moefold.comm.group import Group
 from moefold.comm.recorder import BACKWARD, Record, Site
+from moefold.comm.waits import WAITS
 
 # torch 2.13 renames two functions; the old names warn there and are the only ones before.
 _gather_single: Callable[..., Any] = (
@@ -31,12 +32,14 @@ class Pending:
 
     def __init__(
         self,
-        work: "dist.Work | _Works | None" = None,
+        works: Sequence[dist.Work] = (),
         begin_to_wait: Callable[[], None] | None = None,
         finish: Callable[[], None] | None = None,
+        on_host: bool = False,
     ) -> None:
-        """Hold the backend's work, and what is to be done before and after waiting for it."""
-        self._work, self._begin, self._finish = work, begin_to_wait, finish
+        """Hold the backend's works, and what is to be done before and after waiting for them."""
+        self._works, self._begin, self._finish = works, begin_to_wait, finish
+        self._on_host = on_host
 
     def wait(self) -> None:
         """Return when the result may be read; a second call does nothing.
@@ -44,14 +47,22 @@ class Pending:
         Raises:
             RuntimeError: where the group's time-out passed or another rank is gone.
         """
-        work, begin, finish = self._work, self._begin, self._finish
-        self._work = self._begin = self._finish = None
+        works, begin, finish = self._works, self._begin, self._finish
+        self._works, self._begin, self._finish = (), None, None
         if begin is not None:
             begin()
-        if work is not None:
-            work.wait()
+        for work in works:
+            _wait_for(work, self._on_host)
         if finish is not None:
             finish()
+
+
+def _wait_for(work: dist.Work, on_host: bool) -> None:
+    """Wait; on a device only its stream does, and it has to be this thread's."""
+    if on_host:
+        WAITS.wait(work)
+    else:
+        work.wait()
 
 
 def site_of(group: Group, op: str, backward_of: str | None = None) -> Site:
@@ -78,10 +89,19 @@ def _pending(
     alone: Callable[[], Tensor] | None = None,
 ) -> Pending:
     return Pending(
-        work,
+        () if work is None else (work,),
         lambda: group.recorder.wait(record),
         lambda: _settle(record, group, out, alone),
+        on_host=not out.is_cuda,
     )
+
+
+def _run(call: Callable[..., dist.Work | None], group: Group, *args: Any) -> None:
+    """Issue an operation on tensors, the first argument among them, and wait for it."""
+    on_host = not args[0].is_cuda
+    work = call(*args, group=group.handle, async_op=on_host)
+    if work is not None:
+        _wait_for(work, on_host)
 
 
 def _settle(
@@ -101,7 +121,7 @@ def reduce_(x: Tensor, group: Group, site: Site, op: Any = dist.ReduceOp.SUM) ->
     before = x.clone() if group.recorder.alter is not None else None
     if x.numel():
         whole = x if x.is_contiguous() else x.contiguous()
-        dist.all_reduce(whole, op, group=group.handle)
+        _run(dist.all_reduce, group, whole, op)
         if whole is not x:
             x.copy_(whole)
     _settle(record, group, x, None if before is None else lambda: before)
@@ -159,7 +179,7 @@ def exchange(
     row = size_of(x_R) // max(1, x_R.shape[0])
     record = _begin(site, group, x_R, (sum(send) - send[group.index]) * row, True)
     out = x_R.new_empty((sum(receive), *x_R.shape[1:]))
-    dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
+    _run(dist.all_to_all_single, group, out, x_R.contiguous(), list(receive), list(send))
     _settle(record, group, out, lambda: _kept_rows(x_R, group, send, receive))
     return out
 
@@ -184,7 +204,7 @@ def gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) ->
     record = _begin(site, group, x, (group.size - 1) * size_of(x), True)
     copies = x.repeat(group.size, *[1] * (x.ndim - 1))
     sent = [x.shape[0]] * group.size
-    dist.all_to_all_single(out, copies, list(counts), sent, group=group.handle)
+    _run(dist.all_to_all_single, group, out, copies, list(counts), sent)
     _settle(record, group, out, lambda: _kept_rows(copies, group, sent, counts))
     return out
 
@@ -241,7 +261,7 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
     before = tensor.clone() if group.recorder.alter is not None else None
     if tensor.numel():
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-        dist.broadcast(whole, src=group.ranks[index], group=group.handle)
+        _run(dist.broadcast, group, whole, group.ranks[index])
         if whole is not tensor:
             tensor.copy_(whole)
     _settle(record, group, tensor, None if before is None else lambda: before)
@@ -305,22 +325,12 @@ def shift(
     # As one batch: NCCL would let each send wait for a receive that is queued behind a send.
     ops = [dist.P2POp(op, x, peer, group.handle) for op, x, peer in sides if x.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
-    return Pending(
-        _Works(works, given) if works else None,
-        lambda: group.recorder.wait(record),
-        lambda: _settle(record, group, into, lambda: torch.zeros_like(into)),
-    )
 
+    def finish(held: Tensor = given) -> None:
+        """Close the record; until then what is sent is held, since the backend reads it."""
+        _settle(record, group, into, lambda: torch.zeros_like(into))
 
-class _Works:
-    """Several works as one; what is sent is held until it has left."""
-
-    def __init__(self, works: Sequence[dist.Work], given: Tensor) -> None:
-        self._works, self._given = works, given
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+    return Pending(works, lambda: group.recorder.wait(record), finish, on_host=not given.is_cuda)
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:

@@ -1,7 +1,7 @@
 """A rank that may outlive others: it leaves their groups and meets whoever takes their place.
 
-gloo has no way to give up an operation. But one whose connections are cut fails at once, on every
-thread, and its groups can then be destroyed without waiting for anyone; so that is what is done.
+gloo has no way to give up an operation. But most whose connections are cut fail at once, on every
+thread; the others are left to end by themselves, and their groups with them.
 """
 
 import gc
@@ -28,6 +28,7 @@ from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
 from moefold.comm.join import join
 from moefold.comm.launch import FORWARDED, ORPHAN_S, Answer
+from moefold.comm.waits import WAITS
 from moefold.comm.world import IN_OPERATION
 
 AGAIN_S = 0.05
@@ -100,6 +101,7 @@ class Line:
                 self._up.send(out)
                 self.meeting = self._meetings.get()
                 joined = False
+                WAITS.may_leave()
                 self._others = connections()
                 self._inside.set()
                 try:
@@ -111,7 +113,7 @@ class Line:
                     blames_others = not joined or in_operation or isinstance(error, FirstFailed)
                     out = Out(traceback.format_exc(), blames_others)
                     # Before the buffers are gone that others may still write into.
-                    cut(self._others)
+                    self._cut()
                 finally:
                     self._inside.clear()
                 self._leave()
@@ -123,11 +125,22 @@ class Line:
         for number in noted:
             signal.raise_signal(number)
 
+    def _cut(self) -> None:
+        """End the attempt's operations, on whichever thread."""
+        cut(self._others)
+        WAITS.leave()
+
     def _leave(self) -> None:
         """Drop the attempt's groups, waiting for nobody, and everything that hung on it."""
+        groups = [g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"]
         with suppress(Exception):
             dist.destroy_process_group()
         gc.collect()
+        # A group ends when its operations have, and whoever drops it last waits for that; an old
+        # graph may be that one. Held for a time-out, none of them has an operation left.
+        last = threading.Timer(self._time_out_s, groups.clear)
+        last.daemon = True
+        last.start()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -154,7 +167,7 @@ class Line:
                 if isinstance(word, Meet):
                     self._meetings.put(word)
                 while isinstance(word, Cut) and self._inside.is_set():
-                    cut(self._others)
+                    self._cut()
                     time.sleep(AGAIN_S)
         except (EOFError, OSError):
             self.over.set()

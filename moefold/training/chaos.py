@@ -29,6 +29,8 @@ RECORD = Survive(limit=10_000, stopped_s=0.5)
 LAST = 1_000_000
 FIRST = 12
 """Steps before the first fault: some in step, and a checkpoint."""
+BEHIND = 5
+"""Steps between two faults, at least: without a rank that is lost the others do one, at most."""
 SLOW_S, SLOW_TIMES = 0.2, 5
 TIMES = ("tokens_per_s", "mfu", "step_time_s")
 PARTS = ("detect_s", "restart_s", "load_s", "lost_s")
@@ -78,6 +80,8 @@ class Fire:
 class Injector(threading.Thread):
     """Makes one fault after another while a run lasts, and ends it when its time is up.
 
+    However slow the machine, no fault is made before the run is in step behind the one before it.
+
     Attributes:
         made: each fault: what, to which ranks, when (seconds since the epoch), after which step.
         error: what kept it from making more; empty where nothing did.
@@ -111,8 +115,7 @@ class Injector(threading.Thread):
             os.kill(faults.pid_of(self._notes, 0), signal.SIGTERM)
 
     def _make_all(self) -> None:
-        if not faults.wait_for(self._out, FIRST, 600):
-            raise TimeoutError(f"the run did not come to step {FIRST}")
+        self._in_step(FIRST)
         fire, began = self._fire, time.monotonic()
         while (due := (len(self.made) + 1) * fire.every_s) < fire.seconds:
             kind = KINDS[len(self.made) % len(KINDS)]
@@ -120,9 +123,15 @@ class Injector(threading.Thread):
             self.made.append(fault)
             fault |= {"ranks": self._victims(kind), "at": time.time()}
             self._make(fault)
+            made_at = faults.steps_in(self._out)
             self._tell(fault)
             time.sleep(max(0.0, began + due - time.monotonic()))
+            self._in_step(made_at + BEHIND)
         time.sleep(max(0.0, began + fire.seconds - time.monotonic()))
+
+    def _in_step(self, step: int) -> None:
+        if not faults.wait_for(self._out, step, 600):
+            raise TimeoutError(f"the run did not come to step {step}")
 
     def _victims(self, kind: str) -> list[int]:
         """Draw a rank, or two; two that keep each other's copies are never lost together."""
