@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from moefold.mesh.share import ALIGN
 from moefold.parallel.data.bucket import Bucket
-from moefold.parallel.data.runs import ALIGN
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
 from tests.gloo.shares import CHUNK, OPTIMIZERS, Case, opened, own, update
