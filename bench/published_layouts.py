@@ -5,6 +5,7 @@ length on each number of each device, which plans show beside what the search fi
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ FILE = Path(__file__).parents[1] / "moefold" / "planner" / "published_layouts.js
 def entry(row: Row) -> dict[str, Any]:
     """Return a row's layout as a plan reads it."""
     case = row.case
-    assert case is not None
     found = {
         "id": row.id,
         "source": row.raw["source"],
@@ -39,17 +39,22 @@ def entry(row: Row) -> dict[str, Any]:
     return found | ({"tflops_per_gpu": rate} if rate else {})
 
 
-def main() -> None:
-    """Write the file."""
+def fastest(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the fastest row's entry for each model and length on each number of each device."""
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in read():
-        if row.case is None or row.raw.get("status") == "OOM":
+    for row in rows:
+        if row.planned is None or row.raw.get("status") == "OOM":
             continue
         found = entry(row)
         key = (found["model"], found["device"], found["devices"], found["seq"])
         if key not in best or _rank(found) > _rank(best[key]):
             best[key] = found
-    rows = [best[key] for key in sorted(best)]
+    return [best[key] for key in sorted(best)]
+
+
+def main() -> None:
+    """Write the file."""
+    rows = fastest(read())
     FILE.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
     print(f"{len(rows)} layouts in {FILE}")
 

@@ -19,6 +19,8 @@ from plan_accuracy import effects, line, parts_of, report  # noqa: E402
 from planning.recipes import said  # noqa: E402
 from planning.rows import FILE, Row, read  # noqa: E402
 from planning.score import held_out, published, twin_key  # noqa: E402
+from published_layouts import FILE as LAYOUTS  # noqa: E402
+from published_layouts import fastest  # noqa: E402
 
 from moefold.planner.curves import constants  # noqa: E402
 
@@ -47,6 +49,11 @@ def test_rows_without_a_fitted_twin_are_near():
     assert found()["held_out"]["rows"] >= 30
     assert found()["held_out"]["median"] <= 0.13
     assert found()["held_out"]["p80"] <= 0.25
+
+
+def test_plans_show_the_layouts_of_these_rows():
+    """The file in the package once said less of them than rows do by now."""
+    assert json.loads(LAYOUTS.read_text("utf-8")) == fastest(rows())
 
 
 def test_models_and_stacks_left_out_of_the_fit_are_near():
