@@ -132,7 +132,8 @@ class Line:
 
     def _leave(self) -> None:
         """Drop the attempt's groups, waiting for nobody, and everything that hung on it."""
-        groups = [g for g in dist.distributed_c10d._world.pg_map if dist.get_backend(g) == "gloo"]
+        made = dist.distributed_c10d._world.pg_map
+        groups = [group for group, (backend, _) in made.items() if backend == "gloo"]
         with suppress(Exception):
             dist.destroy_process_group()
         gc.collect()
