@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
 
 
 def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Path) -> None:
-    refused = [True, True, True, False, False]
+    refused, out = [True, True, True, True, False], StringIO()
 
     def save() -> Path:
         saved.append(job.step_number)
@@ -187,10 +188,12 @@ def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Pat
         return tmp_path
 
     saved: list[int] = []
-    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=10), Console(quiet=True))], last_step=24)
+    hook = CheckpointHook(Policy(every=10), Console(file=out, width=80))
+    job = FakeJob(tmp_path, [hook], last_step=34)
     job.save = save  # type: ignore[method-assign]
-    job.go(steps=24)
-    assert saved == [10, 11, 13, 17, 20]
+    job.go(steps=34)
+    assert saved == [10, 11, 13, 17, 20, 30]
+    assert re.findall(r"step (\d+) tries again", out.getvalue()) == ["11", "13", "17", "20"]
     stops = CheckpointHook(Policy(every=4, on_failure="stop"), Console(quiet=True))
     refused, job = [True], FakeJob(tmp_path, [stops], last_step=8)
     job.save = save  # type: ignore[method-assign]

@@ -40,7 +40,8 @@ class CheckpointHook(Hook):
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
-            self._owed, self._wait = step + self._wait, 2 * self._wait
+            due = step - step % every + every
+            self._owed, self._wait = min(step + self._wait, due), 2 * self._wait
             self._console.print(
                 f"[bold red]checkpoint failed[/] step {step}: {error}\n"
                 f"training goes on; step {self._owed} tries again",
