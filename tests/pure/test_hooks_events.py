@@ -179,7 +179,7 @@ def test_starts_and_ends_are_noted(tmp_path: Path) -> None:
 
 
 def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Path) -> None:
-    refused, out = [True, True, True, True, False], StringIO()
+    refused, out = [True, True, True, True, False, False], io.StringIO()
 
     def save() -> Path:
         saved.append(job.step_number)
