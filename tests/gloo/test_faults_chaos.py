@@ -22,7 +22,7 @@ def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
     assert not injector.error
     found = measured(ours, injector.made)
     lost = [fault for fault in injector.made if fault["kind"] not in {"full", "slow"}]
-    assert found["faults"] == 8 and len(lost) == 6
+    assert found["faults"] == 8 and len(lost) == 6 and found["recoveries"] >= 6
     assert all(fault.get("recoveries") for fault in lost)
     assert found["steps_lost"] == 1
     assert found["back_most_s"] < 30, "what died is started anew in seconds"

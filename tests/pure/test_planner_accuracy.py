@@ -11,19 +11,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from plan_accuracy import effects, line, parts_of, report
+from planning.recipes import said
+from planning.rows import FILE, Row, read
+from planning.score import held_out, published, twin_key
+from published_layouts import FILE as LAYOUTS
+from published_layouts import fastest
+
+from moefold.planner.curves import constants
 
 BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-from plan_accuracy import effects, line, parts_of, report  # noqa: E402
-from planning.recipes import said  # noqa: E402
-from planning.rows import FILE, Row, read  # noqa: E402
-from planning.score import held_out, published, twin_key  # noqa: E402
-from published_layouts import FILE as LAYOUTS  # noqa: E402
-from published_layouts import fastest  # noqa: E402
-
-from moefold.planner.curves import constants  # noqa: E402
-
 STORED = json.loads((BENCH / "results" / "plan_accuracy.json").read_text("utf-8"))
 
 
