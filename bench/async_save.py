@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 
 from moefold.checkpoint.config import Policy

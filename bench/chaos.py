@@ -21,6 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 
 from moefold.checkpoint.folder import candidates

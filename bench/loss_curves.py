@@ -22,6 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 
 from moefold.training.history import History

@@ -17,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
@@ -30,7 +33,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
-from moefold.observe.machine import Machine, cpu_name
+from moefold.observe.machine import cpu_name, measure
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
@@ -90,7 +93,7 @@ def theirs(folder: Path, ids_BS: Tensor, dtype: torch.dtype, experts: str) -> St
     return step
 
 
-def measure(precision: str, rounds: int) -> dict[str, Any]:
+def compared(precision: str, rounds: int) -> dict[str, Any]:
     """Alternate the steps for some rounds and return what was seen."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     ids_BS = torch.randint(0, SHAPE.vocab, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
@@ -112,7 +115,7 @@ def measure(precision: str, rounds: int) -> dict[str, Any]:
             started = time.perf_counter()
             steps[name]()
             rates[name].append(BATCH * SEQ / (time.perf_counter() - started))
-    machine = Machine.measured(dtype, torch.device("cpu"), seconds=1.0)
+    machine = measure([dtype], torch.device("cpu"), seconds=1.0)[dtype]
     peers = [rates[name] for name in rates if name != "moefold"]
     ratios = [mine / max(best) for mine, *best in zip(rates["moefold"], *peers, strict=True)]
     flops = count(SHAPE).flops_per_token(SEQ)
@@ -157,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = [measure(precision, args.rounds) for precision in args.precision]
+    found = [compared(precision, args.rounds) for precision in args.precision]
     report = {
         "machine": cpu_name(),
         "threads": args.threads,

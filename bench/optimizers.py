@@ -14,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 
 from moefold.run import load_run

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planning.ablations import ABLATIONS, effect
+from planning.ablations import ABLATIONS, effect, right
 from planning.fit import constants_with, fit, save, stacks_of
 from planning.memory import memory_of
 from planning.rows import FILE, Row, read
@@ -55,10 +55,18 @@ def parts_of(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def leave_out(
-    fitted: Sequence[Row], key: str, start: dict[str, float], rounds: int
+    fitted: Sequence[Row],
+    key: str,
+    start: dict[str, float],
+    rounds: int,
+    names: Sequence[str] | None = None,
 ) -> tuple[list[Row], list[float]]:
-    """Fit without one model or stack after another; return what is left out, and errors."""
-    names = sorted({row.raw["model"] for row in fitted}) if key == "model" else stacks_of(fitted)
+    """Fit without one model or stack (of ``names``) after another; return what is left out, and
+    errors.
+    """
+    if names is None:
+        every = {row.raw["model"] for row in fitted}
+        names = sorted(every) if key == "model" else stacks_of(fitted)
     tried: list[Row] = []
     found: list[float] = []
     for name in names:
@@ -75,7 +83,7 @@ def _named(row: Row, key: str) -> str:
 
 
 def effects(given: Constants) -> list[dict[str, Any]]:
-    """Return published and predicted effects, whether the sign is right and how far they are."""
+    """Return published and predicted effects, whether sign and size are right, and how far off."""
     found = []
     for one in ABLATIONS:
         value = effect(one, given)
@@ -84,6 +92,7 @@ def effects(given: Constants) -> list[dict[str, Any]]:
             "published": round(one.published, 3),
             "predicted": round(value, 3),
             "sign": value * one.published > 0,
+            "right": right(one.published, value),
             "points": round(100 * abs(value - one.published), 1),
         })  # fmt: skip
     return found
@@ -150,7 +159,7 @@ def report(rows: Sequence[Row], given: Constants) -> dict[str, Any]:
         "ablations": {
             "count": len(changed),
             "right_sign": sum(one["sign"] for one in changed),
-            "within_8_points": sum(one["points"] <= 8 for one in changed),
+            "right": sum(one["right"] for one in changed),
             "each": changed,
         },
     }
@@ -217,10 +226,10 @@ def show(found: dict[str, Any]) -> None:
               f"pick {one['regret']:.1%} slower")  # fmt: skip
     effects = found["ablations"]
     print(f"ablations: {effects['right_sign']} of {effects['count']} of the right sign, "
-          f"{effects['within_8_points']} within 8 points")  # fmt: skip
+          f"{effects['right']} of the right size too")  # fmt: skip
     for one in effects["each"]:
         print(f"  {one['name']:52s} {one['published']:+7.1%} {one['predicted']:+7.1%}"
-              f"{'' if one['sign'] else '  wrong sign'}")  # fmt: skip
+              f"{'' if one['right'] else '  wrong'}")  # fmt: skip
 
 
 def _line(one: dict[str, float]) -> str:

@@ -1,5 +1,6 @@
 """The Python face: what notebooks and other programs call. Every command stands on these."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,12 @@ from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.loop import Job
 from moefold.training.ranks import device_kind, world_of
+from moefold.training.signals import WORDS
 from moefold.training.stored import StoredModel, fill
 
 PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
 PRECISION_NAMES: dict[str, Any] = {short: name for name, short in PRECISIONS.items()}
+_log = logging.getLogger("moefold")
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ def train(
     where = Path(folder or free_folder(run.name))
     task = (plain(run), list(hooks), str(where))
     time_out_s = run.watch.time_out_s
-    final = launch(_train_rank, nproc, *task, time_out_s=time_out_s, device=device_kind(nproc))
-    return Result(where, final, load_model(where, PRECISION_NAMES[run.train.precision]))
+    how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
+    final = launch(_train_rank, nproc, *task, **how)
+    with StoredModel.open(where) as stored:
+        dtype = PRECISION_NAMES[stored.precision]
+    return Result(where, final, load_model(where, dtype))
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
     """Train as one of several ranks."""
-    bring(said["uses"])
     run, where = check(Run, said).record, Path(folder)
     assert run is not None
     with world_of(run, spot, where) as world:
@@ -129,6 +134,8 @@ def load_model(
         with import_folder(path) as imported:
             model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)
             fill(model, imported.tensors)
+        for said in imported.left_out:
+            _log.warning("%s", said)
         return model
     with StoredModel.open(path) as stored:
         model = DecoderModel(stored.decoder, PRECISIONS[dtype], device=device)

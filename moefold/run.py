@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.fields import OnDisk
 from moefold.config.load import Loaded, load
 from moefold.config.problems import RunError, Violation
 from moefold.config.records import plain
@@ -20,6 +21,7 @@ from moefold.mesh.legality import violations
 from moefold.mesh.needs import needs
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
+from moefold.moe.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.training.config import Train
@@ -31,6 +33,8 @@ IDENTITY = ("seed", "model", "data", "optim", "train")
 FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"))
 """Fields inside those that may change all the same. Not the micro-batch: balance terms and
 capacity are decided over it."""
+STAND_IN: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
+"""What a Hugging Face folder is trained on until an override names data of one's own."""
 KNOWN = (registry, custom, folder)
 """Imported so that every family stands in its slot."""
 
@@ -48,13 +52,17 @@ class Run(Record):
     train: Train
     layout: Layout = Layout()
     watch: Watch = Watch()
-    uses: tuple[str, ...] = ()
+    uses: tuple[Annotated[str, OnDisk()], ...] = ()
     """Python files from outside the package that register parts."""
 
     def rules(self) -> Iterator[Violation]:
         """The schedule fits the run; the model can be described; the layout fits the model."""
         for violation in self.optim.misfits(self.train.steps):
             yield violation.under("optim")
+        dispatch = self.layout.dispatch
+        if self.deterministic and isinstance(dispatch, Dispatch) and not dispatch.repeatable:
+            rule = f"layout.dispatch {dispatch.kind} refuses to run where torch is deterministic"
+            yield Violation(("deterministic",), True, rule, False)
         try:
             misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in misfits)
@@ -91,13 +99,8 @@ def demand_fit(run: Run, world: int) -> None:
     found = violations(layout.split, model, world, layout.order, layout.stages)
     found += [broken.under("layout") for broken in layout.misfits_over(world)]
     if found:
-        raise RunError(found, plain(run), f"{_ranks(world)} for the layout {layout.sizes!r}")
-
-
-def _ranks(world: int) -> str:
-    if world == 1:
-        return "one rank (--nproc N or a launcher starts more)"
-    return f"{world} ranks"
+        ranks = f"{world} ranks" if world > 1 else "one rank (--nproc N or a launcher starts more)"
+        raise RunError(found, plain(run), f"{ranks} for the layout {layout.sizes!r}")
 
 
 def recipes() -> dict[str, Path]:
@@ -106,7 +109,7 @@ def recipes() -> dict[str, Path]:
 
 
 def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Load a run.
+    """Load a run, with its paths whole.
 
     Args:
         source: a run file, a recipe's name, or a Hugging Face folder to train further.
@@ -122,13 +125,14 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
     """Load a run together with where each of its values came from; see :func:`load_run`."""
     path = Path(source)
     if (path / "config.json").is_file():
+        folder.read_config(path)  # says more of a family that is not known than judging a run does
         own = any(override.startswith("data.tokenizer") for override in overrides)
         if not own and not (path / "tokenizer.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer.json; save the model's fast tokenizer there, or name one "
                 "with data.tokenizer={kind: file, path: ...}"
             )
-        return load(Run, finetuning(path), overrides, recipes())
+        return load(Run, finetuning(path), overrides, recipes(), f"fine-tuning of {path}")
     return load(Run, source, overrides, recipes())
 
 
@@ -144,7 +148,7 @@ def finetuning(folder: Path) -> dict[str, Any]:
         "data": {
             "seq": 1024,
             "tokenizer": {"kind": "file", "path": str(folder)},
-            "train": [{"source": "python_stdlib", "holdout": 0.05}],
+            "train": [STAND_IN],
         },
         "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
         "train": {"steps": 200, "batch": 8, "micro_batch": 1},

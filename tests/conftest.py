@@ -1,8 +1,14 @@
 """What holds for every test: one thread, no network, nothing asked of a service."""
 
 import os
+import signal
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
+
+from moefold.config.uses import OUTSIDE
 
 # Set before torch or tokenizers are imported by any test, and inherited by processes tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -14,3 +20,17 @@ os.environ["MPLBACKEND"] = "agg"
 # No test depends on how fast a machine is; under CI the drawn cases are the same every time.
 settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("house")
+
+# A shell that starts tests in the background has Ctrl-C ignored, and all that they start with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def parts_from_outside_go() -> Iterator[None]:
+    """Forget the files that a test brought: ranks that later tests start would bring them too."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(OUTSIDE):
+            del sys.modules[name]

@@ -140,6 +140,16 @@ ABLATIONS = (
 """Every ablation; batch and length, where a source prints neither, are those of its sister runs."""
 
 
+NEAR = 0.08
+"""How far a planned effect may be off whatever its size: what rows themselves are off by."""
+
+
+def right(published: float, planned: float) -> bool:
+    """Return whether an effect has the right sign, and its size within :data:`NEAR` or a half."""
+    off = abs(planned - published)
+    return planned * published > 0 and off <= max(NEAR, abs(published) / 2)
+
+
 def effect(one: Ablation, given: Constants) -> float:
     """Return the predicted effect."""
     before = estimate(case_of(filled(one.base | one.before)), given).seconds

@@ -92,23 +92,23 @@ def dispatcher(row: dict[str, Any], where: Origin) -> Dispatcher:
     if "drop" in (row.get("routing") or "") and where.release == "25.09":
         return "padded"
     if "hybridep" in text:
-        return "hybridep"
+        return "hybrid_ep"
     if "deepep" in text:
-        return "deepep"
+        return "deep_ep"
     if "cross-node" in text:
         return "two_level"
     if text:
         return "alltoall"
     stated = _said(row, where, "dispatcher")
     if stated in ("deepep", "hybridep"):
-        return stated
+        return "deep_ep" if stated == "deepep" else "hybrid_ep"
     if where.stack == "automodel":
-        return "deepep"
+        return "deep_ep"
     if where.stack == "deepseek":
         return "two_level"
     if row["gpu"] in GRACE and _at_least(where.release, "25.11"):
-        return "hybridep"
-    return "deepep" if where.release in ("guide", "zoo") else "alltoall"
+        return "hybrid_ep"
+    return "deep_ep" if where.release in ("guide", "zoo") else "alltoall"
 
 
 def _said(row: dict[str, Any], where: Origin, setting: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.fields import OnDisk
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -12,7 +13,7 @@ Count = Annotated[int, Field(ge=1)]
 class Local(Record):
     """Copies on the machines' own disks, which a restart in the same layout goes on from."""
 
-    folder: Annotated[str, Field(min_length=1)]
+    folder: Annotated[str, Field(min_length=1), OnDisk()]
     """On each machine; ``$NAME`` stands for a value of its environment."""
     every: Count = 50
     """Steps between copies. Two stay."""

@@ -23,6 +23,7 @@ from pydantic import Field
 from moefold.checkpoint.disk import Say
 from moefold.checkpoint.errors import LockError
 from moefold.config.base import Record
+from moefold.files import make_folder, remove_empty
 
 FILE = "writer.lock"
 BEAT_S = 10.0
@@ -81,6 +82,7 @@ class FolderLock:
         self.patience_s = patience_s
         self.say = say
         self._fd = -1
+        self._new: list[Path] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,20 +96,24 @@ class FolderLock:
     def acquire(self) -> None:
         """Take the lock, creating the folder where there is none."""
         assert self._fd < 0, "a lock is taken once"
+        self._new = make_folder(self.path.parent)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 stale, why = self._judge()
                 if stale is not None and self._remove(stale):
                     self.say(f"{self.path}: {why}. Taking over")
         except OSError as error:
+            remove_empty(self._new)
             raise LockError(f"{self.path}: the folder cannot be locked: {error}") from error
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="checkpoint lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where it has been taken over, or in a fork."""
+        """Give the lock back, with the folder if it was made for it and holds nothing.
+
+        Nothing happens where it has been taken over, or in a fork.
+        """
         if self._fd < 0 or self.me.pid != os.getpid():
             return
         self._stop.set()
@@ -118,6 +124,7 @@ class FolderLock:
                 self.path.unlink()
         os.close(self._fd)
         self._fd = -1
+        remove_empty(self._new)
 
     def is_mine(self) -> bool:
         """Return whether the file still names this holder."""

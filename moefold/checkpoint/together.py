@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moefold.checkpoint import folder as folders
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.disk import DISK, Disk, Say, retried
@@ -34,7 +32,6 @@ def save_together(
     *,
     lock: FolderLock,
     ranks: Group,
-    device: torch.device,
     say: Say = _log.warning,
     disk: Disk = DISK,
 ) -> Path:
@@ -47,7 +44,7 @@ def save_together(
         SaveError: on all ranks, where the storage refused one of them.
     """
     work = Work.of(folder, step, tensors, meta, policy, say, disk)
-    saving = Together(work, policy, lock, ranks, device)
+    saving = Together(work, policy, lock, ranks)
     saving.begin()
     saving.write()
     saving.collect()
@@ -62,11 +59,9 @@ class Together:
     ``publish`` speak to no other rank and raise nothing: a thread of their own may run them.
     """
 
-    def __init__(
-        self, work: Work, policy: Policy, lock: FolderLock, ranks: Group, device: torch.device
-    ) -> None:
+    def __init__(self, work: Work, policy: Policy, lock: FolderLock, ranks: Group) -> None:
         self._work, self._policy, self._lock = work, policy, lock
-        self._ranks, self._device = ranks, device
+        self._ranks = ranks
         self._staged = Path()
         self._said: dict[str, Any] = {}
         self._told: list[dict[str, Any]] = []
@@ -112,7 +107,7 @@ class Together:
 
     def collect(self) -> None:
         """Bring what all ranks wrote to the first one; the others hold nobody's."""
-        self._told = list(tell_first(self._said, self._ranks, self._device))
+        self._told = list(tell_first(self._said, self._ranks))
         self._said = {}
 
     def publish(self) -> None:
@@ -150,7 +145,7 @@ class Together:
 
     def _on_first(self, function: Any) -> Any:
         try:
-            return on_first(function, self._ranks, self._device)
+            return on_first(function, self._ranks)
         except FirstFailed as error:
             raise SaveError(self._work.final, str(error)) from error
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moefold.cli._measure import SMALLS, adjusted, alternated, case_of, kernels, stepping
+from moefold.files import demand_writable
 from moefold.observe.machine import cpu_name
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run
@@ -18,21 +19,21 @@ from moefold.planner.machine import Machine, usual_file
 from moefold.planner.time import estimate
 from moefold.run import load_run
 
-DEFAULT = ("demo", "tiny")
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "plan_cpu.json"
 """Figures on record, where the sources are at hand."""
 
 
 def bench(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    file = Path(args.machine) if args.machine else usual_file()
+    demand_writable(file)  # before minutes of measuring
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measured(args.sources or DEFAULT, args.rounds)
+        found = measured(args.sources, args.rounds)
     finally:
         torch.set_num_threads(threads)
     machine, report = found
-    file = Path(args.machine) if args.machine else usual_file()
     machine.write(file)
     if args.json:
         print(json.dumps({**report, "file": str(file)}, indent=1))
@@ -41,7 +42,7 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def measured(sources: list[str] | tuple[str, ...], rounds: int) -> tuple[Machine, dict[str, Any]]:
+def measured(sources: list[str], rounds: int) -> tuple[Machine, dict[str, Any]]:
     """Return the machine, and each run's step as planned, as measured and as on record.
 
     Raises:

@@ -4,8 +4,11 @@ import argparse
 import shlex
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -14,13 +17,20 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.api import free_folder
-from moefold.cli._training import ENDED, answer, go, open_job
-from moefold.run import load_run
+from moefold.checkpoint import manifest
+from moefold.checkpoint.folder import newest
+from moefold.cli._training import ENDED, answer, go, open_job, prepare_data
+from moefold.run import Run
 from moefold.training.history import History
+from moefold.training.loop import Job
 from moefold.training.report import BASELINES, summary
-from moefold.training.words import clock, count
+from moefold.training.words import clock, count, milliseconds
 
-RECIPE = "demo"
+TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
+"""Seconds that the demo may train, those of them for steps (evaluation and samples take the rest),
+and the fewest steps that it takes, however slow the machine."""
+WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
+"""Steps before the measured ones; how many of those at most, or after how many seconds no more."""
 SHOWN = {
     "experts.html": "which expert took which token",
     "loss.png": "the curve of the loss",
@@ -29,13 +39,15 @@ SHOWN = {
 }
 
 
-def demo(args: argparse.Namespace) -> int:
+def demo(run: Run, args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    run = load_run(RECIPE, args.overrides)
     folder = Path(args.folder or free_folder(run.name))
     console = Console(stderr=args.json)
+    fits = None
+    if not any(override.startswith("train.steps") for override in args.overrides):
+        run, fits = fitted(run, folder, console)
     with open_job(run, folder, console) as job:
-        status = go(job, console)
+        status = go(job, console, [] if fits is None else [("steps", fits)])
     if args.json:
         print(answer(folder, status))
     elif status == ENDED:
@@ -45,6 +57,49 @@ def demo(args: argparse.Namespace) -> int:
             # Not in the card: a line that is broken there cannot be copied.
             console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
     return status
+
+
+def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
+    """Return the run with as many of its steps as :data:`TOTAL_S` allows, and what to say of it.
+
+    A run that is in ``folder`` already keeps the number it has.
+    """
+    begun, asked = newest(folder), run.train.steps
+    if begun is not None:
+        steps, said = manifest.read(begun).meta["run"]["train"]["steps"], None
+    else:
+        cache = folder.parent / ".prepared"
+        prepare_data(run, cache, console)
+        step_s = rehearsed(run, cache)
+        steps = fitting(asked, step_s)
+        said = f"{asked} fit into {clock(TOTAL_S)}, at {milliseconds(step_s)} a step as measured"
+        if steps < asked:
+            said = (
+                f"{steps} of the recipe's {asked}, to end within about {clock(TOTAL_S)} at "
+                f"{milliseconds(step_s)} a step as measured; train.steps={asked} takes them all"
+            )
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), said
+
+
+def fitting(asked: int, step_s: float) -> int:
+    """Return how many of ``asked`` steps of ``step_s`` seconds the demo takes."""
+    return min(asked, max(FEWEST, int(STEPS_S / step_s)))
+
+
+def rehearsed(run: Run, cache: Path) -> float:
+    """Return the median seconds of the run's first steps, taken in a scratch folder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="moefold-demo-") as scratch,
+        Job(run, Path(scratch) / "run", cache=cache) as job,
+    ):
+        for _ in range(WARM_UP_STEPS):
+            job.step()
+        times: list[float] = []
+        while len(times) < MEASURED_STEPS and sum(times) < MEASURED_S:
+            started = time.perf_counter()
+            job.step()
+            times.append(time.perf_counter() - started)
+    return median(times)
 
 
 def card(folder: Path, facts: dict[str, Any]) -> Panel:

@@ -21,6 +21,7 @@ from moefold.config.records import plain
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.model.config import Block
 from moefold.planner.count import Counts, count
+from moefold.planner.notes import notes
 from moefold.run import IDENTITY, RECIPES, Run, loaded_run
 from moefold.training import words
 
@@ -42,13 +43,16 @@ def explain(args: argparse.Namespace) -> int:
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": plain(loaded.record), "origins": origins, "derived": derived(loaded)}
-        print(json.dumps(answer | {"layout": facts(shown)}, indent=2))
+        answer |= {"layout": facts(shown), "notes": list(notes(loaded.record))}
+        print(json.dumps(answer, indent=2))
         return status
     console = Console()
     console.print(tree(loaded, args.given), soft_wrap=True)
     console.print(_derived_table(loaded.record, derived(loaded)))
     if args.layout is not None or args.world is not None or shown.sizes != Sizes():
         show(shown, console)
+    for note in notes(loaded.record):
+        console.print(Text(note, style="yellow"), soft_wrap=True)
     return status
 
 

@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from moefold.files import write_text
 from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
@@ -23,6 +24,7 @@ BAR = 24
 SMALL = 0.005
 """Share of a whole below which a part is not listed."""
 TRILLION = 1e12
+LACKING = "training does not execute yet, or only with another package"
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def plan(args: argparse.Namespace) -> int:
     )
     tokens = args.tokens or found.task.tokens or TRILLION
     if args.html:
-        _write(Path(args.html), page(found, tokens))
+        write_text(Path(args.html), page(found, tokens))
     if args.json:
         print(json.dumps(facts(found, tokens), indent=2))
         return 0
@@ -51,12 +53,6 @@ def plan(args: argparse.Namespace) -> int:
     if args.html:
         console.print(Text(str(Path(args.html))), soft_wrap=True)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 # ----------------------------------------------------------------------------- for people
@@ -79,10 +75,26 @@ def _said(found: Plan, tokens: float) -> Iterator[Text | Table | Group]:
         yield from _marks(found)
         yield Text("")
         yield from _close(found.best, "fastest")
-        yield Text("\nin a run file", style="bold")
-        yield Text(yaml.safe_dump(fragment(found.today or found.best), sort_keys=False).rstrip())
+        yield from _run_file(found)
         yield from _long(found, tokens)
     yield from _next(found)
+
+
+def _run_file(found: Plan) -> Iterator[Text]:
+    """Yield the fastest layout that training executes, as a run file says it."""
+    best, today = found.best, found.today
+    if best and best.not_yet:
+        text = f"the fastest layout uses what {LACKING}: {', '.join(best.not_yet)}"
+        yield Text(f"\n{text}", style="yellow")
+    if today is None:
+        yield Text(f"no run file: {found.today_problem}", style="yellow")
+        return
+    yield Text.assemble(
+        ("\nin a run file", "bold"),
+        f"  the fastest that training executes: {_three(today.step_time_s)} s a step, "
+        f"{today.memory_gb:,.1f} of {_room(today):.1f} GB",
+    )
+    yield Text(yaml.safe_dump(fragment(today), sort_keys=False).rstrip())
 
 
 def _given(found: Plan) -> Iterator[Text | Table]:
@@ -116,7 +128,7 @@ def _asked(found: Plan) -> Iterator[Text]:
         f"software {stack}, CUDA graphs {task.software.cuda_graphs}",
     )
     yield Text("  " + " · ".join(inputs), style="dim")
-    for note in task.notes:
+    for note in task.assumed:
         yield Text(f"  {note}", style="yellow")
 
 
@@ -220,7 +232,7 @@ def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
 def _marks(found: Plan) -> Iterator[Text]:
     names = dict.fromkeys(policy for _, layout in _rows(found) for policy in layout.not_yet)
     if names:
-        yield Text(f"* training does not execute yet: {', '.join(names)}", style="yellow")
+        yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
     for layout in found.published:
         if layout.published_tflops:
             told = f"{layout.published_tflops:.0f} TFLOP/s measured with its own software"
@@ -236,9 +248,10 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(
         ("\nover ", ""),
-        f"{words.count(tokens)} tokens: {_days(cost.days)}, {cost.device_hours:,.0f} device "
-        f"hours, at most {cost.energy_mwh:,.0f} MWh{money}; save every "
-        f"{words.clock(min(expected.interval_s, 1e7))}, {expected.ettr:.1%} of time trains "
+        f"{words.count(tokens)} tokens in the fastest layout: {_days(cost.days)}, "
+        f"{cost.device_hours:,.0f} device hours, at most {cost.energy_mwh:,.0f} MWh{money}; "
+        f"save every {words.clock(min(expected.interval_s, 1e7))}, "
+        f"{expected.ettr:.1%} of time trains "
         f"({found.faults.per_device_day:.1e} failures per device and day, "
         f"{found.faults.restart_s:.0f} s to restart, {found.faults.stall_s:g} s per save)",
     )

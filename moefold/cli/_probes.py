@@ -4,16 +4,9 @@ import importlib.util
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
-
-PROBE_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -112,25 +105,17 @@ def _bf16() -> Finding:
     """Measure bf16 against fp32 products, since what a CPU lists is not what it is fast at."""
     import torch
 
-    rates = {dtype: _rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    ratio = rates[torch.bfloat16] / rates[torch.float32]
+    from moefold.precision.config import faster
+    from moefold.precision.rates import machines
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = {name: one.flops_per_s for name, one in machines(device).items()}
+    chosen = faster(rates) == "bf16"
     level = torch.backends.cpu.get_cpu_capability()
-    verdict = "faster than fp32" if ratio > 1.2 else "no faster than fp32 here: prefer fp32"
-    figures = f"{rates[torch.bfloat16]:.0f} against {rates[torch.float32]:.0f} GFLOP/s"
-    return Finding("bf16", True, level, ratio > 1.2, f"{verdict}: {figures}")
-
-
-def _rate(dtype: "torch.dtype") -> float:
-    """Return the rate of square products in GFLOP/s: the best of a few."""
-    import torch
-
-    x = torch.randn(PROBE_SIZE, PROBE_SIZE).to(dtype)
-    best = float("inf")
-    for _ in range(6):
-        started = time.perf_counter()
-        torch.mm(x, x)
-        best = min(best, time.perf_counter() - started)
-    return 2 * PROBE_SIZE**3 / best / 1e9
+    verdict = "faster than fp32" if chosen else "no faster than fp32"
+    figures = f"{rates['bf16'] / 1e9:,.0f} against {rates['fp32'] / 1e9:,.0f} GFLOP/s"
+    why = f"{verdict} on {device.type}, so precision: auto is {faster(rates)}: {figures}"
+    return Finding("bf16", True, level, chosen, why)
 
 
 def _cuda() -> Finding:
@@ -196,6 +181,8 @@ def _grouped_mm() -> Finding:
         return Finding("grouped_mm", False, torch.__version__, False, text)
     same = torch.allclose(fast.float(), plain.float(), rtol=2e-2, atol=2e-2)
     why = f"equals the loop on {device}" if same else f"WRONG RESULT on {device}: use experts: loop"
+    if same and grouped.leaves_dirt(torch.device(device)):
+        why += "; gradients of experts without rows are not written, and cleared after it"
     return Finding("grouped_mm", True, torch.__version__, same, why)
 
 

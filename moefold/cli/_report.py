@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from moefold.files import write_text
 from moefold.training.history import History
 from moefold.training.report import page, summary
 
@@ -23,8 +24,6 @@ def report(args: argparse.Namespace) -> int:
         print(json.dumps(summary(history), indent=2))
         return 0
     path = Path(args.html) if args.html else folder / "report.html"
-    draft = path.with_name(f".{path.name}.part")
-    draft.write_text(page(history, folder.resolve().name, str(folder)), encoding="utf-8")
-    draft.replace(path)
+    write_text(path, page(history, folder.resolve().name, str(folder)))
     Console(soft_wrap=True).print(Text(str(path)))
     return 0

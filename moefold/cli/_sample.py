@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.checkpoint.errors import CheckpointError
+from moefold.layers.cache import KeyValueCache
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import generate
 from moefold.training.stored import StoredModel
@@ -17,7 +19,6 @@ from moefold.training.words import harmless
 
 def sample(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    _check(args)
     with StoredModel.open(args.checkpoint, args.uses) as stored:
         tokenizer = stored.tokenizer
         if tokenizer is None:
@@ -26,16 +27,15 @@ def sample(args: argparse.Namespace) -> int:
                 "folder that has one"
             )
         run = stored.meta.get("run") or {}
-        precision = run.get("train", {}).get("precision", "fp32")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = DecoderModel(stored.decoder, precision, device=device)
+        model = DecoderModel(stored.decoder, stored.precision, device=device)
         stored.fill(model)
     prompts = args.prompt or [""]
     ids = [tokenizer.prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt: give some text; this tokenizer has no token that starts one")
     continued = generate(
-        model.next_logits,
+        partial(model.next_logits, cache=KeyValueCache.of(stored.decoder)),
         ids,
         args.tokens,
         temperature=args.temperature,
@@ -57,15 +57,6 @@ def sample(args: argparse.Namespace) -> int:
         shown = harmless(text) if console.is_terminal else text
         console.print(Text.assemble((prompt, "bold"), shown))
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.tokens < 1:
-        raise ValueError(f"--tokens {args.tokens}: at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature {args.temperature}: 0 (the likeliest token) or more")
-    if not 0 < args.top_p <= 1:
-        raise ValueError(f"--top-p {args.top_p}: above 0, and at most 1 (every token)")
 
 
 def _facts(

@@ -5,61 +5,57 @@ import json
 import tempfile
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from moefold.api import free_folder
-from moefold.checkpoint import manifest
-from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.folder import newest
+from moefold.cli._asked import asked_run
 from moefold.cli._training import answer, go, open_job
-from moefold.comm.agree import on_first
-from moefold.comm.environment import Spot, environment
+from moefold.comm.agree import on_first, told_by_first
+from moefold.comm.environment import Spot
 from moefold.comm.join import join
 from moefold.comm.launch import launch
 from moefold.comm.respawn import survive
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
-from moefold.config.records import plain
-from moefold.run import Run, demand_fit, load_run
+from moefold.run import Run
 from moefold.training.banner import facts, panel
+from moefold.training.fork import Fork
 from moefold.training.loop import Job
 from moefold.training.ranks import device_kind, world_of
 from moefold.training.recover import Keeper
-from moefold.training.state import differences, restore
-
-FORK_FILE = "fork.json"
+from moefold.training.signals import WORDS
 
 
-def train(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
-    spot, nproc = environment(), 1 if args.nproc is None else args.nproc
-    if args.fork is not None and args.folder is None:
-        raise ValueError("--fork NEW starts from another run: name its folder with --folder OLD")
-    if nproc < 1:
-        raise ValueError(f"--nproc {nproc}: at least 1")
-    run = _run(args)
-    if spot is not None and spot.world > 1:
-        if args.nproc is not None:
-            raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
-        join(spot, run.watch.time_out_s, device_kind())
+def train(run: Run, spot: Spot | None, args: argparse.Namespace) -> int:
+    """Carry out the command; return its exit status.
+
+    Args:
+        run: what ``args`` name.
+        spot: this process's place where something else started several ranks.
+        args: the command's.
+    """
+    time_out_s, record = run.watch.time_out_s, run.watch.survive
+    if spot is not None:
+        join(spot, time_out_s, device_kind())
         return rank(spot, args)
-    demand_fit(run, nproc)
+    nproc = args.nproc or 1
     if nproc == 1:
         return _train(run, args, None)
     args.folder = args.folder or str(free_folder(run.name))
-    time_out_s, record = run.watch.time_out_s, run.watch.survive
+    device = device_kind(nproc)
     if record is None:
-        return launch(rank, nproc, args, time_out_s=time_out_s, device=device_kind())
-    how = {"record": record, "time_out_s": time_out_s, "device": device_kind()}
+        how = {"time_out_s": time_out_s, "device": device, "words": WORDS}
+        return launch(rank, nproc, args, **how)
+    if device == "cuda":
+        raise ValueError(
+            "watch.survive goes on over gloo, and ranks on CUDA devices speak over NCCL: leave it "
+            "out (the same command goes on from the newest checkpoint), or run on the CPU with "
+            "CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    how = {"record": record, "time_out_s": time_out_s, "words": WORDS}
     return survive(surviving_rank, nproc, args, **how)
-
-
-def _run(args: argparse.Namespace) -> Run:
-    overrides = list(args.overrides)
-    if args.layout is not None:
-        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
-    return load_run(args.source, overrides)
 
 
 def surviving_rank(line: Line, args: argparse.Namespace) -> int:
@@ -70,12 +66,11 @@ def surviving_rank(line: Line, args: argparse.Namespace) -> int:
 
 def rank(spot: Spot, args: argparse.Namespace, keeper: Keeper | None = None) -> int:
     """Carry out the command as one of several ranks, which have joined each other."""
-    run = _run(args)
+    run = asked_run(args)
     folder = Path(args.fork or args.folder or f"runs/{run.name}")
     with world_of(run, spot, folder) as world:
-        ranks = world.group("world")
         if args.folder is None:
-            found = on_first(lambda: str(free_folder(run.name)), ranks, world.device)
+            found = on_first(lambda: str(free_folder(run.name)), world.on_host)
             args.folder = found
         return _train(run, args, world, keeper)
 
@@ -88,10 +83,11 @@ def _train(
     folder = Path(args.fork or args.folder or free_folder(run.name))
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
-    with open_job(run, folder, console, world=world, keeper=keeper) as job:
+    fork = args.fork and Fork(Path(args.folder), args.weights_only, args.new_tokenizer)
+    with open_job(run, folder, console, world=world, keeper=keeper, forks=bool(fork)) as job:
         began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
-        if args.fork is not None and not began:
-            _fork(job, Path(args.folder), console)
+        if fork and not began:
+            _say_fork(fork.into(job), console)
         _until(job, args.until, began)
         status = go(job, console)
     if args.json and first:
@@ -102,21 +98,17 @@ def _train(
 def _dry_run(
     run: Run, folder: Path, args: argparse.Namespace, console: Console, world: World | None
 ) -> int:
-    """Show the banner of the run as it would start in ``folder``, and leave no trace there."""
+    """Show the banner of the run as it would start in ``folder``, and write nothing there."""
     if args.fork is not None:
         raise ValueError("--dry-run looks at one folder: leave --fork out")
-    if folder.exists():
-        with open_job(run, folder, console, world=world) as job:
+    with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
+        scratch = Path(own)
+        if world is not None:  # One for all ranks of a machine.
+            shared = Path(told_by_first(own, world.on_host))
+            scratch = shared if shared.is_dir() else scratch
+        with open_job(run, folder, console, world, scratch=scratch) as job:
             _until(job, args.until)
             _show(job, folder, args.json, console)
-        return 0
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=".dry-run-", dir=folder.parent) as scratch,
-        open_job(run, Path(scratch) / "run", console, folder.parent / ".prepared", world) as job,
-    ):
-        _until(job, args.until)
-        _show(job, folder, args.json, console)
     return 0
 
 
@@ -140,20 +132,12 @@ def _until(job: Job, until: int | None, began: bool = False) -> None:
     job.last_step = until
 
 
-def _fork(job: Job, old: Path, console: Console) -> None:
-    """Give a new run the weights, optimizer state and place of another one's newest checkpoint."""
-    if job.resumed_from is not None:
-        raise ValueError(f"--fork {job.folder}: there is a run already; name a new folder")
-    path = newest(old)
-    if path is None:
-        raise CheckpointError(f"--folder {old} holds no checkpoint to fork from")
-    meta = manifest.read(path).meta
-    changed = differences(meta["run"], plain(job.run))
-    job.progress = restore(path, job.data, job.optimizer)
-    job.data.renew()
-    said = {"from": str(path), "step": job.step_number, "changed": changed}
-    (job.folder / FORK_FILE).write_text(json.dumps(said, indent=2) + "\n")
-    job.save()
-    console.print(f"forked from {path} at step {job.step_number}; it differs in", soft_wrap=True)
-    for line in changed or ["nothing that is computed"]:
-        console.print(f"  {line}", soft_wrap=True, markup=False, highlight=False)
+def _say_fork(said: dict[str, Any], console: Console) -> None:
+    """Print what a new run has taken of another one, and where the two differ."""
+    lines = [
+        f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} taken; "
+        f"tokenizer {said['tokenizer']}",
+        *(f"  {line}" for line in said["changed"]),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,7 +1,7 @@
 """What the commands share that train: opening a run, the banner, the end and its exit status."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from moefold.checkpoint.errors import SaveError
+from moefold.checkpoint.folder import newest
 from moefold.comm.world import World
 from moefold.data.prepare import Progress as Told
 from moefold.data.prepare import prepare
 from moefold.run import Run
-from moefold.training.banner import panel
+from moefold.training.banner import Row, panel
 from moefold.training.history import History
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.health import RoutingCollapse
@@ -31,25 +33,31 @@ def open_job(
     run: Run,
     folder: Path,
     console: Console,
-    cache: Path | None = None,
     world: World | None = None,
     keeper: Keeper | None = None,
+    scratch: Path | None = None,
+    forks: bool = False,
 ) -> Job:
-    """Open a run with its hooks; its data is prepared first, with a bar on a terminal."""
-    cache = cache or folder.parent / ".prepared"
-    if world is None or world.rank == 0:
-        with telling(console) as told:
-            prepare(run.data, cache, told)
+    """Open a run with its hooks; its data is prepared, with a bar on a terminal."""
     hooks = assemble(run.watch, console)
-    return Job(run, folder, hooks, cache=cache, world=world, keeper=keeper)
+    with telling(console) as told:
+        return Job(
+            run, folder, hooks, world=world, keeper=keeper, told=told, scratch=scratch, forks=forks
+        )
 
 
-def go(job: Job, console: Console) -> int:
-    """Show the banner, train, say how it ended, and return the exit status."""
+def prepare_data(run: Run, cache: Path, console: Console) -> None:
+    """Prepare a run's data, with a bar on a terminal."""
+    with telling(console) as told:
+        prepare(run.data, cache, told)
+
+
+def go(job: Job, console: Console, said: Sequence[Row] = ()) -> int:
+    """Show the banner with the lines ``said``, train, say how it ended, return the exit status."""
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))
     else:
-        console.print(panel(job, job.folder))
+        console.print(panel(job, job.folder, said))
     if job.step_number >= job.last_step:
         job.save()
         where = f"--folder {job.folder} train.steps={2 * job.last_step}"
@@ -65,6 +73,11 @@ def go(job: Job, console: Console) -> int:
     except (NonFiniteStep, RoutingCollapse) as stopped:
         console.print(Text("stopped", style="bold red"), Text(str(stopped)), sep=": ")
         return STOPPED_BY_POLICY
+    except (OSError, SaveError):
+        if stood := newest(job.folder):
+            again = f"{stood} stands; the same command with --folder {job.folder} goes on from it"
+            console.print(Text(again, style="yellow"), soft_wrap=True)
+        raise
     tokens, loss = count(final["tokens"]), final["lm_loss"]
     console.print(
         f"[green]done[/] step {job.step_number:,}, {tokens} tokens, loss {loss:.3f}: {job.folder}",

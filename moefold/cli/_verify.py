@@ -22,25 +22,25 @@ from moefold.proof.verify import (
     prove,
     within_spread,
 )
-from moefold.run import load_run
+from moefold.run import Run
 
 FAILED = 1
 SAID = 160
 """Letters of a problem that are shown on one line."""
 
 
-def verify(args: argparse.Namespace) -> int:
-    """Carry out the command; return its exit status."""
-    cases, uses = _cases(args)
+def verify(run: Run | None, args: argparse.Namespace) -> int:
+    """Carry out the command for a run, or for the matrix; return its exit status."""
+    cases = _cases(run, args)
     console = Console(soft_wrap=True)
     progress = Progress(console, len(cases), quiet=args.json)
     if args.precision is not None:
         proof = lowered(cases, args.precision, progress.show)
     elif args.as_run:
-        proof = within_spread(cases, progress.show, uses)
+        proof = within_spread(cases, progress.show)
     else:
-        proof = prove(cases, progress.show, uses)
-    controls = controls_of(cases, proof, progress.show_control, uses) if args.controls else []
+        proof = prove(cases, progress.show)
+    controls = controls_of(cases, proof, progress.show_control) if args.controls else []
     if args.json:
         print(json.dumps(facts(proof, controls), indent=2))
     else:
@@ -49,24 +49,13 @@ def verify(args: argparse.Namespace) -> int:
     return 0 if proof.passed and noticed else FAILED
 
 
-def _cases(args: argparse.Namespace) -> tuple[list[Case], tuple[str, ...]]:
-    """Return what is asked to be run, and the files with parts that it needs."""
-    if args.matrix is None:
-        if args.source is None:
-            raise ValueError("name a RUN, or give --matrix for the release's own layouts")
-        if args.precision is not None:
-            raise ValueError("--precision goes with --matrix; a RUN has its own: --as-run")
-        run = load_run(args.source, args.overrides)
-        return cases_of(run, args.layout, args.world, args.as_run), run.uses
-    if args.source is not None or args.layout or args.as_run:
-        raise ValueError("--matrix has its own models and layouts: give no RUN, --layout, --as-run")
-    unknown = [name for name in args.matrix if name not in RULES]
-    if unknown:
-        raise ValueError(f"--matrix {unknown[0]}: no such rule; there are {', '.join(RULES)}")
+def _cases(run: Run | None, args: argparse.Namespace) -> list[Case]:
+    """Return what is asked to be run."""
+    if run is not None:
+        return cases_of(run, args.layout, args.world, args.as_run)
     chosen = args.matrix or list(RULES)
     cases = [case for name, found in matrix().items() if name in chosen for case in found]
-    fitting = [case for case in cases if args.world in (None, case.world)]
-    return fitting, ()
+    return [case for case in cases if args.world in (None, case.world)]
 
 
 class Progress:
@@ -138,6 +127,9 @@ def _close(console: Console, proof: Proof, controls: Sequence[Control]) -> None:
     floored = sorted({name for verdict in proof.verdicts for name in verdict.floored})
     if floored:
         console.print(Text(f"compared at the floor, being tiny: {', '.join(floored)}"))
+    zero = sorted({words for verdict in proof.verdicts for words in verdict.zero})
+    if zero:
+        console.print(Text(f"zero by the run's own maths: {'; '.join(zero)}"))
     if controls:
         seen = sum(control.noticed for control in controls)
         style = "bold green" if seen == len(controls) else "bold red"
@@ -160,6 +152,7 @@ def facts(proof: Proof, controls: Sequence[Control]) -> dict[str, Any]:
             "worst": {row.quantity: row.worst for row in verdict.rows},
             "problems": list(verdict.problems),
             "at_the_floor": list(verdict.floored),
+            "zero_by_maths": list(verdict.zero),
             "seconds": verdict.seconds,
         }
         for verdict in proof.verdicts

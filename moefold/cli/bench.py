@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+RUNS = ["demo", "tiny"]
+
 
 def add(subparsers: Any) -> None:
     """Describe the command."""
@@ -17,14 +19,19 @@ def add(subparsers: Any) -> None:
         "sources", metavar="RUN", nargs="*", help="run files or recipes (default: demo tiny)"
     )
     parser.add_argument("--machine", metavar="FILE", help="where to write (default: a cache)")
-    parser.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="times each step is run (default: 5)"
-    )
+    parser.add_argument("--rounds", metavar="N", type=int, default=5, help="times each step is run")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    from moefold.run import load_run
+
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: at least 1")
+    args.sources = args.sources or RUNS
+    for source in args.sources:
+        load_run(source)
     from moefold.cli._bench import bench
 
     return bench(args)

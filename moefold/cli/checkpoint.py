@@ -37,7 +37,9 @@ def add(subparsers: Any) -> None:
         ("verify", "reads every byte and compares it with its SHA-256; exit status 1 on damage"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("path", metavar="PATH", type=Path)
+        action.add_argument(
+            "path", metavar="PATH", type=Path, help="a checkpoint, or a run's folder"
+        )
         action.add_argument("--json", action="store_true", help="answer as one JSON object")
         if name == "inspect":
             action.add_argument("--all", action="store_true", help="list every tensor")

@@ -18,7 +18,9 @@ def add(subparsers: Any) -> None:
     hint = "path of the files without .bin or .idx, or a folder that holds such files"
     look.add_argument("prefix", metavar="PREFIX", help=hint)
     look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
-    look.add_argument("--document", metavar="N", type=int, help="show the text of document N")
+    look.add_argument(
+        "--document", metavar="N", type=int, help="show the text of document N (default: of none)"
+    )
     look.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 
@@ -27,17 +29,33 @@ def _add_prepare(actions: Any) -> None:
     make = actions.add_parser("prepare", help=text, description=text)
     make.add_argument("what", metavar="RUN", nargs="?", help="prepare the data of this run")
     make.add_argument("overrides", metavar="k=v", nargs="*", help="overrides of the run")
-    files = "files or patterns, may be given again"
+    files = "files or patterns; repeatable (default: none)"
     make.add_argument("--text", metavar="FILES", action="append", default=[], help=files)
     make.add_argument("--jsonl", metavar="FILES", action="append", default=[], help=files)
     make.add_argument("--parquet", metavar="FILES", action="append", default=[], help=files)
     make.add_argument("--stdlib", action="store_true", help="Python's own standard library")
-    make.add_argument("--field", metavar="NAME", default="text", help="JSON field or column")
-    make.add_argument("--bad", choices=("refuse", "skip"), default="refuse", help="unreadable text")
-    make.add_argument("--holdout", metavar="SHARE", type=float, default=0.0, help="held out")
-    make.add_argument("--vocab", metavar="N", type=int, help="train a BPE of N tokens")
-    make.add_argument("--tokenizer", metavar="PATH", help="use this tokenizer.json or its folder")
-    make.add_argument("--folder", metavar="OUT", default="data", help="where to (default: data)")
+    make.add_argument(
+        "--field", metavar="NAME", default="text", help="JSON field or column with the text"
+    )
+    make.add_argument(
+        "--bad", choices=("refuse", "skip"), default="refuse", help="text that cannot be read"
+    )
+    make.add_argument(
+        "--holdout",
+        metavar="SHARE",
+        type=float,
+        default=0.0,
+        help="share of documents kept for validation",
+    )
+    make.add_argument(
+        "--vocab", metavar="N", type=int, help="train a BPE of N tokens (default: 2048)"
+    )
+    make.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="use this tokenizer.json or its folder (default: train one)",
+    )
+    make.add_argument("--folder", metavar="OUT", default="data", help="where to")
     make.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

@@ -1,7 +1,9 @@
-"""``moefold demo``: trains a small mixture of experts on real text, in about five minutes."""
+"""``moefold demo``: trains a small mixture of experts on real text, in five minutes."""
 
 import argparse
 from typing import Any
+
+RECIPE = "demo"
 
 
 def add(subparsers: Any) -> None:
@@ -19,6 +21,9 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    from moefold.run import load_run
+
+    run = load_run(RECIPE, args.overrides)
     from moefold.cli._demo import demo
 
-    return demo(args)
+    return demo(run, args)

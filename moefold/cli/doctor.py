@@ -22,7 +22,11 @@ def add(subparsers: Any) -> None:
         "Exit status 1 if one named by --need is missing or does not work; else 0.",
     )
     parser.add_argument(
-        "--need", metavar="NAME", action="append", default=[], help="fail without it; repeatable"
+        "--need",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="fail without it; repeatable (default: none)",
     )
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 

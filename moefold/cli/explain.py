@@ -1,4 +1,4 @@
-"""``moefold explain``: the resolved run, where each value came from, and what follows from it."""
+"""``moefold explain``: the resolved run, each value's origin, and what follows from it."""
 
 import argparse
 from typing import Any
@@ -15,8 +15,12 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("source", metavar="RUN", help="run file, recipe, or Hugging Face folder")
     parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.steps=100")
-    parser.add_argument("--layout", metavar="SIZES", help='axis sizes, such as "tp2 pp2 ep4"')
-    parser.add_argument("--world", metavar="N", type=int, help="ranks (default: the fewest)")
+    parser.add_argument(
+        "--layout", metavar="SIZES", help='such as "tp2 pp2 ep4" (default: the run\'s)'
+    )
+    parser.add_argument(
+        "--world", metavar="N", type=int, help="ranks (default: the fewest that fit)"
+    )
     parser.add_argument("--given", action="store_true", help="leave defaults out")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 

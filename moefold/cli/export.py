@@ -1,4 +1,4 @@
-"""``moefold export``: a checkpoint becomes a Hugging Face folder that transformers loads."""
+"""``moefold export``: a checkpoint becomes a Hugging Face folder for transformers."""
 
 import argparse
 from typing import Any
@@ -19,7 +19,7 @@ def add(subparsers: Any) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="type of the weights on disk (default: float32, nothing is rounded)",
+        help="type of the weights on disk; float32 rounds nothing",
     )
     parser.add_argument(
         "--layout",

@@ -1,4 +1,4 @@
-"""``moefold import``: a Hugging Face folder becomes a checkpoint, every tensor accounted for."""
+"""``moefold import``: a Hugging Face folder becomes a checkpoint, no tensor overlooked."""
 
 import argparse
 from typing import Any
@@ -19,10 +19,11 @@ def add(subparsers: Any) -> None:
         "--weights",
         metavar="PATH",
         help="take weights from here instead: a .pt or .bin file, a folder of them, or a folder of "
-        "torch.distributed.checkpoint; names as in Hugging Face folders",
+        "torch.distributed.checkpoint; names as in Hugging Face folders (default: HF_FOLDER's)",
     )
-    parser.add_argument("--end", metavar="TOKEN", help="token that ends a document")
-    parser.add_argument("--start", metavar="TOKEN", help="token that begins a document")
+    for name, verb in (("end", "ends"), ("start", "begins")):
+        said = f"token that {verb} a document (default: the folder's)"
+        parser.add_argument(f"--{name}", metavar="TOKEN", help=said)
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

@@ -10,46 +10,64 @@ Exit status: what the command returns; 2 for wrong input, 130 after Ctrl-C, 1 fo
 
 import argparse
 import ast
+import errno
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import moefold
+from moefold.cli._arguments import Parser
 
 WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 TRACEBACK = "--traceback"
-# Errors of the system that a person mends: a path mistyped, a right missing.
-MENDABLE = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
+# What the system refuses is for people, but for lost connections and what a wrong program asks.
+OURS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
+_IN_THE_WAY = "something else stands where a file or folder should be: name another path"
+_DENIED = "choose another place, or change who may use this one"
+_FULL = "free some space, then give the command again"
+MENDED_BY = {
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
+    errno.EROFS: _DENIED,
+    errno.EEXIST: _IN_THE_WAY,
+    errno.ENOTDIR: _IN_THE_WAY,
+    errno.EISDIR: _IN_THE_WAY,
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "symbolic links lead in a circle: remove one of them",
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (default: the process's arguments) asks for.
 
-    Returns its exit status. A ``ValueError`` is for people: it is shown as text alone, unless
-    ``--traceback`` is given anywhere. Other errors are faults of ours and pass through.
+    Returns its exit status. A ``ValueError`` is for people, and so is what the system refuses: it
+    is shown as text alone, unless ``--traceback`` is given anywhere. Other errors are faults of
+    ours and pass through.
     """
-    # Waiting threads sleep. Spinning is a fifth faster on idle cores, and makes a step take
-    # seconds where another process wants a core. Set before torch is imported, or without effect.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Names of files may be no text of any encoding.
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     traceback = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
-    parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
-    args = _parse(parser, words)
-    if command is None:
-        parser.print_help()
-        return 0
     try:
-        status = command.run(args)
-        sys.stdout.flush()  # where the reader left, this is the place to hear of it
+        with _interruptible():
+            status = _carry_out(words)
+            sys.stdout.flush()  # where the reader left, this is the place to hear of it
         return status
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         if traceback:
             raise
-        print("stopped", file=sys.stderr)
+        print(str(stopped) or "stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         return _unread()
@@ -57,11 +75,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, BrokenPipeError):  # rich turns the one into the other
             return _unread()
         raise
-    except (ValueError, *MENDABLE) as error:
-        if traceback:
+    except (ValueError, OSError) as error:
+        if traceback or isinstance(error, ConnectionError) or getattr(error, "errno", 0) in OURS:
             raise
         _explain(error)
         return WRONG_INPUT
+
+
+def _carry_out(words: list[str]) -> int:
+    parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
+    args = _parse(parser, words)
+    if command is None:
+        parser.print_help()
+        return 0
+    return command.run(args)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the command wherever it is.
+
+    While a module is imported that is done at once: imports swallow exceptions, one of fifteen
+    interrupts during torch's.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "importlib._bootstrap":
+                os.write(2, b"stopped\n")
+                os._exit(INTERRUPTED)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
@@ -78,11 +132,10 @@ def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType
     """Return the parser, and the module of the command ``asked`` for if there is such a one."""
     files = command_files()
     listed = "".join(f"\n  {name:<12}{_summary(file)}" for name, file in files.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="moefold",
         description=(moefold.__doc__ or "").partition("\n")[0],
         epilog=f"commands:{listed}\n\n`moefold COMMAND --help` says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moefold {moefold.__version__}")
     parser.add_argument(
@@ -124,8 +177,17 @@ def _explain(error: Exception) -> None:
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.strerror}: {error.filename}"
-    console.print(Text("error", style="bold red"), Text(text or type(error).__name__), sep=": ")
+    text = _worded(error) or type(error).__name__
+    console.print(Text("error", style="bold red"), Text(text), sep=": ")
     console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")
+
+
+def _worded(error: Exception) -> str:
+    """Say what is wrong, where, and what mends it."""
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object!a}: holds bytes that are no UTF-8 text; write it in UTF-8"
+    if not isinstance(error, OSError):
+        return str(error)
+    where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
+    mended = MENDED_BY.get(error.errno or 0)
+    return f"{error.strerror}{where}" + (f"; {mended}" if mended else "")

@@ -1,4 +1,4 @@
-"""``moefold plan``: memory, time and the best layouts of a run on any cluster, before it runs."""
+"""``moefold plan``: memory, time and the best layouts of a run on any cluster."""
 
 import argparse
 from typing import Any
@@ -20,16 +20,39 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--cluster", metavar="NAME", required=True, help="device and number, such as h100x256"
     )
-    parser.add_argument("--batch", metavar="N", type=int, help="sequences per step, all devices")
-    parser.add_argument("--layout", metavar="SIZES", help='another layout, such as "tp2 pp2 ep4"')
-    parser.add_argument("--seq", metavar="N", type=int, help="tokens of a published model's (4096)")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        help="sequences per step, all devices (default: the run's; published models have none)",
+    )
+    parser.add_argument(
+        "--layout", metavar="SIZES", help='such as "tp2 pp2 ep4" (default: the run\'s)'
+    )
+    parser.add_argument(
+        "--seq",
+        metavar="N",
+        type=int,
+        help="tokens of a published model's sequence (default: 4096)",
+    )
     parser.add_argument(
         "--load", metavar="X", type=float, help="fullest expert rank over the mean (default: 1.2)"
     )
-    parser.add_argument("--memory", metavar="GB", type=float, help="of a device, if not as sold")
-    parser.add_argument("--price", metavar="X", type=float, help="of a device and hour")
-    parser.add_argument("--tokens", metavar="N", type=float, help="of the whole run, such as 15e12")
-    parser.add_argument("--html", metavar="FILE", help="write a page that explains the plan")
+    parser.add_argument(
+        "--memory", metavar="GB", type=float, help="of a device (default: as it is sold)"
+    )
+    parser.add_argument(
+        "--price", metavar="X", type=float, help="of a device and hour (default: no money is named)"
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=float,
+        help="of the whole run, such as 15e12 (default: the run's, or 1e12)",
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page that explains the plan (default: none)"
+    )
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 

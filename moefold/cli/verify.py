@@ -1,7 +1,10 @@
 """``moefold verify``: proves that layouts do not change the maths of a run."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moefold.run import Run
 
 EXIT = """exit status:
   0  every layout computes what one rank computes
@@ -18,7 +21,6 @@ def add(subparsers: Any) -> None:
         "processes of this machine and on one rank in fp64, and compares the loss, every "
         "gradient, the norm and its clipping, and weights and optimizer state after three steps.",
         epilog=EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source", metavar="RUN", nargs="?", help="run file, recipe, or Hugging Face folder"
@@ -30,7 +32,9 @@ def add(subparsers: Any) -> None:
         action="append",
         help='axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)',
     )
-    parser.add_argument("--world", metavar="N", type=int, help="ranks (default: the fewest)")
+    parser.add_argument(
+        "--world", metavar="N", type=int, help="ranks (default: the fewest that fit)"
+    )
     parser.add_argument(
         "--as-run",
         action="store_true",
@@ -40,12 +44,13 @@ def add(subparsers: Any) -> None:
         "--matrix",
         metavar="RULE",
         nargs="*",
-        help="the release's layouts instead of a run's: all, or those of some rules",
+        help="the release's layouts instead of a run's: all, or those of some rules "
+        "(default: a run's)",
     )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
-        help="with --matrix: one step in this format, held against fp64",
+        help="with --matrix: one step in this format, held against fp64 (default: three, in fp64)",
     )
     parser.add_argument(
         "--controls",
@@ -57,6 +62,26 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    run = _asked(args)
     from moefold.cli._verify import verify
 
-    return verify(args)
+    return verify(run, args)
+
+
+def _asked(args: argparse.Namespace) -> "Run | None":
+    """Return the run to prove, or None for the matrix, whose arguments are right then."""
+    from moefold.proof.matrix import RULES
+    from moefold.run import load_run
+
+    if args.matrix is None:
+        if args.source is None:
+            raise ValueError("name a RUN, or give --matrix for the release's own layouts")
+        if args.precision is not None:
+            raise ValueError("--precision goes with --matrix; a RUN has its own: --as-run")
+        return load_run(args.source, args.overrides)
+    if args.source is not None or args.layout or args.as_run:
+        raise ValueError("--matrix has its own models and layouts: give no RUN, --layout, --as-run")
+    unknown = [name for name in args.matrix if name not in RULES]
+    if unknown:
+        raise ValueError(f"--matrix {unknown[0]}: no such rule; there are {', '.join(RULES)}")
+    return None

@@ -1,6 +1,7 @@
 """Ranks that must not disagree: one decides and tells, or all show what they hold.
 
-Small data that JSON can hold; numbers come through exactly.
+Small data that JSON can hold; numbers come through exactly. It crosses in host memory, over a
+world's ``on_host``: the first rank may take long, and no device waits for it.
 """
 
 import json
@@ -18,23 +19,23 @@ class Disagreement(ValueError):
     """Ranks hold different values of what must be one; the text names them."""
 
 
-class FirstFailed(RuntimeError):
-    """What the first rank did for all failed; the text is its error."""
+class FirstFailed(ValueError):
+    """What the first rank did for all failed; the text is its error, which it shows itself."""
 
 
-def told_by_first(value: Any, ranks: Group, device: torch.device) -> Any:
+def told_by_first(value: Any, ranks: Group) -> Any:
     """Return the first rank's ``value``; what the others give is not looked at."""
     if ranks.size == 1:
         return value
     data = json.dumps(value).encode() if ranks.index == 0 else b""
-    length = broadcast_(torch.tensor([len(data)], device=device), ranks, 0)
-    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    length = broadcast_(torch.tensor([len(data)]), ranks, 0)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
     if ranks.index == 0:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    return json.loads(bytes(broadcast_(buffer, ranks, 0).cpu().numpy()))
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return json.loads(bytes(broadcast_(buffer, ranks, 0).numpy()))
 
 
-def tell_first(value: Any, ranks: Group, device: torch.device) -> Iterator[Any]:
+def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
     """Return every rank's ``value`` on the first rank, in their order, and nothing on the others.
 
     The first rank holds one of them at a time.
@@ -42,22 +43,22 @@ def tell_first(value: Any, ranks: Group, device: torch.device) -> Iterator[Any]:
     if ranks.size == 1:
         return iter([value])
     data = json.dumps(value).encode()
-    lengths = gather(torch.tensor([len(data)], device=device), ranks).flatten().tolist()
+    lengths = gather(torch.tensor([len(data)]), ranks).flatten().tolist()
     if ranks.index == 0:
-        return chain([value], _heard(lengths, ranks, device))
-    said = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        return chain([value], _heard(lengths, ranks))
+    said = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     send(said, ranks.ranks[0], ranks).wait()
     return iter(())
 
 
-def _heard(lengths: list[int], ranks: Group, device: torch.device) -> Iterator[Any]:
+def _heard(lengths: list[int], ranks: Group) -> Iterator[Any]:
     for rank, length in zip(ranks.ranks[1:], lengths[1:], strict=True):
-        buffer = torch.empty(length, dtype=torch.uint8, device=device)
+        buffer = torch.empty(length, dtype=torch.uint8)
         receive(buffer, rank, ranks).wait()
-        yield json.loads(bytes(buffer.cpu().numpy()))
+        yield json.loads(bytes(buffer.numpy()))
 
 
-def on_first(function: Callable[[], Any], ranks: Group, device: torch.device) -> Any:
+def on_first(function: Callable[[], Any], ranks: Group) -> Any:
     """Call ``function`` on the first rank, the others waiting; return on all what it returned.
 
     Raises:
@@ -71,11 +72,11 @@ def on_first(function: Callable[[], Any], ranks: Group, device: torch.device) ->
             answer = {"value": function()}
         except Exception as caught:
             error, answer = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    answer = told_by_first(answer, ranks, device)
+    answer = told_by_first(answer, ranks)
     if error is not None:
         raise error
     if "error" in answer:
-        raise FirstFailed(answer["error"])
+        raise FirstFailed(f"the first rank failed: {answer['error']}")
     return answer["value"]
 
 

@@ -14,7 +14,7 @@ class Survive(Record):
     """The launcher starts a rank that died anew, and the others go on with it from memory.
 
     Each rank keeps two copies of its state in host memory, and two of another rank's. It is for
-    ranks that ``--nproc`` started; torchrun restarts all of them.
+    ranks that ``--nproc`` started on CPUs; torchrun restarts all of them.
     """
 
     limit: Count = 100

@@ -28,7 +28,8 @@ def join(
         The device of this rank.
 
     Raises:
-        ValueError: for a kind of device that no backend is known for.
+        ValueError: for a kind of device that no backend is known for, or more ranks on a machine
+            than it has devices: NCCL takes one rank for each.
         RuntimeError: where the ranks do not all arrive in time.
     """
     if device not in ("cpu", "cuda"):
@@ -37,7 +38,13 @@ def join(
         serve_beside(spot.port, time_out_s)
     here = torch.device("cpu")
     if device == "cuda":
-        here = torch.device("cuda", spot.local_rank % torch.cuda.device_count())
+        here = torch.device("cuda", spot.local_rank)
+        if spot.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"rank {spot.rank} is number {spot.local_rank} of its machine, which has "
+                f"{torch.cuda.device_count()} CUDA devices: start one rank for each, or run on "
+                "the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+            )
         torch.cuda.set_device(here)
     meet_s = max(time_out_s, meet_s)
     store = PrefixStore(f"attempt {spot.attempt}", connect(spot.address, spot.port, meet_s))

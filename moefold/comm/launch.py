@@ -11,28 +11,62 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, NamedTuple
 
 import torch
 
+from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
+from moefold.comm.interrupt import SILENT, Words, deaf_children, listen, say
 from moefold.comm.join import join
 from moefold.comm.store import serve
 from moefold.comm.watch import report_in
+from moefold.config.uses import Brought
 
 TIME_OUT_S = 300.0
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SETTLE_S = 0.5
+CAUSE_S = 30.0
+"""How long ranks that only repeat the first one's error wait for its own word."""
 GRACE_S = 3.0
 ORPHAN_S = 1.0
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer in time; the text holds what is known."""
+    """A rank raised, died or did not answer in time; the text holds what is known.
+
+    ``error`` is what the rank raised, where that is for people: of the same type and text.
+    """
+
+    def __init__(self, text: str, error: Exception | None = None) -> None:
+        self.error = error
+        super().__init__(text)
+
+
+class Raised(NamedTuple):
+    """An error for people, in a form that travels between processes."""
+
+    kind: type[Exception]
+    args: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Raised | None":
+        """Take down an error; None for one that is not for people."""
+        if isinstance(error, OSError):
+            return cls(OSError, (error.errno, error.strerror, error.filename))
+        if isinstance(error, ValueError):
+            ours = type(error).__module__.startswith("moefold.")
+            return cls(type(error) if ours else ValueError, (str(error),))
+        return None
+
+    def again(self) -> Exception:
+        """Return the error; its type's own ``__init__`` may want more than the text."""
+        return self.kind.__new__(self.kind, *self.args)
 
 
 class Answer(NamedTuple):
@@ -43,6 +77,17 @@ class Answer(NamedTuple):
     """What the function returned, or the traceback."""
     at: float
     """When, on the clock that all processes of a machine share."""
+    raised: Raised | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it only says that another rank has failed."""
+        return self.raised is not None and self.raised.kind is FirstFailed
+
+    @property
+    def error(self) -> Exception | None:
+        """What the rank raised, where that is for people."""
+        return None if self.raised is None else self.raised.again()
 
 
 def launch(
@@ -51,12 +96,13 @@ def launch(
     *args: Any,
     time_out_s: float = TIME_OUT_S,
     device: str = "cpu",
+    words: Words = SILENT,
 ) -> Any:
     """Call ``function(spot, *args)`` on ``nproc`` ranks of this machine; return rank 0's result.
 
     The function, its arguments and its result must be picklable, and the result small. SIGTERM,
-    SIGINT and SIGUSR1 reach the ranks. A rank computes on one thread unless OMP_NUM_THREADS is
-    set.
+    SIGUSR1 and a first SIGINT reach the ranks, a second SIGINT ends them. A rank computes on one
+    thread unless OMP_NUM_THREADS is set.
 
     Args:
         function: what each rank runs, its process group being there.
@@ -64,12 +110,26 @@ def launch(
         args: what the function is given after its ``Spot``.
         time_out_s: how long ranks wait for each other in an operation.
         device: ``cpu`` or ``cuda``.
+        words: what Ctrl-C is answered with.
 
     Raises:
+        ValueError, OSError: what the first rank that failed raised, where it is one of these.
         RankError: with the first rank that failed, and the report where ranks waited in vain.
-        KeyboardInterrupt: where the ranks ended after an interrupt.
+        KeyboardInterrupt: where ranks ended after an interrupt, and at the second one.
     """
-    return all_answers(function, nproc, args, time_out_s, device)[0]
+    with as_one_process():
+        return all_answers(function, nproc, args, time_out_s, device, words=words)[0]
+
+
+@contextmanager
+def as_one_process() -> Iterator[None]:
+    """Raise a rank's error for people as it would be without other ranks."""
+    try:
+        yield
+    except RankError as failed:
+        if failed.error is None:
+            raise
+        raise failed.error from failed
 
 
 def all_answers(
@@ -79,6 +139,7 @@ def all_answers(
     time_out_s: float,
     device: str = "cpu",
     limit_s: float | None = None,
+    words: Words = SILENT,
 ) -> list[Any]:
     """Do as ``launch``, and return every rank's result; with ``limit_s``, within that time."""
     context = fork_server()
@@ -87,11 +148,13 @@ def all_answers(
     ranks: list[Rank] = []
 
     def hand_on(number: int) -> None:
+        if number == signal.SIGINT and len(ranks) < nproc:
+            raise KeyboardInterrupt  # nothing has begun that could be ended in good order
         for rank in ranks:
             rank.signal(number)
 
     try:
-        with forwarding(hand_on) as received:
+        with forwarding(hand_on, words) as received:
             for rank in range(nproc):
                 spot = Spot(rank, nproc, rank, "127.0.0.1", store.port, served=True)
                 task = (spot, time_out_s, device, threads, function, tuple(args))
@@ -100,7 +163,8 @@ def all_answers(
         if not all(answer and answer.ok for answer in answers):
             if signal.SIGINT in received:
                 raise KeyboardInterrupt
-            raise RankError(_what_failed(answers, ranks, limit_s) + report_in(store, time_out_s))
+            what, error = _what_failed(answers, ranks, limit_s)
+            raise RankError(what + report_in(store, time_out_s), error)
         for rank in ranks:
             rank.leave()
         return [answer.value for answer in answers if answer]
@@ -113,6 +177,9 @@ def fork_server(*preload: str) -> Any:
     """Return the context that ranks fork in; its server has torch and ``preload`` loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
+    resource_tracker.ensure_running()  # starting it would give the server its ears back
+    with deaf_children():
+        forkserver.ensure_running()
     return context
 
 
@@ -132,7 +199,7 @@ class Rank:
         self.answer, theirs = context.Pipe(duplex=False)
         its_life, self.life = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=target, args=(task, theirs, its_life)
+            target=_begin, args=(Brought(), target, task, theirs, its_life)
         )
         self.process.start()
         theirs.close()
@@ -164,6 +231,11 @@ class Rank:
         self.answer.close()
 
 
+def _begin(brought: object, target: Callable[..., None], *args: Any) -> None:
+    """Be a process that can load what is made of parts from outside."""
+    target(*args)
+
+
 def _collect(ranks: list[Rank], limit_s: float | None) -> list[Answer | None]:
     """Wait until all ranks answered, or one failed and the others had a moment to say why."""
     answers: list[Answer | None] = [None] * len(ranks)
@@ -181,26 +253,36 @@ def _collect(ranks: list[Rank], limit_s: float | None) -> list[Answer | None]:
                 answers[at] = ranks[at].answer.recv()
             except EOFError:
                 answers[at] = Answer(False, "", time.monotonic())
-        if not failing and any(answer and not answer.ok for answer in answers):
-            failing, until = True, time.monotonic() + SETTLE_S
+        failed = [answer for answer in answers if answer and not answer.ok]
+        if failed and not failing:
+            failing = not all(answer.repeats for answer in failed)
+            until = time.monotonic() + (SETTLE_S if failing else CAUSE_S)
     return answers
 
 
-def _what_failed(answers: list[Answer | None], ranks: list[Rank], limit_s: float | None) -> str:
-    """Word the cause: a rank that died without a word, else the rank that failed first."""
+def _what_failed(
+    answers: list[Answer | None], ranks: list[Rank], limit_s: float | None
+) -> tuple[str, Exception | None]:
+    """Word the cause: a rank that died without a word, else the rank that failed first.
+
+    With it comes what that rank raised, where that is for people.
+    """
     failures = [(rank, answer) for rank, answer in enumerate(answers) if answer and not answer.ok]
     if not failures:
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
-        return f"no answer from ranks {silent} within {limit_s:g} s"
-    rank, answer = min(failures, key=lambda failure: (bool(failure[1].value), failure[1].at))
+        return f"no answer from ranks {silent} within {limit_s:g} s", None
+    rank, answer = min(failures, key=lambda f: (bool(f[1].value), f[1].repeats, f[1].at))
     if answer.value:
-        return f"rank {rank} failed first:\n{answer.value}"
-    return f"rank {rank}: the process died{ranks[rank].cause()}"
+        return f"rank {rank} failed first:\n{answer.value}", answer.error
+    return f"rank {rank}: the process died{ranks[rank].cause()}", None
 
 
 @contextmanager
-def forwarding(send: Callable[[int], None]) -> Iterator[list[int]]:
-    """Hand signals on to the ranks, which are in process groups of their own; list them."""
+def forwarding(send: Callable[[int], None], words: Words = SILENT) -> Iterator[list[int]]:
+    """Hand signals on to the ranks, which are in process groups of their own; list them.
+
+    The first Ctrl-C is answered here, where nothing computes; the second one ends the context.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -208,7 +290,11 @@ def forwarding(send: Callable[[int], None]) -> Iterator[list[int]]:
 
     def hand_on(number: int, frame: Any) -> None:
         received.append(number)
+        if number == signal.SIGINT and received.count(number) > 1:
+            raise KeyboardInterrupt(words.second)
         send(number)
+        if number == signal.SIGINT and words.first:
+            say(words.first)
 
     before = {number: signal.signal(number, hand_on) for number in FORWARDED}
     try:
@@ -226,11 +312,14 @@ def _run_rank(task: tuple[Any, ...], answer: Connection, life: Connection) -> No
     over = threading.Event()
     threading.Thread(target=_live, args=(life, over), daemon=True).start()
     try:
+        listen()
         join(spot, time_out_s, device)
         value = function(spot, *args)
         answer.send(Answer(True, value, time.monotonic()))
-    except BaseException:
-        answer.send(Answer(False, traceback.format_exc(), time.monotonic()))
+    except BaseException as error:
+        failed = Answer(False, traceback.format_exc(), time.monotonic(), Raised.of(error))
+        with suppress(OSError):  # A launcher that was interrupted may be gone.
+            answer.send(failed)
     over.wait()
     sys.stdout.flush()
     sys.stderr.flush()

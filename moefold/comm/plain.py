@@ -334,14 +334,13 @@ def shift(
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
-    """Return every rank's value: small data that JSON can hold."""
+    """Return every rank's value, small data that JSON can hold, over a group in host memory."""
     if group.size == 1:
         return [value]
-    device = "cuda" if dist.get_backend(group.handle) == "nccl" else "cpu"
     text = json.dumps(value).encode()
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    lengths = gather(torch.tensor([len(text)], device=device), group).flatten().tolist()
-    joined = gather_uneven(mine, group, lengths, site_of(group, "all_gather")).cpu().numpy()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    lengths = gather(torch.tensor([len(text)]), group).flatten().tolist()
+    joined = gather_uneven(mine, group, lengths, site_of(group, "all_gather")).numpy()
     ends = list(accumulate(lengths))
     return [
         json.loads(joined[end - length : end].tobytes())

@@ -64,6 +64,7 @@ class Open(NamedTuple):
 
 
 Alter = Callable[[Record, Tensor, Tensor], Tensor]
+Mark = Callable[[], Callable[[], bool]]
 
 
 class Recorder:
@@ -76,23 +77,23 @@ class Recorder:
     ``waited_s`` adds up the seconds in which this rank could do nothing but wait for others.
     """
 
-    def __init__(self, keep: int = KEPT, runs_behind: bool = False) -> None:
+    def __init__(self, keep: int = KEPT, mark: Mark | None = None) -> None:
         """Keep the last ``keep`` operations; totals are kept for all.
 
         Args:
             keep: number of operations.
-            runs_behind: the device executes operations after the call has returned, so that the
-                last one may still be under way.
+            mark: for a device that executes operations after the call has returned: it marks the
+                end of what is queued, and what it returns says whether the device is past it.
         """
         self._labels = threading.local()
-        self.runs_behind = runs_behind
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
         self.waited_s = 0.0
         self._last: deque[Record] = deque(maxlen=keep)
         self._begun: dict[str, int] = {}
         self._open: dict[tuple[str, int], Open] = {}
-        self._latest: Open | None = None
+        self._mark = mark
+        self._behind: dict[str, tuple[Open, Callable[[], bool]]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -128,8 +129,7 @@ class Recorder:
             calls, total = self.totals.get(site, (0, 0))
             self.totals[site] = Total(calls + 1, total + bytes_sent)
             self._last.append(record)
-            self._latest = Open(record, ranks, time.monotonic(), waits)
-            self._open[channel, number] = self._latest
+            self._open[channel, number] = Open(record, ranks, time.monotonic(), waits)
         return record
 
     def wait(self, record: Record) -> None:
@@ -146,6 +146,8 @@ class Recorder:
             held = self._open.pop((record.channel, record.number), None)
             if held is not None and held.waited_for:
                 self.waited_s += time.monotonic() - held.since
+            if held is not None and self._mark is not None:
+                self._behind[record.channel] = held, self._mark()
 
     def last(self, count: int = KEPT) -> list[Record]:
         """Return the last operations, the oldest first."""
@@ -158,12 +160,11 @@ class Recorder:
             return dict(self._begun)
 
     def waiting(self) -> list[Open]:
-        """Return the operations that this rank waits for, the oldest first."""
+        """Return the operations that this rank or its device waits for, the oldest first."""
         with self._lock:
             waiting = [held for held in self._open.values() if held.waited_for]
-            if self.runs_behind and not waiting and self._latest is not None:
-                return [self._latest]
-            return waiting
+            waiting += [held for held, is_past in self._behind.values() if not is_past()]
+            return sorted(waiting, key=lambda held: held.since)
 
     def bytes_sent(
         self, op: str | None = None, group: str | None = None, label: str | None = None

@@ -17,12 +17,14 @@ from typing import Any
 
 from moefold.comm.config import Survive
 from moefold.comm.environment import Spot
+from moefold.comm.interrupt import SILENT, Words
 from moefold.comm.launch import (
     SETTLE_S,
     TIME_OUT_S,
     Answer,
     Rank,
     RankError,
+    as_one_process,
     fork_server,
     forwarding,
     threads_each,
@@ -43,7 +45,7 @@ def survive(
     *args: Any,
     record: Survive,
     time_out_s: float = TIME_OUT_S,
-    device: str = "cpu",
+    words: Words = SILENT,
 ) -> Any:
     """Call ``function(line, *args)`` on ``nproc`` ranks of this machine; return its result.
 
@@ -51,14 +53,15 @@ def survive(
     attempt to ``line.through``, which all ranks then call again. Otherwise as ``launch``.
 
     Raises:
-        RankError: with the error of a rank that failed by itself, or once too many were lost.
+        ValueError, OSError: what a rank raised that failed by itself, where it is one of these.
+        RankError: with its error where it is another, or once too many were lost.
         KeyboardInterrupt: where the ranks ended after an interrupt.
     """
     context = fork_server(function.__module__)
-    task = (time_out_s, device, threads_each(), function, tuple(args))
+    task = (time_out_s, threads_each(), function, tuple(args))
     crew = Crew(lambda: Rank(context, run_rank, task), nproc, record, time_out_s)
     try:
-        with forwarding(crew.hand_on) as received:
+        with as_one_process(), forwarding(crew.hand_on, words) as received:
             try:
                 return crew.run()
             except RankError:
@@ -175,7 +178,7 @@ class Crew:
                 if self._answer is None or at == 0:
                     self._answer = said
             else:
-                raise RankError(f"rank {at} failed first:\n{said.value}")
+                raise RankError(f"rank {at} failed first:\n{said.value}", said.error)
 
     def _look_for_stopped(self) -> None:
         """End ranks that were stopped: they hold the others up and will not say so."""
@@ -242,7 +245,8 @@ class Crew:
             return
         for at, out in self._failed.items():
             if not out.blames_others:
-                raise RankError(f"rank {at} failed first:\n{out.error}")
+                error = None if out.raised is None else out.raised.again()
+                raise RankError(f"rank {at} failed first:\n{out.error}", error)
         if self._loss is None:
             at, out = next(iter(self._failed.items()))
             said = [line for line in out.error.splitlines() if line not in ("", IN_OPERATION)]

@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
+from moefold.comm.interrupt import listen
 from moefold.comm.join import join
-from moefold.comm.launch import FORWARDED, ORPHAN_S, Answer
+from moefold.comm.launch import FORWARDED, ORPHAN_S, Answer, Raised
 from moefold.comm.waits import WAITS
 from moefold.comm.world import IN_OPERATION
 
@@ -41,6 +42,8 @@ class Out(NamedTuple):
     """What ended the last attempt; empty at a rank's start."""
     blames_others: bool
     """Whether others may have caused that: it was in an operation with them."""
+    raised: Raised | None = None
+    """What ended it, where that is for people."""
 
 
 class Ready(NamedTuple):
@@ -78,11 +81,11 @@ class Line:
         over: set when the launcher lets this rank go.
     """
 
-    def __init__(self, up: Connection, down: Connection, time_out_s: float, device: str) -> None:
+    def __init__(self, up: Connection, down: Connection, time_out_s: float) -> None:
         """Listen to the launcher."""
         self.meeting = Meet(Spot(0, 1, 0, "", 0), None)
         self.over = threading.Event()
-        self._up, self._time_out_s, self._device = up, time_out_s, device
+        self._up, self._time_out_s = up, time_out_s
         self._meetings: queue.SimpleQueue[Meet] = queue.SimpleQueue()
         self._inside = threading.Event()
         self._others: frozenset[int] = frozenset()
@@ -105,13 +108,13 @@ class Line:
                 self._others = connections()
                 self._inside.set()
                 try:
-                    join(self.meeting.spot, self._time_out_s, self._device)
+                    join(self.meeting.spot, self._time_out_s)
                     joined = True
                     return function(self.meeting.spot)
                 except Exception as error:
                     in_operation = IN_OPERATION in getattr(error, "__notes__", ())
                     blames_others = not joined or in_operation or isinstance(error, FirstFailed)
-                    out = Out(traceback.format_exc(), blames_others)
+                    out = Out(traceback.format_exc(), blames_others, Raised.of(error))
                     # Before the buffers are gone that others may still write into.
                     self._cut()
                 finally:
@@ -183,9 +186,6 @@ def connections() -> frozenset[int]:
 
 def cut(others: frozenset[int] = frozenset()) -> None:
     """Cut this process's TCP connections, but for ``others``: what waits for a peer fails now."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        with suppress(Exception):
-            dist.distributed_c10d._abort_process_group()
     for number, descriptor in _connections():
         if number in others:
             continue
@@ -209,16 +209,18 @@ def _connections() -> Iterator[tuple[int, int]]:
 
 def run_rank(task: tuple[Any, ...], up: Connection, down: Connection) -> None:
     """Be a rank: call ``function(line, *args)``, answer, and stay until the launcher ends."""
-    time_out_s, device, threads, function, args = task
+    time_out_s, threads, function, args = task
     os.setpgrp()
     # What the server has loaded stays for good; looking through it takes longer than all else.
     gc.freeze()
     torch.set_num_threads(threads)
-    line = Line(up, down, time_out_s, device)
+    line = Line(up, down, time_out_s)
     try:
+        listen()
         up.send(Answer(True, function(line, *args), time.monotonic()))
-    except BaseException:
-        up.send(Answer(False, traceback.format_exc(), time.monotonic()))
+    except BaseException as error:
+        with suppress(OSError):  # A launcher that was interrupted may be gone.
+            up.send(Answer(False, traceback.format_exc(), time.monotonic(), Raised.of(error)))
     line.over.wait()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -19,6 +19,8 @@ from moefold.comm.store import PrefixStore, Store
 from moefold.comm.verdict import Beat, Verdict, Waiting, judge
 
 PREFIX = "moefold watch"
+HOST = "host"
+"""Name of the group in which ranks wait for the first one as long as it lives."""
 BEATS_PER_TIME_OUT = 40
 SLOWEST_BEAT_S = 1.0
 SILENCE_S = 5.0
@@ -55,6 +57,7 @@ class Watch:
         self._seen = self._store.add("alarm", 0)
         self._turns, self._answered_at = 0, float("-inf")
         self._without_verdict: int | None = None
+        self._first = b"", 0.0
         self._over, self._told, self._alarm = (threading.Event() for _ in range(3))
         self._beat()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -105,10 +108,21 @@ class Watch:
 
     def _waits_in_vain(self, now: float) -> bool:
         """Say whether an operation lasts half the time-out, and no alarm was answered lately."""
-        longest = max((now - held.since for held in self.recorder.waiting()), default=0.0)
         # An operation in vain is over before it could raise a second alarm.
-        quiet_s = now - self._answered_at
-        return longest > self.time_out_s / 2 and quiet_s > 0.75 * self.time_out_s
+        if now - self._answered_at <= 0.75 * self.time_out_s:
+            return False
+        return any(
+            now - held.since > self.time_out_s / 2
+            and (held.record.site.group != HOST or self._first_is_silent(now))
+            for held in self.recorder.waiting()
+        )
+
+    def _first_is_silent(self, now: float) -> bool:
+        """Say whether the first rank has told nothing new for a while; asked at every turn."""
+        beat = self._store.get("beat/0")
+        if beat != self._first[0]:
+            self._first = beat, now
+        return now - self._first[1] > self.silence_s
 
     def _beat(self) -> None:
         self._turns += 1

@@ -1,9 +1,9 @@
 """The groups of a folding, bound to this process."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,19 @@ from moefold.comm.group import Group
 from moefold.comm.plain import receive, send, shift, sum_
 from moefold.comm.recorder import Recorder
 from moefold.comm.store import own_connection
-from moefold.comm.watch import Watch
+from moefold.comm.watch import HOST, Watch
 from moefold.mesh.config import Sizes
-from moefold.mesh.folding import EMBEDDING, KINDS, AttentionSpot, ExpertSpot, Folding, Ranks
+from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, Ranks
 
+T = TypeVar("T")
 IN_OPERATION = "an operation with other ranks was under way"
 """Noted on an error that ends a world, where it is so."""
+EXCHANGED = ("ep", "etp", "tp_ep")
+"""Kinds of group that rows go to experts over."""
+SPOKEN = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGED)
+"""Kinds of group that anything is said over. On NCCL each costs memory on every rank's device."""
+PATIENCE_S = 4 * 3600.0
+"""So long ranks wait for the first one's word: it may prepare data, or publish a checkpoint."""
 
 
 class World:
@@ -29,15 +36,19 @@ class World:
         """Bind a folding to a rank; use ``open`` or ``single``."""
         self.folding, self.rank, self.device = folding, rank, device
         self.time_out_s = time_out_s
-        self.recorder = Recorder(runs_behind=device.type == "cuda")
+        self.recorder = Recorder(mark=_queued if device.type == "cuda" else None)
         self.attention: AttentionSpot = folding.attention_spot(rank)
         self.experts: ExpertSpot = folding.expert_spot(rank)
         self._by_kind: dict[str, Group] = {}
         self._by_ranks: dict[Ranks, Group] = {}
         self._by_stages: dict[tuple[int, ...], Group] = {}
+        self._host: Group | None = None
+        self._beside: World | None = None
         self._watch: Watch | None = None
         self._survives = False
         self._prefix = ""
+        self._kept: dict[Hashable, Any] = {}
+        self._ends: list[Callable[[], object]] = []
 
     @property
     def size(self) -> int:
@@ -84,6 +95,7 @@ class World:
         world._survives = survives
         store = own_connection(time_out_s)
         world._watch = Watch(world.recorder, store, world.rank, world.size, time_out_s, reports)
+        world._host = world._patient(HOST)
         world._make_all()
         world.recorder.clear()
         return world
@@ -92,14 +104,12 @@ class World:
         """Return this rank's group of a kind; kinds of the same ranks share one.
 
         Raises:
-            ValueError: for an unknown kind, or a kind that this rank is in no group of.
+            ValueError: for a kind that is none of ``SPOKEN`` and has none of their ranks.
         """
         found = self._by_kind.get(kind)
         if found is not None:
             return found
-        if kind in KINDS:
-            raise ValueError(f"rank {self.rank} is in no {kind} group: {KINDS[kind].purpose}")
-        raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
+        raise ValueError(f"ranks speak over no kind of group {kind!r}, but {', '.join(SPOKEN)}")
 
     def stage_group(self, stages: Iterable[int]) -> Group:
         """Return the ranks of this pipeline on some stages, where weights held there are summed.
@@ -110,7 +120,9 @@ class World:
         wanted = tuple(sorted(set(stages)))
         if len(wanted) == 1:
             return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
-        return self._on_stages(wanted, "stages " + ",".join(map(str, wanted)))
+        ends = wanted == (0, self.folding.sizes.pp - 1)
+        name = EMBEDDING if ends else "stages " + ",".join(map(str, wanted))
+        return self._on_stages(wanted, name)
 
     def split(self, kind: str, inner: int) -> tuple[Group, Group]:
         """Cut this rank's group of a kind in two levels: (inner, outer).
@@ -130,30 +142,41 @@ class World:
             self._made(f"{kind} outer {inner}", whole.ranks[place::inner]),
         )
 
-    @cached_property
+    @property
     def beside(self) -> "World":
-        """The same ranks with groups of their own, for a second thread of every rank.
+        """The same ranks with groups of their own to experts, for a second thread of every rank.
 
         Operations of one group must be issued in one order on all its ranks, and those of two
         threads are in none. Every rank asks for it at the same place; the groups are made once.
         """
-        if self.size == 1:
-            return self
-        world = World(self.folding, self.rank, self.device, self.time_out_s)
-        world.recorder, world._prefix = self.recorder, "second "
-        world._make_all()
+        if self.size == 1 or self._beside is not None:
+            return self._beside or self
+        world = self._beside = World(self.folding, self.rank, self.device, self.time_out_s)
+        world.recorder, world._host, world._prefix = self.recorder, self._host, "second "
+        world._kept, world._ends = self._kept, self._ends
+        world._make_all(EXCHANGED)
         return world
 
-    @cached_property
+    @property
     def on_host(self) -> Group:
-        """All ranks, for tensors in host memory. Every rank asks for it at the same place."""
-        whole = self.group("world")
-        if self.size == 1 or self.device.type == "cpu":
-            return whole
-        limit = timedelta(seconds=self.time_out_s)
-        handle = dist.new_group(timeout=limit, backend="gloo", group_desc="host")
-        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
-        return Group("host", whole.ranks, whole.index, handle, self.recorder)
+        """All ranks, for tensors in host memory and for words of the first rank.
+
+        They wait for each other longer than in other groups, ``PATIENCE_S``: the first rank does
+        for all what one rank can do. Nothing of that occupies a device.
+        """
+        return self._host or self.group("world")
+
+    def kept(
+        self, key: Hashable, make: Callable[[], T], end: Callable[[], object] | None = None
+    ) -> T:
+        """Return what another package holds for these ranks: made once, also for ``beside``.
+
+        ``end`` is called before the groups end, over which it was made.
+        """
+        if key not in self._kept:
+            self._kept[key] = make()
+            self._ends += [end] if end is not None else []
+        return self._kept[key]
 
     def __enter__(self) -> "World":
         """Return itself."""
@@ -179,23 +202,23 @@ class World:
             dist.destroy_process_group()
 
     def _forget(self) -> None:
+        for end in self._ends:
+            end()
+        self._kept.clear()
+        self._ends.clear()
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
 
-    def _make_all(self) -> None:
+    def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
+        """Make the groups of some kinds; the names of all kinds say what ranks they have."""
         named: dict[str, list[str]] = {}
         for kind, first in self.folding.same().items():
             named.setdefault(first, []).append(kind)
         for first, kinds in named.items():
-            if first != EMBEDDING:
+            if not set(spoken).isdisjoint(kinds):
                 group = self._made("+".join(kinds), self.folding.group(first, self.rank))
                 self._by_kind.update(dict.fromkeys(kinds, group))
-        if EMBEDDING in named:
-            ends = (0, self.folding.sizes.pp - 1)
-            group = self._on_stages(ends, EMBEDDING)
-            if self.attention.pp in ends:
-                self._by_kind[EMBEDDING] = group
 
     def _on_stages(self, wanted: tuple[int, ...], name: str) -> Group:
         """Make two groups of each pipeline: its ranks on some stages, and all others of it.
@@ -225,7 +248,7 @@ class World:
         name = self._prefix + name
         handle = self._process_group(ranks, name)
         # NCCL runs what two ranks say to each other one after the other.
-        back = self._process_group(ranks, name) if self.device.type == "cuda" else None
+        back = self._process_group(ranks, name) if dist.get_backend(handle) == "nccl" else None
         group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, back)
         self._warm_up(group)
         return group
@@ -240,20 +263,49 @@ class World:
         assert isinstance(handle, dist.ProcessGroup), "a rank makes only groups that it is in"
         return handle
 
+    def _patient(self, name: str) -> Group:
+        """Make a group of all ranks in host memory whose first rank may take its time."""
+        # Who leaves an attempt keeps its groups until none can have an operation under way.
+        limit = timedelta(seconds=self.time_out_s if self._survives else PATIENCE_S)
+        handle = dist.new_group(timeout=limit, backend="gloo", group_desc=name)
+        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
+        return Group(name, tuple(range(self.size)), self.rank, handle, self.recorder)
+
     def _warm_up(self, group: Group) -> None:
-        """Let a group talk once; neighbours in a pipeline and all pairs of a sequence too."""
+        """Let a group talk once; neighbours in a pipeline and all pairs of a sequence too.
+
+        The first message between two ranks blocks both on NCCL until they have made a communicator
+        of their own. So pairs come in one order, and only their two ranks take part in each.
+        """
         if group.size == 1:
             return
         with self.recorder.module("warm-up"):
             sum_(torch.zeros(1, device=self.device), group)
             kinds = {kind.split()[0] for kind in group.name.split("+")}
             if "pp" in kinds:
-                after = group.ranks[(group.index + 1) % group.size]
-                before = group.ranks[group.index - 1]
-                for to, source in ((after, before), (before, after)):
-                    arriving = receive(torch.empty(1, device=self.device), source, group)
-                    send(torch.zeros(1, device=self.device), to, group).wait()
-                    arriving.wait()
+                for source, to in neighbours(group.size):
+                    given = torch.zeros(1, device=self.device)
+                    if group.index == source:
+                        send(given, group.ranks[to], group).wait()
+                    elif group.index == to:
+                        receive(given, group.ranks[source], group).wait()
             for by in range(1, group.size if "cp" in kinds else 1):
                 given, into = torch.zeros(2, 1, device=self.device).unbind()
                 shift(given, into, by, group).wait()
+
+
+def neighbours(ranks: int) -> tuple[tuple[int, int], ...]:
+    """Return who sends to whom between neighbours in a ring, both ways, in an order for all.
+
+    Pairs that share no rank stand together, so that they need not wait for each other.
+    """
+    places = sorted(range(ranks), key=lambda place: place % 2)
+    both = [(place, (place + 1) % ranks) for place in places]
+    return tuple(dict.fromkeys(way for one, other in both for way in ((one, other), (other, one))))
+
+
+def _queued() -> Callable[[], bool]:
+    """Return what says whether the device has done all that this thread has queued so far."""
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

@@ -1,7 +1,8 @@
 """A run in the making: layers of raw data merged by class, each leaf with where it came from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from moefold.config.base import Record
@@ -22,10 +23,12 @@ from moefold.config.slot import Slot
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from: a sort, and the file and line or the override."""
+    """Where a value came from: a sort, and the file and line, the name of data, or the override."""
 
-    sort: Literal["file", "base", "override", "default"]
+    sort: Literal["file", "given", "base", "override", "default"]
     where: str = ""
+    folder: Path | None = field(default=None, compare=False)
+    """Where its paths of files begin; None is the working folder."""
 
     def __str__(self) -> str:
         return f"{self.sort} {self.where}".strip()
@@ -36,9 +39,10 @@ class Layer:
     """One source of raw data: what it says, and the line of each leaf where it is a file."""
 
     data: Mapping[str, Any]
-    sort: Literal["file", "base"]
+    sort: Literal["file", "given", "base"]
     name: str = ""
     lines: Mapping[Spot, int] | None = None
+    folder: Path | None = None
 
     def origin(self, path: Spot) -> Origin:
         """Return where what this layer has at a path begins."""
@@ -46,8 +50,8 @@ class Layer:
         below = [line for leaf, line in lines.items() if leaf[: len(path)] == path]
         around = [lines[path[:end]] for end in range(len(path)) if path[:end] in lines]
         if below or around:
-            return Origin(self.sort, f"{self.name}:{min(below or around)}")
-        return Origin(self.sort, self.name)
+            return Origin(self.sort, f"{self.name}:{min(below or around)}", self.folder)
+        return Origin(self.sort, self.name, self.folder)
 
 
 class Draft:

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from moefold.config.base import Record
-from moefold.config.fields import MISSING, leaves
-from moefold.config.problems import dotted
+from moefold.config.fields import MISSING, Place, last_part, leaves, paths_in
+from moefold.config.problems import Edit, amend, dotted
 from moefold.config.reader import Scalars
 from moefold.config.records import plain
 
@@ -92,23 +92,31 @@ def diff(one: Record | Mapping[str, Any], other: Record | Mapping[str, Any]) -> 
     ]
 
 
+def unplaced(record: Record) -> Any:
+    """Return a record's plain data, the same wherever its files lie: paths by their last part."""
+    data = plain(record)
+    paths = paths_in(Place(type(record)), data)
+    return amend(data, [Edit(spot, last_part(text)) for spot, text, _ in paths])
+
+
 def identity(
-    record: Record | Mapping[str, Any],
+    record: Record,
     parts: Mapping[str, str] | None = None,
     only: Iterable[str] | None = None,
 ) -> str:
     """Return a hash of what a record says, stable across machines and versions of Python.
 
+    A run that is moved with its files keeps it.
+
     Args:
-        record: the record, or its plain data.
-        parts: SHA-256 of each file from outside by path; only the hashes count, so that a run
-            keeps its identity when it is moved.
+        record: the record; of its paths the last part counts.
+        parts: SHA-256 of each file from outside by path; only the hashes count.
         only: the top-level keys that count; all where absent.
 
     Returns:
         SHA-256, 64 hexadecimal digits.
     """
-    data = plain(record)
+    data = unplaced(record)
     chosen = data if only is None else {key: data[key] for key in only}
     said = {"record": chosen, "parts": sorted((parts or {}).values())}
     return hashlib.sha256(_json(said).encode()).hexdigest()

@@ -5,10 +5,13 @@ which it can be filled, unions flattened. Everything that walks raw data by clas
 overrides, suggestions, mutation in tests) goes through ``step``.
 """
 
+import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache, cached_property
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,6 +24,27 @@ from moefold.config.slot import Slot
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 _BOUNDS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "pattern")
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Marks text that is a path of a file or folder, or a glob pattern of such.
+
+    In a run file it begins at the file's folder, in overrides at the working folder. What begins
+    with ``$NAME``, a value of each machine's environment, stays as it is.
+    """
+
+    globs: bool = False
+
+    def whole(self, text: str, folder: Path) -> str:
+        """Return the absolute form of what begins at a folder; ``~`` is the home."""
+        if not text or text.startswith("$") or "\0" in text:  # with a zero it names nothing
+            return text
+        path = os.path.expanduser(text)
+        matches = self.globs and glob.escape(path) != path
+        if matches and not os.path.isfile(os.path.join(folder, path)):
+            return os.path.join(glob.escape(str(folder)), path)
+        return str(Path(folder, path))
 
 
 @dataclass(frozen=True)
@@ -186,6 +210,22 @@ def leaves(value: Any, path: tuple[PathPart, ...] = ()) -> Iterator[tuple[Any, A
             yield from leaves(item, (*path, i))
     else:
         yield path, value
+
+
+def paths_in(place: Place, value: Any) -> Iterator[tuple[tuple[PathPart, ...], str, OnDisk]]:
+    """Yield spot, text and mark of each path of files in raw data."""
+    for spot, text in leaves(value):
+        found = walk(place, value, spot) if isinstance(text, str) else None
+        options = () if found is None else found.options
+        marks = (item for option in options for item in option.metadata)
+        mark = next((item for item in marks if isinstance(item, OnDisk)), None)
+        if mark is not None:
+            yield spot, text, mark
+
+
+def last_part(path: str) -> str:
+    """Return what of a path stays when what it names is moved with the folders around it."""
+    return os.path.basename(os.path.abspath(path))
 
 
 def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:

@@ -9,12 +9,13 @@ from typing import Any, Generic, TypeVar
 from moefold.config.base import Record
 from moefold.config.check import check
 from moefold.config.draft import Draft, Layer, Origin
-from moefold.config.fields import keys, leaves
+from moefold.config.fields import keys, leaves, paths_in
 from moefold.config.nearest import closest
-from moefold.config.problems import REMOVE, RunError, Spot, Violation
+from moefold.config.problems import REMOVE, Edit, RunError, Spot, Violation, amend
 from moefold.config.reader import MAX_BYTES, read_value, read_yaml
 from moefold.config.records import plain
 from moefold.config.uses import bring, resolve
+from moefold.files import named
 
 BASE = "base"
 USES = "uses"
@@ -42,24 +43,29 @@ def load(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     recipes: Mapping[str, Path] | None = None,
+    called: str = "data",
+    folder: Path | None = None,
 ) -> Loaded[R]:
     """Load a record from a file, a recipe's name, or raw data, with overrides on top.
 
     A file may name another in ``base:`` (a path relative to itself, or a recipe's name, or a list
     of them) and builds on it. Where the class has a field ``uses``, the Python files named there
-    (relative to the file that names them) are imported first.
+    are imported first. Paths that a file names begin at the file's own folder, those of overrides
+    and of raw data at the working folder; the record holds them whole.
 
     Args:
         cls: class of the record.
         source: path of a YAML file, name of a recipe, or raw data.
         overrides: ``path=value``, the value in YAML; ``path+=value`` adds to a list.
         recipes: recipes by name.
+        called: what raw data goes by where a value's origin is told.
+        folder: where paths of the file ``source`` begin in place of its own folder.
 
     Raises:
         RunError: with every violation.
     """
     reading = _Reading(cls, dict(recipes or {}))
-    name = reading.read(source)
+    name = reading.read(source, called, folder)
     reading.override(overrides)
     draft = reading.finish()
     verdict = check(cls, draft.data)
@@ -119,11 +125,11 @@ class _Reading:
         self.used: dict[str, Origin] = {}
         self.failed: dict[str, str] = {}
 
-    def read(self, source: str | Path | Mapping[str, Any]) -> str:
+    def read(self, source: str | Path | Mapping[str, Any], called: str, folder: Path | None) -> str:
         """Read a source with all it builds on; return its name for messages."""
         if isinstance(source, Mapping):
             data = plain(source)
-            self._layer(data, Path.cwd(), Layer(data, "file", "data"), ())
+            self._layer(data, Path.cwd(), Layer(data, "given", called), ())
             return self.cls.__name__.lower()
         path = self._find(str(source), Path.cwd())
         if path is None:
@@ -134,7 +140,7 @@ class _Reading:
             raise RunError(
                 [Violation((), str(source), rule, like, "no-file", edits=())], source=str(source)
             )
-        self._file(path, "file", ())
+        self._file(path, "file", (), folder)
         return _shown(path)
 
     def override(self, texts: Sequence[str]) -> None:
@@ -162,6 +168,11 @@ class _Reading:
             if problem is not None:
                 self.violations.append(problem)
         self._use(draft)
+        begun = [
+            Edit(spot, mark.whole(text, draft.origin(spot).folder or Path.cwd()))
+            for spot, text, mark in paths_in(draft.place, draft.data)
+        ]
+        draft.data = amend(draft.data, begun)
         return draft
 
     def _use(self, draft: Draft) -> None:
@@ -187,20 +198,23 @@ class _Reading:
             return path
         return self.recipes.get(name)
 
-    def _file(self, path: Path, sort: str, chain: tuple[Path, ...]) -> None:
+    def _file(
+        self, path: Path, sort: str, chain: tuple[Path, ...], folder: Path | None = None
+    ) -> None:
         """Read a file and what it builds on, bases first."""
         name = _shown(path)
         if path.stat().st_size > MAX_BYTES:
             rule = f"larger than {MAX_BYTES} bytes"
             raise RunError([Violation((), None, rule, id="too-large", where=name, edits=())])
-        parsed = read_yaml(path.read_bytes(), name)
+        with named(name), path.open("rb") as file:
+            parsed = read_yaml(file.read(MAX_BYTES + 1), name)
         if not isinstance(parsed.data, dict):
             rule = "holds no mapping of keys to values at its top"
             item = Violation((), parsed.data, rule, id="syntax", where=name, edits=())
             raise RunError([item], source=name)
         self.violations += parsed.violations
         layer = Layer(parsed.data, "base" if sort == "base" else "file", name, parsed.lines)
-        self._layer(parsed.data, path.parent, layer, (*chain, path))
+        self._layer(parsed.data, folder or path.parent, layer, (*chain, path))
         self.sources.append(path)
 
     def _layer(
@@ -223,7 +237,7 @@ class _Reading:
         if USES in keys(self.cls) and _names(own.get(USES)):
             for i, item in enumerate(own[USES]):
                 self._bring([item], folder, layer.origin((USES, i)))
-        self.layers.append(replace(layer, data=own))
+        self.layers.append(replace(layer, data=own, folder=folder))
 
     def _bases(self, data: dict[str, Any], layer: Layer) -> list[str]:
         named = data.get(BASE, [])

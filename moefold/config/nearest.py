@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -27,18 +27,20 @@ _NO = ("false", "no", "off", "n", "0")
 
 def words(place: Place) -> str:
     """Return what may stand at a place: ``a whole number of at least 1, or null``."""
-    said = [_words(option) for option in place.options]
+    # An example says more to a person than a pattern does.
+    hidden = ("pattern",) if place.examples else ()
+    said = [_words(option, hidden) for option in place.options]
     example = f", such as {show(plain(place.examples[0]))}" if place.examples else ""
     return (" or ".join(dict.fromkeys(said)) or "nothing") + example
 
 
-def _words(option: Option) -> str:
-    return _NAMES[option.what](option) + _bound_words(option)
+def _words(option: Option, hidden: Sequence[str] = ()) -> str:
+    return _NAMES[option.what](option) + _bound_words(option, hidden)
 
 
-def _bound_words(option: Option) -> str:
-    """Return the constraints of an option in words, with a space before them."""
-    bounds = dict(option.bounds)
+def _bound_words(option: Option, hidden: Sequence[str]) -> str:
+    """Return the constraints of an option, but the hidden ones, with a space before them."""
+    bounds = {name: bound for name, bound in option.bounds.items() if name not in hidden}
     unit = {"str": "characters", "list": "items"}.get(option.what, "items")
     parts = []
     if "ge" in bounds and "le" in bounds:
@@ -89,7 +91,7 @@ _NAMES = {
 }
 
 
-def closest(name: Any, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest(name: Any, names: Iterable[str], cutoff: float = 0.65) -> str | None:
     """Return the name most like ``name`` in spelling, if any is like it."""
     known = list(names)
     folded = {_fold(item): item for item in reversed(known)}
@@ -232,7 +234,8 @@ def _as_text(option: Option, text: str) -> Iterator[str]:
     yield text[:most].ljust(least, "x")
     pattern = option.bounds.get("pattern")
     if pattern is not None:
-        yield " ".join(word for word in text.split() if re.search(pattern, word))
+        parts = re.split(r"[\s,;]+|(?<=\d)(?=[a-z])", text)
+        yield " ".join(part for part in parts if re.search(pattern, part))
         yield re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
 
 

@@ -1,11 +1,18 @@
 """Parts from outside the package: importing Python files that register records of their own."""
 
 import hashlib
+import os
 import re
 import sys
 from collections.abc import Iterable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
+
+from moefold.files import named
+
+OUTSIDE = "outside_"
+"""How the names of modules made of such files begin."""
 
 
 def bring(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[str, str]:
@@ -29,16 +36,31 @@ def bring(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[st
 
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
     """Return the absolute form of a path that is relative to a folder; ``~`` is the home."""
-    return (Path(relative_to) / Path(path).expanduser()).resolve()
+    # Neither refuses what pathlib does: a home of nobody, links in a circle.
+    return Path(os.path.realpath(Path(relative_to, os.path.expanduser(path))))
+
+
+class Brought:
+    """Imports, where it is loaded by pickle, the files that were brought where it was written.
+
+    Pickle loads in the order in which it wrote: what stands behind this finds its classes.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Say what loads it."""
+        modules = [module for name, module in sys.modules.items() if name.startswith(OUTSIDE)]
+        files = [str(module.__file__) for module in modules]
+        return bring, ([file for file in files if Path(file).is_file()],)
 
 
 def _bring(path: Path) -> str:
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{path} is not a Python file")
-    content = path.read_bytes()
+    with named(path):
+        content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     place = hashlib.sha256(str(path).encode()).hexdigest()
-    name = re.sub(r"\W", "_", f"outside_{path.stem}_{place[:8]}_{digest[:8]}")
+    name = re.sub(r"\W", "_", f"{OUTSIDE}{path.stem}_{place[:8]}_{digest[:8]}")
     if name in sys.modules:
         return digest
     spec = spec_from_file_location(name, path)

@@ -127,6 +127,8 @@ class Imported:
     """``bos_token_id`` and its like."""
     notes: tuple[str, ...]
     """What the reader should know: defaults taken, files and tensors left out."""
+    left_out: tuple[str, ...]
+    """Those of the notes that are about files and tensors left out, each with the folder."""
     source: Weights
     """Keeps the files open."""
 
@@ -175,10 +177,18 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
     except BaseException:
         source.close()
         raise
-    notes = (*reading.notes, *source.notes, *_said(plan), *said)
+    left_out = (*source.notes, *_left_out(plan))
+    notes = (*reading.notes, *left_out, *_scaled(plan), *said)
     tensors = FolderTensors(source, plan, wanted, reading.quantised, tied_head)
     return Imported(
-        reading.decoder, reading.model, tensors, tokenizer, reading.special_tokens, notes, source
+        reading.decoder,
+        reading.model,
+        tensors,
+        tokenizer,
+        reading.special_tokens,
+        notes,
+        tuple(f"{folder}: {note}" for note in left_out),
+        source,
     )
 
 
@@ -195,12 +205,15 @@ def _tied_head(model: Family, source: Weights) -> str | None:
     return next((n for n in names if n in source.tensors), None)
 
 
-def _said(plan: Plan) -> Iterator[str]:
+def _left_out(plan: Plan) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in plan.left_out.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         yield f"{len(names)} tensors left out, {reason}: {names[0]}" + (" …" if names[1:] else "")
+
+
+def _scaled(plan: Plan) -> Iterator[str]:
     if plan.scales:
         yield f"{len(plan.scales)} FP8 tensors multiplied out with their block scales"
 

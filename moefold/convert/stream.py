@@ -141,7 +141,7 @@ def stream(
     ranks = data.placed.world.on_host
     held = {(each.name, each.box): each.tensor.detach() for each in data.weights() if each.first}
     mine = list(held)
-    boxes = [_boxes(said) for said in tell_first(mine, ranks, CPU)]
+    boxes = [_boxes(said) for said in tell_first(mine, ranks)]
     buffer = torch.empty(bucket_bytes if ranks.index == 0 else 0, dtype=torch.uint8)
     for spans in buckets(contract(data.placed.model.record, dtype, layout), bucket_bytes):
         own = _packed(spans, mine, held)

@@ -8,25 +8,29 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import sha256
+from operator import index
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.fields import OnDisk
 from moefold.config.problems import REMOVE, Violation
 from moefold.config.slot import Slot
+from moefold.files import named
 
 TOKENIZER = Slot("tokenizer")
 SOURCE = Slot("source", tag="source")
 
 BYTES = 256
+MAX_IDS = 1 << 24
 TOKENIZER_CONFIG = "tokenizer_config.json"
 Files = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
+    tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
     Field(min_length=1, examples=[["corpus/*.txt"]]),
 ]
-"""Paths and glob patterns (``**`` too), relative to the working folder; read in sorted order."""
+"""Paths and glob patterns (``**`` too), from the folder of the run file; read in sorted order."""
 
 
 class DataError(ValueError):
@@ -68,7 +72,7 @@ class FileTokenizer(TokenizerRecord):
 
     owner = "moefold.data.tokenizer:from_record"
     kind: Literal["file"] = "file"
-    path: Annotated[str, Field(min_length=1, examples=["tokenizer.json"])]
+    path: Annotated[str, Field(min_length=1, examples=["tokenizer.json"]), OnDisk()]
     end: str | None = None
     """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` beside it,
     or a well-known name)."""
@@ -157,7 +161,7 @@ class IndexedTokens(SourceRecord):
 
     owner = "moefold.data.sources.indexed:IndexedTokens"
     source: Literal["indexed"] = "indexed"
-    prefix: Annotated[str, Field(min_length=1, examples=["data/corpus"])]
+    prefix: Annotated[str, Field(min_length=1, examples=["data/corpus"]), OnDisk()]
     other_tokenizer: Literal["refuse", "allow"] = "refuse"
     """What happens when the files say that another tokenizer made them."""
 
@@ -232,8 +236,9 @@ def tokenizer_file(path: str) -> Path:
 def read_json(file: Path) -> dict:
     """Read a JSON object from a file, or say what is wrong with it."""
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
+        with named(file):
+            content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{file}: holds a {type(content).__name__}, not an object")
@@ -244,12 +249,26 @@ def read_json(file: Path) -> dict:
 def ids_in(file: Path) -> int:
     """Return the highest token id in a ``tokenizer.json``, plus one."""
     content = read_json(file)
-    vocab = content.get("model", {}).get("vocab")
-    ids = [token["id"] for token in content.get("added_tokens") or []]
-    if isinstance(vocab, dict):
-        ids += vocab.values()
-    elif isinstance(vocab, list):
-        ids.append(len(vocab) - 1)
-    if not ids:
-        raise DataError(f"{file}: has no model.vocab; is it a tokenizer.json?")
-    return max(ids) + 1
+    try:
+        vocab = content["model"]["vocab"]
+        ids = [token["id"] for token in content.get("added_tokens") or []]
+        highest = index(
+            max([*ids, *(vocab.values() if isinstance(vocab, dict) else ())], default=0)
+        )
+        highest = max(highest, len(vocab) - 1)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{file}: has no model.vocab with ids; is it a tokenizer.json?") from error
+    return demand_ids(highest + 1, file)
+
+
+def demand_ids(size: int, source: str | Path) -> int:
+    """Return the number of a tokenizer's ids, which all have a row of the embedding.
+
+    Raises:
+        DataError: where there are more of them than any model has.
+    """
+    if size > MAX_IDS:
+        raise DataError(
+            f"{source}: has the id {size - 1}, and the most are {MAX_IDS}; mend the file"
+        )
+    return size

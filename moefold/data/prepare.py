@@ -24,6 +24,7 @@ from moefold.data.sources.base import Document, Skipped, Source
 from moefold.data.sources.indexed import IndexedTokens, said_file, say
 from moefold.data.tokenizer import Tokenizer, load
 from moefold.data.tokens import Corpus
+from moefold.files import folder_for, named
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -70,28 +71,40 @@ class Prepared:
         return sha256(json.dumps([self.tokenizer.fingerprint, parts]).encode()).hexdigest()
 
 
-def prepare(data: Data, folder: str | Path, progress: Progress | None = None) -> Prepared:
+def prepare(
+    data: Data,
+    folder: str | Path,
+    progress: Progress | None = None,
+    scratch: str | Path | None = None,
+) -> Prepared:
     """Make, or find again, the token files of a run's data below ``folder``.
+
+    Args:
+        data: what is read, and how.
+        folder: where token files are kept.
+        progress: told of what is being done.
+        scratch: where what is not found is made instead; ``folder`` is then left as it is.
 
     Raises:
         DataError: where a source cannot be read or gives nothing.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     sources = [(record, _build(record)) for record in (*data.train, *data.valid)]
-    final = folder / _key(data, sources)[:16]
-    if final.is_dir():
+    key, home = _key(data, sources)[:16], Path(scratch or folder)
+    for place in dict.fromkeys((Path(folder), home)):
+        if (place / key).is_dir():
+            try:
+                return _open(place / key, data, sources)
+            except DataError:  # damaged after it was made; everything in it can be made again
+                if place == home:
+                    shutil.rmtree(place / key)
+    draft, final = home / f".preparing-{key}-{os.getpid()}-{time.time_ns()}", home / key
+    with folder_for(home), named(home):
+        draft.mkdir()
         try:
-            return _open(final, data, sources)
-        except DataError:  # damaged after it was made; everything in it can be made again
-            shutil.rmtree(final)
-    draft = folder / f".preparing-{final.name}-{os.getpid()}-{time.time_ns()}"
-    draft.mkdir()
-    try:
-        _make(draft, data, sources, progress or (lambda *_: None))
-        _publish(draft, final)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+            _make(draft, data, sources, progress or (lambda *_: None))
+            _publish(draft, final)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     return _open(final, data, sources)
 
 

@@ -9,6 +9,9 @@ uses one token for both ends. Text that looks like a special token stays text.
 
 import json
 import os
+import re
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,12 +28,16 @@ from moefold.data.config import (
     BpeTokenizer,
     DataError,
     FileTokenizer,
+    demand_ids,
     read_json,
     tokenizer_file,
 )
+from moefold.files import named
 
 END = "<|endoftext|>"
 _USUAL_ENDS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
+STDERR = 2
+_HELD = threading.Lock()
 Sample = Callable[[int], Iterator[str]]
 """Gives about so many bytes of the text that a tokenizer may be trained on."""
 
@@ -54,10 +61,8 @@ class Tokenizer:
         vocab: int | None = None,
         source: str = "tokenizer",
     ) -> None:
-        try:
+        with _library(source):
             self._inner = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception for any malformed content
-            raise DataError(f"{source}: is not a tokenizer.json: {error}") from error
         self._inner.no_truncation()  # a stored limit would cut documents without a word
         self._inner.no_padding()
         self._inner.encode_special_tokens = True  # in documents they are text like any other
@@ -66,11 +71,12 @@ class Tokenizer:
         self.start, self.end = start, end
         self.end_id = self._id(end)
         self.start_id = None if start is None else self._id(start)
-        self.size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.size = demand_ids(max(self._inner.get_vocab().values()) + 1, source)
         """Highest token id plus one."""
         self.vocab = self.size if vocab is None else vocab
         """Rows of the embedding; the ids from ``size`` on never occur."""
-        assert self.vocab >= self.size, (self.vocab, self.size)
+        if self.vocab < self.size:
+            raise DataError(f"{source}: {self.size} ids, but {self.vocab} rows of an embedding")
 
     def _id(self, token: str) -> int:
         found = self._inner.token_to_id(token)
@@ -80,7 +86,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text alone, without start and end."""
-        return self._inner.encode(text, add_special_tokens=False).ids
+        text.encode()  # the library would not say which text has bytes that are no UTF-8
+        with _library(self.source):
+            return self._inner.encode(text, add_special_tokens=False).ids
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of the beginning of a document, for the model to go on from."""
@@ -90,13 +98,14 @@ class Tokenizer:
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return int64 [N] of each document: start, text, end."""
         head = [] if self.start_id is None else [self.start_id]
-        with parallel():
+        with parallel(), _library(self.source):
             coded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*head, *c.ids, self.end_id], dtype=np.int64) for c in coded]
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids; special tokens are shown only where asked for."""
-        return self._inner.decode(list(ids), skip_special_tokens=not special)
+        with _library(self.source):
+            return self._inner.decode(list(ids), skip_special_tokens=not special)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -121,6 +130,14 @@ class Tokenizer:
         content = json.dumps(json.loads(self.text), sort_keys=True, ensure_ascii=True)
         return sha256(f"{content}\0{self.start!r}\0{self.end!r}".encode()).hexdigest()
 
+    def first_difference(self, other: "Tokenizer") -> tuple[int, str | None, str | None] | None:
+        """Return the lowest id that stands for another token there, with this and that token."""
+        tables = (t._inner.get_vocab(with_added_tokens=True) for t in (self, other))
+        mine, theirs = ({i: token for token, i in table.items()} for table in tables)
+        differing = [i for i in {*mine, *theirs} if mine.get(i) != theirs.get(i)]
+        first = min(differing, default=None)
+        return None if first is None else (first, mine.get(first), theirs.get(first))
+
     def save(self, file: Path) -> None:
         """Write the ``tokenizer.json`` and the names of its special tokens beside it."""
         file.write_text(self.text, encoding="utf-8")
@@ -131,10 +148,16 @@ class Tokenizer:
 
 def load(path: Path) -> Tokenizer:
     """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
-    beside = read_json(path.with_name(TOKENIZER_CONFIG))
-    text = path.read_text(encoding="utf-8")
-    names = beside["eos_token"], beside["bos_token"]
-    return Tokenizer(text, *names, vocab=beside["vocab"], source=str(path))
+    beside_file = path.with_name(TOKENIZER_CONFIG)
+    beside = read_json(beside_file)
+    end, start, vocab = (
+        _named(beside, "eos_token"),
+        _named(beside, "bos_token"),
+        beside.get("vocab"),
+    )
+    if end is None or not isinstance(vocab, int):
+        raise DataError(f"{beside_file}: has no eos_token and vocab, with which it was written")
+    return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path))
 
 
 def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
@@ -147,13 +170,14 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
     file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file) if beside_file.is_file() else {}
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 text: {error}") from error
     end = end or _named(beside, "eos_token") or _usual_end(file)
     start = _named(beside, "bos_token") or end if start is None else start or None
-    return Tokenizer(text, end, start, source=str(file))
+    return Tokenizer(_text(file), end, start, source=str(file))
+
+
+def _text(file: Path) -> str:
+    with named(file, DataError):
+        return file.read_text(encoding="utf-8")
 
 
 def train(record: BpeTokenizer, sample: Sample) -> Tokenizer:
@@ -188,17 +212,49 @@ def parallel() -> Iterator[None]:
         os.environ[name] = before or "false"
 
 
+@contextmanager
+def _library(source: str) -> Iterator[None]:
+    """Call ``tokenizers`` within: whatever it makes of a damaged file is an error of that file.
+
+    Where it panics it prints its stack, past Python, to the process's stderr. What is written
+    there meanwhile is held back, and let go where nothing panics.
+
+    Raises:
+        DataError: instead of a panic, and of the bare ``Exception`` of malformed content.
+    """
+    panicked = False
+    with _HELD, tempfile.TemporaryFile() as held:
+        before = os.dup(STDERR)
+        os.dup2(held.fileno(), STDERR)
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"  # no Exception, and in no module
+            if not panicked and type(error) is not Exception:
+                raise
+            raise DataError(
+                f"{source}: is not a tokenizer.json that works: {error}; get the file again"
+            ) from error
+        finally:
+            os.dup2(before, STDERR)
+            os.close(before)
+            held.seek(0)
+            if not panicked and (said := held.read()):
+                os.write(STDERR, said)
+
+
 def _named(beside: dict, key: str) -> str | None:
     """Return a special token's text from a ``tokenizer_config.json``, which has two notations."""
     token = beside.get(key)
-    return token.get("content") if isinstance(token, dict) else token
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
 
 
 def _usual_end(file: Path) -> str:
     content = read_json(file)
-    known = {token.get("content") for token in content.get("added_tokens") or []}
+    added = content.get("added_tokens")
     for name in _USUAL_ENDS:
-        if name in known:
+        if isinstance(added, list) and any(_named({"": token}, "") == name for token in added):
             return name
     raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
 
@@ -213,8 +269,8 @@ def _spelling(text: str) -> Callable[[str], bytes]:
 
 def _plain_spelling(token: str) -> bytes:
     """Bytes of a token of SentencePiece's or WordPiece's kind: ``▁the``, ``<0x0A>``, ``##ing``."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
+    if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+        return bytes.fromhex(byte[1])
     return token.removeprefix("##").replace("▁", " ").encode()
 
 

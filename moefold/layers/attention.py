@@ -38,7 +38,7 @@ class GroupedQueryAttention(nn.Module):
         k_TGd = self._heads(self.k(x_TD, whole), self.k_norm, whole)
         v_TGd = self.v(x_TD, whole).unflatten(1, (-1, self.record.head_dim))
         q_THd, k_TGd = (_turned(x, self.record.rope, whole) for x in (q_THd, k_TGd))
-        out_THd = _attend(q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, whole)
+        out_THd = _attend(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, whole)
         return flow.scatter(self.o(out_THd.flatten(1), whole))
 
     def _heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
         q_THd, k_THd, v_THv = flow.recompute.run("mla_up", expand, q, kv, k_rope)
         factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
-        out_THv = _attend(q_THd, k_THd, v_THv, scale, whole)
+        out_THv = _attend(self, q_THd, k_THd, v_THv, scale, whole)
         return flow.scatter(self.o(out_THv.flatten(1), whole))
 
     def _expand(
@@ -112,7 +112,11 @@ def _turned(x_THd: Tensor, rope: Rope, flow: Flow) -> Tensor:
     return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, flow: Flow) -> Tensor:
+def _attend(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, flow: Flow) -> Tensor:
+    seen = None if flow.cache is None else flow.cache.attend(layer, q, k, v, scale)
+    if seen is not None:
+        return seen
+
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, scale, flow)
 

@@ -21,6 +21,7 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.rope import Angles
 from moefold.layers.weights import HERE, Weights
@@ -44,6 +45,8 @@ class Flow:
         excess: int64 rows that each dispatch of stated room could not take; looked at by the step.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
         weights: brings weights that do not stay on this rank.
+        cache: keys and values of texts that are being written.
+        dropless: whether experts take all rows: texts that are written do not compete.
     """
 
     rows: MicroBatch
@@ -57,7 +60,13 @@ class Flow:
     excess: list[Tensor] = field(default_factory=list)
     piece: MicroBatch | None = None
     weights: Weights = HERE
+    cache: KeyValueCache | None = None
+    dropless: bool = False
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
+
+    def begun(self, sink: GradientSink, weights: Weights) -> "Flow":
+        """Return the pass through one chunk; its decisions and angles are let go with it."""
+        return replace(self, sink=sink, weights=weights, decisions=Decisions(), _angles={})
 
     @property
     def n_valid(self) -> int | None:
@@ -69,10 +78,16 @@ class Flow:
         """bool mask of rows that count, None where all do (known on the host)."""
         return None if self.n_valid is None else self.rows.valid_T
 
-    @cached_property
+    @property
     def whole(self) -> "Flow":
         """The same pass for a layer that sees all rows of the tensor group."""
-        return self if self.piece is None else replace(self, rows=self.piece, piece=None)
+        # Kept apart: a pass that held itself would wait for the garbage collector, rows and all.
+        return self if self.piece is None else self._whole
+
+    @cached_property
+    def _whole(self) -> "Flow":
+        assert self.piece is not None
+        return replace(self, rows=self.piece, piece=None)
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """Return the rows of the whole tensor group; backward returns each rank its own, summed."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from moefold.config.base import Record
 
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
-PATTERN = r"^\s*((tp|cp|pp|vpp|ep|etp)[1-9][0-9]*\s*)*$"
+PATTERN = r"^\s*((tp|cp|pp|vpp|ep|etp)[1-9][0-9]*(\s+|$))*$"
 
 STAGES = r"^[EtdxmL|()*0-9, ]+$"
 
@@ -18,7 +18,7 @@ Order = Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 StagesText = Annotated[str, Field(pattern=STAGES)]
-SizesText = Annotated[str, Field(pattern=PATTERN)]
+SizesText = Annotated[str, Field(pattern=PATTERN, examples=["tp2 pp2 ep4"])]
 
 
 class Sizes(Record):

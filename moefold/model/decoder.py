@@ -18,6 +18,7 @@ from moefold.data.batch import MicroBatch, from_ids, pack
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
 from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
@@ -160,10 +161,16 @@ class DecoderModel(nn.Module):
         x_TD, _ = self(Flow(from_ids(ids_BS), self.recipe, training=False))
         return linear(x_TD, self.head_operand()).unflatten(0, ids_BS.shape)
 
-    def next_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits [B, V] of the token that follows each text; none is empty."""
-        rows = pack(texts).to(self.head_weight.device)
-        x_TD, _ = self(Flow(rows, self.recipe, training=False))
+    def next_logits(
+        self, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Return the logits [B, V] of the token that follows each text; none is empty.
+
+        Experts take every row, whatever their capacity. With ``cache`` texts that go on those of
+        its last pass cost one row each.
+        """
+        rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
+        x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
         return linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:

@@ -36,7 +36,7 @@ def generate(
         seed: the same seed draws the same text.
         end: token after which a text is finished; it is not returned.
         vocab: ids from here on are never drawn (rows of the embedding without a token).
-        window: the model sees at most so many of the newest tokens.
+        window: the model sees at most so many of the newest tokens; of more, the newest half.
 
     Raises:
         ValueError: for an empty prompt, a temperature below 0, or a top_p outside (0, 1].
@@ -51,10 +51,15 @@ def generate(
     # One stream a prompt: what one writes does not depend on the others beside it.
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts, open_ = [list(p) for p in prompts], list(range(len(prompts)))
+    starts = [max(len(p) - (window or len(p)), 0) for p in prompts]
     for _ in range(tokens):
         if not open_:
             break
-        logits_PV = next_logits([texts[i][-(window or 0) :] for i in open_])
+        for i in open_:
+            if window and len(texts[i]) - starts[i] > window:
+                # Half goes at once: what stays is seen anew, which is then not due at each token.
+                starts[i] = len(texts[i]) - (window + 1) // 2
+        logits_PV = next_logits([texts[i][starts[i] :] for i in open_])
         streams = [draws[i] for i in open_]
         drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, streams)
         for i, token in zip(open_, drawn, strict=True):

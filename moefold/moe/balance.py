@@ -38,13 +38,19 @@ Population = Literal["micro_batch", "sequence", "global_batch"]
 
 
 class Observed:
-    """What a loss term sees of one layer in one micro-batch."""
+    """What a loss term sees of one layer in one micro-batch: the rows of this rank.
+
+    Other ranks may hold more of its rows. What is divided by the number of rows here is another
+    value in every layout: divide by ``population``, or take ``mean``.
+    """
 
     def __init__(self, routed: Routed, decision: Decision, rows: MicroBatch, record: Moe) -> None:
         self.logits_TE = routed.logits_TE
         """Rows that are not valid are finite, and count nowhere."""
         self.decision = decision
-        self.rows = rows
+        self.population = max(rows.population, 1)
+        """Valid tokens of the whole micro-batch, on whatever ranks; at least 1."""
+        self._rows = rows
         self._scores_TE = routed.scores_TE
         self._record = record.router
 
@@ -55,7 +61,16 @@ class Observed:
 
     def valid(self, values_TX: Tensor) -> Tensor:
         """Return the valid rows: they come first, so that no mask is needed."""
-        return valid_rows(values_TX, self.rows)
+        return valid_rows(values_TX, self._rows)
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        """Return the rows' share of the mean [0-d] over the micro-batch's valid tokens."""
+        return (sum_by(self.valid(values_T), None, 1).sum() / self.population).to(values_T.dtype)
+
+    @property
+    def segment_T(self) -> Tensor | None:
+        """int64 segment of each valid row; None where there is only one."""
+        return segments(self._rows)
 
 
 class Term(ABC):
@@ -94,17 +109,17 @@ class AuxLoss(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the rows' share of the value, in the logits' dtype."""
-        decision, rows = observed.decision, observed.rows
+        decision = observed.decision
         assert decision.counts is not None
         probability_TE = observed.valid(observed.probability_TE)
-        segment_T = segments(rows) if self.over == "sequence" else None
+        segment_T = observed.segment_T if self.over == "sequence" else None
         counts_NE, top_k = decision.counts[self.over], decision.experts_TK.shape[1]
         probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])
         # Each token makes top_k choices, so the counts say how many tokens they are of.
         tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
         share_NE = counts_NE.to(probability_NE.dtype) / tokens_N1
         # In this order uniform routing gives exactly one where 1 / E is a binary fraction.
-        total = (share_NE * probability_NE).sum() / max(rows.population, 1)
+        total = (share_NE * probability_NE).sum() / observed.population
         value = total * probability_TE.shape[1] / top_k
         return value.to(observed.logits_TE.dtype)
 
@@ -118,9 +133,7 @@ class ZLoss(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the rows' share of the value, in the logits' dtype."""
-        square_T = observed.valid(observed.logits_TE).logsumexp(1).square()
-        total = sum_by(square_T, None, 1).sum()
-        return (total / max(observed.rows.population, 1)).to(square_T.dtype)
+        return observed.mean(observed.logits_TE.logsumexp(1).square())
 
 
 class BiasUpdate(Update):

@@ -15,6 +15,7 @@ from moefold.mesh.config import Sizes
 
 BALANCE = Slot("balance term")
 DISPATCH = Slot("dispatcher")
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
 class Groups(Record):
@@ -182,6 +183,10 @@ class Dispatch(Record):
     """How token rows go to the ranks of their experts and back; base of every dispatcher."""
 
     kind: str
+    even_rows: ClassVar[bool] = False
+    """Whether all ranks have to bring as many rows, in every micro-batch of a step."""
+    repeatable: ClassVar[bool] = True
+    """Whether it runs where torch has to be deterministic."""
 
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
@@ -289,10 +294,11 @@ class Foreign(Dispatch):
 
     module: ClassVar[str]
     """What is imported."""
-    names: ClassVar[tuple[str, ...]]
-    """What is used of it."""
+    calls: ClassVar[tuple[tuple[str, str], ...]]
+    """What is called of it, by name: the arguments, all by keyword; one with a question mark is
+    given where the function takes it."""
     remedy: ClassVar[str]
-    """How to get it."""
+    """How to get it, and which versions take these calls."""
 
     def misfits(self, sizes: Sizes) -> Iterator[Violation]:
         """None of them gathers rows for slices of an expert."""
@@ -309,8 +315,29 @@ class DeepEp(Foreign):
 
     owner = "moefold.moe.dispatch.deep_ep:DeepEpDispatch"
     module = "deep_ep"
-    names = ("Buffer",)
-    remedy = "Build it from github.com/deepseek-ai/DeepEP"
+    calls = (
+        ("Buffer", "group num_nvl_bytes num_rdma_bytes"),
+        ("Buffer.get_dispatch_config", "num_ranks"),
+        ("Buffer.get_combine_config", "num_ranks"),
+        ("Buffer.get_dispatch_layout", "topk_idx num_experts"),
+        (
+            "Buffer.dispatch",
+            "x topk_idx topk_weights num_tokens_per_rank num_tokens_per_rdma_rank "
+            "is_token_in_rank num_tokens_per_expert",
+        ),
+        ("Buffer.dispatch", "x handle"),
+        ("Buffer.combine", "x handle topk_weights"),
+    )
+    remedy = "Build 1.2.1 or 2.1.0 from github.com/deepseek-ai/DeepEP"
+    repeatable = False
+
+    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+        """It has settings for some numbers of ranks."""
+        yield from super().misfits(sizes)
+        if sizes.ep > 1 and sizes.ep not in DEEP_EP_RANKS:
+            known = ", ".join(map(str, DEEP_EP_RANKS))
+            rule = f"deep_ep has settings for {known} ranks, and ep is {sizes.ep}"
+            yield Violation(("kind",), self.kind, rule, "alltoall_once")
 
 
 @DISPATCH.register
@@ -321,8 +348,20 @@ class HybridEp(Foreign):
 
     owner = "moefold.moe.dispatch.hybrid_ep:HybridEpDispatch"
     module = "deep_ep"
-    names = ("HybridEPBuffer",)
-    remedy = "Build the branch hybrid-ep of github.com/deepseek-ai/DeepEP"
+    calls = (
+        (
+            "HybridEPBuffer",
+            "group hidden_dim max_num_of_tokens_per_rank num_local_experts use_fp8",
+        ),
+        (
+            "HybridEPBuffer.dispatch_with_permute",
+            "hidden routing_map probs num_of_experts_per_rank",
+        ),
+        ("HybridEPBuffer.dispatch_with_permute", "hidden handle num_permuted_tokens"),
+        ("HybridEPBuffer.combine_with_unpermute", "hidden probs handle"),
+    )
+    remedy = "Build the branch hybrid-ep of github.com/deepseek-ai/DeepEP, at 94a9f8f"
+    even_rows = True
 
 
 @DISPATCH.register
@@ -335,5 +374,17 @@ class NcclEp(Foreign):
 
     owner = "moefold.moe.dispatch.nccl_ep:NcclEpDispatch"
     module = "transformer_engine.pytorch.ep"
-    names = ("EpBuffer", "ep_bootstrap", "ep_combine", "ep_dispatch")
-    remedy = "Install transformer-engine[pytorch] 2.17 or newer built with NVTE_WITH_NCCL_EP=ON"
+    calls = (
+        (
+            "ep_bootstrap",
+            "ep_group num_experts max_tokens_per_rank recv_capacity_per_rank hidden_dim num_topk?",
+        ),
+        (
+            "EpBuffer",
+            "top_k max_tokens_per_rank recv_capacity_per_rank hidden_dim num_local_experts",
+        ),
+        ("ep_dispatch", "buffer tokens topk_idx topk_weights"),
+        ("ep_combine", "buffer expert_out num_local_tokens"),
+        ("ep_finalize", ""),
+    )
+    remedy = "Install transformer-engine[pytorch] 2.17 to 2.19 built with NVTE_WITH_NCCL_EP=ON"

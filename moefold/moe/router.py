@@ -97,7 +97,7 @@ class Router(ExactBuffers):
         if decision is None:
             decision = self._choose(scores_TE, flow.valid_T)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
-        if fresh and self.capacity is not None:
+        if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
         routing = self._route(decision, weights_TK, flow.valid_T)
         return Routed(routing, decision, logits_TE, scores_TE)
@@ -230,7 +230,7 @@ def best(values_TE: Tensor, k: int) -> Tensor:
     long as one ``topk`` and a third of a stable sort; on a device one sort is fewer launches.
     """
     if values_TE.device.type != "cpu":
-        return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
     # What was taken becomes -inf, below all that is left.
     left_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
     picks = []

@@ -56,7 +56,8 @@ class Schedule(Record):
     """
 
     warmup: Span = 0
-    """Steps (whole number) or fraction of the run over which the rate rises linearly."""
+    """Steps (whole number) or fraction of the run over which the rate rises linearly. Recipes say
+    fractions, so that ``train.steps`` can be changed alone."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the factor on the peak rate at ``step`` (updates done before it, from 0)."""

@@ -110,9 +110,12 @@ def choose_arithmetic(setting: str, weight: Tensor) -> torch.dtype:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Return whether the device has bfloat16 products in hardware."""
+    """Return whether the device has bfloat16 products in hardware, and torch may use them."""
     if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        # ATEN_CPU_CAPABILITY keeps torch below what the processor lists.
+        allowed = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return allowed and units
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -14,17 +14,17 @@ BLOCK = 512
 """Elements that are summed in float32 before float64 takes over."""
 
 
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares over all elements of all tensors, 0-dim.
+def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares over all elements of all tensors, 0-dim, on ``device``.
 
     float64 (float32 on devices without it), because a float32 sum over ten million elements is
     already off by 4e-4 on a CPU. Exact zero for no tensors. Not finite if and only if an element
     is not, or is so large (about 1e17) that float32 cannot hold its square's sum.
     """
     parts = [part for tensor in tensors if tensor.numel() for part in _block_norms(tensor)]
+    wide = _wide(device)
     if not parts:
-        return torch.zeros((), dtype=torch.float64)
-    wide = torch.float32 if parts[0].device.type == "mps" else torch.float64
+        return torch.zeros((), dtype=wide, device=device)
     norms = torch.cat([part.to(wide) for part in parts])
     return torch.dot(norms, norms)
 
@@ -42,13 +42,17 @@ def clip_scale(norm: float, limit: float | None) -> float:
 
 def read_scalars(*scalars: Tensor) -> tuple[float, ...]:
     """Return 0-dim tensors of one device as Python floats, in one transfer."""
-    wide = torch.float32 if scalars[0].device.type == "mps" else torch.float64
+    wide = _wide(scalars[0].device)
     return tuple(torch.stack([scalar.detach().to(wide) for scalar in scalars]).tolist())
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors that hold a NaN or an infinity; for reports, not each step."""
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _block_norms(tensor: Tensor) -> list[Tensor]:

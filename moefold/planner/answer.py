@@ -11,13 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moefold.planner.case import Case, Recipe
+from moefold.planner.case import Case
 from moefold.planner.from_run import (
     LOAD,
     SEQ,
     Choice,
     Published,
     Task,
+    foreign,
     of_model,
     of_run,
     published_layouts,
@@ -32,6 +33,7 @@ from moefold.planner.search import Found, Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
+from moefold.planner.traffic_experts import domains
 from moefold.run import Run, load_run, recipes
 
 GB = 1e9
@@ -109,9 +111,9 @@ class Layout:
 
     @property
     def not_yet(self) -> tuple[str, ...]:
-        """Policies that training cannot execute yet."""
+        """What of it training cannot execute yet, or only with another package."""
         more = ("multi-token layers",) if self.case.multi_token else ()
-        return self.choice.not_yet + more
+        return self.choice.not_yet + foreign(self.case.decoder) + more
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,9 @@ class Plan:
     layouts: tuple[Layout, ...]
     """The fastest that fit, each of another folding; empty where nothing fits."""
     today: Layout | None
-    """The fastest of what training executes today."""
+    """The fastest that training executes today, without the layers that it leaves out; None where
+    nothing that it executes fits.
+    """
     same_format: tuple[Layout, ...]
     """The fastest in the run's own number format, where the others are of another one."""
     published: tuple[Layout, ...]
@@ -138,6 +142,15 @@ class Plan:
     def best(self) -> Layout | None:
         """The fastest layout that fits."""
         return self.layouts[0] if self.layouts else None
+
+    @property
+    def today_problem(self) -> str:
+        """Why there is nothing that training executes today; empty where there is."""
+        if self.today is not None:
+            return ""
+        if self.task.foreign:
+            return f"training does not execute the model's {', '.join(self.task.foreign)}"
+        return "no layout that training executes fits"
 
     @property
     def shown(self) -> Layout | None:
@@ -245,8 +258,11 @@ def _fastest(search: Search, space: Space) -> Found | None:
 
 
 def _today(task: Task, search: Search) -> Layout | None:
-    if task.foreign or task.multi_token:
+    if task.foreign:
         return None
+    if task.multi_token:
+        task = replace(task, multi_token=0)
+        search = Search(task)
     found = _fastest(search, today(task))
     return _layout(found, "search") if found else None
 
@@ -283,10 +299,12 @@ def _published(task: Task) -> list[Layout]:
 def fragment(layout: Layout) -> dict[str, Any]:
     """Return what a run file says for a layout: ``layout`` and the fields of ``train``.
 
-    What training cannot execute yet is left at the nearest that it can; ``Layout.not_yet`` says so.
+    Raises:
+        ValueError: where training cannot execute it, so that a run file cannot say it.
     """
+    if layout.not_yet:
+        raise ValueError(f"training does not execute {', '.join(layout.not_yet)}")
     choice, keeping = layout.choice, layout.choice.keeping
-    known = {"norms", "attention", "mla_up", "ffn", "shared", "experts"}
     said: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
         said["stages"] = choice.stages.text
@@ -294,26 +312,18 @@ def fragment(layout: Layout) -> dict[str, Any]:
         said["schedule"] = {"kind": type(choice.schedule).model_fields["kind"].default}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
-        said["dispatch"] = _dispatch(layout)
+        each = choice.sizes.ep // domains(layout.case)
+        node = {"node": each} if choice.dispatch == "two_level" else {}
+        said["dispatch"] = {"kind": choice.dispatch, **node}
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
-    elif keeping.recompute & known:
-        said["recompute"] = {"kind": "selective", "modules": sorted(keeping.recompute & known)}
-    wide: Recipe = choice.recipe if choice.recipe in ("bf16", "fp32") else "bf16"
+    elif keeping.recompute:
+        said["recompute"] = {"kind": "selective", "modules": sorted(keeping.recompute)}
     return {
         "train": {
-            "batch": layout.case.batch, "micro_batch": choice.micro_batch, "precision": wide
+            "batch": layout.case.batch,
+            "micro_batch": choice.micro_batch,
+            "precision": choice.recipe,
         },
         "layout": said,
-    }  # fmt: skip
-
-
-def _dispatch(layout: Layout) -> dict[str, Any]:
-    """Return the dispatcher of a run file that sends as the planned one does."""
-    name, ep = layout.choice.dispatch, layout.choice.sizes.ep
-    plain = {"alltoall": "alltoall", "allgather": "allgather", "deduplicated": "alltoall_once"}
-    if name in plain:
-        return {"kind": plain[name]}
-    per = layout.case.cluster.per_node
-    node = max(n for n in range(1, min(per, ep) + 1) if ep % n == 0 and per % n == 0)
-    return {"kind": "two_level", "node": node} if 1 < node < ep else {"kind": "alltoall_once"}
+    }

@@ -9,8 +9,10 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from moefold.config.base import Record
+from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
+from moefold.mesh.needs import needs
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
 from moefold.optim.config import AdamW, Optim
@@ -26,14 +28,14 @@ from moefold.schedule.table import Table
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
 Dispatcher = Literal[
-    "local", "allgather", "alltoall", "deduplicated", "two_level", "padded", "deepep", "hybridep"
-]
-"""How rows reach their experts. ``deduplicated`` sends a row once per rank, ``two_level`` once per
-node and then within it, ``padded`` equal shares without asking the host; ``deepep`` and
-``hybridep`` are those libraries, which send as ``two_level`` does."""
-Context = Literal["ring", "allgather", "heads"]
-"""How attention sees rows of other context ranks: keys and values go round, or are gathered, or
-heads are exchanged for rows."""
+    "local", "allgather", "alltoall", "alltoall_once", "two_level", "padded",
+    "deep_ep", "hybrid_ep", "nccl_ep",
+]  # fmt: skip
+"""How rows reach their experts, by the kinds of ``moe.config``. ``deep_ep``, ``hybrid_ep`` and
+``nccl_ep`` are libraries, which send as ``two_level`` does; the last receives into room for all
+rows of all ranks."""
+RING = Ring()
+"""How attention sees the rows of other context ranks unless stated."""
 Graphs = Literal["none", "partial", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, or of the whole iteration."""
 Module = Literal[
@@ -116,6 +118,8 @@ class Software:
     overlaps: Overlaps = Overlaps()
     host_speed: float = 1.0
     """Kernel launches per second, in units of the host that the stack was measured on."""
+    loss_chunk: int = 1024
+    """Rows whose logits exist at once in Moefold; other stacks keep those of all rows."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Case:
     numbers: Numbers = Numbers()
     keeping: Keeping = Keeping()
     software: Software = Software()
-    context: Context = "ring"
+    context: Context = RING
     order: Order = ORDERS[0]
 
     def __post_init__(self) -> None:
@@ -156,6 +160,10 @@ class Case:
             raise ValueError(f"batch {self.batch}: a multiple of dp * micro_batch = {share}")
         if self.load < 1:
             raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
+        if not isinstance(self.context, Ring):
+            heads = needs(self.decoder, self.seq).heads
+            for found in self.context.misfits(self.sizes, heads):
+                raise ValueError(f"context: {found.rule}")
 
     @property
     def world(self) -> int:
@@ -230,6 +238,23 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     if m <= full + period or isinstance(schedule, GPipe):
         return m
     return full + (m - full) % period
+
+
+def sharing_heads(context: Context, cp: int) -> int:
+    """Return how many neighbouring context ranks exchange heads for rows; one is none.
+
+    Raises:
+        ValueError: where the planner does not know the record.
+    """
+    if isinstance(context, Ring | Gathered):
+        return 1
+    if isinstance(context, Ulysses):
+        return cp
+    if isinstance(context, Mixed):
+        return min(context.heads, cp)
+    raise ValueError(
+        f"context {type(context).__name__} is not planned: Ring, Gathered, Ulysses or Mixed"
+    )
 
 
 def recomputed(record: Record | None) -> frozenset[Module]:

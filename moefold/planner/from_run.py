@@ -11,14 +11,15 @@ from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Gathered, Mixed, Ring, Ulysses
+from moefold.layers.config import Context
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
-from moefold.moe.config import AllGather, AllToAll, AllToAllOnce, Local, Padded, TwoLevel
+from moefold.moe.config import DISPATCH, Foreign
+from moefold.parallel.config import Layout
 from moefold.planner.case import (
+    RING,
     Case,
-    Context,
     Dispatcher,
     Keeping,
     Numbers,
@@ -26,11 +27,15 @@ from moefold.planner.case import (
     Recipe,
     Software,
     recomputed,
+    sharing_heads,
 )
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
 from moefold.planner.hardware import Cluster
+from moefold.planner.held import kinds
+from moefold.planner.notes import notes_on_step
 from moefold.planner.published import Model
 from moefold.policies.config import Kind
+from moefold.precision.config import faster
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
@@ -46,22 +51,22 @@ LOAD = 1.2
 """Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
 and young routers, which published pairs of runs put near 1.6."""
 SEQ = 4096
-DISPATCHERS: dict[type[Record], Dispatcher] = {
-    Local: "local",
-    AllGather: "allgather",
-    AllToAll: "alltoall",
-    AllToAllOnce: "deduplicated",
-    TwoLevel: "two_level",
-    Padded: "padded",
+FOREIGN = {
+    Windowed: "windows of attention",
+    Mamba2: "Mamba-2 layers",
+    DeltaNet: "DeltaNet layers",
+    Nothing: "blocks of one half",
+    PlainMoe: "experts without a gate",
+    BiasedMoe: "experts with biases",
 }
-"""A run file's dispatchers as the planner calls them."""
-CONTEXTS: dict[type[Record], Context] = {
-    Ring: "ring",
-    Gathered: "allgather",
-    Ulysses: "heads",
-    Mixed: "heads",
-}
-FOREIGN = (Windowed, Mamba2, DeltaNet, Nothing, PlainMoe, BiasedMoe)
+"""Kinds of layers that training does not have, in words."""
+OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
+"""Dispatchers that need another package and have not been run with it."""
+UNMEASURED = (
+    "no GPU has measured Moefold itself: times and their ± are of its work at the rates of other "
+    "software, and a trace of its step has more kernels than are counted (docs/plan.md)"
+)
+NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridEP's"
 PAIRED = (Merged, DualPipeV)
 """Schedules that run one micro-batch's exchanges beside another's computing."""
 
@@ -80,15 +85,21 @@ class Task:
     software: Software = field(default_factory=Software)
     multi_token: int = 0
     notes: tuple[str, ...] = ()
-    """What was assumed."""
+    """What was assumed, and what of the run has no effect."""
     tokens: float | None = None
     """Of the whole run, where it states its steps."""
 
     @property
-    def foreign(self) -> bool:
-        """Whether the model has layers that only other stacks execute."""
-        records = (r for s in self.decoder.stacks for b in s.blocks for r in (b.attention, b.ffn))
-        return any(isinstance(record, FOREIGN) for record in records)
+    def foreign(self) -> tuple[str, ...]:
+        """Kinds of layers of the model that only other stacks execute, in words."""
+        return foreign(self.decoder)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What a reader has to know of the figures: what was assumed, and what was not measured."""
+        device = self.cluster.device
+        unmeasured = self.software.stack == "moefold" and device.link_bandwidth > 0
+        return (*self.notes, UNMEASURED) if unmeasured else self.notes
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class Choice:
     keeping: Keeping = field(default_factory=Keeping)
     stages: Stages | None = None
     """None is balanced."""
-    context: Context = "ring"
+    context: Context = RING
     order: Order = ORDERS[0]
 
     @property
@@ -148,17 +159,27 @@ class Choice:
 
     @property
     def not_yet(self) -> tuple[str, ...]:
-        """Policies of this layout that training cannot execute yet."""
+        """Policies of this layout that training cannot execute yet, or not by itself."""
         found = []
         if self.recipe not in ("bf16", "fp32"):
             found.append(f"precision {self.recipe}")
-        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch not in DISPATCHERS.values():
+        if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in OTHERS:
             found.append(f"dispatch {self.dispatch}")
         known = {*get_args(Kind), "block"}
         found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
         if self.keeping.offload or self.keeping.optimizer_offload:
             found.append("offload")
         return tuple(found)
+
+
+def foreign(decoder: Decoder) -> tuple[str, ...]:
+    """Return the kinds of layers of a model that only other stacks execute, in words."""
+    records = [r for block in kinds(decoder)[0] for r in (block.attention, block.ffn)]
+    return tuple(
+        name
+        for kind, name in FOREIGN.items()
+        if any(isinstance(record, kind) for record in records)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -174,10 +195,13 @@ def of_run(
     Raises:
         ValueError: where the planner does not know a record of the run.
     """
-    precision = run.train.precision
-    if precision == "fp64":
+    asked = run.train.precision
+    if asked == "fp64":
         raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
+    found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
+    precision = cast("Recipe", found)
     size = batch or run.train.batch
+    notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
     task = Task(
         name=run.name,
         decoder=run.decoder(),
@@ -186,16 +210,28 @@ def of_run(
         cluster=cluster,
         numbers=Numbers(precision, run.optim),
         load=load,
+        software=Software(loss_chunk=run.train.loss_chunk),
+        notes=(*notes, *notes_on_step(run)),
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )
-    layout = run.layout
+    return task, choice_of(run.layout, run.train.micro_batch, precision)
+
+
+def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
+    """Return a run file's layout as the planner takes it.
+
+    Raises:
+        ValueError: where the planner does not know a record of it.
+    """
     sizes = layout.split
     schedule = layout.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
-    choice = Choice(
+    context = cast("Context", layout.context)
+    sharing_heads(context, sizes.cp)
+    return Choice(
         sizes=sizes,
         schedule=cast("Schedule", schedule),
-        micro_batch=run.train.micro_batch,
-        dispatch=_known(DISPATCHERS, layout.dispatch, "dispatch"),
+        micro_batch=micro_batch,
+        dispatch=_known(layout.dispatch),
         recipe=precision,
         keeping=Keeping(
             zero=layout.zero,
@@ -203,18 +239,16 @@ def of_run(
             recompute=recomputed(layout.recompute),
         ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
-        context=_known(CONTEXTS, layout.context, "context"),
+        context=context,
         order=layout.order,
     )
-    return task, choice
 
 
-def _known(names: dict[type[Record], Any], record: Record, what: str) -> Any:
-    found = names.get(type(record))
-    if found is None:
-        kinds = ", ".join(kind.__name__ for kind in names)
-        raise ValueError(f"{what} {type(record).__name__} is not planned: one of {kinds}")
-    return found
+def _known(dispatch: Record) -> Dispatcher:
+    kind = type(dispatch).model_fields["kind"].default
+    if kind not in get_args(Dispatcher):
+        raise ValueError(f"dispatch {kind} is not planned: {', '.join(get_args(Dispatcher))}")
+    return kind
 
 
 def of_model(

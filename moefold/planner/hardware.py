@@ -1,6 +1,7 @@
 """Devices and clusters as data: ``hardware/devices.json`` holds each number with its source."""
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -106,6 +107,17 @@ def device(name: str) -> Device:
     if name.lower() not in known:
         raise ValueError(f"no device is called {name!r}; there are {', '.join(catalogue())}")
     return known[name.lower()]
+
+
+def sold_as(name: str) -> Device | None:
+    """Return the device that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``.
+
+    None where it is not known. Boards for PCIe slots have lower rates under the same name.
+    """
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    if {"PCIE", "NVL"} & {*words}:
+        return None
+    return next((one for key, one in catalogue().items() if key.upper() in words), None)
 
 
 def cluster(text: str, per_node: int | None = None, domain: int | None = None) -> Cluster:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moefold.files import folder_for, write_text
 from moefold.planner.curves import Constants, constants
 from moefold.planner.hardware import Cluster, processor
 
@@ -54,9 +55,9 @@ class Machine:
 
     def write(self, file: Path) -> None:
         """Write the file, its folder too."""
-        file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"form": FORM, **asdict(self)}, indent=1)
-        file.write_text(text + "\n", "utf-8")
+        with folder_for(file.parent):
+            write_text(file, text + "\n")
 
     @classmethod
     def read(cls, file: Path) -> "Machine":

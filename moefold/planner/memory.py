@@ -26,8 +26,6 @@ from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
 
 MIB = 2**20
-LOSS_CHUNK = 1024
-"""Rows whose logits exist at once where the loss is taken in chunks; as ``model.decoder``."""
 
 
 @dataclass(frozen=True)
@@ -295,9 +293,16 @@ class _Chunks:
     """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
 
     def __init__(
-        self, decoder: Decoder, shape: Shape, split: Split, keeping: Keeping, graphs: float
+        self,
+        decoder: Decoder,
+        shape: Shape,
+        split: Split,
+        keeping: Keeping,
+        graphs: float,
+        loss_chunk: int,
     ) -> None:
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
+        self.loss_chunk = loss_chunk
         self.blocks = kinds(decoder)[0]
         self.last = kinds(decoder)[1][-1]
         self.stack, self.recipe = split.stack, split.numbers.recipe
@@ -352,7 +357,7 @@ class _Chunks:
         forward = max((layer[1] for layer in layers), default=0.0)
         backward = max((layer[2] for layer in layers), default=0.0)
         if self.stack == "moefold" and held.loss:
-            rows = min(LOSS_CHUNK, self.shape.piece)
+            rows = min(self.loss_chunk, self.shape.piece)
             columns = self.decoder.vocab / self.shape.tp
             # Logits, and their logarithms in fp32, which become the gradient in place.
             forward = max(forward, rows * columns * (self.shape.width + 4))
@@ -391,4 +396,5 @@ _chunks = remembered(1 << 12)(_Chunks)
 
 def _chunks_of(case: Case) -> _Chunks:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
-    return _chunks(case.decoder, Shape.of(case), Split.of(case), case.keeping, graphs)
+    split, chunk = Split.of(case), case.software.loss_chunk
+    return _chunks(case.decoder, Shape.of(case), split, case.keeping, graphs, chunk)

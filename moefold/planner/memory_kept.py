@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.config import Context, Dense, Gathered, Gqa, Mla, Ulysses
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe
-from moefold.planner.case import Case, Module
+from moefold.planner.case import RING, Case, Module, sharing_heads
 
 STATISTIC = 4
 """Bytes of a statistic, score or weight of routing: fp32 whatever the compute dtype."""
@@ -68,17 +68,40 @@ class Shape:
     """Rows of the most loaded expert rank over the mean."""
     width: int = 2
     """Bytes of an element of the compute dtype."""
+    cp: int = 1
+    context: Context = RING
+    """How ``cp`` ranks see each other's rows."""
 
     @classmethod
     def of(cls, case: Case) -> "Shape":
         """Return the shape of a case's layers."""
         sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
-        return cls(case.decoder.hidden, case.rows, sizes.tp, sizes.etp, case.load, width)
+        # NCCL EP has room for all rows of all ranks, filled or not.
+        load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
+        return cls(
+            case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp,
+            case.context,
+        )  # fmt: skip
 
     @property
     def piece(self) -> int:
         """P: rows that attention and a dense feed-forward see."""
         return self.rows * self.tp
+
+    @property
+    def gathered(self) -> int:
+        """Context ranks whose keys and values each of them gathers."""
+        return self.cp if isinstance(self.context, Gathered) else 1
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether context ranks attend with a share of the heads of more rows than their own."""
+        return sharing_heads(self.context, self.cp) > 1
+
+    @property
+    def pads(self) -> bool:
+        """Whether attention pads values that are narrower than keys: block by block it does not."""
+        return self.cp == 1 or isinstance(self.context, Ulysses)
 
     def received(self, top_k: int) -> int:
         """R: rows that the most loaded rank's experts take."""
@@ -129,22 +152,38 @@ def _gqa(record: Gqa, shape: Shape) -> Iterator[Kept]:
             yield Kept(f"{name}.projected", shape.piece * count * dim * shape.width)
             yield Kept(f"{name}_norm.statistic", shape.piece * per_row * STATISTIC)
     for name, count in (("q", heads), ("k", groups), ("v", groups)):
-        yield Kept(name, shape.piece * count * dim * shape.width, module="attention")
+        yield from _read(name, shape.piece * count * dim * shape.width, shape)
     yield from _attended(heads, dim, dim, shape)
+
+
+def _read(
+    name: str, size: int, shape: Shape, dropped: Modules = NOTHING, copied: bool = False
+) -> Iterator[Kept]:
+    """Queries, keys or values: where attention reads a copy (``copied``, or what context ranks
+    gather or exchange), they stay only to make that again.
+    """
+    gathered = 1 if name == "q" else shape.gathered
+    moved = gathered > 1 or shape.exchanged
+    only = CORE if moved or copied else NOTHING
+    yield Kept(name, size, dropped, only=only, module="attention")
+    if moved:
+        yield Kept(f"{name}.moved", size * gathered, CORE, module="attention")
 
 
 def _attended(heads: int, qk_dim: int, v_dim: int, shape: Shape) -> Iterator[Kept]:
     """The output of attention and its statistics.
 
     Values narrower than keys are padded to their width, and so is the output, of which the
-    projection then keeps a copy without padding.
+    projection then keeps a copy without padding; a copy too where heads go back for rows.
     """
     rows = shape.piece * heads
     yield Kept("attended", rows * v_dim * shape.width, module="attention")
     yield Kept("attended.statistic", rows * STATISTIC, CORE, module="attention")
-    if v_dim < qk_dim:
+    if v_dim < qk_dim and shape.pads:
         for name in ("v.padded", "attended.padded"):
             yield Kept(name, rows * qk_dim * shape.width, CORE, module="attention")
+    elif shape.exchanged:
+        yield Kept("attended.moved", rows * v_dim * shape.width, CORE, module="attention")
 
 
 def _mla(record: Mla, shape: Shape) -> Iterator[Kept]:
@@ -157,10 +196,9 @@ def _mla(record: Mla, shape: Shape) -> Iterator[Kept]:
         yield Kept("q_down", shape.rows * record.q_rank * width)
     yield from _latents(record, shape)
     for name in ("q", "k"):
-        yield Kept(name, piece * heads * qk_dim * width, UP, module="attention")
-    # Padding copies values; the copy is kept, and the values only where it is made again.
-    only = CORE if record.v_dim < qk_dim else NOTHING
-    yield Kept("v", piece * heads * record.v_dim * width, UP, only=only, module="attention")
+        yield from _read(name, piece * heads * qk_dim * width, shape, UP)
+    padded = record.v_dim < qk_dim and shape.pads
+    yield from _read("v", piece * heads * record.v_dim * width, shape, UP, copied=padded)
     yield from _attended(heads, qk_dim, record.v_dim, shape)
 
 

@@ -167,7 +167,7 @@ class Split(NamedTuple):
         ranks = gcd(self.zero_ranks or ranks, ranks)
         share = [local / (ranks if self.zero >= stage else 1) for stage in range(4)]
         copied = numbers.weight_bytes
-        if self.stack == "moefold" and not weight.product:
+        if self.stack == "moefold" and not (weight.product and copied):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
         codes = CODE_BYTES.get(numbers.recipe, 0.0)

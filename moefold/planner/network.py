@@ -85,7 +85,7 @@ class Rows:
         return count * (1.0 - missed) * hit
 
 
-FUSED = ("deduplicated", "two_level", "deepep", "hybridep")
+FUSED = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 
 
 def exchange_seconds(
@@ -103,7 +103,7 @@ def exchange_seconds(
         return ring_seconds(what.rows * what.bytes * n, group, cluster, rates)
     fused = dispatcher in FUSED
     share = rates.link_fused if fused else rates.link
-    if dispatcher == "deepep":
+    if dispatcher == "deep_ep":
         share = rates.link_deepep
     volume = what.rows * what.bytes * load
     spread = distinct(n, what.top_k) if fused else what.top_k
@@ -111,7 +111,7 @@ def exchange_seconds(
     seconds = volume * spread * (n - 1) / n * inside / (device.link_bandwidth * share)
     if group.outside > 1:
         d = group.outside
-        away = what.domains(d) if fused and dispatcher != "deduplicated" else spread
+        away = what.domains(d) if fused and dispatcher != "alltoall_once" else spread
         far = volume * away * (d - 1) / d / (device.nic_bandwidth * rates.nic)
         return max(seconds, far) + LATENCY_NIC
     return seconds + LATENCY_LINK

@@ -32,12 +32,13 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
         "run": task.name,
         "cluster": _cluster(task),
         "inputs": _inputs(task),
-        "assumed": list(task.notes),
+        "assumed": list(task.assumed),
         "given": _layout(plan.given) if plan.given else None,
         "given_problem": plan.given_problem,
         "best": _layout(best) if best else None,
         "layouts": [_layout(one) for one in plan.layouts],
         "today": _layout(plan.today) if plan.today else None,
+        "today_problem": plan.today_problem,
         "same_format": [_layout(one) for one in plan.same_format],
         "published": [_layout(one) for one in plan.published],
         "changes": [
@@ -49,7 +50,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             }
             for one in plan.changes
         ],
-        "run_file": fragment(plan.today or best) if best else None,
+        "run_file": fragment(plan.today) if plan.today else None,
         "goodput": {
             "ettr": expected.ettr,
             "save_every_s": finite(expected.interval_s),

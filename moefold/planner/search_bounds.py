@@ -23,7 +23,14 @@ from moefold.planner.memory_state import block_weights, state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
 from moefold.planner.time import HOST_ADAM, Pass
-from moefold.planner.time_layer import SM_COST, Policy, Setting, half_seconds, setting_of
+from moefold.planner.time_layer import (
+    SM_COST,
+    Policy,
+    Setting,
+    half_seconds,
+    loss_chunk_of,
+    setting_of,
+)
 from moefold.planner.time_pipeline import LEAST
 from moefold.planner.time_work import PERMUTING, Share
 from moefold.schedule.config import OneFOneB
@@ -114,7 +121,7 @@ class Bounds:
         """Return the same without host and exchanges of rows, experts spread as far as can be."""
         key = grid, kept
         if key not in self._works:
-            shape = Shape(*grid, self._most(grid), 1, "hybridep", False)
+            shape = Shape(*grid, self._most(grid), 1, "hybrid_ep", False)
             took = self._pass(shape, kept).time(self._whole)
             sent = took.forward.get("dispatch", 0.0) + took.backward.get("dispatch", 0.0)
             self._works[key] = took.device - sent
@@ -133,7 +140,7 @@ class Bounds:
 
     def _experts(self, grid: Grid, ep: int, etp: int) -> float:
         """Return the device's seconds of all mixtures of experts."""
-        share = self._share(Shape(*grid, ep, etp, "hybridep", False))
+        share = self._share(Shape(*grid, ep, etp, "hybrid_ep", False))
         total = sum(
             half_seconds(block.ffn, share, self._setting(grid.recipe)) * self.counts[kind]
             for kind, block in enumerate(self.blocks)
@@ -376,7 +383,8 @@ class Bounds:
         key = shape, kept
         if key not in self._passes:
             overlaps = self.task.software.overlaps
-            policy = Policy(shape.dispatch, kept[0], kept[1], 1.0, overlaps.tp)
+            chunk = loss_chunk_of(self.task.software)
+            policy = Policy(shape.dispatch, kept[0], kept[1], 1.0, overlaps.tp, chunk)
             self._passes[key] = Pass(
                 self.task.decoder, self._share(shape), self._setting(shape.recipe), policy,
                 shape.paired,

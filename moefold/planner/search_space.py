@@ -10,8 +10,9 @@ from moefold.layers.config import Mla
 from moefold.mesh.legality import divisors
 from moefold.mesh.needs import Model, needs
 from moefold.mesh.pipeline import LAYERS, Stages, Way
+from moefold.moe.config import Moe
 from moefold.planner.case import Dispatcher, Keeping, Module, Recipe
-from moefold.planner.from_run import DISPATCHERS, Task
+from moefold.planner.from_run import OTHERS, Task
 from moefold.planner.hardware import Device
 from moefold.schedule.config import (
     DualPipeV,
@@ -28,9 +29,10 @@ SCHEDULES: tuple[Schedule, ...] = (
 )  # fmt: skip
 """All but GPipe, which takes as long as 1F1B and keeps more."""
 SENDING: tuple[Dispatcher, ...] = (
-    "alltoall", "deduplicated", "two_level", "allgather", "deepep", "hybridep"
+    "alltoall", "alltoall_once", "two_level", "allgather", "deep_ep", "hybrid_ep"
 )  # fmt: skip
-"""All that move rows; ``padded`` is planned as long as ``alltoall``."""
+"""All that move rows; ``padded`` is planned as long as ``alltoall``, ``nccl_ep`` as ``hybrid_ep``.
+"""
 MOST_ROWS = 32768
 """Tokens of a micro-batch beyond which no larger one is tried."""
 VIRTUAL = 16
@@ -86,9 +88,9 @@ def everything(task: Task) -> Space:
 
 
 def today(task: Task) -> Space:
-    """Return what training executes of it, in the run's own number format."""
+    """Return what training executes of it by itself, in the run's own number format."""
     space = everything(task)
-    known = tuple(name for name in SENDING if name in DISPATCHERS.values())
+    known = tuple(name for name in SENDING if name not in OTHERS)
     return replace(
         space,
         recipes=(task.numbers.recipe,),
@@ -125,6 +127,10 @@ def _recomputes(task: Task) -> Iterator[Modules]:
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
     latent = any(isinstance(block.attention, Mla) for block in blocks)
     moefold = task.software.stack == "moefold"
+    mixtures = [block.ffn for block in blocks if isinstance(block.ffn, Moe)]
+    beside: set[Module] = {"ffn"} if len(mixtures) < len(blocks) else set()
+    if any(mixture.shared for mixture in mixtures):
+        beside.add("shared")
     names: list[Module] = ["norms", "attention"]
     names.append("experts" if moefold else "moe_act")
     if latent:
@@ -133,7 +139,7 @@ def _recomputes(task: Task) -> Iterator[Modules]:
     for chosen in sets:
         again: set[Module] = {*chosen}
         if "experts" in again:
-            again |= {"ffn", "shared"}
+            again |= beside
         yield frozenset(again)
     yield frozenset(("block",))
 

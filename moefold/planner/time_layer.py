@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.config import Context, Dense, Gathered, Gqa, Mla
 from moefold.model.config import Block
 from moefold.moe.config import Moe
-from moefold.planner.case import Case, Software
+from moefold.planner.case import RING, Case, Software, sharing_heads
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -112,6 +112,9 @@ class Policy(NamedTuple):
     offload: frozenset[str] = frozenset()
     offload_share: float = 1.0
     overlap_tp: bool = False
+    loss_chunk: int | None = None
+    """Rows whose logits exist at once; None is all."""
+    context: Context = RING
 
     @classmethod
     def of(cls, case: Case) -> "Policy":
@@ -119,8 +122,13 @@ class Policy(NamedTuple):
         keeping = case.keeping
         return cls(
             case.dispatch, keeping.recompute, keeping.offload, keeping.offload_share,
-            case.software.overlaps.tp,
+            case.software.overlaps.tp, loss_chunk_of(case.software), case.context,
         )  # fmt: skip
+
+
+def loss_chunk_of(software: Software) -> int | None:
+    """Return the rows whose logits exist at once; None is all, as other stacks than Moefold do."""
+    return software.loss_chunk if software.stack == "moefold" else None
 
 
 class Took(NamedTuple):
@@ -175,8 +183,10 @@ def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> 
     _tensor(made, block, share, setting, policy)
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
-        sent = _keys(block.attention, share)
-        made.forward["cp"], made.backward["cp"] = context_seconds(sent, core, share, setting)
+        sent = _rows_of_heads(block.attention, share)
+        ahead, back = context_seconds(sent, core, share, setting, policy.context)
+        again = ahead if policy.recompute & {"block", "attention"} else 0.0
+        made.forward["cp"], made.backward["cp"] = ahead, back + again
     if policy.offload:
         _offload(made, block, share, setting, policy)
     again = bool(policy.recompute & {"block", "moe"})
@@ -209,7 +219,7 @@ def half_seconds(record: Record, share: Share, setting: Setting) -> float:
 @remembered(1 << 12)
 def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
-    return _repeated(_parts(head(vocab, share), setting), policy.recompute)
+    return _repeated(_parts(head(vocab, share, policy.loss_chunk), setting), policy.recompute)
 
 
 @remembered(1 << 12)
@@ -386,31 +396,54 @@ def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: P
 
 
 def context_seconds(
-    moved: float, core: tuple[float, float], share: Share, setting: Setting
+    sent: tuple[float, float],
+    core: tuple[float, float],
+    share: Share,
+    setting: Setting,
+    context: Context,
 ) -> tuple[float, float]:
-    """Return what of the ring of keys and values attention's own time does not hide.
+    """Return what of the exchanges of context ranks shows, forward and backward.
+
+    Attention hides the rounds of a ring; it waits for gathered rows and for exchanged heads, whose
+    gradients go back the same way.
 
     Args:
-        moved: bytes of a rank's keys and values.
+        sent: bytes of a rank's keys and values, and of its queries and outputs.
         core: seconds of attention itself, forward and backward.
     """
     if share.cp == 1:
         return 0.0, 0.0
-    group = reach(setting.cluster, share.cp, share.tp)
-    device = setting.cluster.device
+    cluster, rates, keys = setting.cluster, setting.rates, sent[0]
+    if isinstance(context, Gathered):
+        group = reach(cluster, share.cp, share.tp)
+        once = ring_seconds(keys * share.cp, group, cluster, rates)
+        return once, once
+    heads = sharing_heads(context, share.cp)
+    # Queries, keys and values in one exchange, outputs in another.
+    group, rows = reach(cluster, heads, share.tp), Rows(1.0, sum(sent) / 2, 1)
+    exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)
+    ranks = share.cp // heads
+    if ranks == 1:
+        return exchanged, exchanged
+    group, device = reach(cluster, ranks, share.tp * heads), cluster.device
     rate = device.link_bandwidth if group.outside == 1 else device.nic_bandwidth
-    once = moved * (share.cp - 1) / (rate * setting.rates.nic)
-    return max(once / share.cp, once - core[0]), max(2 * once / share.cp, 2 * once - core[1])
+    once = keys * (ranks - 1) / (rate * rates.nic)
+    ahead, back = max(once / ranks, once - core[0]), max(2 * once / ranks, 2 * once - core[1])
+    return exchanged + ahead, exchanged + back
 
 
-def _keys(attention: Record, share: Share) -> float:
-    """Return the bytes of keys and values that a rank passes on, of kinds that have them."""
+def _rows_of_heads(attention: Record, share: Share) -> tuple[float, float]:
+    """Return the bytes of a rank's keys and values, and of its queries and outputs, of kinds that
+    have them.
+    """
+    each = share.t * BF16 / share.tp
     if isinstance(attention, Gqa):
-        return share.t * 2 * attention.kv_heads * attention.head_dim * BF16 / share.tp
+        keys, queries = attention.kv_heads, attention.heads
+        return 2 * each * keys * attention.head_dim, 2 * each * queries * attention.head_dim
     if isinstance(attention, Mla):
         width = attention.nope_dim + attention.rope_dim + attention.v_dim
-        return share.t * attention.heads * width * BF16 / share.tp
-    return 0.0
+        return each * attention.heads * width, each * attention.heads * width
+    return 0.0, 0.0
 
 
 def _rows(ffn: Moe, share: Share) -> Rows:

@@ -2,17 +2,34 @@
 
 from math import prod
 
+from moefold.config.base import Record
+from moefold.model.config import Decoder
 from moefold.optim.config import Muon
 from moefold.planner.case import Case
 from moefold.planner.curves import Product, Rates, product_seconds
-from moefold.planner.memory_state import place_weights
+from moefold.planner.memory_state import model_weights, place_weights
+
+
+def orthogonal_flops(decoder: Decoder, rule: Record) -> int:
+    """Return the FLOPs of a step's Newton-Schulz over all matrices, each computed once.
+
+    Of sides s and l, s the smaller, an iteration takes two products of s * s * l and one of s
+    cubed.
+    """
+    if not isinstance(rule, Muon):
+        return 0
+    total = 0
+    for weight in model_weights(decoder):
+        if rule.orthogonalises(weight.name, weight.shape):
+            short, long = sorted(weight.shape[-2:])
+            total += prod(weight.shape[:-2]) * (2 * short * short * long + short**3)
+    return 2 * rule.ns_steps * total
 
 
 def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
     """Return the seconds that a rank of a pipeline rank spends on its share of the matrices.
 
-    Data ranks share them out; a matrix that tensor ranks cut is made whole by each of them. Of
-    sides s and l, s the smaller, an iteration takes two products of s * s * l and one of s cubed.
+    Data ranks share them out; a matrix that tensor ranks cut is made whole by each of them.
     """
     rule = case.numbers.optimizer
     if not isinstance(rule, Muon):

@@ -9,6 +9,7 @@ sub-layers, H hidden.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import Any, NamedTuple
 
 from moefold.config.base import Record
@@ -22,7 +23,7 @@ from moefold.planner.remember import remembered
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Readings and writings of a row by two norms and two residual sums."""
-PERMUTING = ("deepep", "hybridep")
+PERMUTING = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 ROUTER_PASSES = 25
 """The same of a row of scores: scores, top-k, map, counts, balance."""
@@ -120,13 +121,20 @@ def norms(share: Share, halves: int) -> Parts:
     return {"norms": Work(moved=moved, moved_backward=back, launches=2 * halves)}
 
 
-def head(vocab: int, share: Share) -> Parts:
-    """Return the head and the loss: logits in fp32, which softmax and its gradient pass over."""
+def head(vocab: int, share: Share, chunk: int | None = None) -> Parts:
+    """Return the head and the loss: logits in fp32, which softmax and its gradient pass over.
+
+    Args:
+        vocab: columns of the logits.
+        share: what the rank has.
+        chunk: rows whose logits exist at once; None is all.
+    """
     logits = share.t * vocab / share.tp
-    product = Product(share.t, vocab / share.tp, share.hidden)
+    rows = min(chunk or share.t, share.t)
+    product = Product(rows, vocab / share.tp, share.hidden, share.t / rows)
     weights = share.hidden * vocab / share.tp
     moved = 3 * logits * FP32
-    return {"head": Work((product,), (), moved, moved, 8, weights, True)}
+    return {"head": Work((product,), (), moved, moved, 8 * ceil(share.t / rows), weights, True)}
 
 
 def joint(share: Share) -> Parts:

@@ -11,10 +11,10 @@ a step.
 
 from collections.abc import Iterator
 
-from moefold.layers.config import Gqa, Mla
+from moefold.layers.config import Gathered, Gqa, Mla
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Z
-from moefold.planner.case import Case
+from moefold.planner.case import Case, sharing_heads
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import INDEX, STATISTIC, Shape
 from moefold.planner.traffic_calls import (
@@ -77,17 +77,18 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         size = shape.rows * shape.hidden * MASTER
         yield from scattered("tp", size, tp, case.micro_batches, 1, "embedding")
     if has(case, rank, "loss"):
-        yield from _loss(case, step)
+        yield from _loss(case)
 
 
-def _loss(case: Case, step: Step) -> Iterator[Call]:
+def _loss(case: Case) -> Iterator[Call]:
     """Yield what the loss over a shared vocabulary exchanges: rows, and statistics of chunks."""
     tp, shape, m = case.sizes.tp, Shape.of(case), case.micro_batches
     row = shape.rows * shape.hidden * shape.width
     yield Call("tp", "all_gather", gathers(row, tp), m, part="loss")
     yield Call("tp", "reduce_scatter", gathers(row, tp), m, part="loss")
-    whole, rest = divmod(shape.piece, step.loss_chunk)
-    for rows, count in ((step.loss_chunk, whole), (rest, min(rest, 1))):
+    chunk = case.software.loss_chunk
+    whole, rest = divmod(shape.piece, chunk)
+    for rows, count in ((chunk, whole), (rest, min(rest, 1))):
         # The largest logit of a row, then its normaliser and its label's logit.
         size = rows * STATISTIC
         yield Call("tp", "all_reduce_max", sums(size, tp), m * count, part="loss")
@@ -123,10 +124,10 @@ def context(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
             continue
         keys, rest = sizes
         again = runs(case, "attention")
-        inner = 1 if case.context == "ring" else (step.heads or cp)
-        if case.context == "allgather":
+        if isinstance(case.context, Gathered):
             yield from both("cp", keys, cp, count, again, "attention")
             continue
+        inner = sharing_heads(case.context, cp)
         if inner > 1:
             group = inside("cp", inner, cp)
             yield from _exchanged(case, group, keys, rest, inner, count)

@@ -9,8 +9,6 @@ from moefold.schedule.config import DualPipeV, Merged
 from moefold.schedule.table import Pair
 
 FORWARD, BACKWARD = "forward", "backward"
-LOSS_CHUNK = 1024
-"""Rows whose logits exist at once; as ``model.decoder``."""
 Choices = Mapping[tuple[int, int], Mapping[int, Sequence[Sequence[int]]]]
 """By layer and micro-batch, for each rank that shares the experts, the experts of each of its rows;
 the number of experts, or more, for none."""
@@ -47,10 +45,6 @@ class Step:
     choices: Choices | None = None
     room: int | None = None
     """Rows of room between two ranks of the padded dispatch; None is what ``load`` needs."""
-    heads: int | None = None
-    """Neighbouring context ranks that exchange heads, with a ring between such groups; None: all.
-    """
-    loss_chunk: int = LOSS_CHUNK
 
 
 BALANCED = Step()

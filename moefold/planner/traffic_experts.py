@@ -26,7 +26,7 @@ from moefold.planner.traffic_calls import (
     runs,
 )
 
-ONCE = ("deduplicated", "two_level", "deepep", "hybridep")
+ONCE = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 """Ways that send a row once to each of its ranks, and with it all its choices."""
 
 
@@ -166,7 +166,7 @@ def _told(case: Case, record: Moe) -> int:
     return {
         "alltoall": record.router.experts,
         "padded": record.router.experts,
-        "deduplicated": 2 * ranks,
+        "alltoall_once": 2 * ranks,
         "two_level": nodes + 2 * ranks,
         "allgather": 1 + ranks,
     }.get(case.dispatch, 0)
@@ -179,7 +179,7 @@ def _mean(case: Case, record: Moe) -> _Flow:
     members = ranks * sizes.etp
     hops: tuple[Hop, ...] = ()
     taken = float(copies)
-    if case.dispatch in ("alltoall", "deduplicated"):
+    if case.dispatch in ("alltoall", "alltoall_once"):
         taken = copies if case.dispatch == "alltoall" else shape.rows * spread(record, ranks)
         sent = taken * (ranks - 1) / ranks
         hops = (Hop("ep", sent, sent),) if ranks > 1 else ()
@@ -227,8 +227,8 @@ class _Routed:
         rows = {spot: len(tokens) for spot, tokens in self._by_spot.items()}
         if case.dispatch == "allgather":
             hops, slices = (), [0] * case.sizes.etp
-        elif case.dispatch in ("alltoall", "deduplicated"):
-            hops, slices = self._one_level(case.dispatch == "deduplicated")
+        elif case.dispatch in ("alltoall", "alltoall_once"):
+            hops, slices = self._one_level(case.dispatch == "alltoall_once")
         else:
             hops, slices = self._two_levels()
         others = sum(slices) - slices[self._etp]

@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moefold.model.config import Decoder
+from moefold.moe.config import Aux, Bias, Moe
 from moefold.proof.case import Subject
 from moefold.proof.trial import Findings, Piece
 
@@ -40,6 +42,8 @@ class Outcome:
     """Tensors so small beside the others of their kind that the floor is their measure."""
     problems: tuple[str, ...] = ()
     """What is wrong beside errors: pieces missing, copies that differ, narrow tensors."""
+    zero: tuple[str, ...] = ()
+    """Gradients that are zero by the run's own maths, each with its reason."""
     sites: tuple[tuple[str, str, str, str], ...] = ()
     seconds: float = 0.0
 
@@ -61,6 +65,8 @@ def write_reference(path: Path, subject: Subject, found: Findings) -> None:
     facts = {
         "figures": found.figures,
         "counts": found.counts,
+        "seed": subject.seed,
+        "zero": [f"gradient of {name}: {why}" for name, why in zero(subject.decoder).items()],
         "vacuous": vacuous(subject, found),
         "narrow": found.narrow,
         "norms": {
@@ -84,7 +90,10 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def vacuous(subject: Subject, found: Findings) -> list[str]:
-    """Return what in a reference run is so small that agreeing on it proves nothing."""
+    """Return what in a reference run is so small that agreeing on it proves nothing.
+
+    What is zero by the maths of the run is not: it is so in every layout, and so it should.
+    """
     words = []
     for name, values in found.figures.items():
         words += [f"{name} is {v:g}" for v in values if not abs(v) > VACUOUS]
@@ -92,10 +101,12 @@ def vacuous(subject: Subject, found: Findings) -> list[str]:
         {piece.name: piece for piece in found.pieces.get(kind, ())}
         for kind in ("gradients", "weights")
     )
+    excused = zero(subject.decoder)
     for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
             norm = float(pieces[name].values.double().norm())
-            words += [f"{kind} of {name}: {norm:g}"] if not norm > VACUOUS else []
+            vanishes = not norm > VACUOUS and name not in excused
+            words += [f"{kind} of {name}: {norm:g}"] if vanishes else []
     for name, piece in grads.items():
         if ".experts." in name:
             by_expert = piece.values.double().flatten(1).norm(dim=1).tolist()
@@ -104,6 +115,20 @@ def vacuous(subject: Subject, found: Findings) -> list[str]:
         if name.endswith("load_E"):
             words += _idle_words(name, counts, subject, 0)
     return words
+
+
+def zero(decoder: Decoder) -> dict[str, str]:
+    """Return parameters whose gradient is zero by the maths of a decoder, each with the reason.
+
+    That is a router's where a softmax weighs its one expert: neither that weight nor what the
+    auxiliary loss reads moves with a logit. Any other term may reach it, and is then to be seen.
+    """
+    return {
+        f"layers.{number}.moe.router.weight": "a softmax over one expert is always 1"
+        for number, ffn in enumerate(block.ffn for block in decoder.blocks)
+        if isinstance(ffn, Moe) and ffn.router.experts == 1 and ffn.router.score == "softmax"
+        if all(isinstance(term, Aux | Bias) for term in ffn.balance)
+    }
 
 
 def _idle_words(what: str, values: Sequence[float], subject: Subject, least: float) -> list[str]:
@@ -184,6 +209,7 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     outcome.errors["replicas"] = float(len(replicas))
     outcome.worst["replicas"] = replicas[0] if replicas else ""
     outcome.floored, outcome.problems = tuple(floored), tuple(problems)
+    outcome.zero = tuple(facts["zero"])
     outcome.sites = tuple(sorted({tuple(site) for rank in told for site in rank["sites"]}))
     return outcome
 

@@ -81,7 +81,6 @@ def control(
     planned: Sequence[tuple[Case, Break]],
     bound: float,
     told: Callable[[Control], None] | None = None,
-    uses: Sequence[str] = (),
 ) -> list[Control]:
     """Run cases with their breaks and return what the proof said of each.
 
@@ -101,7 +100,7 @@ def control(
         if not whole:
             cases = [replace(case, precision=case.subject.precision) for case in cases]
         breaks = [planned[number][1] for number in numbers]
-        run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S, uses=uses)
+        run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S)
 
     attempt(range(len(planned)), whole=False)
     left = [number for number, control in found.items() if not control.noticed]

@@ -51,16 +51,15 @@ class Asked:
         return cls(**axes, stages=stages, named_layers=max(named, default=None))
 
 
-def shrink(run: Run, layouts: Sequence[Layout], as_run: bool = False) -> Subject:
+def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
     """Return what a proof of a run computes, small and of the same kinds.
 
     Args:
         run: the run.
         layouts: layouts that must be legal for the result.
-        as_run: keep the run's number format; fp64 otherwise.
+        precision: number format of the proof.
     """
     asked = Asked.by(layouts)
-    precision: Precision = run.train.precision if as_run else "fp64"
     return Subject(
         small_decoder(run.decoder(), asked),
         small_optimizer(run.optim),

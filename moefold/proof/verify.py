@@ -16,6 +16,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import needs
 from moefold.parallel.config import Layout
+from moefold.precision.rates import settled
 from moefold.precision.recipe import DTYPES
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
@@ -55,6 +56,8 @@ class Verdict:
     floored: tuple[str, ...]
     """Tensors that are compared at the floor, being tiny beside the others of their kind."""
     seconds: float
+    zero: tuple[str, ...] = ()
+    """Gradients that are zero by the run's own maths, each with its reason."""
     sites: tuple[Site, ...] = ()
     """Call-sites of exchanges between ranks that it recorded."""
 
@@ -107,7 +110,7 @@ def verify(
     See :func:`cases_of` for the arguments; ``told`` hears of each verdict as it is known.
     """
     cases = cases_of(run, layouts, world, as_run)
-    return (within_spread if as_run else prove)(cases, told, run.uses)
+    return (within_spread if as_run else prove)(cases, told)
 
 
 def cases_of(
@@ -128,11 +131,12 @@ def cases_of(
         RunError: for a layout that is not legal for the run on so many ranks, with the nearest.
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
+    precision = settled(run.train.precision, torch.device("cpu")) if as_run else "fp64"
     cases = []
     for record in records:
         ranks = world or max(2, record.split.smallest_world)
         _check(run, record, ranks)
-        subject = replace(shrink(run, records, as_run), micro_batches=enough(record, ranks))
+        subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))
         cases.append(Case(record.split.text or f"dp{ranks}", subject, record, ranks))
     return cases
 
@@ -157,16 +161,14 @@ def _check(run: Run, layout: Layout, world: int) -> None:
         raise RunError(found, source=f"layout {str(layout.split)!r} on {world} ranks")
 
 
-def prove(
-    cases: Sequence[Case], told: Told | None = None, uses: Sequence[str] = (), bound: float = BOUND
-) -> Proof:
+def prove(cases: Sequence[Case], told: Told | None = None, bound: float = BOUND) -> Proof:
     """Run cases against one rank, with one bound for every error."""
 
     def tell(number: int, outcome: Outcome) -> None:
         if told is not None:
             told(verdict(cases[number], outcome, bound))
 
-    outcomes = run_cases(cases, told=tell, uses=uses)
+    outcomes = run_cases(cases, told=tell)
     pairs = zip(cases, outcomes, strict=True)
     return Proof(tuple(verdict(case, outcome, bound) for case, outcome in pairs))
 
@@ -182,7 +184,7 @@ def verdict(
         for quantity, error in outcome.errors.items()
     ]
     sites = tuple(Site(*site) for site in outcome.sites)
-    told = outcome.problems, outcome.floored, outcome.seconds, sites
+    told = outcome.problems, outcome.floored, outcome.seconds, outcome.zero, sites
     return Verdict(case.name, case.world, tuple(rows), *told)
 
 
@@ -190,16 +192,13 @@ def controls_of(
     cases: Sequence[Case],
     proof: Proof,
     told: Callable[[Control], None] | None = None,
-    uses: Sequence[str] = (),
 ) -> list[Control]:
     """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(breaks_of(cover(recorded)), BOUND, told, uses)
+    return control(breaks_of(cover(recorded)), BOUND, told)
 
 
-def within_spread(
-    cases: Sequence[Case], told: Told | None = None, uses: Sequence[str] = ()
-) -> Proof:
+def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
     """Hold each error against ten times what shuffled sums on one rank differ by."""
     subjects = list(dict.fromkeys(case.subject for case in cases))
     shuffled = [
@@ -207,7 +206,7 @@ def within_spread(
         for subject in subjects
         for seed in SHUFFLED
     ]
-    outcomes = run_cases([*cases, *shuffled], uses=uses)
+    outcomes = run_cases([*cases, *shuffled])
     spread: dict[Subject, dict[str, float]] = {subject: {} for subject in subjects}
     for case, outcome in zip(shuffled, outcomes[len(cases) :], strict=True):
         held = spread[case.subject]

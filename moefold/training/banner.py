@@ -1,9 +1,10 @@
 """What a run is, said before its first step: size, cost, live paths, balancing, data, folder."""
 
 import math
+import os
 import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias, Moe
+from moefold.planner.time_optimizer import orthogonal_flops
 from moefold.training.loop import Job
 from moefold.training.words import clock, count, milliseconds, plural, si, size
 
@@ -48,19 +51,21 @@ def facts(job: Job, folder: Path) -> dict[str, Any]:
         "tokens_per_step": tokens_per_step(job),
         "least_step_time_s": least_step_time(job),
         "state_bytes": state_bytes(job),
-        "machine_flops_per_s": job.machine.flops_per_s,
+        "machine_flops_per_s": job.utilisation.machine.flops_per_s,
+        "ranks": job.world.size,
+        "layout": job.run.layout.split.text,
         "device": str(job.device),
         "threads": torch.get_num_threads(),
         "rows": [list(row) for row in rows(job, folder)],
     }
 
 
-def panel(job: Job, folder: Path) -> Panel:
-    """Return the banner for a terminal or a log; ``folder`` is where output will go."""
+def panel(job: Job, folder: Path, more: Sequence[Row] = ()) -> Panel:
+    """Return the banner for a terminal or a log: its lines for ``folder``, and ``more``."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for what, said in rows(job, folder):
+    for what, said in [*rows(job, folder), *more]:
         table.add_row(what, Text(said))
     title = f"[bold]{job.run.name}[/] · moefold"
     return Panel(Group(table), title=title, title_align="left", border_style="cyan", expand=False)
@@ -72,9 +77,9 @@ def tokens_per_step(job: Job) -> int:
 
 
 def least_step_time(job: Job) -> float:
-    """Return the seconds that a step's products take at the machine's measured rate: a bound."""
+    """Return the seconds that a step's products take on all ranks at the measured rate: a bound."""
     flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
-    return tokens_per_step(job) * flops / job.machine.flops_per_s
+    return tokens_per_step(job) * flops / (job.utilisation.machine.flops_per_s * job.world.size)
 
 
 def state_bytes(job: Job) -> int:
@@ -87,7 +92,10 @@ def state_bytes(job: Job) -> int:
 def _model(job: Job) -> Iterator[Row]:
     counts, decoder = job.counts, job.decoder
     active = counts.active_parameters
-    family = getattr(job.run.model, "family", type(job.run.model).__name__)
+    model = job.run.model
+    family = getattr(model, "family", type(model).__name__)
+    if isinstance(model, Folder):
+        family = f"{read_config(Path(model.path)).model.family} of {model.path}"  # type: ignore[attr-defined]
     yield (
         "model",
         f"{family}: {count(counts.parameters)} parameters, {count(active)} active per token "
@@ -127,7 +135,7 @@ def _cost(job: Job) -> Iterator[Row]:
     yield (
         "time",
         f"at least {milliseconds(least)} a step and {clock(steps * least)} in all, with every "
-        "product at the machine's best rate; the real time is measured after 3 steps",
+        f"product at the best rate{_on_all(job)}; the real time is measured after 3 steps",
     )
     yield (
         "memory",
@@ -136,18 +144,46 @@ def _cost(job: Job) -> Iterator[Row]:
     )
 
 
+def _threads() -> str:
+    """Say how many threads compute, and whether they spin while they wait."""
+    threads, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
+    said = plural(threads, "thread")
+    if threads == 1 or policy.lower() == "passive":
+        return said
+    return f"{said} that spin while they wait (OMP_WAIT_POLICY=passive before torch is loaded)"
+
+
+def _on_all(job: Job) -> str:
+    return "" if job.world.size == 1 else f" on all {job.world.size} ranks"
+
+
+def _ranks(job: Job) -> Iterator[Row]:
+    """Say how many ranks compute, in which layout, and over what they talk."""
+    world, layout = job.world, job.run.layout.split.text or "data ranks alone"
+    if world.size == 1:
+        yield "ranks", "one"
+    else:
+        over = "NCCL" if job.device.type == "cuda" else "gloo"
+        yield "ranks", f"{world.size}, layout {layout}, over {over}"
+
+
 def _paths(job: Job) -> Iterator[Row]:
-    dtype = job.model.recipe.dtype
-    rate = f"{si(job.machine.flops_per_s)}FLOP/s ({job.machine.source})"
+    dtype, machine = job.model.recipe.dtype, job.utilisation.machine
+    rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
+    if job.utilisation.peak is not None:
+        rate += f" of {si(job.utilisation.peak)}FLOP/s that the chip is sold with"
+    rate += " each" if job.world.size > 1 else ""
+    yield from _ranks(job)
     device = str(job.device)
     if job.device.type == "cuda":
         device = torch.cuda.get_device_name(job.device)
     elif job.device.type == "cpu":
-        device = f"CPU ({platform.machine()}), {plural(torch.get_num_threads(), 'thread')}"
+        device = f"CPU ({platform.machine()}), {_threads()}"
     yield "device", f"{device}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
-    yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters}"
+    settled = f"{job.format.why}; here {job.format.said}"
+    yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
     kernels = {}
     for i, mixture in job.model.mixtures():
         kernel = mixture.experts.kernel(dtype)
@@ -158,6 +194,11 @@ def _paths(job: Job) -> Iterator[Row]:
     yield "attention", "scaled_dot_product_attention, document by document"
     for number, (kind, said) in enumerate(job.optimizer.describe().items()):
         yield "" if number else "optimizer", f"{kind}: {said}"
+    extra = orthogonal_flops(job.decoder, job.run.optim)
+    if extra:
+        step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
+        share = f"{100 * extra / step:.0f} % of what the model takes"
+        yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}; MFU leaves it out"
     recompute = job.run.layout.recompute
     if recompute is not None:
         modules = ", ".join(getattr(recompute, "modules", ()))
@@ -187,14 +228,14 @@ def _balance(job: Job) -> str:
 
 
 def _data(job: Job) -> Iterator[Row]:
-    prepared, last = job.loader.prepared, job.last_step
-    ends = job.loader.epoch(last)
+    prepared, steps = job.loader.prepared, job.last_step - job.step_number
+    begins, ends = (job.loader.epoch(step) for step in (job.step_number, job.last_step))
     for part in prepared.train:
         corpus = part.corpus
         yield (
             "data",
             f"{part.name}: {corpus.documents:,} documents, {count(corpus.tokens)} tokens, read "
-            f"{ends[part.name]:.2f} times by step {last:,}",
+            f"{ends[part.name] - begins[part.name]:.2g} times in {plural(steps, 'step')}",
         )
     for part in prepared.valid:
         corpus = part.corpus

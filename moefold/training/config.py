@@ -9,7 +9,7 @@ from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import Size
-from moefold.precision.config import Precision
+from moefold.precision.config import Asked
 
 NONFINITE = Slot("policy on a non-finite step")
 
@@ -49,7 +49,8 @@ class Train(Record):
     """Sequences per optimizer step, over all data-parallel ranks."""
     micro_batch: Size = 1
     """Sequences per forward and backward."""
-    precision: Precision = "bf16"
+    precision: Asked = "auto"
+    """Of products; ``auto`` is bf16 where its products are faster than fp32's, else fp32."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()

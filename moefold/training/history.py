@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from moefold.files import named
 from moefold.training.hooks.lines import read_lines
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,9 +62,9 @@ class History:
         """Read a run's folder; files that are not there leave their part empty."""
         path = folder / BASELINES_FILE
         return cls(
-            read_lines(folder / METRICS_FILE),
+            [_possible(line) for line in read_lines(folder / METRICS_FILE)],
             read_lines(folder / LOAD_FILE),
-            json.loads(path.read_text()) if path.exists() else {},
+            read_baselines(path),
             _read_events(folder / EVENTS_FILE),
         )
 
@@ -114,6 +115,25 @@ class History:
         return np.array([line["step"] for line in self.loads]), layers, out
 
 
+def _possible(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a step's figures without a utilisation above one, which a slow moment's rate gives."""
+    return {k: v for k, v in line.items() if k != "mfu" or v is None or float(v) <= 1}
+
+
+def read_baselines(path: Path) -> dict[str, float]:
+    """Read ``baselines.json``; an absent file has none.
+
+    Raises:
+        ValueError: where it holds anything but figures by name.
+    """
+    try:
+        with named(path):
+            found = json.loads(path.read_bytes()) if path.exists() else {}
+        return {name: float(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: holds no figures by name: {error}; remove it") from error
+
+
 def _layer_order(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdigit() else (1 << 30, name)
 
@@ -121,7 +141,8 @@ def _layer_order(name: str) -> tuple[int, str]:
 def _read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events; a line that a kill left unfinished is passed over."""
     events = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            events.append(json.loads(line))
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, RecursionError):
+            if isinstance(event := json.loads(line), dict):
+                events.append(event)
     return events

@@ -105,7 +105,7 @@ class LocalCopies:
             How far that was, and its folder on this machine; None where no step is whole.
         """
         ranks = self._world.on_host
-        name = on_first(self._name, ranks, torch.device("cpu"))
+        name = on_first(self._name, ranks)
         here = self._root / str(name)
         found = self._found(here, since) if name else {}
         while True:
@@ -145,7 +145,7 @@ class LocalCopies:
             (self._folder / NAME_FILE).write_text(json.dumps(name) + "\n")
             return [name, uuid.uuid4().hex]
 
-        name, self._session = on_first(named, self._world.on_host, torch.device("cpu"))
+        name, self._session = on_first(named, self._world.on_host)
         self._here = self._root / name
         for candidate in candidates(self._here):
             if candidate.step > step:

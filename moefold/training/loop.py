@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,26 @@ from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.records import plain
-from moefold.convert.importer import import_folder
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.data.prepare import Prepared, prepare
+from moefold.data.prepare import Progress as Told
 from moefold.data.tokenizer import Tokenizer
-from moefold.model.families.folder import Folder
+from moefold.files import demand_writable, named
 from moefold.model.generate import generate
-from moefold.model.init import start_value
-from moefold.observe.machine import Machine, measured
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import Data
-from moefold.parallel.pipeline.score import next_logits
+from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
+from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
+from moefold.training.begin import start_values
 from moefold.training.copies import Copies
 from moefold.training.exhausted import explained
 from moefold.training.feed import Feed
+from moefold.training.format import Format
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import Judge, Verdict
 from moefold.training.recover import Keeper, Past
@@ -51,8 +51,9 @@ from moefold.training.saving import Saver
 from moefold.training.signals import heard
 from moefold.training.state import Progress, contents, form, held_by, identity, restore
 from moefold.training.step import StepFigures, evaluate, gradients
-from moefold.training.stored import demand_names, describe
+from moefold.training.stored import describe
 from moefold.training.together import Together
+from moefold.training.utilisation import Utilisation
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
@@ -73,10 +74,15 @@ class Job:
         cache: where prepared data is kept (default: beside the folder).
         world: the ranks that train; all of them open the run. Default: this process alone.
         keeper: copies of the state in memory, which the run goes on from if it holds any.
+        told: told of what preparing data is at.
+        scratch: a folder for a run that is only looked at: what of its data is not in ``cache``
+            lies there, nothing else is written, and the run's folder is not locked.
+        forks: another run's state is put in at once, so that no folder's weights are read.
 
     Every method is called on all ranks; hooks live on the first one, see ``together.py``.
 
     Attributes:
+        run, format: the run, with the number format that it was settled to; that format, and why.
         model, optimizer, loader, tokenizer: its parts.
         progress: step, tokens, and what was left out of the data.
         last_step: the step at which :meth:`train` ends.
@@ -91,13 +97,16 @@ class Job:
         cache: str | Path | None = None,
         world: World | None = None,
         keeper: Keeper | None = None,
+        told: Told | None = None,
+        scratch: Path | None = None,
+        forks: bool = False,
     ) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.world = world or World.single(device)
         self.device = self.world.device
         demand_fit(run, self.world.size)
         self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
-        self.last_step, self.keeper = run.train.steps, keeper
+        self.last_step, self.keeper, self._forks = run.train.steps, keeper, forks
         self._together = Together(
             self.world,
             {
@@ -114,11 +123,13 @@ class Job:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.lock = FolderLock(self.folder, run.name)
-        self._first(self.lock.acquire)
+        cache = cache or self.folder.parent / ".prepared"
+        self._prepare = partial(prepare, run.data, cache, told, scratch)
+        self._first(partial(demand_writable, self.folder) if scratch else self.lock.acquire)
         self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, self.world)
         try:
             with explained(run, self.world):
-                self._open(Path(cache) if cache else self.folder.parent / ".prepared")
+                self._open()
         except BaseException:
             self._release()
             raise
@@ -129,16 +140,17 @@ class Job:
         def done() -> None:
             function()
 
-        on_first(done, self.world.group("world"), self.device)
+        on_first(done, self.world.on_host)
 
     def _release(self) -> None:
         if self._together.leader:
             self.lock.release()
 
-    def _open(self, cache: Path) -> None:
-        run, train, sizes = self.run, self.run.train, self.world.folding.sizes
-        ranks = self.world.group("world")
-        prepared = self._prepared(cache)
+    def _open(self) -> None:
+        self.format = Format.of(self.run, self.folder, self.world, self.keeper)
+        self.run = run = self.format.settle(self.run)
+        train, sizes = run.train, self.world.folding.sizes
+        prepared = self._prepared()
         self.tokenizer: Tokenizer = prepared.tokenizer
         self.loader = Loader(
             prepared,
@@ -151,15 +163,16 @@ class Job:
         self.feed = Feed(self.loader, self.world)
         demand_agreement(run, self.parts, self.loader.fingerprint(), self.world)
         self.decoder = run.decoder()
-        parts = build_parts(self.decoder, train.precision, run.layout, self.world, "meta")
+        parts = build_parts(self.decoder, self.format.precision, run.layout, self.world, "meta")
         self.data = Data(parts)
         self.placed, self.model = self.data.placed, self.data.placed.model
-        self.start_values()
+        said = *notes(run), *self.start_values()
+        if self._together.leader and not self.recovered:
+            for line in said:
+                _log.warning("%s", line)
         self.optimizer: Optimizer = self.data.optimizer(run.optim)
         self.progress = Progress()
-        dtype = self.model.recipe.dtype
-        rate = on_first(lambda: asdict(measured(dtype, self.device)), ranks, self.device)
-        self.machine = Machine(**rate)
+        self.utilisation = Utilisation(self.format.machine, self.model.recipe.dtype, self.world)
         self.counts = count(self.decoder)
         self._busy_s, self.place = 0.0, 0
         self.judge = Judge(run.train.on_nonfinite)
@@ -175,25 +188,18 @@ class Job:
             self.resumed_from = self._resume()
         self.saver.prepare(partial(contents, self.data, self.optimizer))
 
-    def _prepared(self, cache: Path) -> Prepared:
+    def _prepared(self) -> Prepared:
         """Make the run's data on the first rank and open it on all, once in this process."""
-        kept = None if self.keeper is None else self.keeper.prepared
-        self._first(lambda: kept or prepare(self.run.data, cache))
-        found = kept or prepare(self.run.data, cache)
+        kept = self.keeper and self.keeper.prepared
+        self._first(lambda: kept or self._prepare())
+        found = kept or self._prepare()
         if self.keeper is not None:
             self.keeper.prepared = found
         return found
 
-    def start_values(self) -> None:
-        """Give the model its values before step one: drawn, or a folder's weights."""
-        source = self.run.model
-        if isinstance(source, Folder):
-            with import_folder(source.path) as imported:
-                tensors = imported.tensors
-                demand_names(self.model, tensors, whole=self.world.size == 1)
-                self.data.fill(lambda piece: tensors.part(piece.name, piece.box), buffers=True)
-        else:
-            self.data.fill(partial(start_value, self.decoder, self.run.seed))
+    def start_values(self) -> tuple[str, ...]:
+        """Give the model its values before step one; return what of a folder's is left out."""
+        return start_values(self.run, self.decoder, self.data, self._forks)
 
     def _recall(self) -> bool:
         """Go on from copies in memory or on local disks, where some are whole and newest."""
@@ -216,7 +222,6 @@ class Job:
 
     def _resume(self) -> Path | None:
         """Go on from the newest checkpoint whose every byte is as written; return it."""
-        ranks = self.world.group("world")
         self.saver.wait()
         path = self._newest()
         while path is not None:
@@ -227,7 +232,8 @@ class Job:
                 self.progress = restore(path, self.data, self.optimizer)
             except DamagedError as error:
                 damage = error
-            said = [text for text in gather_objects(damage and str(damage), ranks) if text]
+            told = gather_objects(damage and str(damage), self.world.on_host)
+            said = [text for text in told if text]
             if not said:
                 self.data.renew()
                 return path
@@ -240,11 +246,8 @@ class Job:
 
     def _newest(self, before: int | None = None) -> Path | None:
         """Return the newest complete checkpoint as the first rank sees it."""
-        found = on_first(
-            lambda: str(newest(self.folder, before=before) or ""),
-            self.world.group("world"),
-            self.device,
-        )
+        first = partial(newest, self.folder, before=before)
+        found = on_first(lambda: str(first() or ""), self.world.on_host)
         return Path(found) if found else None
 
     @property
@@ -271,7 +274,7 @@ class Job:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        with heard(self.request_stop), explained(self.run, self.world):
+        with heard(self), explained(self.run, self.world), named(self.folder):
             try:
                 self._start()
                 self._keep()
@@ -385,7 +388,7 @@ class Job:
             "grad_norm": figures.grad_norm,
             "lr": next(iter(rates.values())),
             "tokens_per_s": per_second,
-            "mfu": per_second * flops / (self.machine.flops_per_s * self.world.size),
+            **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
@@ -441,6 +444,7 @@ class Job:
         meta: dict[str, Any] = {
             "format": FORMAT,
             "run": plain(self.run),
+            "precision": dict(self.format.began),
             **describe(self.decoder, self.tokenizer),
             "parts": self.parts,
             "data": self.loader.fingerprint(),
@@ -462,14 +466,14 @@ class Job:
 
     def _pace(self) -> list[float]:
         busy, self._busy_s = self._busy_s, 0.0
-        return gather_objects(busy, self.world.group("world"))
+        return gather_objects(busy, self.world.on_host)
 
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""
         return self._together.do("generate", prompts, how)
 
     def _generate(self, prompts: list[list[int]], how: dict[str, Any]) -> list[list[int]]:
-        return generate(partial(next_logits, self.placed), prompts, **how)
+        return generate(continuing(self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to save and end after the present step; the first rank is asked."""

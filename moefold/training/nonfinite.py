@@ -97,7 +97,7 @@ def _holders(batches: Sequence[MicroBatch], data: Data) -> str:
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
     mine = {"gradients": non_finite(grads), "documents": documents}
-    said = gather_objects(mine, world.group("world"))
+    said = gather_objects(mine, world.on_host)
     lines = [
         f"Gradients not finite{f' on rank {rank}' * (len(said) > 1)}: {_some(each['gradients'])}"
         for rank, each in enumerate(said)

@@ -34,7 +34,7 @@ def device_of(spot: Spot) -> torch.device:
     """Return the device of a rank that has joined the others."""
     if device_kind() == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", spot.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", spot.local_rank)
 
 
 def world_of(run: Run, spot: Spot, folder: Path) -> World:

@@ -21,6 +21,7 @@ from moefold.comm.plain import shift
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.data.prepare import Prepared
+from moefold.precision.config import Precision
 from moefold.training.state import Progress
 
 KEPT = 2
@@ -61,6 +62,7 @@ class Keeper:
             and all had ``met`` again, the last step ``reached``, and how long the one that was
             lost had been ``under_way_s``. Empty in the first attempt.
         prepared: the run's data, once it has been opened here.
+        precision: the format that the copies are computed in.
     """
 
     def __init__(self, line: Line) -> None:
@@ -72,6 +74,7 @@ class Keeper:
         self._ready = -1
         self.recovered: dict[str, Any] = {}
         self.prepared: Prepared | None = None
+        self.precision: Precision | None = None
 
     @property
     def attempt(self) -> int:

@@ -47,7 +47,7 @@ def summary(history: History) -> dict[str, Any]:
         if len(curve):
             out[key] = curve.last
     out["baselines"] = history.baselines
-    for key in ("tokens_per_s", "mfu", "step_time_s"):
+    for key in ("tokens_per_s", "mfu", "mfu_of_peak", "step_time_s"):
         values = history.curve(key).values
         if np.isfinite(values).any():
             out[f"median_{key}"] = float(np.nanmedian(values))
@@ -87,10 +87,11 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
         cards.append([count(facts["tokens"]), "tokens"])
     if "median_tokens_per_s" in facts:
         cards.append([count(facts["median_tokens_per_s"]), "tokens per second (median)"])
-    if "median_mfu" in facts:
-        share = 100 * facts["median_mfu"]
-        said = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
-        cards.append([f"{said} %", "model FLOPs utilisation"])
+    for key, of in (("median_mfu", "the measured rate"), ("median_mfu_of_peak", "the chip's peak")):
+        if key in facts:
+            share = 100 * facts[key]
+            said = f"{share:.0f}" if share >= 1 else f"{share:.2g}"
+            cards.append([f"{said} %", f"model FLOPs utilisation, of {of}"])
     if "goodput" in facts:
         cards.append([clock(facts["wall_s"]), "wall clock"])
         cards.append([f"{100 * facts['goodput']:.0f} %", "goodput: of it inside steps"])

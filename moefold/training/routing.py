@@ -15,5 +15,7 @@ def routing(placed: Placed) -> list[dict[str, Any]]:
         figures = mixture.balance.health(mixture.router)
         said = {"layer": i, "top_k": mixture.record.router.top_k}
         layers.append(said | {name: held.tolist() for name, held in figures.items()})
-    everywhere = gather_objects(layers, placed.world.group("pp"))
+    world = placed.world
+    first = world.group("stage").index == 0  # Others of a stage have the same figures.
+    everywhere = gather_objects(layers if first else [], world.on_host)
     return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))

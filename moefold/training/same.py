@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from moefold.checkpoint.errors import CheckpointError
 from moefold.comm.agree import demand_same
 from moefold.comm.world import World
+from moefold.config.check import check
+from moefold.config.dump import unplaced
 from moefold.config.records import plain
 from moefold.config.uses import bring
+from moefold.model.config import Decoder
 from moefold.observe.code import code_version
 from moefold.run import Run
 from moefold.training.state import as_known_today, differences
@@ -41,11 +45,20 @@ def demand_same_run(
 
     Raises:
         ValueError: with each difference.
+        CheckpointError: where it is no run's, but a model that was imported.
     """
-    changed = differences(as_known_today(meta["run"]), plain(run))
+    if "run" not in meta:
+        raise CheckpointError(
+            f"{path} is a model that was imported, and no run to continue; start one from its "
+            f"weights: moefold train RUN --folder {path.parent} --fork NEW"
+        )
+    changed = differences(as_known_today(meta["run"], run), plain(run))
     changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
     if meta["data"] != data:
         changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
+    model = check(Decoder, meta.get("decoder")).record
+    if not changed and model not in (None, run.decoder()):
+        changed.append("model: what its config.json says is not what the checkpoint holds")
     if changed:
         raise ValueError(
             f"{path} belongs to a run that computes something else:\n  "
@@ -64,7 +77,7 @@ def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World
         "torch": torch.__version__,
         "moefold": code_version(),
         "data": data,
-        **{f"run.{key}": value for key, value in plain(run).items()},
+        **{f"run.{key}": value for key, value in unplaced(run).items()},
         **parts,
     }
-    demand_same(facts, world.group("world"))
+    demand_same(facts, world.on_host)

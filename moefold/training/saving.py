@@ -44,7 +44,7 @@ class Saver:
 
     def __init__(self, folder: Path, policy: Policy, lock: FolderLock, world: World) -> None:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
-        self._ranks = world.group("world")
+        self._ranks = world.on_host
         self._flight: _Flight | None = None
         self._copies: dict[tuple[str, int], Tensor] = {}
 
@@ -62,18 +62,18 @@ class Saver:
             SaveError: on all ranks, where the storage refused this one, or the one before it.
         """
         self.wait()
-        policy, ranks, device = self._policy, self._ranks, self._world.device
+        policy, ranks = self._policy, self._ranks
         if policy.asynchronous:
             copied = self._copied(tensors)
             work = Work.of(self._folder, step, copied, meta, policy, _log.warning)
-            saving = Together(work, policy, self._lock, ranks, device)
+            saving = Together(work, policy, self._lock, ranks)
             saving.begin()
             self._flight = _Flight(saving)
             return work.final
         if ranks.size == 1:
             return save(self._folder, step, tensors, meta, policy, lock=self._lock)
         where = self._folder, step, tensors, meta, policy
-        return save_together(*where, lock=self._lock, ranks=ranks, device=device)
+        return save_together(*where, lock=self._lock, ranks=ranks)
 
     @property
     def busy(self) -> bool:
@@ -89,9 +89,8 @@ class Saver:
         flight = self._flight
         if flight is None:
             return
-        host = self._world.on_host
-        done = sum_(torch.tensor([int(flight.idle)]), host)
-        if int(done) < host.size:
+        done = sum_(torch.tensor([int(flight.idle)]), self._ranks)
+        if int(done) < self._ranks.size:
             return
         try:
             self._go_on(flight)

@@ -16,9 +16,12 @@ import torch
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
+from moefold.checkpoint.manifest import Stored
 from moefold.checkpoint.tensors import Part
 from moefold.config.check import check
-from moefold.config.problems import dotted
+from moefold.config.dump import unplaced
+from moefold.config.fields import Place, last_part, paths_in
+from moefold.config.problems import Edit, amend, copied, dotted
 from moefold.config.records import plain
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import Data, Held
@@ -48,15 +51,20 @@ class Progress:
         return place
 
 
-def held_by(data: Data, optimizer: Optimizer) -> Iterator[tuple[str, Held]]:
-    """Yield every box of the state that is here, live, with its tensor's name in a checkpoint."""
+def held_by(data: Data, optimizer: Optimizer | None) -> Iterator[tuple[str, Held]]:
+    """Yield every box of the state that is here, live, with its tensor's name in a checkpoint.
+
+    Without an optimizer: the model's alone.
+    """
     yield from ((MODEL + held.name, held) for held in data.weights())
+    if optimizer is None:
+        return
     yield from ((held.name, held) for held in data.states(optimizer))
 
 
 def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
     """Return a digest of what a run computes, and of the layout that it is computed in."""
-    said = plain(run)
+    said = unplaced(run)
     computed = {key: said[key] for key in (*IDENTITY, "layout")}
     for key, inner in FREE_IN_IDENTITY:
         computed[key] = {name: value for name, value in computed[key].items() if name != inner}
@@ -104,9 +112,10 @@ def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Itera
             yield Part(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
 
 
-def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:
+def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
     """Fill what is here of the state from a checkpoint of any layout; return how far it is.
 
+    Without an optimizer the model alone is filled, and the run is at its beginning.
     Once all ranks have succeeded, ``data.renew()`` brings the weights up to date.
 
     Raises:
@@ -115,18 +124,24 @@ def restore(path: Path, data: Data, optimizer: Optimizer) -> Progress:
     """
     with Reader(path) as reader, torch.no_grad():
         wanted = list(held_by(data, optimizer))
-        _check_names(reader, dict(wanted), whole=data.placed.world.size == 1)
+        stored = reader.manifest.tensors
+        if optimizer is None:
+            stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}
+        _check_names(path, stored, dict(wanted), whole=data.placed.world.size == 1)
         reader.check_sizes(dict(wanted))
         for name, held in wanted:
             reader.read_part_into(name, held.tensor, tuple(start for start, _ in held.box))
+        if optimizer is None:
+            return Progress()
         progress = reader.manifest.meta["progress"]
     return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
 
 
-def _check_names(reader: Reader, wanted: Mapping[str, Held], whole: bool) -> None:
+def _check_names(
+    path: Path, stored: Mapping[str, Stored], wanted: Mapping[str, Held], whole: bool
+) -> None:
     """Refuse a checkpoint whose tensors are not those of the state; others hold what is not here
     unless it is ``whole``."""
-    stored = reader.manifest.tensors
     unexpected = [name for name in stored if name not in wanted] if whole else []
     missing = [name for name in wanted if name not in stored]
     mismatched = {
@@ -135,14 +150,23 @@ def _check_names(reader: Reader, wanted: Mapping[str, Held], whole: bool) -> Non
         if name in stored and (what := difference(stored[name], held.shape, held.tensor.dtype))
     }
     if missing or unexpected or mismatched:
-        raise MismatchError(reader.path, missing, unexpected, mismatched)
+        raise MismatchError(path, missing, unexpected, mismatched)
 
 
-def as_known_today(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
     """Return a stored run with the fields that were added since, at their defaults.
 
-    A run that today's records no longer accept comes back as it is, and differs where it differs.
+    A path that ends as ``run``'s does is taken for the same, moved. A run that today's records no
+    longer accept comes back otherwise as it is, and differs where it differs.
     """
+    place, stored = Place(Run), copied(stored)
+    present = {spot: text for spot, text, _ in paths_in(place, plain(run))}
+    moved = [
+        Edit(spot, present[spot])
+        for spot, text, _ in list(paths_in(place, stored))
+        if spot in present and last_part(text) == last_part(present[spot])
+    ]
+    stored = amend(stored, moved)
     record = check(Run, stored).record
     return stored if record is None else plain(record)
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import max_, sum_
+from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
 from moefold.moe.balance import sum_counters
-from moefold.moe.config import Dispatch
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
 from moefold.parallel.data.sharding import Data
+from moefold.parallel.limits import check_even_rows, check_room
 from moefold.parallel.pipeline.executor import Executor, Ran
 from moefold.parallel.pipeline.score import score
 from moefold.policies.recompute import Recompute
@@ -64,6 +64,7 @@ def gradients(
     module = world.recorder.module
     with module("step"):
         labels, tokens = _everywhere(batches, world)
+        check_even_rows(placed, batches)
     data.begin_step(len(batches))
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
@@ -85,32 +86,6 @@ def gradients(
         sum_counters(balances, world.group("stage"))
     with module("figures"):
         return _figures(placed, ran, shares, norm_squared, labels, tokens, stop)
-
-
-def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
-    """Refuse passes in which a dispatch of stated room left rows out; all ranks do alike.
-
-    Args:
-        placed: the model's parts on this rank.
-        excess: of every such dispatch here, the rows that it could not take.
-
-    Raises:
-        ValueError: names the room that would have been enough.
-    """
-    dispatch = placed.layout.dispatch
-    room = dispatch.room if isinstance(dispatch, Dispatch) else None
-    if room is None:
-        return
-    most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
-    with placed.world.recorder.module("room"):
-        most = max_(torch.stack([most, *excess]).amax(), placed.world.group("world"))
-    (missing,) = read_scalars(most)
-    if missing:
-        needed = room + round(missing)
-        raise ValueError(
-            f"layout.dispatch.max_rows is {room}, and a rank had {needed} rows for another. "
-            f"Set max_rows to {needed} or more, or choose dispatch: alltoall"
-        )
 
 
 def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
@@ -178,7 +153,8 @@ def evaluate(
         with placed.world.recorder.module("evaluation"):
             figures[0] += score(placed, flow, loss_chunk)
         excess += flow.excess
-        if placed.world.group("tp_cp_pp").index == 0:
+        spot = placed.world.attention
+        if spot.pp == spot.cp == spot.tp == 0:
             figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
     check_room(placed, excess)
     with placed.world.recorder.module("evaluation"):

@@ -21,6 +21,7 @@ from moefold.config.uses import bring
 from moefold.data.tokenizer import Tokenizer
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
+from moefold.precision.config import Precision
 
 MODEL = "model."
 """Before the names of the model's tensors."""
@@ -39,9 +40,29 @@ def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"decoder": plain(decoder), "tokenizer": said}
 
 
+def precision_of(meta: Mapping[str, Any]) -> Precision | None:
+    """Return the format that a checkpoint's run computed in, by the checkpoint's meta."""
+    return (meta.get("run") or {}).get("train", {}).get("precision")
+
+
 def model_tensors(model: DecoderModel) -> dict[str, Tensor]:
     """Return a model's tensors by their names in a checkpoint: live tensors, not copies."""
     return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def checkpoint_in(source: Path) -> Path:
+    """Return the checkpoint that a folder is, or the newest one of those that it holds.
+
+    Raises:
+        CheckpointError: where there is none.
+    """
+    path = source if (source / "manifest.json").is_file() else newest(source)
+    if path is None:
+        hub = (source / "config.json").is_file()
+        hint = "moefold import makes a checkpoint of this Hugging Face folder"
+        hint = hint if hub else "give a run's folder or step-…"
+        raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
+    return path
 
 
 @dataclass(frozen=True)
@@ -67,13 +88,7 @@ class StoredModel:
             CheckpointError: where there is none, or it holds no model.
         """
         bring(uses)
-        source = Path(source)
-        path = source if (source / "manifest.json").is_file() else newest(source)
-        if path is None:
-            hub = (source / "config.json").is_file()
-            hint = "moefold import makes a checkpoint of this Hugging Face folder"
-            hint = hint if hub else "give a run's folder or step-…"
-            raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
+        path = checkpoint_in(Path(source))
         reader = Reader(path)
         try:
             meta = reader.manifest.meta
@@ -83,10 +98,15 @@ class StoredModel:
             if verdict.record is None:
                 _demand_parts(path, meta)
                 raise RunError(verdict.violations, meta["decoder"], str(path))
-            return cls(path, meta, verdict.record, _tokenizer(meta.get("tokenizer")), reader)
+            return cls(path, meta, verdict.record, tokenizer_of(meta), reader)
         except BaseException:
             reader.close()
             raise
+
+    @property
+    def precision(self) -> Precision:
+        """The format that the run computed in; fp32 for weights without a run."""
+        return precision_of(self.meta) or "fp32"
 
     @property
     def tensors(self) -> "ModelTensors":
@@ -168,7 +188,9 @@ def _demand_parts(path: Path, meta: Mapping[str, Any]) -> None:
         )
 
 
-def _tokenizer(said: Mapping[str, Any] | None) -> Tokenizer | None:
+def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
+    """Return the tokenizer that a checkpoint's meta describes, None where it has none."""
+    said = meta.get("tokenizer")
     if said is None:
         return None
     return Tokenizer(

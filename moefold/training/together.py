@@ -23,7 +23,7 @@ class Together:
     """
 
     def __init__(self, world: World, parts: dict[str, Callable[..., Any]]) -> None:
-        self._ranks, self._device = world.group("world"), world.device
+        self._ranks = world.on_host
         self._parts = parts
         self._leads = False
 
@@ -71,11 +71,11 @@ class Together:
         while True:
             said = self._say(None)
             if "error" in said:
-                raise FirstFailed(said["error"])
+                raise FirstFailed(f"the first rank failed: {said['error']}")
             if "answer" in said:
                 return said["answer"]
             with suppress(SaveError):  # The leader had it too, and says what comes of it.
                 self._parts[said["do"]](*said["args"])
 
     def _say(self, words: Any) -> Any:
-        return told_by_first(words, self._ranks, self._device)
+        return told_by_first(words, self._ranks)

@@ -1,12 +1,15 @@
 """Small Hugging Face folders, written here from scratch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from moefold.convert.targets import targets
@@ -79,6 +82,18 @@ def write_hub(
         save_file({name: stored[name] for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
     write_index(folder, weight_map)
+    return folder
+
+
+def write_tokenizer(folder: Path, words: Sequence[str]) -> Path:
+    """Write a ``tokenizer.json`` of whole words, after the end of a document and the unknown."""
+    tokens = ["<|endoftext|>", "<unk>", *words]
+    table = {token: number for number, token in enumerate(tokens)}
+    inner = Tokenizer(WordLevel(table, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    inner.add_special_tokens(tokens[:1])
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
     return folder
 
 

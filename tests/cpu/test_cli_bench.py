@@ -57,7 +57,8 @@ def test_the_command_writes_a_machine_and_shows_the_step(
     step = said["steps"]["tiny"]
     assert step["planned_s"] > 0 and step["measured_s"] > 0
     assert step["off"] == pytest.approx(step["planned_s"] / step["measured_s"] - 1)
-    assert "factors" in Machine.read(file).tables["fp32"]
+    tables = Machine.read(file).tables  # of the format that precision: auto is on this machine
+    assert any("factors" in table for table in tables.values())
     assert main(["bench", "tiny", "--rounds", "1", "--machine", str(file)]) == 0
     assert "planned" in capsys.readouterr().out
 

@@ -45,6 +45,18 @@ def test_the_fragment_is_a_run_file(capsys: pytest.CaptureFixture[str], tmp_path
     assert again["given"]["step_time_s"] == pytest.approx(found["today"]["step_time_s"])
 
 
+def test_what_training_cannot_execute_is_said_and_not_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The fastest fits by what training lacks alone: stripped of it, it would not."""
+    assert main(["plan", "Mixtral-8x7B", "--cluster", "h100x8", "--batch", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "the fastest layout uses what training does not execute yet" in said
+    assert "package: precision fp8_block" in said
+    assert "no layout that training executes fits" in said and "train:" not in said
+    assert "no GPU has measured Moefold itself" in said
+
+
 def test_a_layout_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "tiny", *FAST, "--layout", "ep2 tp2")
     assert found["given"]["sizes"]["ep"] == found["given"]["sizes"]["tp"] == 2

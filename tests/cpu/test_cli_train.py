@@ -1,7 +1,8 @@
-"""``moefold train``, ``sample``, ``report``, ``explain`` and ``demo`` as a person types them."""
+"""``moefold train``, ``sample``, ``report`` and ``explain`` as a person types them."""
 
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from moefold.cli.main import main
 from moefold.training.history import History
+from moefold.training.hooks.lines import StepLines
 from tests.cpu.runs import raw_run
 from tests.pure.test_training_history import Page
 
@@ -165,7 +167,59 @@ def test_a_dry_run_leaves_no_trace(trained: Path, tmp_path: Path, capsys: Any) -
     facts = json.loads(capsys.readouterr().out)
     assert facts["folder"] == str(tmp_path / "dry") and facts["resumed_from"] is None
     assert facts["last_step"] == 15 and facts["tokens_per_step"] == 64
-    assert [path.name for path in tmp_path.iterdir()] == [".prepared"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_dry_run_writes_nothing_anywhere(
+    trained: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, nproc: int
+) -> None:
+    """Its data is prepared in the system's temporary folder, and that is empty again."""
+    scratch, work = tmp_path / "scratch", tmp_path / "work"
+    scratch.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    layout = ["--nproc", "2", "--layout", "ep2"] if nproc == 2 else []
+    assert main(["train", str(trained.parent / "run.yaml"), "--dry-run", *layout]) == 0
+    assert "parameters" in capsys.readouterr().out or nproc == 2
+    assert not list(work.rglob("*")) and not list(scratch.rglob("moefold*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--folder", "file/x"], "Not a directory: file/x"),
+        (["--folder", "n" * 300], "File name too long"),
+        (["--folder", "loop/x"], "Too many levels of symbolic links: loop/x"),
+        (["--folder", "new/x", "data.train=[{source: text, files: [empty]}]"], "gives no document"),
+        (["--folder", "new/x", "--until", "99"], "its last is 8"),
+    ],
+)
+@pytest.mark.parametrize(("dry", "nproc"), [(False, 1), (True, 1), (False, 2)])
+def test_a_run_that_is_refused_leaves_no_folder(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capfd: Any,
+    words: list[str],
+    said: str,
+    dry: bool,
+    nproc: int,
+) -> None:
+    """The error is worded once, however many ranks meet it; what is prepared whole is kept."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("empty").touch()
+    Path("loop").symlink_to("loop")
+    layout = ["--nproc", "2", "--layout", "ep2"] if nproc == 2 else []
+    run = ["train", str(trained.parent / "run.yaml"), *words, *layout, *["--dry-run"] * dry]
+    assert main(run) == 2
+    err = capfd.readouterr().err
+    assert (err.count("error: "), err.count(said), err.count("Traceback")) == (1, 1, 0), err
+    prepared = ["new"] if "--until" in words and not dry else []
+    assert sorted(path.name for path in Path().iterdir()) == ["empty", "file", "loop", *prepared]
+    assert not Path("new/x").exists()
 
 
 def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: Any) -> None:
@@ -294,22 +348,6 @@ def test_explain_shows_where_values_come_from(trained: Path, capsys: Any) -> Non
     assert "loss_chunk" not in said and "seq: 16" in said and "at least 2 ranks" in said
 
 
-def test_the_demo_ends_with_a_card(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Shrunk to seconds: the result beside the baselines, the folder, four commands that parse."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("moefold.cli._demo.RECIPE", str(run_file(tmp_path, name="demo")))
-    monkeypatch.setattr("moefold.cli._demo.program", lambda: "moefold")
-    (tmp_path / "runs" / "demo").mkdir(parents=True)
-    (tmp_path / "runs" / "demo" / "kept").touch()
-    assert main(["demo", "seed=2"]) == 0
-    said = re.sub(r"[│\s]+", " ", capsys.readouterr().out.rpartition("done")[2])
-    assert "bits per byte on held-out" in said and "xz -9e" in said and "bigram table" in said
-    assert "runs/demo-2/experts.html" in said
-    assert [path.name for path in (tmp_path / "runs" / "demo").iterdir()] == ["kept"]
-    commands = re.findall(r"moefold (sample|report|export|train) ", said)
-    assert commands == ["sample", "report", "export", "train"]
-
-
 OUTSIDE = '''
 """A hook from outside that has the process stopped, as a cluster does."""
 import os, signal
@@ -347,3 +385,64 @@ def test_a_signal_saves_and_has_its_own_status(tmp_path: Path, capsys: Any) -> N
     assert main(command) == 0
     lines = History.read(tmp_path / "out").lines
     assert [line["outside/seen"] for line in lines] == list(range(1, 9))
+
+
+def test_a_disk_that_fills_ends_the_run_with_a_message_and_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The figures' file meets ENOSPC at step 3; the checkpoint of step 2 is whole and goes on."""
+    watch = {**BARE, "checkpoint": {"every": 2}}
+    run = ["train", str(run_file(tmp_path, watch=watch)), "--folder", str(tmp_path / "out")]
+    append = StepLines.append
+
+    def full(self: StepLines, step: int, values: Any) -> None:
+        if step == 3:
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"x")
+        append(self, step, values)
+
+    with monkeypatch.context() as while_full:
+        while_full.setattr(StepLines, "append", full)
+        assert main(run) == 2
+    said = capsys.readouterr()
+    assert f"error: No space left on device: {tmp_path / 'out'}; free some space" in said.err
+    assert "step-00000002 stands" in said.out and "Traceback" not in said.err
+    assert main([*run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 8
+    assert [line["step"] for line in History.read(tmp_path / "out").lines] == list(range(1, 9))
+
+
+def test_a_folder_goes_on_from_anywhere_and_where_it_was_moved(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Paths of the run file begin at it, the kept run has them whole, moved data are the same."""
+
+    def step(*command: str) -> int:
+        assert main(["train", *command, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]
+
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home / "runs", elsewhere):
+        folder.mkdir(parents=True)
+    raw = raw_run(home, watch=BARE, train={"steps": 2})
+    raw["optim"]["schedule_lr"]["warmup"] = 1
+    (source,) = raw["data"]["train"]
+    source["files"] = ["../corpus/*.txt"]
+    (home / "runs" / "run.yaml").write_text(yaml.safe_dump(raw))
+    monkeypatch.chdir(home)
+    assert step("runs/run.yaml", "--folder", "out") == 2
+    monkeypatch.chdir(elsewhere)
+    assert step("--folder", "../home/out", "train.steps=3") == 3
+    assert step("../home/runs/run.yaml", "--folder", "../home/out", "train.steps=4") == 4
+    moved = home.rename(tmp_path / "moved")
+    assert step(str(moved / "runs" / "run.yaml"), "--folder", str(moved / "out"),
+                "train.steps=5") == 5  # fmt: skip
+    kept = moved / "out" / "run.yaml"
+    older = yaml.safe_load(kept.read_text())
+    older["data"]["train"][0]["files"] = ["corpus/*.txt"]
+    kept.write_text(yaml.safe_dump(older))
+    monkeypatch.chdir(moved)
+    assert step("--folder", "out", "train.steps=6") == 6
+    (moved / "corpus" / "00.txt").write_text("another one")
+    assert main(["train", "runs/run.yaml", "--folder", "out", "train.steps=7"]) == 2
+    assert "data: the tokens" in capsys.readouterr().err

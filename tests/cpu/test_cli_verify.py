@@ -39,6 +39,16 @@ def test_from_python_the_rows_are_the_same_and_any_world_will_do() -> None:
     assert proof.verdicts[0].world == 4
 
 
+def test_legal_runs_of_one_expert_a_token_are_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the first rows leave an expert out by chance, and where a gradient is zero by maths."""
+    top_1 = ["model.shape.top_k=1", "model.renormalise=false", "--layout", "tp2"]
+    status, out, _ = asked(capsys, "demo", *top_1)
+    assert status == 0 and "zero by" not in out
+    status, out, _ = asked(capsys, "tiny", *top_1, "model.shape.experts=1", "model.balance=[aux]")
+    assert status == 0
+    assert "layers.1.moe.router.weight: a softmax over one expert is always 1" in out
+
+
 WRONG = [
     (["tiny", "--layout", "tp3"], "tp"),
     (["tiny", "--layout", "tp2", "--world", "3"], "multiple of"),
@@ -75,7 +85,7 @@ FAILURES = [
 def test_what_fails_is_named_and_ends_in_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: Verdict
 ) -> None:
-    def prove(cases: list[Case], told, uses) -> Proof:
+    def prove(cases: list[Case], told) -> Proof:
         told(failed)
         return Proof((failed,))
 
@@ -86,7 +96,7 @@ def test_what_fails_is_named_and_ends_in_one(
         if not row.max_relative_error <= row.bound:
             assert row.worst in out
     assert all(problem in out for problem in failed.problems)
-    monkeypatch.setattr(_verify, "prove", lambda cases, told, uses: Proof((failed,)))
+    monkeypatch.setattr(_verify, "prove", lambda cases, told: Proof((failed,)))
     assert asked(capsys, "tiny", "--layout", "tp2", "--json")[0] == 1
 
 

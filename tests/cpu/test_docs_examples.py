@@ -1,87 +1,34 @@
 """The examples of docs/extending.md and of README.md do what the pages say."""
 
-import csv
 import json
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import moefold
 from moefold.cli.main import main
-from moefold.data.config import SOURCE
-from moefold.layers.config import FFN
-from moefold.model.config import MODEL
-from moefold.moe.config import BALANCE, DISPATCH
-from moefold.optim.config import OPTIMIZER
 from moefold.training.history import History
-from moefold.training.hooks.config import HOOKS
-from tests.cpu.runs import WORDS, corpus
+from tests.cpu.runs import corpus
+from tests.examples import EXAMPLES, ROOT, blocks, forget, written
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
-SLOTS = (BALANCE, DISPATCH, FFN, HOOKS, MODEL, OPTIMIZER, SOURCE)
 QUIET = ["watch.evaluate=null", "watch.progress.style=off", "watch.checkpoint.every=null"]
 
 
-def blocks(text: str, language: str) -> list[str]:
-    """The code blocks of a page, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-def examples() -> dict[str, tuple[str, str]]:
-    """Each file that the page shows, with the run file that uses it."""
-    pairs = zip(blocks(PAGE, "python"), blocks(PAGE, "yaml"), strict=True)
-    return {code.splitlines()[0].removeprefix("# "): (code, run) for code, run in pairs}
-
-
-EXAMPLES = examples()
-
-
 @pytest.fixture(autouse=True)
-def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_stays_registered() -> Iterator[None]:
     """Parts of one example are unknown to the next."""
-    for slot in SLOTS:
-        monkeypatch.setattr(slot, "kinds", dict(slot.kinds))
-    for name in [name for name in sys.modules if name.startswith("outside_")]:
-        monkeypatch.delitem(sys.modules, name)
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that examples share, so that their data is prepared once."""
     return tmp_path_factory.mktemp("examples")
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a process that never saw the parts from outside."""
-    for slot in SLOTS:
-        mine = {k: r for k, r in slot.kinds.items() if not r.__module__.startswith("outside_")}
-        monkeypatch.setattr(slot, "kinds", mine)
-    for name in [name for name in sys.modules if name.startswith("outside_")]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def written(folder: Path, name: str) -> Path:
-    """Write an example's two files, and what they read; return the run file."""
-    code, run = EXAMPLES[name]
-    (folder / name).write_text(code)
-    with (folder / "notes.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["id", "body"])
-        rows.writerows([i, f"{i} " + " ".join(WORDS) * 3] for i in range(40))
-    raw: dict[str, Any] = yaml.safe_load(run)
-    if "data" in raw:
-        raw["data"]["train"][0]["files"] = [str(folder / "notes.csv")]
-    else:
-        source = {"source": "text", "files": [str(corpus(folder / "corpus"))], "holdout": 0.2}
-        raw["data"] = {"train": [source]}
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    return path
 
 
 def trained(folder: Path, name: str, *overrides: str) -> History:
@@ -137,14 +84,12 @@ def test_the_cap_is_felt(tmp_path: Path) -> None:
         assert "router/aux_micro_batch" in job.step()
 
 
-def test_a_checkpoint_names_parts_and_runs_none_of_their_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_checkpoint_names_parts_and_runs_none_of_their_code(tmp_path: Path, capsys: Any) -> None:
     """They are brought by who reads it, on the command line and in Python."""
     run, out = written(tmp_path, "entropy.py"), str(tmp_path / "out")
     moefold.train(moefold.load_run(run, ["train.steps=6", *QUIET]), folder=out)
     part = (tmp_path / "entropy.py").rename(tmp_path / "moved.py")
-    forget(monkeypatch)
+    forget()
     capsys.readouterr()
     assert main(["sample", out, "--prompt", "a", "--tokens", "2"]) == 2
     told = capsys.readouterr().err
@@ -152,22 +97,20 @@ def test_a_checkpoint_names_parts_and_runs_none_of_their_code(
     with pytest.raises(ValueError, match="parts of its own"):
         moefold.load_model(out)
     assert main(["sample", out, "--prompt", "a", "--tokens", "2", "--uses", str(part)]) == 0
-    forget(monkeypatch)
+    forget()
     assert main(["export", out, str(tmp_path / "hf"), "--uses", str(part)]) == 0
-    forget(monkeypatch)
+    forget()
     model = moefold.load_model(out, uses=[part])
     assert len(list(model.mixtures())) == 2
-    forget(monkeypatch)
+    forget()
     assert moefold.export(out, tmp_path / "hf2", uses=[part])
 
 
-def test_a_run_and_its_parts_may_move_and_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_and_its_parts_may_move_and_not_change(tmp_path: Path) -> None:
     """What counts is the content of a file, wherever it lies."""
     out = tmp_path / "out"
     for folder, steps in (("one", 2), ("other", 4)):
-        forget(monkeypatch)
+        forget()
         (tmp_path / folder).mkdir()
         run = written(tmp_path / folder, "router_norm.py")
         data = f"data.train=[{{source: text, files: ['{corpus(tmp_path / 'c')}'], holdout: 0.2}}]"

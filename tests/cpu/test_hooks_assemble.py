@@ -2,6 +2,7 @@
 
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -119,3 +120,22 @@ def test_a_continued_run_goes_on_at_the_service(tmp_path: Any, monkeypatch: Any)
         ("init", ("p", None, "trial")), ("log", (1, 3.0)), ("log", (2, 1.5)), ("finish", 0),
         ("init", ("p", "abc", "trial")), ("log", (3, 1.0)), ("log", (4, 0.75)), ("finish", 0),
     ]  # fmt: skip
+
+
+def test_a_service_that_cannot_be_reached_is_said_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package raises errors of its own, which are no ValueError."""
+    service = ModuleType("wandb")
+    service.__spec__ = SimpleNamespace(name="wandb")  # type: ignore[assignment]
+    service.Error = type("Error", (Exception,), {})  # type: ignore[attr-defined]
+
+    def init(**given: Any) -> None:
+        raise service.Error("Run initialization has timed out after 90.0 sec.")
+
+    service.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    hooks = assemble(Watch(metrics=Metrics(tensorboard="off", wandb=Wandb(project="p"))))
+    chosen = [hook for hook in hooks if type(hook).__name__ == "WandbHook"]
+    with pytest.raises(ValueError, match=r"after 90.*watch\.metrics\.wandb\.mode=offline"):
+        FakeJob(tmp_path, chosen, last_step=4).go(steps=2)

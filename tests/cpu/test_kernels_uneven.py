@@ -5,6 +5,7 @@ T tokens, K experts per token, E experts, R rows after dispatch, D and F widths.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,28 @@ def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[i
     theirs = loop.product(x_RD, w_EFD, offs_E)[:90], loop.weight_gradient(dy_RF, x_RD, offs_E, None)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_that_leaves_empty_groups_as_they_were_is_found_and_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As pytorch#172439 has it, and with the NaN of #193633."""
+    x_RD, dy_RF = torch.randn(90, 16), torch.randn(90, 8)
+    offs_E = torch.tensor((40, 40, 90, 90), dtype=torch.int32)
+    want = grouped.weight_gradient(dy_RF, x_RD, offs_E, torch.ones(4, 8, 16))
+    sound, cpu = F.grouped_mm, torch.device("cpu")
+    assert not grouped.leaves_dirt.__wrapped__(cpu)
+
+    def unwritten(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0
+        return sound(a, b, offs=offs).masked_fill(empty_E[:, None, None], torch.nan)
+
+    monkeypatch.setattr(F, "grouped_mm", unwritten)
+    monkeypatch.setattr(grouped, "UNPROVEN", ("cpu",))
+    monkeypatch.setattr(grouped, "leaves_dirt", grouped.leaves_dirt.__wrapped__)
+    assert grouped.leaves_dirt(cpu)
+    found = grouped.weight_gradient(dy_RF, x_RD, offs_E, torch.ones(4, 8, 16))
+    assert torch.equal(found, want) and (found[1] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -595,8 +595,7 @@ class SpreadTerm(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the mean over valid tokens."""
-        square_T = observed.probability_TE.square().sum(1)
-        return observed.valid(square_T).mean()
+        return observed.mean(observed.probability_TE.square().sum(1))
 
 
 def test_a_term_from_outside_is_one_record_and_one_class() -> None:

@@ -1,33 +1,101 @@
-"""The measured rate of a machine: of the right order, and without a trace."""
+"""The measured rates of a machine: of the right order, short, and without a trace."""
 
-import time
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from moefold.observe import machine
-from moefold.observe.machine import Machine
+from moefold.observe.machine import Machine, measure
 
 CPU = torch.device("cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_rate_is_measured_and_says_how(dtype: torch.dtype) -> None:
-    found = Machine.measured(dtype, CPU, seconds=0.02)
+    found = measure([dtype], CPU, seconds=0.02)[dtype]
     assert 1e8 < found.flops_per_s < 1e15
-    name = str(dtype).removeprefix("torch.")
-    assert found.source == f"measured at start: 768^3 in {name}, 1 threads"
+    start, _, end = found.source.partition("^3 in ")
+    assert int(start.removeprefix("measured at start: ")) in machine.SIDES["cpu"]
+    assert end == f"{str(dtype).removeprefix('torch.')}, 1 thread"
 
 
-def test_the_rate_is_operations_over_the_best_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: products that take 3, 1 and 2 seconds."""
-    ticks = iter([0.0, 3.0, 3.0, 4.0, 4.0, 6.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    monkeypatch.setattr(machine, "SIZE", 10)
-    assert Machine.measured(torch.float32, CPU, seconds=5.5).flops_per_s == 2 * 10**3 / 1.0
+Timed = list[tuple[torch.dtype, int, float]]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Timed]:
+    """Return what gives products the time that a rate by type and side says, and notes them."""
+
+    def give(rate: Callable[[torch.dtype, int], float]) -> Timed:
+        made: Timed = []
+
+        def seconds(values: torch.Tensor, side: int) -> float:
+            taken = 2 * side**3 / rate(values.dtype, side)
+            made.append((values.dtype, side, taken))
+            return taken
+
+        monkeypatch.setattr(machine, "_product_seconds", seconds)
+        return made
+
+    return give
+
+
+def test_the_rate_is_the_best_of_several_sizes(timed: Callable[..., Timed]) -> None:
+    """Plant: time one size alone."""
+    timed(lambda dtype, side: {256: 70e9, 1024: 50e9}.get(side, 20e9))
+    assert measure([FP32], CPU) == {
+        FP32: Machine(70e9, "measured at start: 256^3 in float32, 1 thread")
+    }
+
+
+def test_a_slow_format_is_measured_as_short_as_a_fast_one(timed: Callable[..., Timed]) -> None:
+    """By the rates of two cores without bf16 units, 1.1 against 61 GFLOP/s.
+
+    Plant: time each size whatever it takes; one product of 768^3 takes 0.8 s there.
+    """
+    rates = {BF16: 1.1e9, FP32: 61e9}
+    made = timed(lambda dtype, side: rates[dtype])
+    found = measure([BF16, FP32], CPU)
+    assert {dtype: one.flops_per_s for dtype, one in found.items()} == pytest.approx(rates)
+    assert sum(taken for _, _, taken in made) < 0.2
+    assert max(side for dtype, side, _ in made if dtype is BF16) == 256
+    assert max(side for dtype, side, _ in made if dtype is FP32) == 1024
+
+
+def test_a_slow_first_product_does_not_count(timed: Callable[..., Timed]) -> None:
+    """What a library sets up at its first product may take longer than all that is timed."""
+    made: Timed = []
+    made = timed(lambda dtype, side: 50e9 if made else 1e6)
+    assert measure([FP32], CPU)[FP32].flops_per_s == pytest.approx(50e9)
 
 
 def test_measuring_draws_nothing_from_the_common_generator() -> None:
     before = torch.get_rng_state()
-    Machine.measured(torch.float32, CPU, seconds=0.001)
+    measure([FP32], CPU, seconds=0.001)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no bf16 units to hide"
+)
+def test_auto_is_bf16_with_its_units_and_fp32_where_they_are_hidden() -> None:
+    """A real measurement, in processes of their own; and what Newton-Schulz takes unmeasured."""
+    code = (
+        "import torch; from moefold.precision.rates import settled; "
+        "from moefold.optim.muon import choose_arithmetic; "
+        "print(settled('auto', torch.device('cpu')), choose_arithmetic('auto', torch.ones(64, 64)))"
+    )
+    hidden = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **more},
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for more in ({}, hidden)
+    ]  # fmt: skip
+    assert said == ["bf16 torch.bfloat16", "fp32 torch.float32"]

@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
@@ -21,6 +18,7 @@ from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import Shape, kept, kept_bytes
 from moefold.policies.config import Full, Kind, Selective
 from moefold.policies.recompute import Recompute
+from tests.cpu.alive import Made, there
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 GQA = Gqa(heads=4, kv_heads=2, head_dim=16)
@@ -50,24 +48,6 @@ POLICIES: list[Record | None] = [
 ]
 
 
-class Made(TorchDispatchMode):
-    """Sees every storage that is made while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                known = self.storages.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-
 def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Module, Flow, Any]:
     """Return a layer, a pass whose copies of weights and angles are made, and its rows."""
     torch.manual_seed(0)
@@ -82,15 +62,6 @@ def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Modu
     layer(x_TD, flow)
     flow.decisions.clear()
     return layer, flow, x_TD
-
-
-def there(layer: nn.Module, flow: Flow) -> set[int]:
-    """Return the storages of weights, their copies, counters, rows and angles."""
-    angles = [t for a in flow._angles.values() for t in (a.cos_Tp, a.sin_Tp)]
-    copies = [copy for _, _, copy in flow.recipe._copies.values()]
-    rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
-    known = [*layer.parameters(), *layer.buffers(), *copies, *angles, *rows]
-    return {one.untyped_storage()._cdata for one in known}
 
 
 def planned(block: Block, policy: Record | None, precision: str) -> int:
@@ -109,10 +80,7 @@ def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -
         with made, flow.recompute.keeping():
             out = flow.recompute.run("block", lambda x, f=flow, m=layer: m(x, f), x_TD)
         old |= {one.untyped_storage()._cdata for one in out}
-        found = x_TD.untyped_storage().nbytes()
-        for place, (storage, size) in made.storages.items():
-            if place not in old and not storage.expired():
-                found += size
+        found = x_TD.untyped_storage().nbytes() + made.alive(old)
         assert found == planned(BLOCKS[name], policy, precision), policy
 
 

@@ -14,11 +14,16 @@ import pytest
 import torch
 
 from moefold.checkpoint.lock import LockError
+from moefold.config.dump import identity, unplaced
+from moefold.config.load import load
 from moefold.config.records import plain
+from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
+from moefold.run import Run
 from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.state import as_known_today, differences
+from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import Notes, equal, job_of, raw_run, run_of, weights
 
 OPTIMIZERS = {
@@ -360,11 +365,50 @@ def test_a_field_that_a_later_version_adds_refuses_no_old_folder(tmp_path: Path)
     run = run_of(tmp_path)
     older = plain(run)
     del older["train"]["on_nonfinite"], older["optim"]["eps"]
-    assert differences(as_known_today(older), plain(run)) == []
+    assert differences(as_known_today(older, run), plain(run)) == []
     older["optim"]["lr"] = 0.5
-    assert differences(as_known_today(older), plain(run)) == ["optim.lr: 0.5 -> 0.01"]
+    assert differences(as_known_today(older, run), plain(run)) == ["optim.lr: 0.5 -> 0.01"]
     older["optim"]["kind"] = "gone"
-    assert "optim.kind: gone -> adamw" in differences(as_known_today(older), plain(run))
+    assert "optim.kind: gone -> adamw" in differences(as_known_today(older, run), plain(run))
+
+
+def test_a_path_that_moved_is_no_difference_and_another_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, paths were stored as they were written, from the working folder."""
+    monkeypatch.chdir(tmp_path)
+    run = run_of(tmp_path)
+    for before in ("corpus/*.txt", "/gone/*.txt", "*.txt"):
+        older = plain(run)
+        older["data"]["train"][0]["files"] = [before]
+        del older["train"]["on_nonfinite"]
+        assert differences(as_known_today(older, run), plain(run)) == []
+    older["data"]["train"][0]["files"] = ["corpus/*.md"]
+    (said,) = differences(as_known_today(older, run), plain(run))
+    assert said.startswith("data.train: ") and "corpus/*.md" in said
+    there = run_of(tmp_path / "there")
+    assert unplaced(there) == unplaced(run) and identity(there) == identity(run)
+    data = run.data.model_copy(update={"tokenizer": FileTokenizer(path="other")})
+    assert identity(run.model_copy(update={"data": data})) != identity(run)
+
+
+def test_a_model_folder_that_describes_another_model_is_refused(tmp_path: Path) -> None:
+    """Its path is the same, its weights fit; one number of its config.json is another."""
+    decoder, hub = decoder_of("mixtral").model_copy(update={"vocab": 300}), tmp_path / "hub"
+    write_hub(hub, decoder, on_disk(decoder, weights_of(decoder)))
+
+    def job() -> Job:
+        raw = {**raw_run(tmp_path), "model": {"from": str(hub)}}
+        return Job(load(Run, raw).record, tmp_path / "out", cache=tmp_path / "prepared")
+
+    with job() as begun:
+        begun.save()
+    with job() as same:
+        assert same.resumed_from is not None
+    config = json.loads((hub / "config.json").read_text())
+    (hub / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
+    with pytest.raises(ValueError, match=r"model: what its config\.json says is not what"):
+        job()
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(

@@ -32,9 +32,9 @@ class Buffer:
         self.rank = dist.get_rank(group)
 
     @staticmethod
-    def get_dispatch_config(ranks: int) -> Any:
+    def get_dispatch_config(num_ranks: int) -> Any:
         def hint(row_bytes: int, _: int) -> int:
-            return row_bytes * ranks
+            return row_bytes * num_ranks
 
         return SimpleNamespace(get_nvl_buffer_size_hint=hint, get_rdma_buffer_size_hint=hint)
 
@@ -154,15 +154,39 @@ class EpBuffer:
 
     group: Any = None
 
-    def __init__(self, top_k: int, rows: int, room: int, hidden: int, here: int) -> None:
-        self.top_k, self.room, self.here = top_k, room, here
+    started: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        recv_capacity_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+    ) -> None:
+        assert self.started == (max_tokens_per_rank, recv_capacity_per_rank, hidden_dim)
+        self.room, self.hidden, self.here = recv_capacity_per_rank, hidden_dim, num_local_experts
         self.handle_mem = torch.empty(0, dtype=torch.bool)
 
 
-def ep_bootstrap(group: Any, experts: int, rows: int, room: int, hidden: int) -> None:
-    """Take the group that every call uses."""
-    assert EpBuffer.group is None
-    EpBuffer.group = group
+def ep_bootstrap(
+    ep_group: Any,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    recv_capacity_per_rank: int,
+    hidden_dim: int,
+    num_topk: int = 3,
+) -> None:
+    """Take the group that every call uses, once."""
+    assert EpBuffer.group is None, "ep_bootstrap was already called in this process"
+    assert num_topk == 3 and num_experts == 8
+    EpBuffer.group = ep_group
+    EpBuffer.started = (max_tokens_per_rank, recv_capacity_per_rank, hidden_dim)
+
+
+def ep_finalize() -> None:
+    """Let the group go."""
+    EpBuffer.group = None
 
 
 class _EpDispatch(torch.autograd.Function):
@@ -210,6 +234,7 @@ class _EpCombine(torch.autograd.Function):
 
 def ep_dispatch(buffer: EpBuffer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Any:
     """Send rows; what lies past the last is NaN."""
+    assert tokens.shape[1] == buffer.hidden
     return _EpDispatch.apply(tokens, topk_weights, topk_idx, buffer)
 
 

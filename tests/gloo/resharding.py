@@ -156,7 +156,7 @@ class Here:
             folder.mkdir()
             lock.acquire()
         try:
-            return save_together(*what, lock=lock, ranks=ranks, device=self.world.device)
+            return save_together(*what, lock=lock, ranks=ranks)
         finally:
             if ranks.index == 0:
                 lock.release()

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
-from moefold.layers.config import Dense, Gqa, Mixed
-from moefold.layers.flow import Flow
+from moefold.layers.config import Dense, Gqa
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
@@ -20,12 +20,15 @@ from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
-from moefold.planner.case import Case, Keeping, Numbers, Recipe, recomputed
-from moefold.planner.from_run import CONTEXTS, DISPATCHERS
+from moefold.parallel.pipeline.executor import Executor, Held
+from moefold.planner.case import Case, Keeping, Numbers, Recipe, Software, recomputed
+from moefold.planner.from_run import choice_of
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.traffic import traffic
 from moefold.planner.traffic_calls import Choices, Step, by_group
+from moefold.policies.recompute import Decisions
 from moefold.schedule.config import Interleaved, OneFOneB
+from moefold.schedule.table import Action
 from moefold.training import step
 from tests.cpu import small
 from tests.gloo.pipelines import Recording, recording
@@ -87,6 +90,7 @@ class Sending:
             node = where.dispatch.node * sizes.etp
         folding = Folding(sizes, self.ranks)
         schedule: Any = where.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
+        chosen = choice_of(where, SEQUENCES, self.precision)
         wide = self.precision == "fp32"
         return Case(
             decoder=record,
@@ -97,19 +101,19 @@ class Sending:
             sizes=sizes,
             stages=where.stages_of(len(record.blocks)),
             schedule=schedule,
-            dispatch=DISPATCHERS[type(where.dispatch)],
+            dispatch=chosen.dispatch,
             load=1.0,
             numbers=Numbers(self.precision, self.optimizer, weight_bytes=0 if wide else 2),
             keeping=Keeping(where.zero, where.zero_ranks, recomputed(where.recompute)),
-            context=CONTEXTS[type(where.context)],
+            software=Software(loss_chunk=LOSS_CHUNK),
+            context=chosen.context,
         )
 
     def planned(self, rank: int, choices: Choices) -> Totals:
         """Return what the planner says that a rank sends."""
         where, case = self.where, self.case
         room = where.dispatch.max_rows if isinstance(where.dispatch, Padded) else None
-        heads = where.context.heads if isinstance(where.context, Mixed) else None
-        calls = traffic(case, rank, Step(choices, room, heads, LOSS_CHUNK))
+        calls = traffic(case, rank, Step(choices, room))
         found = by_group(calls, case, rank)
         return {site: (round(n), round(sent)) for site, (n, sent) in found.items()}
 
@@ -141,35 +145,36 @@ def send(rank: int, sending: Sending) -> Sent:
     optimizer = data.optimizer(sending.optimizer)
     whole = batches(sending.micro_batches * folding.dp)
     world.recorder.clear()
-    with recording(), kept_flows() as flows:
+    with recording(), kept_decisions() as kept:
         step.gradients(data, whole[world.attention.dp :: folding.dp], LOSS_CHUNK)
     optimizer.step(1.0, 1.0)
     data.renew()
     lines = sending.case.table.lines[world.attention.pp]
-    return Sent(totals(world), chosen(flows), tuple(Recording.last.executed) == lines)
+    return Sent(totals(world), chosen(kept), tuple(Recording.last.executed) == lines)
+
+
+Kept = list[tuple[int, Decisions]]
 
 
 @contextmanager
-def kept_flows() -> Iterator[list[Flow]]:
-    """While open, the passes that steps make are kept in the list."""
-    sound, kept = step.flow_of, list[Flow]()
+def kept_decisions() -> Iterator[Kept]:
+    """While open, what passes decide is kept in the list, with the micro-batch's number."""
+    sound, kept = Executor._start, Kept()
 
-    def keep(*args: Any, **more: Any) -> Flow:
-        kept.append(sound(*args, **more))
-        return kept[-1]
+    def start(executor: Executor, action: Action) -> Held:
+        held = sound(executor, action)
+        kept.append((action.micro, held.way._flow.decisions))
+        return held
 
-    step.flow_of = keep
-    try:
+    with mock.patch.object(Executor, "_start", start):
         yield kept
-    finally:
-        step.flow_of = sound
 
 
-def chosen(flows: list[Flow]) -> dict[tuple[int, int], list[list[int]]]:
+def chosen(kept: Kept) -> dict[tuple[int, int], list[list[int]]]:
     """Return where rows went: the number of experts stands for nowhere."""
     found = {}
-    for micro, flow in enumerate(flows):
-        for key, decision in flow.decisions.items():
+    for micro, decisions in kept:
+        for key, decision in decisions.items():
             experts_TK, kept_TK = decision.experts_TK, decision.kept_TK
             if kept_TK is not None:
                 experts_TK = torch.where(kept_TK, experts_TK, small.ROUTER.experts)

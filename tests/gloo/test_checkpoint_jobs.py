@@ -22,6 +22,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.observe.machine import Machine
+from moefold.precision import rates
 from moefold.training.loop import Job
 from moefold.training.state import held_by
 from tests.cpu.checkpoint_tools import quick_folder, same
@@ -37,10 +38,15 @@ SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 2} | {
 }
 
 
+def assumed(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[Any, Machine]:
+    """Take the place of measuring."""
+    return dict.fromkeys(dtypes, Machine(1e9, "assumed"))
+
+
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder where syncing takes no time, with prepared data in it."""
-    monkeypatch.setattr(Machine, "measured", lambda *given: Machine(1e9, "assumed"))
+    monkeypatch.setattr(rates, "measured", assumed)
     with quick_folder(tmp_path) as folder:
         with job_of(folder, "first"):
             pass

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.observe.machine import Machine
+from moefold.precision import rates
 from moefold.training.local import Share, newest_whole
 from moefold.training.loop import Job
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of
 from tests.gloo.forks import fork_ranks
-from tests.gloo.test_checkpoint_jobs import SHAPE, state
+from tests.gloo.test_checkpoint_jobs import SHAPE, assumed, state
 
 RANKS, SAVED, LAST = 4, 2, 6
 """Steps with a checkpoint and of the newest copies, which come every two."""
@@ -31,7 +31,7 @@ HERE = ["a", "b", "c", "d"]
 def trained() -> Iterator[Path]:
     """Return a folder with a run that was broken off after its last copies."""
     with pytest.MonkeyPatch.context() as patch, quick_folder(Path("/tmp")) as folder:
-        patch.setattr(Machine, "measured", lambda *given: Machine(1e9, "assumed"))
+        patch.setattr(rates, "measured", assumed)
         with job_of(folder, "first"):
             pass
 
@@ -49,7 +49,7 @@ def trained() -> Iterator[Path]:
 @pytest.fixture
 def quick(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return that folder as it was, to lose machines in."""
-    monkeypatch.setattr(Machine, "measured", lambda *given: Machine(1e9, "assumed"))
+    monkeypatch.setattr(rates, "measured", assumed)
     kept = trained.with_name(f"{trained.name}-kept")
     shutil.copytree(trained, kept)
     yield trained

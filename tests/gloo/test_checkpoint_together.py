@@ -22,7 +22,7 @@ from moefold.checkpoint.together import save_together
 from moefold.checkpoint.verify import verify
 from moefold.comm.group import Group
 from tests.cpu.checkpoint_tools import Calls, Deadly, Refusing, quick_folder, same
-from tests.gloo.forks import CPU, fork_ranks
+from tests.gloo.forks import fork_ranks
 
 ONE = Policy(keep=1, shard_bytes=1024, attempts=1)
 WORLD = 2
@@ -68,7 +68,7 @@ def save_in_ranks(folder: Path, number: int, ranks: Group, disk: Disk, say=lambd
     mine = boxes(number, ranks.index, ranks.size)
     meta = {"step": number}
     return save_together(
-        folder, number, mine, meta, ONE, lock=lock, ranks=ranks, device=CPU, say=say, disk=disk
+        folder, number, mine, meta, ONE, lock=lock, ranks=ranks, say=say, disk=disk
     )
 
 
@@ -140,7 +140,7 @@ def test_b25_boxes_of_some_ranks_alone_are_never_published(quick: Path, wrong: s
         if ranks.index == 0:
             lock.acquire()
         with pytest.raises(CheckpointError, match="slices that do not tile its shape"):
-            save_together(folder, 7, mine, {}, ONE, lock=lock, ranks=ranks, device=CPU)
+            save_together(folder, 7, mine, {}, ONE, lock=lock, ranks=ranks)
 
     assert fork_ranks(work, WORLD, quick) == [0, 0]
     assert newest(folder, say=pytest.fail) == before
@@ -161,7 +161,7 @@ def test_a_refusal_that_passes_is_tried_again(quick: Path) -> None:
         mine = boxes(3, ranks.index, ranks.size)
         save_together(
             folder, 3, mine, {}, policy,
-            lock=lock, ranks=ranks, device=CPU, say=told.append, disk=disk,
+            lock=lock, ranks=ranks, say=told.append, disk=disk,
         )  # fmt: skip
         assert len(told) == (1 if ranks.index == 1 else 0)
 

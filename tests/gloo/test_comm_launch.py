@@ -1,5 +1,6 @@
 """Ranks are started, told of signals, ended when one fails; torchrun and Slurm start them too."""
 
+import errno
 import os
 import re
 import signal
@@ -15,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.checkpoint.errors import DamagedError
+from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
-from moefold.comm.launch import RankError, launch
+from moefold.comm.launch import SETTLE_S, RankError, launch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
@@ -50,6 +53,31 @@ def lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+ERRORS = {
+    "a text alone": ValueError("why"),
+    "more than a text": DamagedError(Path("step-1"), "a.safetensors", "cut short", "layers.0"),
+    "the system's": OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl"),
+    "no UTF-8": UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates not allowed"),
+}
+
+
+def fail_on_the_first(spot: Spot, which: str) -> None:
+    if spot.rank:
+        raise FirstFailed("the first rank failed: why")
+    time.sleep(2 * SETTLE_S)  # its word comes last: it closes files before it says it
+    raise ERRORS[which]
+
+
+@pytest.mark.parametrize("which", ERRORS)
+def test_an_error_for_people_is_that_of_one_process_whoever_speaks_first(which: str) -> None:
+    with pytest.raises((ValueError, OSError)) as caught:
+        launch(fail_on_the_first, 2, which, time_out_s=20)
+    wanted = ERRORS[which]
+    assert str(caught.value) == str(wanted)
+    assert which == "no UTF-8" or type(caught.value) is type(wanted)
+    assert "rank 0 failed first" in str(caught.value.__cause__)
 
 
 def test_the_first_error_is_reported_and_the_others_end(tmp_path: Path) -> None:

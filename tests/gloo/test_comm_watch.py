@@ -6,14 +6,15 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from moefold.comm import collectives as comm
+from moefold.comm.agree import on_first
 from moefold.comm.environment import Spot
-from moefold.comm.launch import RankError, launch
+from moefold.comm.launch import RankError, all_answers, launch
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -115,3 +116,32 @@ def test_a_rank_that_lives_and_stays_away_is_named_with_its_stack(
     assert "rank 1 is absent: it is alive and in no operation" in text
     assert "Its last operation: #3 all_reduce of pp@0 in layers.1" in text
     assert "in break_off" in (folder / "rank-00001.txt").read_text()
+
+
+def word_after(spot: Spot, seconds: float, how: str, folder: str) -> Any:
+    """The first rank works for a while, or breaks off; the others wait for its word."""
+    laid = Folding(Sizes(), spot.world)
+    with World.open(laid, "cpu", BRIEF_S, Path(folder)) as world:
+
+        def work() -> str:
+            break_off(how)
+            time.sleep(seconds)
+            return "done"
+
+        return on_first(work, world.on_host)
+
+
+BRIEF_S = 2.0
+
+
+def test_b34_the_first_rank_may_work_longer_than_the_time_out(tmp_path: Path) -> None:
+    with one_at_a_time():
+        word = launch(word_after, 2, 2 * BRIEF_S, "", str(tmp_path), time_out_s=BRIEF_S)
+    assert word == "done" and not list(tmp_path.iterdir()), "an alarm was raised over nothing"
+
+
+def test_a_first_rank_that_is_stopped_is_named_by_who_waits_for_its_word(tmp_path: Path) -> None:
+    with one_at_a_time(), pytest.raises(RankError) as caught:
+        where = 0.0, "stop", str(tmp_path)
+        all_answers(word_after, 2, where, time_out_s=BRIEF_S, limit_s=8 * BRIEF_S)
+    assert "rank 0 is absent" in (tmp_path / "report.txt").read_text(), caught.value

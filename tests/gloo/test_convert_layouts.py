@@ -31,7 +31,7 @@ from moefold.training.state import contents
 from moefold.training.step import gradients
 from moefold.training.stored import StoredModel, describe
 from tests.cpu.families import draw, reference
-from tests.gloo.forks import CPU, fork_ranks
+from tests.gloo.forks import fork_ranks
 
 STEPS = 3
 MICRO_BATCHES = 4
@@ -103,7 +103,7 @@ def save_all(data: Data, folder: Path) -> None:
     optimizer = data.optimizer(ADAMW)
     meta = describe(data.placed.model.record, None)
     what = folder, STEPS, contents(data, optimizer), meta, Policy()
-    save_together(*what, lock=lock, ranks=ranks, device=CPU)
+    save_together(*what, lock=lock, ranks=ranks)
 
 
 @pytest.mark.parametrize(("sizes", "count", "zero"), LAYOUTS)

@@ -1,19 +1,28 @@
-"""Adapters call other packages' dispatchers as these are documented; a gloo stand-in acts them out.
+"""Adapters call other packages' dispatchers as their sources have them; stand-ins act these out.
 
-It shows that ids, weights, counts and gradients go where they belong, not that GPUs run it.
+Signatures are those of the packages at named revisions. It shows that ids, weights, counts and
+gradients go where they belong, not that GPUs run it.
 """
 
+import copy
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from moefold.config import slot
+from moefold.data.batch import assemble
 from moefold.moe.config import DeepEp, Foreign, HybridEp, Local, NcclEp
 from moefold.moe.dispatch.foreign import check_rows
-from tests.gloo import dispatch_fakes
+from moefold.parallel.config import Layout
+from moefold.training import step
+from tests.gloo.dispatch_stubs import KNOWN, Call, stub
 from tests.gloo.dispatching import (
     E,
     Routed,
@@ -32,7 +41,24 @@ WAYS: dict[str, Foreign] = {
     "hybrid_ep": HybridEp(),
     "nccl_ep": NcclEp(max_rows=16),
 }
-CASES = {"deep_ep": ("even", "dropped", "idle"), "hybrid_ep": ("even",), "nccl_ep": ("even",)}
+CASES = {
+    "deep_ep": ("even", "dropped", "idle"),
+    "hybrid_ep": ("even", "few"),
+    "nccl_ep": ("even", "few"),
+}
+Seen = dict[tuple[str, str], tuple[list[float], list[Call]]]
+
+
+@contextmanager
+def installed(record: Foreign, module: ModuleType) -> Iterator[None]:
+    """While open, a module stands for an adapter's package, on CPUs."""
+    names = record.module.split(".")
+    outer = {".".join(names[:n]): ModuleType(names[n - 1]) for n in range(1, len(names))}
+    with (
+        mock.patch.dict(sys.modules, outer | {record.module: module}),
+        mock.patch("moefold.moe.dispatch.foreign.DEVICE", "cpu"),
+    ):
+        yield
 
 
 def narrow(rows: Routed) -> Routed:
@@ -41,53 +67,122 @@ def narrow(rows: Routed) -> Routed:
     return Routed(x_TD, rows.weights_TK.float(), rows.experts_TK, cotangent_TD)
 
 
-def gaps(rank: int) -> dict[tuple[str, str], float]:
-    """Return the error of each adapter against one rank, both in bf16."""
-    modules = dict.fromkeys(("deep_ep", "transformer_engine.pytorch.ep"), dispatch_fakes)
-    modules |= {n: ModuleType(n) for n in ("transformer_engine", "transformer_engine.pytorch")}  # type: ignore[dict-item]
-    world, found = open_world("ep2", 2), {}
+def drawn(case: str, rank: int) -> Routed:
+    """Return the rows of a rank; "few" are the first of an even case."""
+    rows = narrow(routed("even" if case == "few" else case, rank))
+    return Routed(**{n: t[:4] for n, t in vars(rows).items()}) if case == "few" else rows
+
+
+def gaps(rank: int) -> Seen:
+    """Return each adapter's errors against one rank, both in bf16, and its calls."""
+    found: Seen = {}
     weights = tuple(w.bfloat16() for w in expert_weights())
-    with (
-        mock.patch.dict(sys.modules, modules),
-        mock.patch("moefold.moe.dispatch.foreign.DEVICE", "cpu"),
-    ):
-        for way, record in WAYS.items():
+    for (way, revision), facts in KNOWN.items():
+        world, log, errors = open_world("ep2", 2), list[Call](), list[float]()
+        with installed(WAYS[way], stub(facts, log)):
             for case in CASES[way]:
-                parts = [narrow(routed(case, r)) for r in range(2)]
+                parts = [drawn(case, r) for r in range(2)]
                 whole = there_and_back(Local(), joined(parts), *weights)
                 cuts = [part.x_TD.shape[0] for part in parts]
                 rows = [t.split(cuts)[rank] for t in (whole.out_TD, whole.dx_TD)]
                 dweights = whole.dweights_TK.split(cuts)[rank]
                 dw_in, dw_out = here(world, whole.dw_in, whole.dw_out)
                 want = type(whole)(rows[0], rows[1], dweights, dw_in, dw_out)
-                ours = there_and_back(record, parts[rank], *here(world, *weights), world)
-                found[way, case] = gap(ours, want)
+                for groups in (world, world.beside):
+                    ours = there_and_back(WAYS[way], parts[rank], *here(world, *weights), groups)
+                    errors.append(gap(ours, want))
+            world._forget()
+        found[way, revision] = errors, log
     return found
 
 
-def test_adapters_give_what_one_rank_gives() -> None:
-    for found in run_ranks(gaps, 2):
-        assert len(found) == 5
-        # Two roundings to bf16 more or less, of values that add up to four copies.
-        assert all(error <= 4 * 2**-8 for error in found.values()), found
+def test_adapters_give_what_one_rank_gives_by_calls_that_packages_take() -> None:
+    """At each revision: by keyword alone, for order is what changes, and in the stated words."""
+    for seen in run_ranks(gaps, 2):
+        assert set(seen) == set(KNOWN)
+        for (way, revision), (errors, log) in seen.items():
+            # Two roundings to bf16 more or less, of values that add up to four copies.
+            assert len(errors) == 2 * len(CASES[way]) and max(errors) <= 4 * 2**-8
+            assert all(by_place == 0 for _, by_place, _ in log), log
+            assert all(stated(WAYS[way], name, set(words)) for name, _, words in log), log
+            assert {name for name, _, _ in log} == {name for name, _ in WAYS[way].calls}
+            made = [name for name, _, _ in log if name in ("Buffer", "HybridEPBuffer")]
+            begun = [name for name, _, _ in log if name in ("ep_bootstrap", "ep_finalize")]
+            assert len(made) == (way != "nccl_ep"), "one buffer for whatever number of rows"
+            assert begun == (["ep_bootstrap", "ep_finalize"] if way == "nccl_ep" else [])
+            if way == "nccl_ep":
+                takes = {a for a, _, _ in KNOWN[way, revision]["ep_bootstrap"]["takes"]}
+                given = next(set(words) for name, _, words in log if name == "ep_bootstrap")
+                assert ("num_topk" in given) == ("num_topk" in takes)
 
 
-def uneven(rank: int) -> str:
-    """Return what is said of ranks with different numbers of rows."""
-    world = open_world("ep2", 2)
+def stated(record: Foreign, name: str, words: set[str]) -> bool:
+    """Say whether the record names the arguments of a call."""
+    known = (
+        set(given.replace("?", "").split()) for called, given in record.calls if called == name
+    )
+    return any(words <= given for given in known)
+
+
+def other(facts: Any, name: str, how: str) -> Any:
+    """Return a revision of which one function has changed."""
+    facts = copy.deepcopy(facts)
+    takes = facts[name]["takes"]
+    if how == "renamed":
+        used = next(i for i, (argument, _, _) in enumerate(takes) if argument != "self")
+        takes[used][0] += "_too"
+    else:
+        takes.append(["stream", "KEYWORD_ONLY", None])
+    return facts
+
+
+@pytest.mark.parametrize("how", ["renamed", "asking for more"])
+@pytest.mark.parametrize(("way", "revision"), KNOWN)
+def test_a_package_whose_functions_take_something_else_is_refused(
+    way: str, revision: str, how: str
+) -> None:
+    """Function by function, with the versions that fit, before anything is sent."""
+    facts = KNOWN[way, revision]
+    with installed(WAYS[way], stub(facts, [])):
+        slot.build(WAYS[way], E)
+    for name in sorted(facts.keys() - {"ep_finalize"} if how == "renamed" else facts):
+        changed = stub(other(facts, name, how), [])
+        with (
+            installed(WAYS[way], changed),
+            pytest.raises(ValueError, match=f"its {name} is another") as error,
+        ):
+            slot.build(WAYS[way], E)
+        assert WAYS[way].remedy in str(error.value)
+
+
+@pytest.mark.parametrize("fault", [AssertionError("No libnccl.so found"), AssertionError()])
+def test_a_package_that_breaks_while_it_is_imported_is_named(fault: Exception) -> None:
     with (
-        mock.patch.dict(sys.modules, {"deep_ep": dispatch_fakes}),
-        mock.patch("moefold.moe.dispatch.foreign.DEVICE", "cpu"),
-        pytest.raises(ValueError, match="as many rows") as error,
+        mock.patch("moefold.moe.dispatch.foreign.import_module", side_effect=fault),
+        pytest.raises(ValueError, match=r"No libnccl\.so|import ends in"),
     ):
-        weights = here(world, *(w.bfloat16() for w in expert_weights()))
-        there_and_back(HybridEp(), narrow(routed("dropped", rank)), *weights, world)
-    return str(error.value)
+        slot.build(DeepEp(), E)
+
+
+def uneven(rank: int) -> list[str]:
+    """Return what is said of ranks, and of micro-batches, with different numbers of rows."""
+    world, said = open_world("ep2", 2), list[str]()
+    placed: Any = SimpleNamespace(world=world, layout=Layout(sizes="ep2", dispatch=HybridEp()))
+
+    def rows(*numbers: int) -> list[Any]:
+        return [assemble(np.zeros(n), np.zeros(n), [n]) for n in numbers]
+
+    step.check_even_rows(placed, rows(8, 8))
+    for batches in (rows(3 + 2 * rank), rows(3, 5)):
+        with pytest.raises(ValueError, match="as many rows") as error:
+            step.check_even_rows(placed, batches)
+        said.append(str(error.value))
+    return said
 
 
 def test_b40_different_numbers_of_rows_are_refused_before_anything_is_sent() -> None:
     first, second = run_ranks(uneven, 2)
-    assert first == second and "[3, 5]" in first
+    assert first == second and len(first) == 2
 
 
 @pytest.mark.parametrize("way", WAYS)

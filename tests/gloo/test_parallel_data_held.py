@@ -10,9 +10,13 @@ import torch
 
 from moefold.mesh.share import ALIGN
 from moefold.parallel.data.bucket import Bucket
+from moefold.planner.case import Numbers, Recipe
+from moefold.planner.from_run import Task, choice_of
+from moefold.planner.hardware import Cluster, processor
+from moefold.planner.memory_state import model_weights, state
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
-from tests.gloo.shares import CHUNK, OPTIMIZERS, Case, opened, own, update
+from tests.gloo.shares import CHUNK, DECODERS, OPTIMIZERS, Case, opened, own, update
 
 RANKS = 4
 ZEROS = (1, 2, 3)
@@ -82,7 +86,7 @@ def looks(rank: int) -> dict[tuple[str, int], dict[str, Any]]:
     """Look at all stages in both precisions."""
     return {
         (precision, zero): look(Case(zero=zero, micro_batches=8), precision)
-        for precision in ("fp64", "bf16")
+        for precision in ("fp64", "fp32", "bf16")
         for zero in ZEROS
     }
 
@@ -107,6 +111,27 @@ def test_masters_and_state_are_divided(precision: str, zero: int) -> None:
         assert rank["masters"] <= width * (whole / RANKS + padding)
         assert rank["state"] <= 2 * (whole / RANKS + padding)
         assert rank["handles"] == slots * width, "a handle holds one NaN"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", [1, 2])
+def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
+    """To the byte, but for the padding of runs."""
+    case = Case(zero=zero)
+    record, device = DECODERS[case.model], processor(1e11, 1e10, 2**34)
+    numbers = Numbers(precision, OPTIMIZERS[case.optim])
+    task = Task("held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers)
+    choice = choice_of(case.layout, 1, precision)
+    planned = state(choice.case(task), model_weights(record))
+    for rank in (seen[precision, zero] for seen in seen()):
+        runs = [(length * RANKS, width) for _, length, width, _ in rank["buckets"]]
+        padding = 4 * (sum(length for length, _ in runs) - rank["whole"])
+        weights = sum(length * width for length, width in runs)
+        assert rank["peaks"]["weights"] == sum(length for length, _ in runs), "all at once"
+        assert 0 <= weights - planned.weights <= padding
+        assert 0 <= rank["masters"] - planned.master <= padding
+    held = sum(seen[precision, zero]["state"] for seen in seen())
+    assert 4 * held == pytest.approx(RANKS * planned.moments)
 
 
 def test_stages_let_go_what_they_divide() -> None:

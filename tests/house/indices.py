@@ -17,6 +17,7 @@ NARROW = {"int32", "int16", "int8", "uint8", "uint16", "uint32"}
 MAKES_NARROW: set[str] = {
     "moefold/moe/dispatch/order.py::sort_copies",
     "moefold/moe/dispatch/foreign.py::ends_of",
+    "moefold/kernels/grouped/grouped.py::leaves_dirt",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")

@@ -15,7 +15,7 @@ PLANTS = (
         BALANCE + "test_b05_repeating_a_micro_batch_changes_no_gradient",
         "moe/balance.py",
         "tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)",
-        "tokens_N1 = max(observed.rows.n_valid, 1)",
+        "tokens_N1 = observed.valid(observed.logits_TE).shape[0]",
     ),
     Plant(
         "b05",
@@ -162,7 +162,7 @@ PLANTS = (
         "a pack is one sequence",
         BALANCE + "test_b11_sequences_of_a_pack_are_told_apart",
         "moe/balance.py",
-        'segment_T = segments(rows) if self.over == "sequence" else None',
+        'segment_T = observed.segment_T if self.over == "sequence" else None',
         "segment_T = None",
     ),
     Plant(

@@ -1,7 +1,8 @@
-"""Plant B34: an option that does not reach every group of ranks."""
+"""Plants B34 and B41: time-outs that do not reach a group, operations in an order that hangs."""
 
 from tests.plants.plant import Plant
 
+NCCL = "tests/cpu/test_comm_nccl.py::"
 WORLD = "tests/gloo/test_comm_world.py::"
 
 PLANTS = (
@@ -12,5 +13,29 @@ PLANTS = (
         "comm/world.py",
         "            timeout=timedelta(seconds=self.time_out_s),\n",
         "            timeout=None,\n",
+    ),
+    Plant(
+        "b34",
+        "who waits for the first rank's word gives up as early as in any operation",
+        "tests/gloo/test_comm_watch.py::test_b34_the_first_rank_may_work_longer_than_the_time_out",
+        "comm/world.py",
+        "else PATIENCE_S)",
+        "else self.time_out_s)",
+    ),
+    Plant(
+        "b41",
+        "each rank warms its pipeline up from its own place on",
+        NCCL + "test_b41_a_pipeline_warms_up",
+        "comm/world.py",
+        "in neighbours(group.size):",
+        "in sorted(neighbours(group.size), key=lambda pair: group.index not in pair[1:]):",
+    ),
+    Plant(
+        "b41",
+        "both directions of a pipeline share a channel",
+        NCCL + "test_b41_both_directions_of_a_pipeline_pass",
+        "comm/world.py",
+        'dist.get_backend(handle) == "nccl"',
+        'dist.get_backend(handle) == "none"',
     ),
 )

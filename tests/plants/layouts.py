@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 BUGS = "tests/gloo/test_proof_bugs.py::"
+EXAMPLES = "tests/gloo/test_docs_examples.py::"
 KEPT = "tests/cpu/test_moe_bias_kept.py::"
 UNEVEN = "tests/cpu/test_kernels_uneven.py::"
 B03 = BUGS + "test_b03_every_weight_counts_once_in_the_norm"
@@ -38,8 +39,16 @@ PLANTS = (
         "a rank divides by its own rows where the micro-batch's are meant",
         BUGS + "test_b10_ranks_with_different_numbers_of_rows_share_their_terms",
         "moe/balance.py",
-        "total = (share_NE * probability_NE).sum() / max(rows.population, 1)",
-        "total = (share_NE * probability_NE).sum() / max(rows.n_valid, 1)",
+        "total = (share_NE * probability_NE).sum() / observed.population",
+        "total = (share_NE * probability_NE).sum() / len(probability_TE)",
+    ),
+    Plant(
+        "b10",
+        "the mean that terms from outside take is that of the rows here",
+        EXAMPLES + "test_b10_an_example_computes_in_a_layout_what_one_rank_does",
+        "moe/balance.py",
+        "(sum_by(self.valid(values_T), None, 1).sum() / self.population)",
+        "self.valid(values_T).mean()",
     ),
     Plant(
         "b20",

@@ -39,8 +39,8 @@ PLANTS = (
         "every chunk runs with the first micro-batch's rows",
         B29,
         "parallel/pipeline/executor.py",
-        "replace(self._flows[micro], sink=sink",
-        "replace(self._flows[0], sink=sink",
+        "self._flows[micro].begun(",
+        "self._flows[0].begun(",
     ),
     Plant(
         "b30",

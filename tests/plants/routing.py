@@ -50,8 +50,8 @@ PLANTS = (
         "padding rows are tokens in the terms",
         B12_TERMS,
         "moe/balance.py",
-        "total = (share_NE * probability_NE).sum() / max(rows.population, 1)",
-        "total = (share_NE * probability_NE).sum() / max(rows.rows, 1)",
+        "total = (share_NE * probability_NE).sum() / observed.population",
+        "total = (share_NE * probability_NE).sum() / len(observed.logits_TE)",
     ),
     Plant(
         "b12",

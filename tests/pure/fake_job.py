@@ -14,6 +14,16 @@ class Trial(Record):
     name: str = "trial"
 
 
+class Empty:
+    """A tokenizer without tokens."""
+
+    def save(self, file: Path) -> None:
+        file.write_text("{}")
+
+
+EMPTY = Empty()
+
+
 class FakeJob:
     """Runs hooks as the loop does."""
 
@@ -25,7 +35,8 @@ class FakeJob:
         self.last_step = last_step
         self.tokens = 0
         self.recovered: dict[str, Any] = {}
-        self.model = self.loader = self.tokenizer = None
+        self.model = self.loader = None
+        self.tokenizer: Any = EMPTY
         self.layers: list[dict[str, Any]] = []
         self.calls: list[tuple[str, Any]] = []
 

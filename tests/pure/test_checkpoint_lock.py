@@ -148,8 +148,19 @@ def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(LockError, match="cannot be locked"):
+    with pytest.raises(FileExistsError):
         FolderLock(tmp_path / "file", "me").acquire()
+    with pytest.raises(LockError, match="cannot be locked"):
+        FolderLock("/proc", "me").acquire()
+
+
+def test_a_folder_made_for_a_lock_goes_with_it_unless_something_is_in_it(tmp_path: Path) -> None:
+    with FolderLock(tmp_path / "a" / "b", "me"):
+        pass
+    assert not list(tmp_path.iterdir())
+    with FolderLock(tmp_path / "a" / "b", "me"):
+        (tmp_path / "a" / "kept").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
 
 
 def test_one_that_judges_too_late_leaves_the_winner_alone(tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
 """The command line's frame: finding commands, help without loading anything, wording errors."""
 
+import argparse
+import errno
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +66,39 @@ def test_each_command_keeps_the_contract(name: str) -> None:
     assert callable(module.run)
 
 
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and those of its actions."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from parsers(inner)
+
+
+@pytest.mark.parametrize("name", [None, *COMMANDS])
+def test_help_fits_the_terminal_and_shows_every_default(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option with a value says what it is where it is left out: itself, or argparse does."""
+    monkeypatch.setenv("COLUMNS", "80")
+    root, _ = cli.build_parser(name)
+    ours = (p for p in parsers(root) if p.add_help and (name is None) == (p is root))
+    for parser in ours:
+        text = parser.format_help()
+        assert max(map(len, text.splitlines())) <= 80
+        formatter = parser._get_formatter()
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            said = formatter._get_help_string(action)
+            assert said, f"{parser.prog} {action.metavar}: nothing is said of it"
+            if action.option_strings and action.nargs != 0 and not action.required:
+                assert "default: " in said, f"{parser.prog} {action.option_strings}"
+                value = action.default
+                if value not in (None, []):
+                    assert f"default: {value}" in formatter._expand_help(action)
+
+
 def test_help_names_every_command_and_loads_nothing() -> None:
     code = (
         "import sys; from moefold.cli.main import main; main([]);"
@@ -71,6 +109,39 @@ def test_help_names_every_command_and_loads_nothing() -> None:
     assert text.endswith("loaded: []\n")
     for name in COMMANDS:
         assert f"\n  {name} " in text
+
+
+REFUSED = {
+    "train": ["train.steps=0"],
+    "explain": ["train.steps=0"],
+    "verify": ["train.steps=0"],
+    "data prepare": ["train.steps=0"],
+    "plan": ["--cluster", "h100x8", "train.steps=0"],
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([*name.split(), "tiny", *rest] for name, rest in REFUSED.items()),
+        ["train", "tiny", "--nproc", "0"],
+        ["train", "tiny", "--layout", "tp2"],
+        ["train", "tiny", "--fork", "new"],
+        ["demo", "train.steps=0"],
+        ["bench", "nothing"],
+        ["bench", "--rounds", "0"],
+        ["verify"],
+        ["verify", "--matrix", "nothing"],
+        ["sample", "somewhere", "--tokens", "-1"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_refused_is_refused_before_torch_is_imported(words: list[str]) -> None:
+    code = (
+        "import sys; from moefold.cli.main import main\n"
+        f"print(main({words!r}), 'torch' in sys.modules)"
+    )
+    assert in_a_process(code) == f"{cli.WRONG_INPUT} False\n"
 
 
 def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +230,59 @@ def test_the_package_loads_by_itself_and_knows_its_names() -> None:
         "except AttributeError as error: print(error)\n"
     )
     assert in_a_process(code) == "module 'moefold' has no attribute 'load_rnu'\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "mended"),
+    [
+        (errno.EACCES, "choose another place"),
+        (errno.EROFS, "choose another place"),
+        (errno.ENOTDIR, "something else stands where a file or folder should be"),
+        (errno.ENAMETOOLONG, "choose a shorter name"),
+        (errno.ELOOP, "remove one of them"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EIO, ""),
+    ],
+)
+def test_what_the_system_refuses_is_said_with_file_and_remedy(
+    fails, capsys, number: int, mended: str
+) -> None:
+    assert fails(OSError(number, os.strerror(number), "a/b")) == cli.WRONG_INPUT
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"error: {os.strerror(number)}: a/b")
+    assert mended in first
+
+
+def test_what_only_a_wrong_program_asks_of_the_system_passes_through(fails) -> None:
+    for error in (
+        OSError(errno.EBADF, "Bad file descriptor"),
+        OSError(errno.ECONNRESET, "Connection reset by peer"),
+        OSError("of a library's own"),
+    ):
+        with pytest.raises(OSError) as caught:
+            fails(error)
+        assert caught.value is error
+
+
+def test_text_that_is_no_utf8_is_said_and_shown(fails, capsys) -> None:
+    try:
+        "caf\udce9".encode()
+    except UnicodeEncodeError as error:
+        assert fails(error) == cli.WRONG_INPUT
+    assert r"error: 'caf\udce9': holds bytes that are no UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}]
+)
+def test_the_allocator_on_gpus_grows_its_segments_unless_told_otherwise(
+    own: dict[str, str],
+) -> None:
+    """Whoever imports moefold; torch reads it when CUDA starts."""
+    code = "import moefold, os, json; print(json.dumps(dict(os.environ)))"
+    clean = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | own, capture_output=True, text=True, check=True
+    )
+    found = {k: v for k, v in json.loads(done.stdout).items() if "ALLOC_CONF" in k}
+    assert found == (own or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})

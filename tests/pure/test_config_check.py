@@ -12,6 +12,7 @@ from moefold.config.base import Record
 from moefold.config.check import check
 from moefold.config.fields import keys
 from moefold.config.load import load
+from moefold.config.nearest import closest
 from moefold.config.problems import REMOVE, Rename, RunError, Violation, dotted, repair
 from moefold.config.relations import broken_rules, demand
 from moefold.config.slot import Slot
@@ -115,6 +116,11 @@ def test_a_misspelt_required_key_is_one_violation() -> None:
     assert said((("coaches", 0, "seats"), REMOVE), (("coaches", 0, "seat"), 12)) == [
         ("coaches[0].seat", "unknown-key", Rename("seats"))
     ]
+
+
+def test_a_key_that_is_like_no_other_is_not_renamed() -> None:
+    assert closest("router", ["rope", "balance", "shape"]) is None
+    assert closest("batch_size", ["steps", "batch"]) == "batch"
 
 
 def test_two_misspelt_keys_take_two_names() -> None:

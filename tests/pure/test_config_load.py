@@ -211,7 +211,7 @@ def test_overrides_reach_everywhere() -> None:
     assert record.wheels[1] == Iron()
     assert (record.load["mail"], record.speed, record.from_) == (2.0, "auto", "south")
     assert origin(loaded, "coaches", 0, "seats") == "override coaches[0].seats=20"
-    assert origin(loaded, "coaches", 0, "rows") == "file data"
+    assert origin(loaded, "coaches", 0, "rows") == "given data"
 
 
 def test_an_override_into_a_default_keeps_the_rest_of_it() -> None:

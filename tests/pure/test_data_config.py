@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from moefold.checkpoint.config import Local
+from moefold.config.fields import Place, paths_in
 from moefold.config.load import load
 from moefold.config.problems import RunError, repair
-from moefold.data.config import Data, DataError, FileTokenizer
+from moefold.config.records import plain
+from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
+from moefold.data.sources.base import expand
+from moefold.run import Run
 from tests.mutations import Judge, mutations
 
 FULL: dict[str, Any] = {
@@ -16,11 +21,11 @@ FULL: dict[str, Any] = {
     "tokenizer": {"kind": "bpe", "vocab": 2048},
     "train": [
         {"source": "python_stdlib", "holdout": 0.05},
-        {"source": "text", "files": ["a/*.txt"], "split": "\n\n", "weight": 0.5, "bad": "skip"},
-        {"source": "jsonl", "files": ["a.jsonl"], "field": "body", "name": "chat"},
-        {"source": "parquet", "files": ["a.parquet"], "column": "content"},
+        {"source": "text", "files": ["/a/*.txt"], "split": "\n\n", "weight": 0.5, "bad": "skip"},
+        {"source": "jsonl", "files": ["/a.jsonl"], "field": "body", "name": "chat"},
+        {"source": "parquet", "files": ["/a.parquet"], "column": "content"},
     ],
-    "valid": [{"source": "text", "files": ["v.txt"], "name": "val"}],
+    "valid": [{"source": "text", "files": ["/v.txt"], "name": "val"}],
 }
 
 
@@ -94,3 +99,61 @@ def test_a_tokenizer_file_that_is_none(tmp_path: Path, content: str | None, said
     with pytest.raises(DataError, match=said) as caught:
         FileTokenizer(path=str(file)).vocab_size()
     assert str(file) in str(caught.value)
+
+
+def test_paths_begin_at_the_file_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overrides and raw data name theirs from the working folder; the record has all whole."""
+    runs, home = tmp_path / "runs [1]", tmp_path / "home"
+    runs.mkdir()
+    (runs / "v[1].txt").touch()
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "base.yaml").write_text(
+        "seq: 8\n"
+        "tokenizer: {kind: file, path: ready}\n"
+        "train: [{source: text, files: [a.txt, /far/b.txt, ~/c.txt]}]\n"
+    )
+    (runs / "run.yaml").write_text(
+        "base: ../base.yaml\n"
+        "valid:\n"
+        "- {source: indexed, prefix: tokens/d}\n"
+        "- {source: text, name: v, files: ['v[1].txt', '*.txt']}\n"
+    )
+    added = "train+={source: jsonl, files: [e.jsonl]}"
+    for here in (tmp_path, runs):
+        monkeypatch.chdir(here)
+        data = load(Data, runs / "run.yaml", [added]).record
+        text, jsonl = data.train
+        indexed, matched = data.valid
+        assert isinstance(text, Text) and isinstance(jsonl, Jsonl) and isinstance(matched, Text)
+        assert data.tokenizer == FileTokenizer(path=str(tmp_path / "ready"))
+        assert text.files == (str(tmp_path / "a.txt"), "/far/b.txt", str(home / "c.txt"))
+        assert isinstance(indexed, IndexedTokens)
+        assert indexed.prefix == str(runs / "tokens" / "d")
+        assert [expand((name,)) for name in matched.files] == [[runs / "v[1].txt"]] * 2
+        assert jsonl.files == (str(here / "e.jsonl"),)
+        assert load(Data, plain(data)).record == data
+        raw = load(Data, {"seq": 8, "train": [{"source": "text", "files": ["a.txt"]}]}).record
+        assert raw.train[0] == Text(files=(str(here / "a.txt"),))
+    (runs / "saved.yaml").write_text("seq: 8\ntrain: [{source: text, files: [a.txt]}]\n")
+    older = load(Data, runs / "saved.yaml", folder=tmp_path).record
+    assert older.train[0] == Text(files=(str(tmp_path / "a.txt"),))
+
+
+def test_every_path_of_a_run_is_known_as_one(tmp_path: Path) -> None:
+    """Beside the data's: those of parts, of a model's folder and of copies on machines' disks."""
+    source = {"source": "jsonl", "files": ["a.jsonl", "b.jsonl"], "field": "body"}
+    raw = {
+        "uses": ["part.py"],
+        "model": {"family": "folder", "from": "hub"},
+        "data": {"tokenizer": {"kind": "file", "path": "hub", "end": "</s>"}, "valid": [source]},
+        "watch": {"checkpoint": {"local": {"folder": "scratch"}}},
+    }
+    assert [text for _, text, _ in paths_in(Place(Run), raw)] == [
+        "part.py", "hub", "hub", "a.jsonl", "b.jsonl", "scratch",
+    ]  # fmt: skip
+    found = {"scratch": str(tmp_path / "scratch"), "$JOB/x": "$JOB/x", r'"~\0"': "~\0"}
+    for said, whole in found.items():
+        (tmp_path / "local.yaml").write_text(f"folder: {said}\n")
+        assert load(Local, tmp_path / "local.yaml").record.folder == whole

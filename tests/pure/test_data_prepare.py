@@ -1,6 +1,7 @@
 """Preparing data: every byte accounted for, made once, refused where it cannot be right."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,23 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, damage: str) -> None:
     assert again.train[0].corpus.tokens == first.train[0].corpus.tokens
 
 
+def test_what_is_prepared_in_scratch_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    made = prepare(described(tmp_path), tmp_path / "out", scratch=tmp_path / "scratch")
+    assert made.folder.parent == tmp_path / "scratch" and not (tmp_path / "out").exists()
+    kept = prepare(described(tmp_path), tmp_path / "out")
+    found = prepare(described(tmp_path), tmp_path / "out", scratch=tmp_path / "none")
+    assert found.folder == kept.folder and not (tmp_path / "none").exists()
+    (kept.folder / "manifest.json").write_text("{}")
+    again = prepare(described(tmp_path), tmp_path / "out", scratch=tmp_path / "scratch")
+    assert again.folder == made.folder and kept.folder.is_dir()
+
+
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
         prepare(described(tmp_path), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_what_is_left_out_is_reported(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "python": (b"{'text': 'a'}", "not JSON"),
     "deep": (b"[" * 100_000, "not JSON"),
     "number": (b"3", "no object: the line holds a int"),
-    "no field": (b'{"body": "a"}', r"no field 'text': the line has \['body'\]"),
+    "no field": (
+        b'{"body": "a"}',
+        r"no field 'text': the line has \['body'\]; name one with field: NAME",
+    ),
     "null": (b'{"text": null}', "field 'text' is no text: it holds null"),
     "list": (b'{"text": ["a"]}', "field 'text' is no text: it holds a list"),
     "latin-1": (b'{"text": "\xe9"}', "not UTF-8: byte 10 of the line"),
@@ -82,7 +85,7 @@ def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, name:
     line, said = BAD_LINES[name]
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines("good", line, "better"))
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: {said}.*; mend it, or set bad: skip"):
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {said}.*; mend it, or leave .* bad: skip"):
         read(Jsonl(files=(str(file),)))
     documents, skipped = read(Jsonl(files=(str(file),), bad="skip"))
     assert [text for _, text in documents] == ["good", "better"]
@@ -93,7 +96,7 @@ def test_a_bad_line_is_refused_by_file_and_line_or_counted(tmp_path: Path, name:
 def test_text_that_is_not_utf8_names_the_byte(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"ok|\xff bad|fine")
-    with pytest.raises(DataError, match=r"a\.txt#1: not UTF-8: byte 3: .*; mend it, or set bad"):
+    with pytest.raises(DataError, match=r"a\.txt#1: not UTF-8: byte 3: .*; mend it, or leave such"):
         read(Text(files=(str(file),), split="|"))
     documents, skipped = read(Text(files=(str(file),), split="|", bad="skip"))
     assert [text for _, text in documents] == ["ok", "fine"]
@@ -136,7 +139,10 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", None], "n": [1, 2]}), file)
     cases = (
-        ({"column": "body"}, r"has no column 'body'; its columns are \['text', 'n'\]"),
+        (
+            {"column": "body"},
+            r"has no column 'body'; its columns are \['text', 'n'\]: name one with column: NAME",
+        ),
         ({"column": "n"}, "column 'n' holds int64, not strings"),
         ({}, r"a\.parquet:1: column 'text' is no text: it holds null"),
     )

@@ -2,7 +2,9 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from moefold.data.config import BpeTokenizer, DataError, FileTokenizer
+from moefold.data.config import BpeTokenizer, DataError, FileTokenizer, ids_in
 from moefold.data.tokenizer import END, Tokenizer, from_path, from_record, load, parallel, train
+from tests import hostile
 
 TEXT = [
     "def add(a, b):\n    return a + b\n" * 40,
@@ -170,3 +173,64 @@ def test_parallelism_is_on_inside_and_quiet_afterwards(
     with parallel():
         assert os.environ[name] == inside
     assert os.environ[name] == after
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(hostile.tokenizers(trained(300).text))
+def test_a_damaged_file_is_an_error_that_names_it_and_nothing_else_is_said(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder, stderr_of_the_process() as said:
+        file = Path(folder) / "tokenizer.json"
+        file.write_bytes(content)
+        try:
+            demanded = ids_in(file)
+            found = from_path(folder, end=END)
+            ids = found.encode("naïve ab " + END)
+            found.decode(ids)
+            found.encode_documents(["a b", ""])
+            assert len(found.token_bytes) == len(found.n_bytes_V) <= demanded
+        except DataError as error:
+            assert str(file) in str(error)
+        except UnicodeEncodeError:
+            pass
+    assert said == [b""]
+
+
+def test_what_others_say_meanwhile_is_not_lost(tmp_path: Path, monkeypatch) -> None:
+    class Chatty:
+        def encode(self, *_: object, **__: object) -> None:
+            os.write(2, b"a warning")
+            raise LookupError
+
+    found = trained(300)
+    monkeypatch.setattr(found, "_inner", Chatty())
+    with stderr_of_the_process() as said, pytest.raises(LookupError):
+        found.encode("a")
+    assert said == [b"a warning"]
+
+
+@pytest.mark.parametrize("highest", [1 << 24, 1 << 31])
+def test_ids_beyond_any_model_are_refused(tmp_path: Path, highest: int) -> None:
+    content = json.loads(trained(300).text)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": highest, "content": "x"})
+    content["model"]["vocab"]["x"] = highest
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    for read in (lambda: ids_in(file), lambda: from_path(str(file))):
+        with pytest.raises(DataError, match=rf"tokenizer.json: has the id {highest}"):
+            read()
+
+
+@contextmanager
+def stderr_of_the_process() -> Iterator[list[bytes]]:
+    """Give what is written to the descriptor, past Python too, once the context is left."""
+    said: list[bytes] = []
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            held.seek(0)
+            said.append(held.read())

@@ -12,6 +12,7 @@ from moefold.model.families.folder import read_config, read_json
 from moefold.model.families.hub import left_out
 from moefold.model.families.registry import by_model_type, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
+from moefold.run import load_run
 
 # What the released models' files hold (sizes and switches are facts of the models).
 RELEASED: dict[str, dict[str, Any]] = {
@@ -394,6 +395,14 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
         from_hf({})
 
 
+def test_a_folder_of_an_unknown_model_is_one_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError) as error:
+        load_run(tmp_path)
+    known = "deepseek_v3, mixtral, olmoe, qwen3_moe"
+    assert str(error.value) == f"config.json: model_type 'llama' is not known; known: {known}"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -402,7 +411,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
         ('{"a": NaN}', "NaN is not a number"),
         ('{"a": ' * 100_000, "not JSON"),
         ('{"a": "' + "x" * 2000 + '"}', "larger than 1000 bytes"),
-        ("\x80", "not JSON"),
+        ("\x80", "not UTF-8 text"),
     ],
 )
 def test_a_hostile_json_file_is_refused(tmp_path: Path, content: str, said: str) -> None:

@@ -2,11 +2,14 @@
 
 import pytest
 
+from moefold.config.problems import RunError
 from moefold.layers.config import Gqa
+from moefold.mesh.config import Sizes
 from moefold.mesh.needs import needs
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
+from moefold.run import load_run
 
 MODEL = needs(
     Decoder(
@@ -51,6 +54,22 @@ def test_packages_from_outside_send_over_ep_alone() -> None:
     for kind, more in foreign.items():
         assert broken("ep2 etp2", kind=kind, **more) == [(("dispatch", "kind"), "alltoall_once")]
         assert broken("ep2", kind=kind, **more) == []
+
+
+def test_numbers_of_ranks_that_deep_ep_has_no_settings_for() -> None:
+    for sizes, fits in (("ep2", True), ("ep8", True), ("", True)):
+        assert (broken(sizes, kind="deep_ep") == []) is fits
+    odd = Layout(sizes="ep32", dispatch={"kind": "deep_ep"}).dispatch  # type: ignore[arg-type]
+    (found,) = odd.misfits(Sizes(ep=12))
+    assert found.nearest == "alltoall_once" and "2, 4, 8, 16, 24" in found.rule
+
+
+def test_what_refuses_to_run_deterministically_is_refused() -> None:
+    asked = ["deterministic=true", "layout.sizes=ep2", "layout.dispatch=deep_ep"]
+    with pytest.raises(RunError) as error:
+        load_run("tiny", asked)
+    assert [(v.path, v.nearest) for v in error.value.violations] == [(("deterministic",), False)]
+    assert load_run("tiny", asked[1:]).layout.sizes == "ep2"
 
 
 def test_a_split_of_groups_is_stated_where_it_is_needed() -> None:

@@ -47,3 +47,12 @@ def test_a_step_that_some_number_of_data_ranks_can_run_is_legal() -> None:
     layout = Layout.model_validate(given)
     assert not list(layout.step_misfits(6))
     assert [found.nearest for found in layout.step_misfits(7)] == [8]
+
+
+@pytest.mark.parametrize("text", ["tp2,ep2", "tp2, ep2", "tp2ep2", "tp2;ep2"])
+def test_sizes_that_are_written_otherwise_are_answered_with_sizes(text: str) -> None:
+    with pytest.raises(RunError) as error:
+        load_run("tiny", [f"layout.sizes={text!r}"])
+    (found,) = error.value.violations
+    assert found.nearest == "tp2 ep2"
+    assert found.rule == "must be text, such as 'tp2 pp2 ep4'"

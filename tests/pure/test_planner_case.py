@@ -32,7 +32,7 @@ def case(**changes: Any) -> Case:
         "sizes": Sizes.parse("pp4 vpp4 ep64"),
         "stages": Stages.parse(LAYOUT),
         "schedule": Interleaved(),
-        "dispatch": "hybridep",
+        "dispatch": "hybrid_ep",
         "load": 1.0,
     }
     return Case(**known | changes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.planner.hardware import FORMAT_OF, catalogue, cluster, device
+from moefold.planner.hardware import FORMAT_OF, catalogue, cluster, device, sold_as
 
 NAMES = {"A100", "H100", "H200", "H800", "H20", "B200", "B300", "GB200", "GB300", "Ascend910"}
 
@@ -48,3 +48,23 @@ def test_a_cluster_is_read_from_a_word() -> None:
 def test_other_words_are_refused_with_what_there_is(word: str) -> None:
     with pytest.raises(ValueError, match=r"such as h100x256|there are A100"):
         cluster(word)
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_driver_s_name_is_that_of_the_chip_or_of_none(driver: str, name: str | None) -> None:
+    found = sold_as(driver)
+    assert (found.name if found else None) == name

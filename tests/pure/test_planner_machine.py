@@ -12,9 +12,12 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import Case, Numbers
+from moefold.planner.from_run import of_run
+from moefold.planner.hardware import cluster
 from moefold.planner.machine import Machine, usual_file
 from moefold.planner.time import estimate
 from moefold.planner.time_optimizer import orthogonal_seconds
+from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
 
 RATES = {
@@ -91,3 +94,12 @@ def test_orthogonal_updates_take_their_products_by_hand() -> None:
         flops += count * (4 * short * short * long + 2 * short**3)
     assert orthogonal_seconds(one, 0, rates) == pytest.approx(2 * 5 * flops / 4e11)
     assert orthogonal_seconds(case(optimizer=AdamW(lr=1e-3)), 0, rates) == 0
+
+
+@pytest.mark.parametrize("bf16", [1.1e9, 4e11])
+def test_auto_is_planned_as_what_the_machine_is_faster_in(bf16: float) -> None:
+    """Plant: plan ``auto`` as bf16 whatever ``moefold bench`` measured."""
+    run = load_run("demo")
+    _, choice = of_run(run, replace(MACHINE, bf16=bf16).cluster)
+    assert choice.recipe == ("bf16" if bf16 > MACHINE.fp32 else "fp32")
+    assert of_run(run, cluster("a100x1"))[1].recipe == "bf16"

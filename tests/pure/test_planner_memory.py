@@ -191,7 +191,7 @@ def published(row: dict[str, Any]) -> Case:
     batch = row["world"] // row["tp"] * (4 if row.get("merged") else 1)
     return Case(
         model, row["seq"], batch, 1, cluster(f"h100x{row['world']}"), sizes, stages, schedule,
-        "hybridep", 1.0, Numbers(gradient_bytes=2, moment_bytes=narrow),
+        "hybrid_ep", 1.0, Numbers(gradient_bytes=2, moment_bytes=narrow),
         Keeping(recompute=frozenset(row["recompute"])),
         replace(MEGATRON, cuda_graphs=row.get("graphs", "none")),
     )  # fmt: skip

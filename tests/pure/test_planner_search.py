@@ -42,7 +42,7 @@ EXPERTS = frozenset(("experts", "ffn", "shared"))
 SPACE = Space(
     recipes=("bf16",),
     schedules=(OneFOneB(), Interleaved(), Merged()),
-    dispatchers=("alltoall", "deepep"),
+    dispatchers=("alltoall", "deep_ep"),
     recomputes=(frozenset(), EXPERTS, frozenset(("block",))),
     micro_batches=(1, 2),
 )

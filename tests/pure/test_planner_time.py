@@ -90,7 +90,7 @@ def case(**changes: object) -> Case:
         sizes=Sizes(ep=8),
         stages=Stages.balanced(1, 1, 48),
         schedule=OneFOneB(),
-        dispatch="hybridep",
+        dispatch="hybrid_ep",
         load=1.0,
         software=Software(stack="megatron", release="26.04", cuda_graphs="partial"),
     )
@@ -170,7 +170,7 @@ def test_exchanges_take_as_long_as_printed(device):
     rates = constants().rates(where.device.name, "megatron", "26.04")
     for ranks, printed in zip((8, 16, 32, 64), TABLE_7[device], strict=True):
         group = reach(where, ranks, 1)
-        for dispatcher, micros in zip(("alltoall", "hybridep"), printed, strict=True):
+        for dispatcher, micros in zip(("alltoall", "hybrid_ep"), printed, strict=True):
             seconds = exchange_seconds(rows, dispatcher, group, where, rates, 1.0)
             assert seconds * 1e6 == pytest.approx(micros, rel=0.2), (ranks, dispatcher)
 
@@ -208,7 +208,7 @@ def test_groups_that_leave_their_domain_are_slower():
     assert reach(cluster("gb200x128"), 64, 1).outside == 1
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "deduplicated"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "alltoall_once"])
 def test_exchanges_carry_the_bytes_that_traffic_counts(dispatcher):
     one = case(dispatch=dispatcher)
     rows = Rows(4096, 2048 * 2, 8)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.layers.config import Gqa
+from moefold.layers.config import Gathered, Gqa, Mixed, Ulysses
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
@@ -118,9 +118,9 @@ def test_fewer_rows_cross_where_they_are_sent_once() -> None:
     """One row per rank is less than one per copy, and one per node is less across nodes."""
     sent = {
         kind: sum(c.total for c in expert(case("ep8", dispatch=kind, domain=4), 0))
-        for kind in ("alltoall", "deduplicated", "allgather")
+        for kind in ("alltoall", "alltoall_once", "allgather")
     }
-    assert sent["deduplicated"] < sent["alltoall"] < sent["allgather"]
+    assert sent["alltoall_once"] < sent["alltoall"] < sent["allgather"]
     two = case("ep8", dispatch="two_level", domain=4)
     across = total(two, group="ep outer 4", direction=FORWARD, part="combine")
     plain = total(case("ep8"), group="ep", direction=FORWARD, part="combine")
@@ -133,8 +133,13 @@ def test_context_ranks_send_keys_and_values() -> None:
     ring = [total(one, rank, group="cp", direction=FORWARD) for rank in range(4)]
     # Of a zigzag, later ranks see the first piece of earlier ones; earlier ranks see both.
     assert ring == [(3 + rank) / 2 * keys * LAYERS * MICRO for rank in range(4)]
-    gathered = replace(one, context="allgather")
+    gathered = replace(one, context=Gathered())
     assert total(gathered, group="cp", direction=FORWARD) == 3 * keys * LAYERS * MICRO
-    heads = replace(one, context="heads")
+    heads = replace(one, context=Ulysses())
     every = SEQ / 4 * 2 * (4 + 8) * 16 * 2 * 3 / 4
     assert total(heads, group="cp", direction=FORWARD) == every * LAYERS * MICRO
+    mixed = replace(one, context=Mixed(heads=2))
+    assert total(mixed, group="cp inner 2", direction=FORWARD) == every * 2 / 3 * LAYERS * MICRO
+    # Two pairs go round: the rows of one are the first piece, or both, of the other.
+    round_ = [total(mixed, rank, group="cp outer 2", direction=FORWARD) for rank in range(4)]
+    assert round_ == [keys / 2 * LAYERS * MICRO * n for n in (1, 1, 2, 2)]

@@ -69,7 +69,7 @@ def test_stages_that_a_layout_names_keep_their_layers() -> None:
 def test_numbers_go_narrow_only_when_asked() -> None:
     run, layout = run_of("demo"), Layout()
     assert shrink(run, [layout]).precision == "fp64"
-    assert shrink(run, [layout], as_run=True).precision == run.train.precision == "bf16"
+    assert shrink(run, [layout], "bf16").precision == "bf16"
 
 
 def test_clipping_is_seen_where_a_run_clips() -> None:

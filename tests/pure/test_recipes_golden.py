@@ -28,3 +28,9 @@ def test_resolved_recipe_reads_back_as_itself(name: str, tmp_path: Path) -> None
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(run), "utf-8")
     assert load_run(file) == run
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_runs_for_as_few_steps_as_one_likes(name: str, steps: int) -> None:
+    assert load_run(name, [f"train.steps={steps}"]).train.steps == steps

@@ -145,3 +145,10 @@ def test_a_run_without_experts_or_bytes_has_a_page_too() -> None:
     found = Page(page(History([line(1, val_loss=3.0), line(2)]), "a", "b")).data
     assert found["heat"] is None
     assert found["charts"][0]["title"] == "Loss, nats per token"
+
+
+def test_a_utilisation_above_one_is_not_shown(tmp_path: Path) -> None:
+    """Folders of earlier versions hold such figures."""
+    lines = [line(1, mfu=3.37), line(2, mfu=0.4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert summary(History.read(tmp_path))["median_mfu"] == 0.4

@@ -2,6 +2,7 @@
 
 import glob
 import gzip
+import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -70,7 +71,7 @@ def expand(patterns: tuple[str, ...]) -> list[Path]:
         if Path(pattern).is_file():
             found[Path(pattern)] = None
             continue
-        names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
         files = [Path(n) for n in names if Path(n).is_file()]
         if not files:
             where = "it is a folder; add a pattern such as /**/*.txt" if names else str(Path.cwd())
@@ -107,8 +108,14 @@ class FileReader(Source):
     def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
         """Stop at something that cannot be read, or note it where the record says ``skip``."""
         if self._bad == "refuse":
-            raise DataError(f"{where}: {reason}: {said}; mend it, or set bad: skip (--bad skip)")
+            skip = setting("bad", "skip")
+            raise DataError(f"{where}: {reason}: {said}; mend it, or leave such out with {skip}")
         skipped.note(where, reason)
+
+
+def setting(field: str, value: str, flag: str | None = None) -> str:
+    """Name a field of a source as a run file writes it, and as ``data prepare`` takes it."""
+    return f"{field}: {value} at its source (data prepare: --{flag or field} {value})"
 
 
 def decoded(data: bytes) -> str:

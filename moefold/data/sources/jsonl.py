@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 from moefold.data.config import Jsonl as Record
-from moefold.data.sources.base import Document, FileReader, Skipped, opened
+from moefold.data.sources.base import Document, FileReader, Skipped, opened, setting
 
 
 class Jsonl(FileReader):
@@ -36,7 +36,8 @@ class Jsonl(FileReader):
         if not isinstance(content, dict):
             raise _Wrong("no object", f"the line holds a {type(content).__name__}")
         if self._field not in content:
-            raise _Wrong(f"no field {self._field!r}", f"the line has {sorted(content)[:20]}")
+            said = f"the line has {sorted(content)[:20]}; name one with {setting('field', 'NAME')}"
+            raise _Wrong(f"no field {self._field!r}", said)
         text = content[self._field]
         if not isinstance(text, str):
             kind = "null" if text is None else f"a {type(text).__name__}"

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from moefold.data.config import DataError
 from moefold.data.config import Parquet as Record
-from moefold.data.sources.base import Document, FileReader, Skipped
+from moefold.data.sources.base import Document, FileReader, Skipped, setting
 
 _ROWS = 1024
 
@@ -33,7 +33,8 @@ class Parquet(FileReader):
     def _check(self, path: Path, schema: pa.Schema) -> None:
         if self._column not in schema.names:
             raise DataError(
-                f"{path}: has no column {self._column!r}; its columns are {schema.names}"
+                f"{path}: has no column {self._column!r}; its columns are {schema.names}: "
+                f"name one with {setting('column', 'NAME', 'field')}"
             )
         kind = schema.field(self._column).type
         inner = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -69,7 +69,7 @@ class _RmsNorm(torch.autograd.Function):
             x_nD = x_ND[rows].to(rstd_N1.dtype)
             square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
             rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
-            y_ND[rows] = (x_nD * rstd_N1[rows]).mul_(scale_D)
+            torch.mul(x_nD, rstd_N1[rows], out=y_ND[rows]).mul_(scale_D)
         ctx.save_for_backward(x, rstd_N1, weight_D)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return y_ND.view(x.shape)

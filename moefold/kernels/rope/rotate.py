@@ -25,8 +25,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         (a, b), (out_a, out_b) = x.chunk(2, -1), out.chunk(2, -1)
     else:
         a, b, out_a, out_b = x[..., 0::2], x[..., 1::2], out[..., 0::2], out[..., 1::2]
-    out_a.copy_(a * cos - b * sin)
-    out_b.copy_(b * cos + a * sin)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
     return out
 
 

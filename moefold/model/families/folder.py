@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.fields import OnDisk
 from moefold.config.problems import Violation
+from moefold.files import named
 from moefold.model.config import MODEL, Block, Decoder, Stack
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
@@ -32,7 +34,8 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     try:
         if path.stat().st_size > limit:
             raise ValueError(f"{path} is larger than {limit} bytes")
-        found = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        with named(path):
+            found = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
     except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -56,7 +59,7 @@ class Folder(Record):
     """The model of a Hugging Face folder; what stands beside ``from`` replaces the folder's."""
 
     family: Literal["folder"] = "folder"
-    path: str = Field(alias="from")
+    path: Annotated[str, OnDisk()] = Field(alias="from")
     """The folder with ``config.json`` and the weights."""
     balance: Balance | None = None
     """Terms in place of those the folder names."""

@@ -14,7 +14,7 @@ from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllGather
 from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import everyone, host_counts, on_host
+from moefold.moe.dispatch.counts import everyone, host_counts
 from moefold.moe.dispatch.hop import ranks_of
 from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
@@ -40,11 +40,11 @@ class AllGatherDispatch(Across[AllGather]):
         here_AK = (slots_AK >= 0) & (slots_AK < each)
         slots_AK = torch.where(here_AK, slots_AK, each)
         here = permute(x_AD, weights_AK, slots_AK, each, False, copies)
-        handle = (*here.handle, on_host(rows))
+        handle = (*here.handle, rows)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ranks = world.group("tp_ep")
-        token_R, row_AK, counts = handle
-        return scatter_rows(collect(y_RD, token_R, row_AK), ranks, host_counts(counts))
+        token_R, row_AK, rows = handle
+        return scatter_rows(collect(y_RD, token_R, row_AK), ranks, rows)

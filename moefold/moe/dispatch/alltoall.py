@@ -13,7 +13,7 @@ from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllToAll
 from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host, slots_of
+from moefold.moe.dispatch.counts import Plan, everyone, host_counts, slots_of
 from moefold.moe.dispatch.local import permute
 from moefold.moe.dispatch.order import sort_copies
 
@@ -38,14 +38,13 @@ class AllToAllDispatch(Across[AllToAll]):
         slots_R = slots_of(coming_SPe.flatten(0, 1), sum(plan.slices))
         experts = self._experts // ep.size
         here = permute(x_RD, p_R[:, None], slots_R[:, None], experts, True)
-        handle = (order.token_R, order.row_TK, *here.handle, on_host(numbers))
+        handle = (order.token_R, order.row_TK, *here.handle, numbers)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
-        token_N, row_TK, token_R, row_R1, counts = handle
-        numbers = host_counts(counts)
+        token_N, row_TK, token_R, row_R1, numbers = handle
         plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
         y_ND = plan.back(collect(y_RD, token_R, row_R1, True), ep, etp)
         return collect(y_ND, token_N, row_TK, complete)

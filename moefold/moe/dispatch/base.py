@@ -2,19 +2,20 @@
 
 T rows, D hidden, K experts per token, E local experts, R rows after dispatch.
 
-A dispatcher keeps nothing between the two calls: what ``combine`` needs travels in the handle, a
-flat tuple of tensors, so that the two calls can be run, recomputed and scheduled apart.
+A dispatcher keeps nothing between the two calls: what ``combine`` needs travels in the handle, so
+that the two calls can be run, recomputed and scheduled apart.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moefold.comm.world import World
 
 ALONE = World.single()
-Handle = tuple[Tensor, ...]
+Handle = tuple[Any, ...]
+"""Tensors, on the rows' device as whatever streams hand on, and values that the host knows."""
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,8 @@ def everyone(counts_C: Tensor, world: World) -> Tensor:
 
 
 def host_counts(counts: Tensor) -> list[int]:
-    """Return counts as numbers: the one host read of an exact dispatch.
-
-    A handle keeps them as a tensor on the host, of which a read waits for nothing.
-    """
+    """Return counts as numbers: the one host read of an exact dispatch."""
     return counts.tolist()
-
-
-def on_host(numbers: list[int]) -> Tensor:
-    """Return numbers as a handle carries them."""
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def slots_of(counts_XE: Tensor, rows: int) -> Tensor:

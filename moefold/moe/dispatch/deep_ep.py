@@ -7,7 +7,6 @@ is the other's gradient. It waits for counts on the host by itself.
 T rows, D hidden, K experts per token, E experts, N rows received, R rows after dispatch.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -56,20 +55,19 @@ class DeepEpDispatch(Across[DeepEp]):
         return _Return.apply(y_ND, self._buffer(y_ND, world), *native)  # type: ignore[return-value]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
+        """Return the one buffer for rows of so many bytes; it holds no rows between calls."""
+        kind, group = self._module.Buffer, world.group("ep")
         row_bytes = x_TD.shape[1] * max(x_TD.element_size(), LEAST_BYTES)
-        return buffer_of(self._module.Buffer, world.group("ep"), row_bytes)
+        return world.kept((kind, row_bytes), lambda: _buffer(kind, group, row_bytes))
 
 
-@cache
-def buffer_of(kind: Any, group: Group, row_bytes: int) -> Any:
-    """Return the one buffer of a group for rows of so many bytes; it holds no rows between calls.
-
-    Sized by the hints of the back end's own configurations.
-    """
-    configs = [kind.get_dispatch_config(group.size), kind.get_combine_config(group.size)]
-    nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, group.size) for c in configs)
-    rdma = max(c.get_rdma_buffer_size_hint(row_bytes, group.size) for c in configs)
-    return kind(group.handle, nvlink, rdma)
+def _buffer(kind: Any, group: Group, row_bytes: int) -> Any:
+    """Make a buffer of the size that the back end's own configurations hint at."""
+    ranks = group.size
+    configs = [kind.get_dispatch_config(num_ranks=ranks), kind.get_combine_config(num_ranks=ranks)]
+    nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
+    rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
+    return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
 
 
 class _Send(Function):
@@ -77,9 +75,11 @@ class _Send(Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, buffer: Any, experts: int
     ) -> tuple[Any, ...]:
-        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, experts)
+        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+            topk_idx=ids_TK, num_experts=experts
+        )
         x_ND, ids_NK, weights_NK, counts, native, _ = buffer.dispatch(
-            x_TD,
+            x=x_TD,
             topk_idx=ids_TK,
             topk_weights=weights_TK,
             num_tokens_per_rank=per_rank,
@@ -98,7 +98,9 @@ class _Send(Function):
         ctx: Any, _copies: None, dx_ND: Tensor, dweights_NK: Tensor, *_: Any
     ) -> tuple[Any, ...]:
         dx_TD, dweights_TK, _ = ctx.buffer.combine(
-            dx_ND.contiguous(), ctx.saved_tensors, topk_weights=dweights_NK.float().contiguous()
+            x=dx_ND.contiguous(),
+            handle=ctx.saved_tensors,
+            topk_weights=dweights_NK.float().contiguous(),
         )
         return dx_TD, dweights_TK, None, None, None
 
@@ -108,12 +110,12 @@ class _Return(Function):
     def forward(ctx: Any, y_ND: Tensor, buffer: Any, *native: Tensor) -> Tensor:
         ctx.buffer = buffer
         ctx.save_for_backward(*native)
-        out_TD, _, _ = buffer.combine(y_ND.contiguous(), native)
+        out_TD, _, _ = buffer.combine(x=y_ND.contiguous(), handle=native)
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Any, ...]:
         native = ctx.saved_tensors
-        dy_ND, *_ = ctx.buffer.dispatch(dout_TD.contiguous(), handle=native)
+        dy_ND, *_ = ctx.buffer.dispatch(x=dout_TD.contiguous(), handle=native)
         return (dy_ND, None, *[None] * len(native))

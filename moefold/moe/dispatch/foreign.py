@@ -1,6 +1,8 @@
 """Dispatchers from other packages: found when chosen, and what all of them ask for."""
 
 from importlib import import_module
+from inspect import signature
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,23 +15,39 @@ DEVICE = "cuda"
 
 
 def load(record: Foreign) -> Any:
-    """Import the package of a back end.
+    """Import the package of a back end, and look whether it takes the calls that are made.
 
     Raises:
         ValueError: where it cannot be imported or is another version; says how to get it.
     """
     try:
         module = import_module(record.module)
-        missing = [name for name in record.names if getattr(module, name, None) is None]
-        why = f"it has no {', '.join(missing)}" if missing else ""
-    except (ImportError, OSError) as error:
-        why = str(error).partition("\n")[0]
+        why = "; ".join(filter(None, (_misfit(module, *call) for call in record.calls)))
+    except Exception as error:  # packages look for their libraries here, each in its own way
+        why = str(error).partition("\n")[0] or f"its import ends in a {type(error).__name__}"
     if why:
         raise ValueError(
             f"layout.dispatch: {record.kind} needs {record.module}, and {why}. {record.remedy}, "
             "or choose dispatch: alltoall_once, which sends the same rows"
         )
     return module
+
+
+def _misfit(module: Any, name: str, arguments: str) -> str:
+    """Say why a function of a module does not take arguments of some names; empty if it does."""
+    try:
+        takes = signature(attrgetter(name)(module))
+    except AttributeError:
+        return f"it has no {name}"
+    given = ["self"] if "self" in takes.parameters else []
+    for argument in arguments.split():
+        wanted = argument.removesuffix("?")
+        given += [wanted] if wanted == argument or wanted in takes.parameters else []
+    try:
+        takes.bind(**dict.fromkeys(given))
+    except TypeError as error:
+        return f"its {name} is another: {error}"
+    return ""
 
 
 def ends_of(counts_E: Tensor, device: torch.device) -> Tensor:

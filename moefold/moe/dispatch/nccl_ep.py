@@ -7,17 +7,15 @@ all rows of all ranks. Nothing is read on the host.
 T rows, D hidden, K experts per token, E experts, R rows after dispatch.
 """
 
-from functools import cache
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 
-from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.moe.config import NcclEp
 from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import host_counts, on_host
 from moefold.moe.dispatch.foreign import check_rows, ends_of, load
 
 
@@ -39,20 +37,24 @@ class NcclEpDispatch(Across[NcclEp]):
         check_rows(self._record, x_TD)
         self._check(x_TD.shape[0], complete)
         top_k = experts_TK.shape[1]
-        buffer = self._buffer(x_TD.shape[1], top_k, world.group("ep"))
+        buffer = self._buffer(x_TD.shape[1], top_k, world)
         x_RD, probs_R, counts_E = self._module.ep_dispatch(
-            buffer, x_TD.contiguous(), experts_TK, weights_TK.float()
+            buffer=buffer,
+            tokens=x_TD.contiguous(),
+            topk_idx=experts_TK,
+            topk_weights=weights_TK.float(),
         )
-        handle = (on_host([x_TD.shape[0], top_k]), buffer.handle_mem)
+        handle = (x_TD.shape[0], top_k, buffer.handle_mem)
         return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
-        sizes, memory = handle
-        rows, top_k = host_counts(sizes)
-        buffer = self._buffer(y_RD.shape[1], top_k, world.group("ep"))
+        rows, top_k, memory = handle
+        buffer = self._buffer(y_RD.shape[1], top_k, world)
         buffer.handle_mem = memory
-        return self._module.ep_combine(buffer, y_RD.contiguous(), num_local_tokens=rows)
+        return self._module.ep_combine(
+            buffer=buffer, expert_out=y_RD.contiguous(), num_local_tokens=rows
+        )
 
     def _check(self, rows: int, complete: bool) -> None:
         if rows > self._record.max_rows:
@@ -66,15 +68,20 @@ class NcclEpDispatch(Across[NcclEp]):
                 "padding and leave capacity out, or choose dispatch: padded"
             )
 
-    def _buffer(self, hidden: int, top_k: int, group: Group) -> Any:
-        rows = self._record.max_rows
-        room = group.size * rows * top_k
-        start(self._module.ep_bootstrap, group, self._experts, rows, room, hidden)
+    def _buffer(self, hidden: int, top_k: int, world: World) -> Any:
+        ep, group = self._module, world.group("ep")
+        sizes = {
+            "max_tokens_per_rank": self._record.max_rows,
+            "recv_capacity_per_rank": group.size * self._record.max_rows * top_k,
+            "hidden_dim": hidden,
+        }
+
+        def start() -> None:
+            """Start the back end, which does so once: all layers have to be of one size."""
+            takes = signature(ep.ep_bootstrap).parameters
+            more = {"num_topk": top_k} if "num_topk" in takes else {}
+            ep.ep_bootstrap(ep_group=group.handle, num_experts=self._experts, **sizes, **more)
+
+        world.kept((ep, self._experts, top_k, *sizes.values()), start, ep.ep_finalize)
         here = self._experts // group.size
-        return self._module.EpBuffer(top_k, rows, room, hidden, here)
-
-
-@cache
-def start(bootstrap: Any, group: Group, experts: int, rows: int, room: int, hidden: int) -> None:
-    """Start the back end, which does so once per process: all layers have to be of one size."""
-    bootstrap(group.handle, experts, rows, room, hidden)
+        return ep.EpBuffer(top_k=top_k, num_local_experts=here, **sizes)

@@ -12,7 +12,7 @@ from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllToAllOnce
 from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host
+from moefold.moe.dispatch.counts import Plan, everyone, host_counts
 from moefold.moe.dispatch.hop import Parcel, address, packed, ranks_of
 from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
@@ -38,14 +38,13 @@ class OnceDispatch(Across[AllToAllOnce]):
         sent = packed(parcel, order, rank_TK, each)
         arrived = Parcel(*(plan.out(part, ep, etp) for part in sent))
         here = permute(*arrived, each, False, copies)
-        handle = (order.token_R, order.row_TK, *here.handle, on_host(numbers))
+        handle = (order.token_R, order.row_TK, *here.handle, numbers)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         ep, etp = world.group("ep"), world.group("etp")
-        token_N, row_TK, token_R, row_NK, counts = handle
-        numbers = host_counts(counts)
+        token_N, row_TK, token_R, row_NK, numbers = handle
         plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
         y_ND = plan.back(collect(y_RD, token_R, row_NK), ep, etp)
         return collect(y_ND, token_N, row_TK)

@@ -17,7 +17,7 @@ from moefold.kernels.permute.gather import collect
 from moefold.moe.config import TwoLevel
 from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import Plan, everyone, host_counts, on_host
+from moefold.moe.dispatch.counts import Plan, everyone, host_counts
 from moefold.moe.dispatch.hop import Parcel, address, distinct, packed, ranks_of
 from moefold.moe.dispatch.local import permute
 from moefold.moe.router import count
@@ -49,16 +49,15 @@ class TwoLevelDispatch(Across[TwoLevel]):
         arrived = Parcel(*(hops.plan.out(part, inside, world.group("etp")) for part in sent))
         here = permute(*arrived, each, False, numbers[-1])
         orders = (order.token_R, order.row_TK, second.token_R, second.row_TK)
-        handle = (*orders, *here.handle, on_host(numbers))
+        handle = (*orders, *here.handle, numbers)
         return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
 
     def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
         """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
         inside, across = world.split("ep", self._node)
         etp = world.group("etp")
-        *orders, counts = handle
-        token_T, row_T, token_N, row_N, token_R, row_R = orders
-        hops = _Hops.of(host_counts(counts), across, inside, etp)
+        token_T, row_T, token_N, row_N, token_R, row_R, numbers = handle
+        hops = _Hops.of(numbers, across, inside, etp)
         y_ND = hops.plan.back(collect(y_RD, token_R, row_R), inside, etp)
         y_ND = all_to_all(collect(y_ND, token_N, row_N), across, hops.receive, hops.send)
         return collect(y_ND, token_T, row_T)

@@ -213,7 +213,8 @@ class Data:
             ]
             _sum(copied, across)
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
-        return squared_norm([grad for grad in counted if grad is not None])
+        grads = [grad for grad in counted if grad is not None]
+        return squared_norm(grads, self.placed.world.device)
 
     @torch.no_grad()
     def renew(self) -> None:

@@ -7,7 +7,7 @@ end of the last stage's F, so that logits are never kept. I and W of that stage 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class Executor:
         placed, micro = self._placed, action.micro
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         weights = placed.weights_for(chunk, training=True, deferred=apart)
-        flow = replace(self._flows[micro], sink=sink, weights=weights)
+        flow = self._flows[micro].begun(sink, weights)
         way = Pass(placed.model, chunk, flow, share, self._loss, self._beside)
         return Held(way, sink, weights)
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-State = tuple[Tensor | None, ...]
-"""What one task of a chain leaves for the next."""
+State = tuple[Any, ...]
+"""What one task of a chain leaves for the next: tensors, None, and values that the host knows."""
 
 
 class Task(NamedTuple):
@@ -139,10 +139,14 @@ def _now(state: State | Promised) -> State:
 
 
 def _used_on(stream: torch.cuda.Stream, state: State) -> None:
-    """Tell the allocator that a stream other than the one they were made on uses tensors."""
-    for tensor in state:
-        if tensor is not None:
-            tensor.record_stream(stream)
+    """Tell the allocator that a stream other than the one they were made on uses tensors.
+
+    To hold them until an event would not do: autograd keeps them for backward, and lets them go
+    on either lane.
+    """
+    for value in state:
+        if isinstance(value, Tensor) and value.is_cuda:
+            value.record_stream(stream)
 
 
 @lru_cache

@@ -26,14 +26,16 @@ class Part:
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function; each output asks for a gradient where one would reach something."""
-        live = tuple(x.requires_grad for x in inputs)
+        live = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         self._caught = [None] * len(inputs)
         if any(live):
             anchor = torch.empty(0, requires_grad=True)
-            inputs = _Border.apply(anchor, self._caught, live, *(x.detach() for x in inputs))  # type: ignore[assignment]
+            inputs = _Border.apply(anchor, self._caught, live, *map(detached, inputs))  # type: ignore[assignment]
         outputs = self._function(*inputs)
-        self._edges = [get_gradient_edge(y) if y.requires_grad else None for y in outputs]
-        return tuple(y.detach().requires_grad_(y.requires_grad) for y in outputs)
+        live = tuple(isinstance(y, Tensor) and y.requires_grad for y in outputs)
+        pairs = zip(outputs, live, strict=True)
+        self._edges = [get_gradient_edge(y) if lives else None for y, lives in pairs]
+        return tuple(map(detached, outputs, live))
 
     def bare(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function and keep nothing: the part runs again before its backward."""
@@ -49,6 +51,11 @@ class Part:
             edges, grads = zip(*pairs, strict=True)
             torch.autograd.backward(edges, grads)
         return tuple(caught)
+
+
+def detached(value: Any, live: bool = False) -> Any:
+    """Return a tensor without its history; a value of the host, which has none, as it is."""
+    return value.detach().requires_grad_(live) if isinstance(value, Tensor) else value
 
 
 class _Border(torch.autograd.Function):
@@ -68,9 +75,9 @@ class _Border(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
-        handed = tuple(tensor.detach() for tensor in tensors)
-        dead = [tensor for tensor, lives in zip(handed, live, strict=True) if not lives]
-        ctx.mark_non_differentiable(*dead)
+        handed = tuple(map(detached, tensors))
+        dead = [x for x, lives in zip(handed, live, strict=True) if not lives]
+        ctx.mark_non_differentiable(*(x for x in dead if isinstance(x, Tensor)))
         return handed
 
     @staticmethod

@@ -18,7 +18,7 @@ from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, State, Task
-from moefold.parallel.pipeline.parts import Part
+from moefold.parallel.pipeline.parts import Part, detached
 
 Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
 """``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
@@ -230,7 +230,8 @@ class _Again:
 
 def _bare(part: Part, *given: Tensor) -> State:
     """Run a part without a graph; what follows still asks for gradients."""
-    return tuple(y.detach().requires_grad_(y.is_floating_point()) for y in part.bare(*given))
+    outputs = part.bare(*given)
+    return tuple(detached(y, isinstance(y, Tensor) and y.is_floating_point()) for y in outputs)
 
 
 def _kept(segment: Segment, flow: Flow, *given: Tensor) -> tuple[Tensor, ...]:

@@ -3,9 +3,10 @@
 T rows here, D hidden, P texts, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from moefold.comm.collectives import all_gather, broadcast_, receive, send, sum_
 from moefold.data.batch import pack
 from moefold.kernels.linear.product import linear
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import summed_loss
 from moefold.parallel.apply import Placed
@@ -36,14 +38,19 @@ def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
 
 
 @torch.no_grad()
-def next_logits(placed: Placed, texts: Sequence[Sequence[int]]) -> Tensor:
+def next_logits(
+    placed: Placed, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+) -> Tensor:
     """Return the logits [P, V] of the token that follows each text, on every rank.
 
-    All ranks give the same texts, none of them empty.
+    All ranks give the same texts, none of them empty. As :meth:`DecoderModel.next_logits`; context
+    ranks share rows and compute all of them each time.
     """
     model, world = placed.model, placed.world
     sizes = world.folding.sizes
-    whole = pack(texts, pad_to=sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1))
+    cache = cache if sizes.cp == 1 else None
+    pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
+    whole = pack(texts, pad_to) if cache is None else cache.rows(texts, pad_to)
     rows, piece = cut(whole, world)
     flow = Flow(
         rows.to(world.device),
@@ -52,6 +59,8 @@ def next_logits(placed: Placed, texts: Sequence[Sequence[int]]) -> Tensor:
         world=world,
         context=placed.layout.context,
         piece=None if piece is None else piece.to(world.device),
+        cache=cache,
+        dropless=True,
     )
     x_TD = forward(placed, flow)
     last_P = (whole.cu_seqlens[1:] - 1).long().to(world.device)
@@ -63,6 +72,11 @@ def next_logits(placed: Placed, texts: Sequence[Sequence[int]]) -> Tensor:
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
     last_rank = placed.layout.table(placed.enough)
     return broadcast_(logits_PV, world.group("pp"), last_rank.home(last_rank.stages - 1))
+
+
+def continuing(placed: Placed) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+    """Return ``next_logits`` for texts that grow, with keys and values kept where they can be."""
+    return partial(next_logits, placed, cache=KeyValueCache.of(placed.model.record))
 
 
 def forward(placed: Placed, flow: Flow) -> Tensor | None:

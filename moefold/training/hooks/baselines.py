@@ -6,7 +6,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from moefold.data.baselines import baselines
-from moefold.training.history import BASELINES_FILE
+from moefold.files import write_text
+from moefold.training.history import BASELINES_FILE, read_baselines
 from moefold.training.hooks.base import Hook, JobView
 from moefold.training.hooks.config import Evaluate
 
@@ -21,12 +22,10 @@ class BaselinesHook(Hook):
     def on_start(self, job: JobView) -> None:
         """Measure, write the file and say the figures."""
         path = job.folder / BASELINES_FILE
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = read_baselines(path)
         if set(found) != set(self._wanted):
             measured = asdict(baselines(job.loader.prepared))
             found = {name: measured[name] for name in self._wanted}
-            part = path.with_name(f".{path.name}.part")
-            part.write_text(json.dumps(found) + "\n")
-            part.replace(path)
+            write_text(path, json.dumps(found) + "\n")
         said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
         self._console.print(f"[cyan]to beat[/] {said} bits per byte", highlight=False)

@@ -1,4 +1,7 @@
-"""What the run is and when it started, went on and ended: ``run.yaml`` and ``events.jsonl``."""
+"""What the run is and when it started, went on and ended: ``run.yaml`` and ``events.jsonl``.
+
+Its tokenizer lies beside them as ``tokenizer.json``, for other runs to use.
+"""
 
 import json
 import os
@@ -8,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.dump import dump_yaml
+from moefold.files import write_text
 from moefold.training.history import EVENTS_FILE
 from moefold.training.hooks.base import Hook, JobView
 
 RUN_FILE = "run.yaml"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class EventsHook(Hook):
     """Keeps the resolved run file, and a line for each start and each orderly end of a process."""
 
     def on_start(self, job: JobView) -> None:
-        """Write the resolved run file; note the start and the step it goes on from."""
-        part = job.folder / f".{RUN_FILE}.part"
-        part.write_text(dump_yaml(job.run), encoding="utf-8")
-        part.replace(job.folder / RUN_FILE)
+        """Write run file and tokenizer; note the start and the step it goes on from."""
+        write_text(job.folder / RUN_FILE, dump_yaml(job.run))
+        job.tokenizer.save(job.folder / TOKENIZER_FILE)
         recovered = job.recovered
         if recovered:
             recovered = {**recovered, "load_s": time.time() - recovered["met"]}

@@ -12,6 +12,7 @@ import torch
 
 from moefold.data.batch import pack
 from moefold.data.tokens import Corpus
+from moefold.files import write_text
 from moefold.layers.flow import Flow
 from moefold.model.decoder import DecoderModel
 from moefold.moe.router import Routed
@@ -33,8 +34,8 @@ class ExpertsPageHook(Hook):
         self._tokens = record.tokens
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Write the page, unless the run failed."""
-        if isinstance(error, ValueError) or not any(job.model.mixtures()):
+        """Write the page, unless the run failed or somebody waits for its end."""
+        if isinstance(error, ValueError | KeyboardInterrupt) or not any(job.model.mixtures()):
             return
         if job.world.size > 1:
             # The page follows single tokens through a whole model, which no rank has here.
@@ -64,10 +65,7 @@ class ExpertsPageHook(Hook):
             f"{job.run.name}, step {job.step_number} · held-out document {number} of {part.name}"
         )
         page = render(job.run.name, subtitle, texts, layers, shown=shown)
-        path = job.folder / PAGE_FILE
-        draft = path.with_name(f".{path.name}.part")
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(path)
+        write_text(job.folder / PAGE_FILE, page)
 
 
 def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:

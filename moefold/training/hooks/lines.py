@@ -4,8 +4,11 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from operator import index
 from pathlib import Path
 from typing import Any
+
+from moefold.files import named
 
 
 class StepLines:
@@ -33,8 +36,8 @@ class StepLines:
         self.close()
         end, self.last = 0, -1
         if self.path.exists():
-            for found, start, stop in _spans(self.path):
-                if found > step:
+            for line, start, stop in _spans(self.path):
+                if (found := line["step"]) > step:
                     break
                 if found <= self.last:
                     raise ValueError(
@@ -68,25 +71,25 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read every complete line of such a file; an absent file has none."""
     if not path.exists():
         return []
-    whole = path.read_bytes()
-    return [json.loads(line) for line in whole[: whole.rfind(b"\n") + 1].splitlines() if line]
+    return [line for line, _, _ in _spans(path)]
 
 
-def _spans(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (step, first byte, byte after the last) of each complete line."""
+def _spans(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield (object, first byte, byte after the last) of each complete line."""
     start = 0
-    with open(path, "rb") as file:
+    with named(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError) as error:
+                found = json.loads(line)
+                index(found["step"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not the JSON object of a step; "
                     "move the file away or mend it"
                 ) from error
-            yield step, start, start + len(line)
+            yield found, start, start + len(line)
             start += len(line)
 
 

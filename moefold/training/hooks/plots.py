@@ -32,8 +32,9 @@ class PlotsHook(Hook):
             draw(job.folder, job.run.name)
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
-        """Draw the end, whatever it was."""
-        draw(job.folder, job.run.name)
+        """Draw the end, whatever it was, unless somebody waits for it."""
+        if not isinstance(error, KeyboardInterrupt):
+            draw(job.folder, job.run.name)
 
 
 def draw(folder: Path, title: str) -> list[Path]:

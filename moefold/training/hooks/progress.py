@@ -104,8 +104,12 @@ def describe(metrics: Figures) -> str:
         parts.append(f"loss {metrics['lm_loss']:.3f}")
     if "tokens_per_s" in metrics:
         parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
-    if "mfu" in metrics:
-        parts.append(f"MFU {100 * metrics['mfu']:.0f} %")
+    shares = {"mfu_of_peak": "of the chip's peak", "mfu": "of the measured rate"}
+    found = {said: 100 * metrics[name] for name, said in shares.items() if name in metrics}
+    if found:
+        two = len(found) > 1
+        texts = (f"{share:.0f} %" + f" {said}" * two for said, share in found.items())
+        parts.append("MFU " + ", ".join(texts))
     return "  ".join(parts)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from moefold.files import write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Sample
 from moefold.training.words import harmless
@@ -67,7 +68,5 @@ def cut_after(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     for head in re.finditer(r"^=== step (\d+) · ", text, re.MULTILINE):
         if int(head[1]) > step:
-            part = path.with_name(f".{path.name}.part")
-            part.write_text(text[: head.start()], encoding="utf-8")
-            part.replace(path)
+            write_text(path, text[: head.start()])
             return

@@ -9,6 +9,10 @@ from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Wandb
 
 HOW = "watch.metrics.wandb is set, but the package is missing: pip install 'moefold[wandb]'"
+INSTEAD = (
+    "log in and look at the network, or give watch.metrics.wandb.mode=offline to send it later, "
+    "or watch.metrics.wandb=null to do without"
+)
 ID_FILE = "wandb.json"
 
 
@@ -28,17 +32,20 @@ class WandbHook(Hook):
 
         path = job.folder / ID_FILE
         record = self._record
-        self._run = wandb.init(
-            project=record.project,
-            entity=record.entity,
-            group=record.group,
-            mode=record.mode,
-            name=job.run.name,
-            dir=str(job.folder),
-            id=_known_id(path),
-            resume="allow",
-            config=job.run.model_dump(mode="json"),
-        )
+        try:
+            self._run = wandb.init(
+                project=record.project,
+                entity=record.entity,
+                group=record.group,
+                mode=record.mode,
+                name=job.run.name,
+                dir=str(job.folder),
+                id=_known_id(path),
+                resume="allow",
+                config=job.run.model_dump(mode="json"),
+            )
+        except (wandb.Error, ConnectionError, TimeoutError) as error:
+            raise ValueError(f"W&B does not take the run: {error}; {INSTEAD}") from error
         path.write_text(json.dumps({"id": self._run.id}) + "\n")
 
     def on_step(self, job: JobView, metrics: Figures) -> None:

@@ -1,0 +1,95 @@
+"""Files that a person names: errors say which, text is written whole, failures leave no folders.
+
+Standard library alone.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def named(path: str | Path, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """Let errors within say that they concern ``path``, where they name no file themselves.
+
+    Reads and writes of an open file do not; only opening it does. An error of decoding has no
+    place for a file's name and becomes one of ``kind``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+    except UnicodeDecodeError as error:
+        raise kind(f"{path}: is not UTF-8 text: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file: all of it or, where that fails, nothing, what stood there untouched.
+
+    What is no regular file, such as a pipe, is written to as it is.
+    """
+    if path.exists() and not path.is_file():
+        with named(path):
+            path.write_text(text, encoding="utf-8")
+        return
+    draft = path.with_name(f".{path.name}.part")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Make a folder with its parents where they are not there; return the new ones, inner first."""
+    new: list[Path] = []
+    try:
+        for folder in [path, *path.parents]:
+            if folder.exists():
+                break
+            new.append(folder)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(new)
+        raise
+    return new
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those of the folders that hold nothing, the first ones first."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def folder_for(path: Path) -> Iterator[None]:
+    """Make a folder for what is done within; where that fails, empty ones made here are removed."""
+    new = make_folder(path)
+    try:
+        yield
+    except BaseException:
+        remove_empty(new)
+        raise
+
+
+def demand_writable(path: Path) -> None:
+    """Look, without writing, whether a file or folder ``path`` could be made or written to.
+
+    Raises:
+        OSError: where the nearest part of it that is there says no.
+    """
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError):
+            os.stat(place)
+            if not os.access(place, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+            return

@@ -1,0 +1,78 @@
+"""What a person should know of a run before its first step. Imports no torch."""
+
+from collections.abc import Iterator
+
+from moefold.data.config import PythonStdlib
+from moefold.mesh.config import Sizes
+from moefold.model.config import Decoder
+from moefold.model.families.folder import Folder
+from moefold.planner.held import kinds
+from moefold.planner.memory_kept import Kept, Modules, Shape, kept, kept_bytes
+from moefold.policies.config import Selective
+from moefold.run import STAND_IN, Run
+
+
+def notes(run: Run) -> tuple[str, ...]:
+    """Return what of a run has no effect, what its model does not know, and what was chosen for it.
+
+    A line each, which begins with the path of the value that it is about.
+    """
+    return (*notes_on_step(run), *_data_of_nobody(run))
+
+
+def notes_on_step(run: Run) -> tuple[str, ...]:
+    """Return those of the notes that hold whatever the run is trained on."""
+    decoder = run.decoder()
+    return (*_idle_recompute(run, decoder), *_beyond_context(run.data.seq, decoder))
+
+
+def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
+    """Yield the modules whose recompute drops nothing that a layer keeps for backward."""
+    record, sizes = run.layout.recompute, run.layout.split
+    if not isinstance(record, Selective):
+        return
+    try:
+        alone, here = (_layers(decoder, s) for s in (Sizes(), sizes))
+    except ValueError:  # a kind of layer from outside: what it keeps is not known
+        return
+    every: Modules = frozenset(record.modules)
+    for name in dict.fromkeys(record.modules):
+        if not _saves(alone, frozenset(), frozenset((name,))):
+            what = "this model has none"
+        elif not _saves(here, every - {name}, every):
+            what = f"they keep nothing of their own under tp{sizes.tp}"
+        else:
+            continue
+        yield f"layout.recompute: {name} saves no memory, {what}; leave it out"
+
+
+def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Kept, ...]]:
+    """Return what each kind of layer keeps for a micro-batch of one row on each tensor rank."""
+    shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp)
+    return [kept(block, shape) for block in kinds(decoder)[0]]
+
+
+def _saves(layers: list[tuple[Kept, ...]], without: Modules, with_it: Modules) -> bool:
+    return any(kept_bytes(parts, with_it) < kept_bytes(parts, without) for parts in layers)
+
+
+def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
+    """Yield that sequences are longer than any that the model is meant for."""
+    ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
+    yarns = [rope.yarn for rope in ropes if rope is not None and rope.yarn is not None]
+    known = [round(yarn.factor * yarn.original_length) for yarn in yarns]
+    known += [] if decoder.context is None else [decoder.context]
+    if known and seq > max(known):
+        yield (
+            f"data.seq: {seq} tokens, more than the {max(known)} that the model is meant for (its "
+            f"context, or that of its rope's scaling); take data.seq={max(known)}"
+        )
+
+
+def _data_of_nobody(run: Run) -> Iterator[str]:
+    """Yield that a Hugging Face folder is trained on what stands in for data of one's own."""
+    if isinstance(run.model, Folder) and run.data.train == (PythonStdlib(**STAND_IN),):
+        yield (
+            "data.train: the sources of Python's standard library, as no other data is named; "
+            "name your own with data.train=[{source: jsonl, files: [chats.jsonl]}]"
+        )

@@ -1,0 +1,107 @@
+"""The number format of a run's products: settled once, when the run is opened."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint import manifest
+from moefold.checkpoint.folder import newest
+from moefold.comm.agree import on_first
+from moefold.comm.collectives import gather_objects
+from moefold.comm.world import World
+from moefold.observe.machine import Machine, device_name
+from moefold.precision.config import Precision, faster, slowness
+from moefold.precision.rates import machines
+from moefold.run import Run
+from moefold.training.recover import Keeper
+from moefold.training.stored import precision_of
+
+_log = logging.getLogger("moefold.training")
+
+
+@dataclass(frozen=True)
+class Format:
+    """What products of a run are computed in, and why."""
+
+    precision: Precision
+    why: str
+    machine: Machine
+    """This machine's rate in it."""
+    rates: Mapping[str, float]
+    """FLOP/s of products here, by format."""
+    began: Mapping[str, Any]
+    """For the checkpoint: what the run asked for when it began, and the rates it was chosen by."""
+
+    @classmethod
+    def of(cls, run: Run, folder: Path, world: World, keeper: Keeper | None = None) -> "Format":
+        """Settle the format on the first rank, for all.
+
+        ``auto`` is what the run in ``folder`` was begun in, else the faster one here. A format that
+        is slower than another by 2x or more is warned of.
+
+        Args:
+            run: as it is asked for.
+            folder: its folder.
+            world: the ranks that open it.
+            keeper: copies in memory; where there are any, they go on in the format they are from.
+        """
+        asked, ranks = run.train.precision, world.on_host
+        known = [] if keeper is None else gather_objects(keeper.precision, ranks)
+        kept: Precision | None = next(filter(None, known), None)
+
+        def found() -> dict[str, Any]:
+            path = newest(folder)
+            meta = {} if path is None else manifest.read(path).meta
+            held = kept or precision_of(meta)
+            first: Precision = "bf16" if asked == "auto" else asked
+            measured = machines(world.device, first, held or first).items()
+            return {
+                "held": held,
+                "began": meta.get("precision"),
+                "rates": {name: one.flops_per_s for name, one in measured},
+                "sources": {name: one.source for name, one in measured},
+            }
+
+        said = on_first(found, ranks)
+        rates, held = said["rates"], said["held"]
+        if asked != "auto":
+            precision, why = asked, "asked for"
+        elif held is not None:
+            precision, why = held, "as the run began"
+        else:
+            precision, why = faster(rates), "auto"
+        on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
+        machine = Machine(rates[precision], said["sources"][precision])
+        chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
+        if keeper is not None:
+            keeper.precision = precision
+        if world.rank == 0:
+            chosen.warn()
+        return chosen
+
+    def settle(self, run: Run) -> Run:
+        """Return the run with this format in place of what it asks for."""
+        train = run.train.model_copy(update={"precision": self.precision})
+        return run.model_copy(update={"train": train})
+
+    def warn(self) -> None:
+        """Warn where another format is faster here by 2x or more."""
+        slow = slowness(self.precision, self.rates)
+        if slow is None:
+            return
+        other, factor = slow
+        what = "the run began in it, and goes on so" if self.why != "asked for" else self.why
+        _log.warning(
+            "train.precision %s (%s): its products are %.1f times slower here than those of %s "
+            "(%s). A new run with train.precision=auto takes the faster one",
+            self.precision, what, factor, other, self.said,
+        )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        """The rates, in words."""
+        return ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items()) + (
+            " GFLOP/s"
+        )

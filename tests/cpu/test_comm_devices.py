@@ -1,0 +1,59 @@
+"""Ranks and CUDA devices, on a machine without any: what is refused, and what a device is at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.cli.main import main
+from moefold.comm.environment import Spot
+from moefold.comm.join import join
+from moefold.comm.recorder import Recorder, Site
+
+
+@pytest.fixture
+def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch say that this machine has eight devices."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+    def start(*args: Any, **how: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("moefold.cli._train.launch", start)
+    monkeypatch.setattr("moefold.cli._train.survive", start)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_two_ranks_do_not_share_a_device(capsys: Any) -> None:
+    with pytest.raises(ValueError, match="number 8 of its machine, which has 8 CUDA devices"):
+        join(Spot(8, 16, 8, "127.0.0.1", 0, served=True), 1.0, "cuda")
+    assert main(["train", "tiny", "--nproc", "16", "train.batch=16"]) == 2
+    assert "16 ranks and 8 CUDA devices here" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_ranks_on_devices_do_not_survive_each_other(capsys: Any) -> None:
+    assert main(["train", "tiny", "--nproc", "2", "watch.survive={}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ranks on CUDA devices speak over NCCL: leave it out" in said
+
+
+def test_a_device_that_has_done_all_waits_for_nothing() -> None:
+    queued, reached = 0, 0
+
+    def mark() -> Callable[[], bool]:
+        nonlocal queued
+        queued += 1
+        return lambda place=queued: reached >= place
+
+    recorder, x = Recorder(mark=mark), torch.ones(1)
+    for op, channel in (("all_reduce", "dp@0"), ("send", "pp:0>1"), ("all_reduce", "dp@0")):
+        site = Site("", op, channel)
+        recorder.end(recorder.begin(site, channel, (0, 1), x, 4, True))
+    assert [open_.record.channel for open_ in recorder.waiting()] == ["pp:0>1", "dp@0"]
+    reached = 2
+    assert [open_.record.number for open_ in recorder.waiting()] == [2]
+    reached = 3
+    assert not recorder.waiting(), "the device is idle, and nobody is waited for"

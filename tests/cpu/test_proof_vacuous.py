@@ -1,0 +1,90 @@
+"""A proof tells what is zero by its run's maths from what is zero by chance or by a fault."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moefold.comm.world import World
+from moefold.moe import balance, router
+from moefold.moe.config import Aux, Bias, Moe, Z
+from moefold.moe.config import Router as RouterRecord
+from moefold.parallel.config import Layout
+from moefold.proof import rows
+from moefold.proof.case import Case, Subject
+from moefold.proof.compare import vacuous, zero
+from moefold.proof.models import DEEPSEEK, GQA, decoder, moe, subject
+from moefold.proof.pool import draw
+from moefold.proof.trial import try_out
+
+ONE_OF_EIGHT = RouterRecord(experts=8, top_k=1, renormalise=False)
+ONE = RouterRecord(experts=1, top_k=1, renormalise=False)
+
+
+def small(mixture: Moe, **changes: Any) -> Subject:
+    """Two layers of a mixture, and few rows."""
+    return subject(decoder(GQA, mixture, mixture), micro_batches=1, rows=16, **changes)
+
+
+def at_first(asked: Subject) -> list[str]:
+    """What is vacuous by the first seed."""
+    return vacuous(asked, try_out(Case("one rank", asked, Layout(), 1), World.single()))
+
+
+def test_an_expert_left_out_by_chance_is_drawn_anew() -> None:
+    asked = small(moe(router=ONE_OF_EIGHT))
+    assert any("load_E: expert" in words for words in at_first(asked))
+    drawn, found = draw(replace(asked, micro_batches=4))
+    assert not vacuous(drawn, found)
+
+
+def test_a_draw_that_shows_everything_is_kept() -> None:
+    asked = small(moe(router=RouterRecord(experts=4, top_k=2)))
+    assert not at_first(asked) and draw(asked)[0] == asked
+
+
+def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bias keeps it out, and the case does not say so."""
+    monkeypatch.setattr(rows, "BIAS", 1e3)
+    drawn, found = draw(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
+    assert "layers.0.load_E: expert 0 has 0" in vacuous(drawn, found)
+
+
+def replaced(record: Any, **changes: Any) -> Any:
+    """A record with other fields."""
+    return record.model_copy(update=changes)
+
+
+@pytest.mark.parametrize("terms", [(), (Aux(),), (Aux(over="sequence"),)])
+def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[Any, ...]) -> None:
+    asked = small(moe(router=ONE, balance=terms))
+    found = try_out(Case("one rank", asked, Layout(), 1), World.single())
+    routers = {p.name: p.values for p in found.pieces["gradients"] if "router" in p.name}
+    assert not any(values.any() for values in routers.values())
+    assert zero(asked.decoder).keys() == routers.keys()
+    assert not vacuous(asked, found)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        moe(router=ONE, balance=(Aux(), Z())),
+        moe(router=replaced(ONE, score="sigmoid"), balance=()),
+        moe(router=replaced(ONE_OF_EIGHT, selection_bias=True), balance=(Bias(),)),
+        moe(router=RouterRecord(experts=2, top_k=2)),
+    ],
+)
+def test_nothing_else_is_excused(mixture: Moe) -> None:
+    """A term of which the maths are not known here reaches the router, or so it is held."""
+    assert not zero(small(mixture).decoder)
+
+
+def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the weights of chosen experts, and of a term that one expert's router has."""
+    whole, z = router.weights, balance.ZLoss.__call__
+    monkeypatch.setattr(router, "weights", lambda *given: whole(*given).detach())
+    monkeypatch.setattr(balance.ZLoss, "__call__", lambda *given: z(*given).detach())
+    lost = "gradients of layers.0.moe.router.weight: 0"
+    for mixture in (moe(balance=()), moe(router=ONE, balance=(Z(),))):
+        drawn, found = draw(small(mixture))
+        assert lost in vacuous(drawn, found)

@@ -1,0 +1,64 @@
+"""The examples of docs/extending.md, written out as their readers would."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moefold.config.uses import OUTSIDE
+from moefold.data.config import SOURCE
+from moefold.layers.config import FFN
+from moefold.model.config import MODEL
+from moefold.moe.config import BALANCE, DISPATCH
+from moefold.optim.config import OPTIMIZER
+from moefold.training.hooks.config import HOOKS
+from tests.cpu.runs import WORDS, corpus
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+SLOTS = (BALANCE, DISPATCH, FFN, HOOKS, MODEL, OPTIMIZER, SOURCE)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The code blocks of a page, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """Each file that the page shows, with the run file that uses it."""
+    pairs = zip(blocks(PAGE, "python"), blocks(PAGE, "yaml"), strict=True)
+    return {code.splitlines()[0].removeprefix("# "): (code, run) for code, run in pairs}
+
+
+EXAMPLES = examples()
+
+
+def forget() -> None:
+    """Be a process that never saw the parts from outside."""
+    for slot in SLOTS:
+        for kind in [k for k, r in slot.kinds.items() if r.__module__.startswith(OUTSIDE)]:
+            del slot.kinds[kind]
+    for name in [name for name in sys.modules if name.startswith(OUTSIDE)]:
+        del sys.modules[name]
+
+
+def written(folder: Path, name: str) -> Path:
+    """Write an example's two files, and what they read; return the run file."""
+    code, run = EXAMPLES[name]
+    (folder / name).write_text(code)
+    with (folder / "notes.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "body"])
+        rows.writerows([i, f"{i} " + " ".join(WORDS) * 3] for i in range(40))
+    raw: dict[str, Any] = yaml.safe_load(run)
+    if "data" in raw:
+        raw["data"]["train"][0]["files"] = [str(folder / "notes.csv")]
+    else:
+        source = {"source": "text", "files": [str(corpus(folder / "corpus"))], "holdout": 0.2}
+        raw["data"] = {"train": [source]}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path

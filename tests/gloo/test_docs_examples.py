@@ -1,0 +1,92 @@
+"""Every example of docs/extending.md is trained, planned and proved in a layout that cuts it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.api import train
+from moefold.cli.main import main
+from moefold.run import load_run
+from moefold.training.history import History
+from moefold.training.hooks.config import HOOKS
+from tests.examples import EXAMPLES, forget, written
+
+LAYOUTS = {
+    "entropy.py": ["tp2"],
+    "router_norm.py": ["ep2"],
+    "lion.py": ["tp2", "layout.zero=1"],
+    "csv_notes.py": ["cp2"],
+    "plain_dispatch.py": ["cp2"],
+    "capped.py": ["ep2"],
+}
+"""Sizes that cut what the example is about, and what else goes with them."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered() -> Iterator[None]:
+    """Parts of one example are unknown to the next."""
+    forget()
+    yield
+    forget()
+
+
+def verified(path: Path, sizes: str, capsys: Any, *overrides: str) -> dict[str, Any]:
+    """Return what the command says of a run in a layout."""
+    capsys.readouterr()
+    status = main(["verify", str(path), "--layout", sizes, "--json", *overrides])
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] == (status == 0)
+    return found["layouts"][0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_b10_an_example_computes_in_a_layout_what_one_rank_does(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Its parts reach the ranks, which load what is made of them."""
+    sizes, *overrides = LAYOUTS[name]
+    found = verified(written(tmp_path, name), sizes, capsys, *overrides)
+    assert found["passed"], found["problems"] or found["max_relative_error"]
+    assert name != "entropy.py" or found["max_relative_error"]["router/entropy"] < 1e-12
+
+
+def test_a_term_divided_by_the_rows_of_a_rank_is_noticed(tmp_path: Path, capsys: Any) -> None:
+    """Only a proof tells it from the right one: on one rank both are the same."""
+    path, right = (
+        written(tmp_path, "entropy.py"),
+        "observed.mean(entr(observed.probability_TE).sum(1))",
+    )
+    wrong = "entr(observed.valid(observed.probability_TE)).sum(1).mean()"
+    code = EXAMPLES["entropy.py"][0]
+    assert code.count(right) == 1
+    (tmp_path / "entropy.py").write_text(code.replace(right, wrong))
+    found = verified(path, "tp2", capsys)
+    assert not found["passed"] and found["max_relative_error"]["router/entropy"] > 0.5
+
+
+@pytest.mark.parametrize("name", ["entropy.py", "capped.py"])
+def test_a_run_in_its_own_format_reaches_the_ranks_too(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
+    """As the layout's reference does, and the shuffled ones."""
+    assert verified(written(tmp_path, name), "ep2", capsys, "--as-run")["passed"]
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "plain_dispatch.py"])
+def test_an_example_is_planned(name: str, tmp_path: Path, capsys: Any) -> None:
+    """All but the dispatcher, of which the planner does not know what it sends."""
+    status = main(["plan", str(written(tmp_path, name)), "--cluster", "h100x8", "--json"])
+    assert status == 0 and json.loads(capsys.readouterr().out)
+
+
+def test_a_hook_from_a_file_reaches_the_ranks(tmp_path: Path) -> None:
+    """Given in Python, it is loaded by a process that has read no run file yet."""
+    run = load_run(written(tmp_path, "router_norm.py"), ["train.steps=6", "watch.hooks=[]"])
+    record = HOOKS.kinds["router_norm"]()
+    hook = record.owner(record)  # type: ignore[misc]
+    train(run, nproc=2, hooks=[hook], folder=tmp_path / "out")
+    lines = History.read(tmp_path / "out").lines
+    assert all("norm/layers.1.moe.router.weight" in line for line in lines)

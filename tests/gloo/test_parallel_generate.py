@@ -1,0 +1,52 @@
+"""Layouts write the same text as one rank, keys and values kept or not."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from moefold.comm.environment import Spot
+from moefold.comm.launch import launch
+from moefold.comm.world import World
+from moefold.mesh.folding import Folding
+from moefold.model.generate import generate
+from moefold.parallel.apply import build
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import Data
+from moefold.parallel.pipeline.score import continuing, next_logits
+from moefold.proof.models import SUBJECTS
+from moefold.proof.rows import fill
+
+PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
+
+
+def write(spot: Spot | None, name: str, sizes: str, zero: int, keep: bool) -> list[list[int]]:
+    """Write eight tokens after each prompt, in fp64."""
+    subject, layout = SUBJECTS[name], Layout(sizes=sizes, zero=zero)
+    world = (
+        World.single()
+        if spot is None
+        else World.open(Folding(layout.split, spot.world, layout.order), "cpu", 60)
+    )
+    torch.manual_seed(0)
+    placed = build(subject.decoder, "fp64", layout, world)
+    fill(placed.model, subject, placed.shards)
+    placed = Data(placed).placed
+    follows = continuing(placed) if keep else partial(next_logits, placed)
+    return generate(follows, PROMPTS, 8, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [
+        ("gqa", "tp2", 0),
+        ("mla", "pp2", 0),
+        ("gqa", "ep2", 3),
+        ("gqa", "cp2", 0),
+        ("mla", "tp2 ep2", 0),
+    ],
+)
+def test_a_layout_writes_as_one_rank(name: str, sizes: str, zero: int) -> None:
+    alone = write(None, name, "", 0, False)
+    assert write(None, name, "", 0, True) == alone
+    assert launch(write, 2, name, sizes, zero, True, time_out_s=60) == alone

@@ -1,0 +1,107 @@
+"""Planned bytes that a layer keeps on context ranks, against what stays alive there."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from moefold.comm.plain import sum_
+from moefold.comm.world import World
+from moefold.data.batch import from_ids
+from moefold.layers.config import Dense, Gqa, Mla
+from moefold.mesh.folding import Folding
+from moefold.model.config import Block, Decoder, Stack
+from moefold.model.init import initialise
+from moefold.parallel import apply
+from moefold.parallel.config import Layout
+from moefold.planner.case import recomputed
+from moefold.planner.memory_kept import Shape, kept, kept_bytes
+from moefold.training.step import flow_of
+from tests.cpu.alive import Made, there
+from tests.gloo.harness import run_ranks
+
+HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
+BLOCKS = {
+    "heads": Block(attention=Gqa(heads=8, kv_heads=4, head_dim=16), ffn=Dense(width=48)),
+    "narrow values": Block(
+        attention=Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16),
+        ffn=Dense(width=48),
+    ),
+    "wide values": Block(
+        attention=Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=24),
+        ffn=Dense(width=48),
+    ),
+}
+POLICIES: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"kind": "full"},
+    {"kind": "selective", "modules": ["attention"]},
+    {"kind": "selective", "modules": ["mla_up"]},
+    {"kind": "selective", "modules": ["attention", "mla_up"]},
+)
+
+
+class Asked(NamedTuple):
+    """A layer, and how it is run."""
+
+    context: dict[str, Any]
+    block: str
+    precision: Any
+    policy: dict[str, Any] | None
+
+
+def stays(rank: int, ranks: int, asked: Sequence[Asked]) -> list[int]:
+    """Return the bytes that each layer leaves alive on a rank."""
+    world = World.open(Folding(Layout(sizes=f"cp{ranks}").split, ranks), "cpu", 30)
+    return [alive(world, one, ranks) for one in asked]
+
+
+def alive(world: World, asked: Asked, ranks: int) -> int:
+    """Run a layer forward; return the bytes of its input and of what it keeps."""
+    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(BLOCKS[asked.block],)),))
+    layout = {"sizes": f"cp{ranks}", "context": asked.context, "recompute": asked.policy}
+    placed = apply.build(decoder, asked.precision, Layout.model_validate(layout), world)
+    initialise(placed.model, decoder, 1, placed.shards)
+    layer: nn.Module = placed.model.get_submodule("layers.0")
+    flow = flow_of(placed, from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH))))
+    x_TD = torch.randn(flow.rows.rows, HIDDEN, dtype=flow.recipe.dtype, requires_grad=True)
+    layer(x_TD, flow)
+    old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
+    with Made() as made, flow.recompute.keeping():
+        out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
+    old |= {one.untyped_storage()._cdata for one in out}
+    # Threads of the back end hold the rows of their last exchange until the next one.
+    for _ in range(4):
+        sum_(torch.zeros(1), world.group("cp"))
+    return x_TD.untyped_storage().nbytes() + made.alive(old)
+
+
+def planned(asked: Asked, ranks: int) -> int:
+    context = Layout.model_validate({"context": asked.context}).context
+    rows, width = SEQUENCES * LENGTH // ranks, 4 if asked.precision == "fp32" else 2
+    shape = Shape(HIDDEN, rows, width=width, cp=ranks, context=context)  # type: ignore[arg-type]
+    return kept_bytes(kept(BLOCKS[asked.block], shape), recomputed(Layout.model_validate(
+        {"recompute": asked.policy}).recompute))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "contexts"),
+    [
+        (2, [{"kind": kind} for kind in ("ring", "all_gather", "all_to_all")]),
+        (4, [{"kind": "mixed", "heads": 2}, {"kind": "all_gather"}]),
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_what_stays_alive_is_planned(ranks: int, contexts: list[dict[str, Any]]) -> None:
+    asked = [Asked(*one) for one in product(contexts, BLOCKS, ("bf16", "fp32"), POLICIES)]
+    by_rank = run_ranks(stays, ranks, ranks, asked, time_out_s=90)
+    wanted = [planned(one, ranks) for one in asked]
+    wrong = {
+        str(one): (want, got)
+        for one, want, *got in zip(asked, wanted, *by_rank, strict=True)
+        if any(each != want for each in got)
+    }
+    assert not wrong, wrong

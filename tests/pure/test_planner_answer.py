@@ -1,0 +1,168 @@
+"""What a run file says is what is planned, and what a plan prints as one was planned as printed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from moefold.config.check import check
+from moefold.mesh.config import Sizes
+from moefold.mesh.legality import violations
+from moefold.mesh.needs import needs
+from moefold.moe.config import DISPATCH
+from moefold.parallel.config import Layout as RunLayout
+from moefold.planner.answer import Layout, Plan, fragment, plan
+from moefold.planner.case import Case
+from moefold.planner.curves import constants
+from moefold.planner.from_run import NCCL_EP, UNMEASURED, choice_of, of_run
+from moefold.planner.hardware import cluster
+from moefold.planner.memory import fullest
+from moefold.planner.network import reach, ring_seconds
+from moefold.planner.time import estimate
+from moefold.planner.time_layer import setting_of
+from moefold.planner.traffic import traffic
+from moefold.run import demand_fit, load_run
+
+PUBLISHED = (
+    ("DeepSeek-V3", "h800x512", 4096, None),
+    ("Moonlight-16B-A3B", "h100x16", 64, None),
+    ("Qwen3-30B-A3B", "h100x16", 128, 48.0),
+    ("Qwen3-30B-A3B", "gb200x8", 128, None),
+)
+"""Models, clusters, sequences per step, and memory of a device if not as sold."""
+
+
+def as_printed(found: Plan) -> Layout:
+    """Return the layout of the fragment that a plan prints, read as a run file and planned again.
+
+    It is refused where training would refuse it.
+    """
+    assert found.today is not None
+    said = yaml.safe_load(yaml.safe_dump(fragment(found.today)))
+    task, train = replace(found.task, multi_token=0), said["train"]
+    layout = check(RunLayout, said["layout"]).record
+    assert layout is not None and train["batch"] == task.batch
+    model, world = needs(task.decoder, task.seq), task.cluster.devices
+    assert not violations(layout.split, model, world, layout.order, layout.stages)
+    assert not [*layout.misfits(model), *layout.misfits_over(world)]
+    assert not list(layout.step_misfits(task.batch // train["micro_batch"]))
+    choice = choice_of(layout, train["micro_batch"], train["precision"])
+    return Layout(choice, choice.case(task))
+
+
+def same(one: Layout, other: Layout) -> None:
+    assert one.memory_gb == pytest.approx(other.memory_gb, rel=1e-9)
+    assert one.step_time_s == pytest.approx(other.step_time_s, rel=1e-9)
+    assert one.fits and other.fits
+
+
+@pytest.mark.parametrize(("name", "where", "batch", "memory_gb"), PUBLISHED)
+def test_what_is_printed_is_what_was_planned(
+    name: str, where: str, batch: int, memory_gb: float | None
+) -> None:
+    found = plan(name, where, batch=batch, memory_gb=memory_gb, top=1)
+    assert found.today is not None and not found.today.not_yet
+    same(as_printed(found), found.today)
+
+
+@pytest.mark.parametrize(("name", "where"), [("olmoe_1b_7b", "h100x16"), ("tiny", "a100x4")])
+def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
+    """Through the whole reading of a run file, on as many ranks as the plan has devices."""
+    found = plan(name, where, batch=64, top=1)
+    assert found.today is not None
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"base": name, **fragment(found.today)}))
+    run = load_run(path)
+    demand_fit(run, found.task.cluster.devices)
+    task, choice = of_run(run, found.task.cluster)
+    same(Layout(choice, choice.case(task)), found.today)
+
+
+def test_what_training_cannot_execute_is_never_printed() -> None:
+    found = plan("Qwen3-30B-A3B", "gb200x8", batch=128, top=1)
+    assert found.best is not None and found.best.not_yet
+    with pytest.raises(ValueError, match="training does not execute"):
+        fragment(found.best)
+
+
+def test_layers_of_other_stacks_have_no_run_file() -> None:
+    found = plan("GPT-OSS-20B", "h100x8", batch=64, top=1)
+    assert found.today is None and found.best is not None
+    assert {"windows of attention", "experts with biases"} <= set(found.best.not_yet)
+    assert "does not execute the model's windows of attention" in found.today_problem
+
+
+# ----------------------------------------------------------------------------- of a run file
+
+
+def case(*overrides: str, devices: int = 4) -> Case:
+    """Return the step of a recipe with changes."""
+    run = load_run("olmoe_1b_7b", ["train.batch=32", *overrides])
+    task, choice = of_run(run, cluster(f"h100x{devices}"))
+    return choice.case(task)
+
+
+FIELDS = {"two_level": {"node": 2}, "padded": {"max_rows": 9000}, "nccl_ep": {"max_rows": 9000}}
+
+
+@pytest.mark.parametrize("kind", sorted(set(DISPATCH.kinds) - {"local"}))
+def test_every_dispatcher_is_planned(kind: str) -> None:
+    """Also those of other packages, which send no more than a copy for each choice."""
+    said: dict[str, Any] = {"kind": kind, **FIELDS.get(kind, {})}
+    one = case('layout.sizes="ep4"', f"layout.dispatch={said}".replace("'", '"'))
+    assert one.dispatch == kind
+    assert estimate(one).parts["dispatch"] > 0 and fullest(one).total > 0
+    sent = sum(call.total for call in traffic(one, 0) if call.part in ("dispatch", "combine"))
+    plain = case('layout.sizes="ep4"')
+    most = sum(call.total for call in traffic(plain, 0) if call.part in ("dispatch", "combine"))
+    assert sent > 0 and (sent <= most * 1.3 or kind in ("allgather", "padded"))
+
+
+def test_room_for_all_rows_is_planned() -> None:
+    """NCCL EP receives into room for the rows of all ranks, whatever comes."""
+    hybrid, nccl = (
+        fullest(case('layout.sizes="ep4"', f"layout.dispatch={kind}"))
+        for kind in ('{"kind": "hybrid_ep"}', '{"kind": "nccl_ep", "max_rows": 9000}')
+    )
+    assert nccl.fullest.activations > 2 * hybrid.fullest.activations
+    run = load_run("olmoe_1b_7b", ['layout.dispatch={"kind": "nccl_ep", "max_rows": 9000}'])
+    assert NCCL_EP in of_run(run, cluster("h100x4"))[0].assumed
+
+
+def test_each_kind_of_context_parallelism_has_its_price() -> None:
+    kinds = ("ring", "all_gather", "all_to_all", '{"kind": "mixed", "heads": 2}')
+    ring, gathered, heads, mixed = (
+        case('layout.sizes="cp4"', f"layout.context={kind}") for kind in kinds
+    )
+    shown = [estimate(one).parts["cp"] for one in (ring, gathered, heads, mixed)]
+    assert len({round(seconds, 9) for seconds in shown}) == 4
+    # By hand: all keys and values come before attention, and their gradients go back after it.
+    setting = setting_of(ring.cluster, ring.software, "bf16", frozenset(), constants())
+    attention = ring.blocks[0].attention
+    keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
+    once = ring_seconds(4 * keys, reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
+    assert shown[1] == pytest.approx(2 * once * len(ring.blocks) * ring.micro_batches)
+    # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
+    kept = [fullest(one).total for one in (ring, gathered, heads, mixed)]
+    assert kept[1] > kept[2] == pytest.approx(kept[3]) and kept[2] > kept[0]
+
+
+def test_a_context_that_does_not_fit_is_refused() -> None:
+    one = case('layout.sizes="cp4"', "layout.context=all_to_all")
+    with pytest.raises(ValueError, match="context: "):
+        replace(one, sizes=Sizes(tp=16, cp=2), cluster=cluster("h100x32"))
+
+
+def test_the_chunk_of_the_loss_is_planned() -> None:
+    few, usual, all_ = (case(f"train.loss_chunk={rows}") for rows in (64, 1024, 4096))
+    forward = [fullest(one).moments[0].working for one in (usual, all_)]
+    columns = usual.decoder.vocab
+    assert forward[1] == 4096 * columns * (2 + 4) > 2 * forward[0], "and their logarithms"
+    took = [estimate(one).parts["head"] for one in (few, usual, all_)]
+    assert took[0] > took[1] > took[2], "small products are slower"
+
+
+def test_a_plan_says_that_no_gpu_has_measured_it() -> None:
+    task, _ = of_run(load_run("tiny"), cluster("h100x4"))
+    assert UNMEASURED in task.assumed and UNMEASURED not in task.notes
