@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import get_temp_dir
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ SETTLE_S = 0.5
 CAUSE_S = 30.0
 """How long ranks that only repeat the first one's error wait for its own word."""
 GRACE_S = 3.0
+SOCKET_PATH_BYTES = 107
 ORPHAN_S = 1.0
 
 
@@ -178,9 +181,28 @@ def fork_server(*preload: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     resource_tracker.ensure_running()  # starting it would give the server its ears back
-    with deaf_children():
+    with short_socket_path(), deaf_children():
         forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def short_socket_path() -> Iterator[None]:
+    """Place ``multiprocessing``'s sockets where their paths are short enough.
+
+    They lie in the system's temporary folder, and a path of a socket holds 107 bytes on Linux;
+    below a longer ``TMPDIR`` they lie in ``/tmp``.
+    """
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
+        yield
+        return
+    set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        get_temp_dir()  # made once, and kept by ``multiprocessing``
+    finally:
+        tempfile.tempdir = set_before
+    yield
 
 
 def threads_each() -> int:

@@ -80,6 +80,18 @@ def test_an_error_for_people_is_that_of_one_process_whoever_speaks_first(which: 
     assert "rank 0 failed first" in str(caught.value.__cause__)
 
 
+def test_ranks_start_below_a_temporary_folder_of_a_long_name(tmp_path: Path) -> None:
+    """A path of a socket holds 107 bytes."""
+    folder = tmp_path / ("n" * 100)
+    folder.mkdir()
+    program = "from tests.gloo.test_comm_launch import answer, launch; print(launch(answer, 2, 7))"
+    words = [sys.executable, "-c", program]
+    answered = subprocess.run(
+        words, cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert answered.stdout.strip() == "(0, 21, 1)", answered.stderr
+
+
 def test_the_first_error_is_reported_and_the_others_end(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 failed first.*LookupError: rank one found"):
