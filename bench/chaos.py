@@ -25,9 +25,9 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
 import torch
+from fault_injection import LAYOUTS, Fault, Fire, Injector, measured, rate, same, trained
 
 from moefold.checkpoint.folder import candidates
-from moefold.training.chaos import LAYOUTS, Fault, Fire, Injector, measured, rate, same, trained
 
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
 MARKS = {

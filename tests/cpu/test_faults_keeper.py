@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from fault_injection import tear
 
 from moefold.training import same
-from moefold.training.faults import tear
 from moefold.training.recover import Past, _room, last_whole, pack, packed, unpack
 from moefold.training.replay import digest
 from moefold.training.state import Progress

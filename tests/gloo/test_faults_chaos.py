@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from fault_injection import Fire, Injector, measured, same, trained
 
-from moefold.training.chaos import Fire, Injector, measured, same, trained
 from tests.gloo.harness import one_at_a_time
 
 RANKS = 8

@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fault_injection as faults
 import pytest
+from fault_injection import computed
 
 from moefold.comm.config import Survive
 from moefold.comm.launch import RankError
 from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
-from moefold.training import faults
-from moefold.training.chaos import computed
 from moefold.training.history import History
 from tests.cpu.runs import raw_run
 from tests.gloo.harness import one_at_a_time

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fault_injection as faults
 import pytest
 import yaml
 
 from moefold.run import load_run
-from moefold.training import faults
 from moefold.training.history import History
 from moefold.training.hooks.metrics import MetricsHook
 from moefold.training.loop import Job

@@ -1,27 +1,45 @@
-"""A run under fire beside the same run in peace: what the faults cost, and that no bit shows them.
+"""Fault injection: real signals and real files, and a run under fire beside one in peace.
 
-For ``bench/chaos.py`` and its short form among the tests.
+For ``bench/chaos.py`` and the tests of recovery.
 """
 
 import json
 import os
 import random
+import resource
 import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from moefold.checkpoint.folder import candidates
 from moefold.comm.config import Survive
+from moefold.comm.environment import Spot
 from moefold.comm.respawn import survive
+from moefold.comm.respawn_rank import Line
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch
+from moefold.data.loader import Loader
 from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
-from moefold.training import faults
-from moefold.training.history import History
+from moefold.training.feed import Feed
+from moefold.training.history import METRICS_FILE, History
+from moefold.training.hooks.assemble import assemble
+from moefold.training.loop import Interrupted, Job
+from moefold.training.ranks import world_of
+from moefold.training.recover import Keeper
+
+# The server that ranks fork from gets no ``sys.path`` of its parent, and has to find this file.
+PATHS = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
 
 LAYOUTS = {8: "tp2 cp2 pp2 ep2 etp2", 4: "tp2 pp2 ep2"}
 KINDS = ("kill", "stop", "pair", "torn", "full", "slow", "kill")
@@ -36,6 +54,157 @@ TIMES = ("tokens_per_s", "mfu", "step_time_s")
 PARTS = ("detect_s", "restart_s", "load_s", "lost_s")
 
 Fault = dict[str, Any]
+
+
+def train_rank(line: Line, run: Run, folder: Path, notes: Path, until: int | None = None) -> int:
+    """Train as one rank that survives others, and leave notes for who makes faults.
+
+    Args:
+        line: to the launcher.
+        run: the run.
+        folder: the run's.
+        notes: folder for ``pid-R`` and ``samples-R.jsonl`` of each rank R.
+        until: the last step, where that is not the run's.
+
+    Returns:
+        The last step.
+    """
+    keeper = Keeper(line)
+
+    def attempt(spot: Spot) -> int:
+        # Nothing of a full disk, which is a fault too, may end a rank here.
+        with suppress(OSError):
+            (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
+        with world_of(run, spot, folder) as world:
+            hooks = assemble(run.watch, Console(stderr=True))
+            with Job(run, folder, hooks, world=world, keeper=keeper) as job:
+                job.feed = NotedFeed(job.loader, world, notes)
+                job.last_step = until or job.last_step
+                with suppress(Interrupted):
+                    job.train()
+                return job.step_number
+
+    return line.through(attempt)
+
+
+class NotedFeed(Feed):
+    """A feed that writes down which tokens each step was trained on."""
+
+    def __init__(self, loader: Loader, world: World, notes: Path) -> None:
+        """Add to this rank's notes."""
+        super().__init__(loader, world)
+        self._file = notes / f"samples-{world.rank}.jsonl"
+        self._unsaid = b""
+
+    def step(self, place: int) -> list[MicroBatch]:
+        """Return the step's micro-batches, and note their tokens' checksum."""
+        batches = super().step(place)
+        digest = 0
+        for batch in batches:
+            digest = zlib.crc32(batch.ids_T.numpy().tobytes(), digest)
+        self._unsaid += json.dumps([place, digest]).encode() + b"\n"
+        # While the disk is full, which is a fault too, the notes wait.
+        with suppress(OSError), self._file.open("ab", buffering=0) as file:
+            self._unsaid = self._unsaid[file.write(self._unsaid) :]
+        return batches
+
+
+def samples(notes: Path) -> dict[int, dict[int, int]]:
+    """Return, by rank and place in the data's order, the tokens' checksum of the last pass."""
+    found: dict[int, dict[int, int]] = {}
+    for path in sorted(notes.glob("samples-*.jsonl")):
+        lines = path.read_text().splitlines()
+        found[int(path.stem.partition("-")[2])] = dict(json.loads(line) for line in lines)
+    return found
+
+
+def pid_of(notes: Path, at: int, seconds: float = 30.0) -> int:
+    """Return the process that a rank of this process's launcher is at present.
+
+    Numbers of processes are used again, so one that is no rank of ours is never returned.
+
+    Raises:
+        TimeoutError: where the rank is not there in time.
+    """
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(OSError, ValueError):
+            pid = int((notes / f"pid-{at}").read_text())
+            if _parent(_parent(pid)) == os.getpid():
+                return pid
+        time.sleep(0.02)
+    raise TimeoutError(f"rank {at} is not there")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def steps_in(folder: Path) -> int:
+    """Return how many steps a run has written down."""
+    path = folder / METRICS_FILE
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(folder: Path, step: int, seconds: float = 120.0) -> bool:
+    """Wait until a run has written a step down; say whether it did in time."""
+    until = time.monotonic() + seconds
+    while steps_in(folder) < step and time.monotonic() < until:
+        time.sleep(0.02)
+    return steps_in(folder) >= step
+
+
+def kill(pid: int) -> None:
+    """End a process as a machine's failure would; one that has ended already is left alone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, for good unless someone else continues it."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def slow(pid: int, seconds: float) -> None:
+    """Let a process stand still for a time that nobody takes it for dead in."""
+    stop(pid)
+    time.sleep(seconds)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def tear(folder: Path, draws: random.Random) -> Path | None:
+    """Cut a file of the newest checkpoint short, or flip one of its bits; return it if any."""
+    whole = [found.path for found in candidates(folder) if not found.way]
+    files = sorted(whole[0].glob("*.safetensors")) if whole else []
+    if not files:
+        return None
+    chosen = draws.choice(files)
+    with suppress(FileNotFoundError):
+        size = chosen.stat().st_size
+        if draws.random() < 0.5:
+            os.truncate(chosen, draws.randrange(size))
+        else:
+            with chosen.open("r+b") as file:
+                at = draws.randrange(size)
+                file.seek(at)
+                byte = file.read(1)[0] ^ 1 << draws.randrange(8)
+                file.seek(at)
+                file.write(bytes([byte]))
+    return chosen
+
+
+@contextmanager
+def full_disk(pid: int) -> Iterator[None]:
+    """Let no file of a process grow, as on a disk without room."""
+    _, hard = before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
 def run_of(ranks: int) -> Run:
@@ -64,7 +233,7 @@ def trained(
     if injector is not None:
         injector.start()
     where = run, folder / "out", notes, until
-    survive(faults.rank, ranks, *where, record=RECORD, time_out_s=60.0)
+    survive(train_rank, ranks, *where, record=RECORD, time_out_s=60.0)
     return History.read(folder / "out")
 
 
@@ -112,25 +281,25 @@ class Injector(threading.Thread):
             self.error = f"{type(error).__name__}: {error}"
         # All ranks end at one step, whichever is told. Where none is left the run has ended.
         with suppress(TimeoutError):
-            os.kill(faults.pid_of(self._notes, 0), signal.SIGTERM)
+            os.kill(pid_of(self._notes, 0), signal.SIGTERM)
 
     def _make_all(self) -> None:
         self._in_step(FIRST)
         fire, began = self._fire, time.monotonic()
         while (due := (len(self.made) + 1) * fire.every_s) < fire.seconds:
             kind = KINDS[len(self.made) % len(KINDS)]
-            fault = {"kind": kind, "step": faults.steps_in(self._out)}
+            fault = {"kind": kind, "step": steps_in(self._out)}
             self.made.append(fault)
             fault |= {"ranks": self._victims(kind), "at": time.time()}
             self._make(fault)
-            made_at = faults.steps_in(self._out)
+            made_at = steps_in(self._out)
             self._tell(fault)
             time.sleep(max(0.0, began + due - time.monotonic()))
             self._in_step(made_at + BEHIND)
         time.sleep(max(0.0, began + fire.seconds - time.monotonic()))
 
     def _in_step(self, step: int) -> None:
-        if not faults.wait_for(self._out, step, 600):
+        if not wait_for(self._out, step, 600):
             raise TimeoutError(f"the run did not come to step {step}")
 
     def _victims(self, kind: str) -> list[int]:
@@ -145,23 +314,23 @@ class Injector(threading.Thread):
     def _make(self, fault: Fault) -> None:
         """Make a fault, and note when it was done."""
         kind = fault["kind"]
-        pids = [faults.pid_of(self._notes, rank) for rank in fault["ranks"]]
+        pids = [pid_of(self._notes, rank) for rank in fault["ranks"]]
         if kind == "torn":
-            fault["file"] = str(faults.tear(self._out, self._draws))
+            fault["file"] = str(tear(self._out, self._draws))
         fault["at"] = time.time()
         if kind == "stop":
-            faults.stop(pids[0])
+            stop(pids[0])
         elif kind == "slow":
             for _ in range(SLOW_TIMES):
                 fault["at"] = time.time()
-                faults.slow(pids[0], SLOW_S)
+                slow(pids[0], SLOW_S)
                 time.sleep(SLOW_S)
         elif kind == "full":
-            with faults.full_disk(pids[0]):
+            with full_disk(pids[0]):
                 time.sleep(self._fire.every_s / 2)
         else:
             for pid in pids:
-                faults.kill(pid)
+                kill(pid)
 
 
 def measured(history: History, made: list[Fault]) -> dict[str, Any]:
@@ -216,7 +385,7 @@ def computed(history: History) -> list[dict[str, Any]]:
 def same(fire: Path, peace: Path) -> dict[str, Any]:
     """Compare every step's figures, and the tokens that each rank was given for it."""
     ours, theirs = (computed(History.read(folder / "out")) for folder in (fire, peace))
-    seen, wanted = faults.samples(fire / "notes"), faults.samples(peace / "notes")
+    seen, wanted = samples(fire / "notes"), samples(peace / "notes")
     differing = [line["step"] for line, other in zip(ours, theirs, strict=False) if line != other]
     return {
         "steps_compared": min(len(ours), len(theirs)),
