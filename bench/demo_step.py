@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from moefold.observe.machine import cpu_name
+from moefold.training.machine import cpu_name
 
 HERE = Path(__file__).parents[1]
 RESULTS = HERE / "bench" / "results" / "demo_step.json"

@@ -33,12 +33,12 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
-from moefold.observe.machine import cpu_name, measure
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
 from moefold.parallel.data.sharding import Data
 from moefold.planner.count import count
+from moefold.training.machine import cpu_name, measure
 from moefold.training.step import gradients
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.config import Dense, Full, Gqa, Mla, Precision, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
@@ -25,8 +25,6 @@ from moefold.optim.config import AdamW, Muon, Optim
 from moefold.planner.case import Case, Keeping, Numbers, recomputed
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import fullest
-from moefold.policies.config import Full, Selective
-from moefold.precision.config import Precision
 from moefold.schedule.config import OneFOneB
 
 LOSS_CHUNK = 1024

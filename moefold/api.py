@@ -17,8 +17,8 @@ from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
 from moefold.convert.tokenizer import TokenizerFiles
+from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
-from moefold.precision.config import Precision
 from moefold.proof.verify import Proof
 from moefold.proof.verify import verify as prove_layouts
 from moefold.run import Run, demand_fit

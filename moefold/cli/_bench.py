@@ -12,12 +12,12 @@ from rich.table import Table
 
 from moefold.cli._measure import SMALLS, adjusted, alternated, case_of, kernels, stepping
 from moefold.files import demand_writable
-from moefold.observe.machine import cpu_name
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run
 from moefold.planner.machine import Machine, usual_file
 from moefold.planner.time import estimate
 from moefold.run import load_run
+from moefold.training.machine import cpu_name
 
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "plan_cpu.json"
 """Figures on record, where the sources are at hand."""

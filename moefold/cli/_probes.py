@@ -105,8 +105,8 @@ def _bf16() -> Finding:
     """Measure bf16 against fp32 products, since what a CPU lists is not what it is fast at."""
     import torch
 
-    from moefold.precision.config import faster
-    from moefold.precision.rates import machines
+    from moefold.layers.config import faster
+    from moefold.training.machine import machines
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rates = {name: one.flops_per_s for name, one in machines(device).items()}

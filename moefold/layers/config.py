@@ -1,7 +1,7 @@
-"""Records of the dense parts of a decoder: rotary positions, attention kinds, the dense FFN."""
+"""Records of a decoder's layers: rotary positions, attention, dense FFN, recompute, precision."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from moefold.mesh.config import Sizes
 ATTENTION = Slot("attention")
 FFN = Slot("feed-forward")
 CONTEXT = Slot("context parallelism")
+RECOMPUTE = Slot("recompute policy")
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -216,3 +217,44 @@ def _most_over_heads(sizes: Sizes, heads: Collection[int], at_most: int | None =
 def _counts(heads: Collection[int]) -> str:
     counts = ", ".join(str(count) for count in sorted(set(heads)))
     return f"the numbers of heads and of key-value heads ({counts})"
+
+
+Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts"]
+"""Kinds of module that can be recomputed on their own."""
+
+
+@RECOMPUTE.register
+class Full(Record):
+    """Keeps only each block's input and its routing; the block runs again in backward."""
+
+    kind: Literal["full"] = "full"
+
+
+@RECOMPUTE.register
+class Selective(Record):
+    """Recomputes modules of the given kinds and keeps the rest."""
+
+    kind: Literal["selective"] = "selective"
+    modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
+
+
+Precision = Literal["bf16", "fp32", "fp64"]
+"""``bf16`` computes in bfloat16 from fp32 master weights; ``fp64`` is for proofs."""
+Asked = Literal["auto", "bf16", "fp32", "fp64"]
+"""What a run may ask for. ``auto``: the faster of bf16 and fp32, settled when the run begins."""
+PAYS = 1.2
+"""How much faster bf16's products must be: a step casts, too, and does more than multiply."""
+SLOW = 2.0
+"""How much slower than another format one is warned of."""
+
+
+def faster(rates: Mapping[str, float]) -> Precision:
+    """Return what ``auto`` stands for where products of bf16 and fp32 have these rates."""
+    return "bf16" if rates["bf16"] > PAYS * rates["fp32"] else "fp32"
+
+
+def slowness(precision: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the fastest format and by how much it is faster; None where that is below twice."""
+    best = max(rates, key=lambda name: rates[name])
+    factor = rates[best] / rates[precision]
+    return (best, factor) if factor >= SLOW else None

@@ -23,10 +23,10 @@ from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
+from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.recompute import Decisions, Recompute
 from moefold.layers.rope import Angles
 from moefold.layers.weights import HERE, Weights
-from moefold.policies.recompute import Decisions, Recompute
-from moefold.precision.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Flow:
     """
 
     rows: MicroBatch
-    recipe: Recipe
+    recipe: PrecisionPolicy
     sink: GradientSink = RETURNED
     recompute: Recompute = field(default_factory=Recompute)
     decisions: Decisions = field(default_factory=Decisions)

@@ -19,16 +19,16 @@ from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
 from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
 from moefold.layers.cache import KeyValueCache
+from moefold.layers.config import Precision
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
+from moefold.layers.precision import PrecisionPolicy
 from moefold.layers.weights import EMBEDDING, entering, leaving
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.moe.layer import MoeFfn
 from moefold.parallel.config import Layout
-from moefold.precision.config import Precision
-from moefold.precision.recipe import Recipe
 
 LAYOUT = Layout()
 LOSS_CHUNK = 1024
@@ -66,7 +66,7 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.record = record
-        self.recipe = Recipe(precision)
+        self.recipe = PrecisionPolicy(precision)
         with torch.device(device or torch.get_default_device()):
             self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
             self.layers = nn.ModuleDict(

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from moefold.comm.world import World
+from moefold.layers.config import Precision
 from moefold.layers.placement import Shard, placements, shard
 from moefold.layers.weights import HERE, Weights
 from moefold.mesh.pipeline import Place, Stages
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.config import Layout
-from moefold.precision.config import Precision
 from moefold.schedule.table import Table
 
 

@@ -11,13 +11,12 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.problems import Violation
-from moefold.layers.config import CONTEXT, Context, Ring
+from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import Model
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.config import DISPATCH, AllToAll, Dispatch
-from moefold.policies.config import RECOMPUTE
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee
 from moefold.schedule.table import Table

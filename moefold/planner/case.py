@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
+from moefold.layers.config import Context, Full, Gathered, Mixed, Ring, Selective, Ulysses
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.needs import needs
@@ -20,7 +20,6 @@ from moefold.planner import held
 from moefold.planner.hardware import Cluster
 from moefold.planner.held import Held, kinds
 from moefold.planner.remember import remembered
-from moefold.policies.config import Full, Selective
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import GPipe, Schedule, Vee
 from moefold.schedule.table import Table

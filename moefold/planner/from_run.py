@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Context
+from moefold.layers.config import Context, Kind, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
@@ -34,8 +34,6 @@ from moefold.planner.hardware import Cluster
 from moefold.planner.held import kinds
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import Model
-from moefold.policies.config import Kind
-from moefold.precision.config import faster
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from moefold.data.config import PythonStdlib
+from moefold.layers.config import Selective
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
 from moefold.planner.held import kinds
 from moefold.planner.memory_kept import Kept, Modules, Shape, kept, kept_bytes
-from moefold.policies.config import Selective
 from moefold.run import STAND_IN, Run
 
 

@@ -6,12 +6,12 @@ from itertools import chain
 
 from moefold.config.base import Record
 from moefold.config.problems import RunError
+from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import folding_violations
 from moefold.mesh.needs import needs
 from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
-from moefold.precision.config import Precision
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from moefold.config.base import Record
+from moefold.layers.config import Precision
+from moefold.layers.precision import DTYPES
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe
-from moefold.precision.config import Precision
-from moefold.precision.recipe import DTYPES
 from moefold.proof.case import Case
 from moefold.proof.pool import run_cases
 from moefold.proof.verify import Proof, Told, verdict

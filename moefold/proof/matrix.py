@@ -9,12 +9,11 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from moefold.layers.config import CONTEXT
+from moefold.layers.config import CONTEXT, RECOMPUTE
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.moe.config import DISPATCH, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
-from moefold.policies.config import RECOMPUTE
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.models import SUBJECTS, kinds, terms
 from moefold.proof.shrink import shrink, small_optimizer

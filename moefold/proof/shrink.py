@@ -12,12 +12,11 @@ from itertools import groupby
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.config import Dense, Gqa, Mla, Precision
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
 from moefold.parallel.config import Layout
-from moefold.precision.config import Precision
 from moefold.proof.case import Subject
 from moefold.run import Run
 

@@ -12,18 +12,18 @@ import torch
 
 from moefold.comm.recorder import Site
 from moefold.config.problems import RunError, Violation
+from moefold.layers.precision import DTYPES
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
 from moefold.mesh.needs import needs
 from moefold.parallel.config import Layout
-from moefold.precision.rates import settled
-from moefold.precision.recipe import DTYPES
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.controls import Control, breaks_of, control, cover
 from moefold.proof.pool import run_cases
 from moefold.proof.shrink import shrink
 from moefold.run import Run
+from moefold.training.machine import settled
 
 BOUND = 1e-10
 """Largest relative error in fp64."""

@@ -8,8 +8,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.problems import Violation
 from moefold.config.slot import Slot
-from moefold.layers.config import Size
-from moefold.precision.config import Asked
+from moefold.layers.config import Asked, Size
 
 NONFINITE = Slot("policy on a non-finite step")
 

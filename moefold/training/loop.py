@@ -41,9 +41,10 @@ from moefold.training.begin import start_values
 from moefold.training.copies import Copies
 from moefold.training.exhausted import explained
 from moefold.training.feed import Feed
-from moefold.training.format import Format
 from moefold.training.hooks.base import Figures, Hook
+from moefold.training.machine import Utilisation
 from moefold.training.nonfinite import Judge, Verdict
+from moefold.training.precision import Format
 from moefold.training.recover import Keeper, Past
 from moefold.training.routing import routing
 from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
@@ -53,7 +54,6 @@ from moefold.training.state import Progress, contents, form, held_by, identity, 
 from moefold.training.step import StepFigures, evaluate, gradients
 from moefold.training.stored import describe
 from moefold.training.together import Together
-from moefold.training.utilisation import Utilisation
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")

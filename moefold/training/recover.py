@@ -21,7 +21,7 @@ from moefold.comm.plain import shift
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.data.prepare import Prepared
-from moefold.precision.config import Precision
+from moefold.layers.config import Precision
 from moefold.training.state import Progress
 
 KEPT = 2

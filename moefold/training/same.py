@@ -1,6 +1,8 @@
 """What must be the same: a run and the checkpoint it goes on from, and what its ranks hold."""
 
 from collections.abc import Mapping
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,21 @@ from moefold.config.dump import unplaced
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.model.config import Decoder
-from moefold.observe.code import code_version
 from moefold.run import Run
 from moefold.training.state import as_known_today, differences
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def code_version() -> str:
+    """Return the start of a SHA-256 over every Python file of the package, names included."""
+    digest = sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
 
 # Now, and so in the server that ranks fork from: files may change while a run lasts, and a rank
 # that is started anew runs what the server has loaded.

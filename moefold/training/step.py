@@ -16,6 +16,7 @@ from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
+from moefold.layers.recompute import Recompute
 from moefold.moe.balance import sum_counters
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
@@ -23,7 +24,6 @@ from moefold.parallel.data.sharding import Data
 from moefold.parallel.limits import check_even_rows, check_room
 from moefold.parallel.pipeline.executor import Executor, Ran
 from moefold.parallel.pipeline.score import score
-from moefold.policies.recompute import Recompute
 
 
 @dataclass(frozen=True)

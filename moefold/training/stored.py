@@ -19,9 +19,9 @@ from moefold.config.problems import RunError
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.data.tokenizer import Tokenizer
+from moefold.layers.config import Precision
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.precision.config import Precision
 
 MODEL = "model."
 """Before the names of the model's tensors."""

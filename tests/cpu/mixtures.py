@@ -6,9 +6,9 @@ from torch import Tensor
 from moefold.data.batch import MicroBatch
 from moefold.kernels.gradients import Accumulated
 from moefold.layers.flow import Flow
+from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.config import Capacity, Moe, Shared
 from moefold.moe.layer import MoeFfn
-from moefold.precision.recipe import Recipe
 from tests.cpu.small import DEEP, moe
 
 MIXTURES: dict[str, Moe] = {
@@ -19,7 +19,7 @@ MIXTURES: dict[str, Moe] = {
 }
 
 
-def run_mixture(mixture: MoeFfn, recipe: Recipe, rows: MicroBatch, x_TD: Tensor) -> Tensor:
+def run_mixture(mixture: MoeFfn, recipe: PrecisionPolicy, rows: MicroBatch, x_TD: Tensor) -> Tensor:
     """Run the four segments forward and backward; returns the gradient of the rows."""
     flow = Flow(rows, recipe, Accumulated())
     mixture.balance.start_step()

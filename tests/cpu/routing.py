@@ -10,11 +10,11 @@ from torch import Tensor
 
 from moefold.data.batch import MicroBatch, assemble
 from moefold.layers.flow import Flow
+from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.router import Decision, Routed, Router
-from moefold.precision.recipe import Recipe
 
 
 def rows_of(lengths: Sequence[int], pads: int = 0, first_token: int = 0) -> MicroBatch:
@@ -26,7 +26,7 @@ def rows_of(lengths: Sequence[int], pads: int = 0, first_token: int = 0) -> Micr
 
 def flow_of(rows: MicroBatch, *, training: bool = True, double: bool = False) -> Flow:
     """Return a pass over the rows."""
-    return Flow(rows, Recipe("fp64" if double else "fp32"), training=training)
+    return Flow(rows, PrecisionPolicy("fp64" if double else "fp32"), training=training)
 
 
 def router_of(

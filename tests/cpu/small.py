@@ -12,6 +12,7 @@ from moefold.data.batch import MicroBatch, assemble
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.layers.config import Dense, Gqa, Mla, Rope, Yarn
 from moefold.layers.flow import Flow
+from moefold.layers.recompute import Recompute
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
@@ -19,7 +20,6 @@ from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
 from moefold.parallel.apply import alone
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
-from moefold.policies.recompute import Recompute
 from moefold.training import step
 from moefold.training.step import StepFigures
 

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Accumulated, Deferred
-from moefold.layers.config import Dense
+from moefold.layers.config import Dense, Full, Selective
 from moefold.layers.flow import Flow
+from moefold.layers.recompute import Recompute
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import BLOCK, normal
 from moefold.moe.config import Capacity, Router
 from moefold.moe.router import Router as RouterModule
-from moefold.policies.config import Full, Selective
-from moefold.policies.recompute import Recompute
 from tests.cpu.small import (
     DEEP,
     GQA,

@@ -11,14 +11,13 @@ from moefold.data.batch import from_ids, pack
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.kernels.rows import row_pieces
-from moefold.layers.config import Dense
+from moefold.layers.config import Dense, Full, Kind, Selective
+from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe.config import Capacity, Local, Shared
 from moefold.moe.dispatch.local import LocalDispatch
 from moefold.parallel.apply import alone
-from moefold.policies.config import Full, Kind, Selective
-from moefold.policies.recompute import Recompute
 from moefold.training.step import evaluate
 from tests.cpu.small import (
     DEEP,

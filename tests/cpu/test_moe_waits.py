@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.layer import MoeFfn
 from moefold.parallel.config import Layout
-from moefold.precision.recipe import Recipe
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import HIDDEN, padded_rows
 
@@ -21,7 +21,7 @@ def run_without_values(kind: str, pads: int, experts: str) -> None:
     with mode:
         mixture = MoeFfn(MIXTURES[kind], HIDDEN, 0, Layout(experts=experts))  # type: ignore[arg-type]
         x_TD = torch.randn(rows.rows, HIDDEN, dtype=torch.bfloat16)
-        assert run_mixture(mixture, Recipe("bf16"), rows, x_TD).shape == x_TD.shape
+        assert run_mixture(mixture, PrecisionPolicy("bf16"), rows, x_TD).shape == x_TD.shape
         assert all(p.grad is not None for p in mixture.parameters())
 
 

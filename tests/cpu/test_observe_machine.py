@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moefold.observe import machine
-from moefold.observe.machine import Machine, measure
+from moefold.training import machine
+from moefold.training.machine import Machine, measure
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -86,7 +86,7 @@ def test_measuring_draws_nothing_from_the_common_generator() -> None:
 def test_auto_is_bf16_with_its_units_and_fp32_where_they_are_hidden() -> None:
     """A real measurement, in processes of their own; and what Newton-Schulz takes unmeasured."""
     code = (
-        "import torch; from moefold.precision.rates import settled; "
+        "import torch; from moefold.training.machine import settled; "
         "from moefold.optim.muon import choose_arithmetic; "
         "print(settled('auto', torch.device('cpu')), choose_arithmetic('auto', torch.ones(64, 64)))"
     )

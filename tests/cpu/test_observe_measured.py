@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.data.batch import from_ids
 from moefold.kernels.attention import reference
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.config import Dense, Full, Gqa, Mla
 from moefold.layers.context import attend as attention_layer
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router, Shared
 from moefold.observe.flops import tally, total
 from moefold.planner.count import count
-from moefold.policies.config import Full
 from tests.cpu.small import HIDDEN, gradients, ids_of, model_of, padded_rows
 
 GQA = Gqa(heads=3, kv_heads=1, head_dim=4, qk_norm="projection")

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.kernels.gradients import Deferred
+from moefold.layers.config import Full
 from moefold.layers.flow import Flow
+from moefold.layers.recompute import Recompute
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, Task
 from moefold.parallel.pipeline.parts import Part
 from moefold.parallel.pipeline.passes import Pass
-from moefold.policies.config import Full
-from moefold.policies.recompute import Recompute
 from tests.cpu import small
 
 ROWS = small.padded_rows((5, 7), 0)

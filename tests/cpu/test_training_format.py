@@ -12,12 +12,12 @@ import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
-from moefold.observe.machine import Machine
-from moefold.precision.config import faster, slowness
-from moefold.training import format as settling
+from moefold.layers.config import faster, slowness
+from moefold.training import precision as settling
 from moefold.training.banner import rows
 from moefold.training.config import Train
 from moefold.training.loop import Job
+from moefold.training.machine import Machine
 from tests.cpu.runs import job_of
 
 WITHOUT = {"bf16": 1.1e9, "fp32": 61e9, "fp64": 30e9}

@@ -14,14 +14,13 @@ import torch
 from moefold.config.slot import build
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
-from moefold.observe.machine import Machine
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.time_optimizer import orthogonal_flops
 from moefold.run import loaded_run
-from moefold.training import utilisation
+from moefold.training import machine as utilisation
 from moefold.training.banner import least_step_time, rows
 from moefold.training.hooks.progress import describe
-from moefold.training.utilisation import AGAIN, Utilisation
+from moefold.training.machine import AGAIN, Machine, Utilisation
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import job_of
 from tests.cpu.small import model_of

@@ -12,6 +12,7 @@ import torch
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
 from moefold.layers.config import Dense, Gqa
+from moefold.layers.recompute import Decisions
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
@@ -26,7 +27,6 @@ from moefold.planner.from_run import choice_of
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.traffic import traffic
 from moefold.planner.traffic_calls import Choices, Step, by_group
-from moefold.policies.recompute import Decisions
 from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
 from moefold.training import step

@@ -21,9 +21,9 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.observe.machine import Machine
-from moefold.precision import rates
+from moefold.training import machine as rates
 from moefold.training.loop import Job
+from moefold.training.machine import Machine
 from moefold.training.state import held_by
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.precision import rates
+from moefold.training import machine as rates
 from moefold.training.local import Share, newest_whole
 from moefold.training.loop import Job
 from tests.cpu.checkpoint_tools import quick_folder, same

@@ -17,9 +17,9 @@ from moefold.kernels.attention import reference
 from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
+from moefold.layers.precision import PrecisionPolicy
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.precision.recipe import Recipe
 from tests.cpu.small import padded_rows
 from tests.gloo.harness import run_ranks
 
@@ -100,7 +100,7 @@ def attended(
     part = batch.part(zigzag(batch.rows, world.attention.cp, world.folding.sizes.cp))
     assert part.row_T is not None
     q, k, v = mine = [x[part.row_T].requires_grad_() for x in given[:3]]
-    flow = Flow(part, Recipe("fp32"), world=world, context=kind)
+    flow = Flow(part, PrecisionPolicy("fp32"), world=world, context=kind)
     recorder = world.recorder
     recorder.clear()
     with recorder.module("here"):

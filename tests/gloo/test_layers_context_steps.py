@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, pack
-from moefold.layers.config import Dense, Gathered, Mixed, Ring, Ulysses
+from moefold.layers.config import Dense, Full, Gathered, Mixed, Ring, Selective, Ulysses
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
@@ -20,7 +20,6 @@ from moefold.moe.config import Aux, Capacity, Z
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data, Held
-from moefold.policies.config import Full, Selective
 from moefold.training.step import StepFigures, gradients
 from tests.cpu import small
 from tests.gloo.harness import run_ranks

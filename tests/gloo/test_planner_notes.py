@@ -9,6 +9,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
+from moefold.layers.config import Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
@@ -18,7 +19,6 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import Shape, kept, kept_bytes
-from moefold.policies.config import Selective
 from moefold.training.step import flow_of
 from tests.cpu.test_planner_kept import ALL, BLOCKS, HIDDEN, LENGTH, SEQUENCES, Made
 from tests.gloo.forks import CPU, fork_ranks

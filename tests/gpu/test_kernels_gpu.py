@@ -10,11 +10,10 @@ from torch import Tensor
 
 from moefold.data.batch import from_ids
 from moefold.kernels.grouped.choose import choose
-from moefold.layers.config import Dense
+from moefold.layers.config import Dense, Full
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Capacity, Router, Shared
-from moefold.policies.config import Full
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import (
     DEEP,

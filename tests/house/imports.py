@@ -15,7 +15,7 @@ from tests.house.tree import PACKAGE, Module, dotted, modules
 FLOORS: dict[str, int] = {
     "config": 0, "files": 0, "mesh": 0, "schedule": 0, "run": 0, "recipes": 0,
     "comm": 1, "kernels": 1, "observe": 1, "planner": 1,
-    "precision": 2, "policies": 2, "optim": 2, "data": 2,
+    "optim": 2, "data": 2,
     "layers": 3,
     "moe": 4,
     "model": 5,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from moefold.layers.config import Full, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping, recomputed
 from moefold.planner.hardware import cluster
-from moefold.policies.config import Full, Selective
 from moefold.run import load_run
 from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import (

@@ -7,12 +7,11 @@ from typing import Literal
 
 import pytest
 
-from moefold.layers.config import CONTEXT
+from moefold.layers.config import CONTEXT, RECOMPUTE
 from moefold.mesh.config import ORDERS
 from moefold.moe.config import BALANCE, DISPATCH, Aux, Dispatch, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
-from moefold.policies.config import RECOMPUTE
 from moefold.proof.case import Case
 from moefold.proof.matrix import RULES, matrix, selection
 from moefold.proof.shrink import shrink

@@ -11,10 +11,9 @@ from moefold.checkpoint.folder import newest
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
-from moefold.observe.machine import Machine, device_name
-from moefold.precision.config import Precision, faster, slowness
-from moefold.precision.rates import machines
+from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
+from moefold.training.machine import Machine, device_name, machines
 from moefold.training.recover import Keeper
 from moefold.training.stored import precision_of
 

@@ -1,4 +1,4 @@
-"""What this machine is, and how fast it multiplies: the denominator of FLOPs utilisation."""
+"""Measured matrix-product rates of this machine, and model FLOPs utilisation (MFU) against them."""
 
 import platform
 import time
@@ -11,9 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moefold.comm.world import World
+from moefold.layers.config import Asked, Precision, faster
+from moefold.layers.precision import DTYPES
+from moefold.planner.hardware import Format, sold_as
+from moefold.training.hooks.base import Figures
+
 SIDES = {"cpu": (128, 256, 512, 768, 1024)}
 SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
 """Of the square products that are timed: the best rate counts, whichever has it."""
+PEAK_FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Formats that chips' peaks are published for."""
+AGAIN, AGAIN_S = 3, 0.5
+"""How often, and for how long, the machine's rate is measured again where steps exceed it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,21 @@ def measured(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[torc
     return measure(dtypes, device)
 
 
+def machines(device: torch.device, *more: Precision) -> dict[Precision, Machine]:
+    """Return the measured rates of bf16, fp32 and ``more``; once measured, at no cost."""
+    wanted: tuple[Precision, ...] = ("bf16", "fp32", *more)
+    names = tuple(dict.fromkeys(wanted))
+    found = measured(tuple(DTYPES[name] for name in names), device)
+    return {name: found[DTYPES[name]] for name in names}
+
+
+def settled(asked: Asked, device: torch.device) -> Precision:
+    """Return the number format that a run asks for; for ``auto`` the faster one on this device."""
+    if asked != "auto":
+        return asked
+    return faster({name: one.flops_per_s for name, one in machines(device).items()})
+
+
 def device_name(device: torch.device) -> str:
     """Return what a device calls itself."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
@@ -93,3 +118,41 @@ def cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+class Utilisation:
+    """Model FLOPs per second as shares of what devices can do; no share above one is given.
+
+    Args:
+        machine: the measured rate of one rank's device.
+        dtype: what products are computed in.
+        world: the ranks that compute, on devices of one kind.
+
+    Attributes:
+        machine: the same, or the best rate since.
+        peak: FLOP/s that the chip is sold with, None where that is not known.
+    """
+
+    def __init__(self, machine: Machine, dtype: torch.dtype, world: World) -> None:
+        device = world.device
+        self.machine, self._dtype, self._device, self._ranks = machine, dtype, device, world.size
+        self._left = AGAIN
+        self.peak: float | None = None
+        chip = sold_as(device_name(device)) if device.type == "cuda" else None
+        if chip is not None and dtype in PEAK_FORMATS:
+            self.peak = chip.peak(PEAK_FORMATS[dtype])
+
+    def figures(self, flops_per_s: float) -> Figures:
+        """Return ``mfu``, the share of the measured rate, and ``mfu_of_peak`` where it is known.
+
+        A rate that steps exceed was taken while the machine was busy: it is measured again.
+        """
+        each = flops_per_s / self._ranks
+        while each > self.machine.flops_per_s and self._left:
+            self._left -= 1
+            again = measure([self._dtype], self._device, AGAIN_S)[self._dtype]
+            self.machine = max(self.machine, again, key=lambda one: one.flops_per_s)
+        shares = {"mfu": each / self.machine.flops_per_s}
+        if self.peak is not None:
+            shares["mfu_of_peak"] = each / self.peak
+        return {name: share for name, share in shares.items() if share <= 1}

@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
-from moefold.precision.config import Precision
+from moefold.layers.config import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-class Recipe:
+class PrecisionPolicy:
     """Turns parameters into operands of products.
 
     Parameters stay in the master dtype (fp32, or fp64 for proofs). Under ``bf16`` each weight is

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.base import Record
-from moefold.policies.config import Full, Selective
+from moefold.layers.config import Full, Selective
 
 DISCARDED = frozenset({"norms", "mla_up"})
 
@@ -40,7 +40,7 @@ class Recompute:
         self.kinds = (
             frozenset(record.modules) if isinstance(record, Selective) else frozenset[str]()
         )
-        self._made: dict[tuple[int, int], _Output] = {}
+        self._made: dict[tuple[int, int], _DiscardedOutput] = {}
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
@@ -62,9 +62,11 @@ class Recompute:
     def _discard(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:
         result = function(*tensors)
         outputs = result if isinstance(result, tuple) else (result,)
-        made = _Made(function, tuple(t.detach() for t in tensors))
+        made = _Recomputation(function, tuple(t.detach() for t in tensors))
         for index, output in enumerate(outputs):
-            self._made[_place(output)] = _Output(weakref.ref(output), output._version, made, index)
+            self._made[_place(output)] = _DiscardedOutput(
+                weakref.ref(output), output._version, made, index
+            )
         return result
 
     def _keep(self, tensor: Tensor) -> Any:
@@ -72,19 +74,19 @@ class Recompute:
         if output is None or not output.is_seen_by(tensor):
             return tensor
         output.made.waiting += 1
-        return _Kept(output.made, output.index, tensor.size(), tensor.stride())
+        return _SavedOutput(output.made, output.index, tensor.size(), tensor.stride())
 
 
 def _take(kept: Any) -> Tensor:
-    return kept.take() if isinstance(kept, _Kept) else kept
+    return kept.take() if isinstance(kept, _SavedOutput) else kept
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-class _Made:
-    """A discarded result: how to make it again, held from the first taker to the last."""
+class _Recomputation:
+    """Recomputes a discarded result on its first use, and frees it after the last."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
         self._function, self._inputs = function, inputs
@@ -105,12 +107,12 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class _Output:
+class _DiscardedOutput:
     """A discarded output while the pass still holds it."""
 
     alive: weakref.ref[Tensor]
     version: int
-    made: _Made
+    made: _Recomputation
     index: int
 
     def is_seen_by(self, tensor: Tensor) -> bool:
@@ -126,10 +128,10 @@ class _Output:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedOutput:
     """What autograd holds in place of a discarded output, or of a view of one."""
 
-    made: _Made
+    made: _Recomputation
     index: int
     size: torch.Size
     stride: tuple[int, ...]
