@@ -30,11 +30,11 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 import moefold
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 folder, steps, *overrides = sys.argv[1:]
 times = []
 cache = Path(folder).parent / "data"
-with Job(moefold.load_run("demo", overrides), folder, cache=cache) as job:
+with Trainer(moefold.load_run("demo", overrides), folder, cache=cache) as job:
     for _ in range(int(steps)):
         started = time.perf_counter()
         job.step()

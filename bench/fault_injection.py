@@ -27,15 +27,14 @@ from moefold.comm.respawn import survive
 from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
-from moefold.data.loader import Loader
+from moefold.data.loader import DataParallelLoader, Loader
 from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
-from moefold.training.feed import Feed
-from moefold.training.history import METRICS_FILE, History
+from moefold.training.distributed import world_of
 from moefold.training.hooks.assemble import assemble
-from moefold.training.loop import Interrupted, Job
-from moefold.training.ranks import world_of
 from moefold.training.recover import Keeper
+from moefold.training.run_folder import METRICS_FILE, History
+from moefold.training.trainer import Interrupted, Trainer
 
 # The server that ranks fork from gets no ``sys.path`` of its parent, and has to find this file.
 PATHS = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
@@ -77,7 +76,7 @@ def train_rank(line: Line, run: Run, folder: Path, notes: Path, until: int | Non
             (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
         with world_of(run, spot, folder) as world:
             hooks = assemble(run.watch, Console(stderr=True))
-            with Job(run, folder, hooks, world=world, keeper=keeper) as job:
+            with Trainer(run, folder, hooks, world=world, keeper=keeper) as job:
                 job.feed = NotedFeed(job.loader, world, notes)
                 job.last_step = until or job.last_step
                 with suppress(Interrupted):
@@ -87,7 +86,7 @@ def train_rank(line: Line, run: Run, folder: Path, notes: Path, until: int | Non
     return line.through(attempt)
 
 
-class NotedFeed(Feed):
+class NotedFeed(DataParallelLoader):
     """A feed that writes down which tokens each step was trained on."""
 
     def __init__(self, loader: Loader, world: World, notes: Path) -> None:

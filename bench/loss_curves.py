@@ -27,7 +27,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 # isort: split
 import torch
 
-from moefold.training.history import History
+from moefold.training.run_folder import History
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUTS = {

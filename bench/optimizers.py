@@ -20,7 +20,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import torch
 
 from moefold.run import load_run
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,7 +34,7 @@ def step_seconds(overrides: list[str], cache: Path, steps: int = 12) -> float:
     """Return the median processor time of a step, warm-up left out."""
     run = load_run("demo", overrides)
     taken = []
-    with tempfile.TemporaryDirectory() as folder, Job(run, folder, cache=cache) as job:
+    with tempfile.TemporaryDirectory() as folder, Trainer(run, folder, cache=cache) as job:
         for _ in range(steps):
             started = time.process_time()
             job.step()
@@ -45,7 +45,7 @@ def step_seconds(overrides: list[str], cache: Path, steps: int = 12) -> float:
 def train(overrides: list[str], steps: int, cache: Path) -> float:
     """Train so many steps, with the schedule fitted to them; return held-out bits per byte."""
     run = load_run("demo", [*overrides, f"train.steps={steps}"])
-    with tempfile.TemporaryDirectory() as folder, Job(run, folder, cache=cache) as job:
+    with tempfile.TemporaryDirectory() as folder, Trainer(run, folder, cache=cache) as job:
         while job.step_number < job.last_step:
             job.step()
         return job.evaluate(tokens=10**9)["val/python_stdlib/bits_per_byte"]

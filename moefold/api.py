@@ -22,12 +22,11 @@ from moefold.model.decoder import DecoderModel
 from moefold.proof.verify import Proof
 from moefold.proof.verify import verify as prove_layouts
 from moefold.run import Run, demand_fit
+from moefold.training.distributed import WORDS, device_kind, world_of
 from moefold.training.hooks.assemble import assemble
 from moefold.training.hooks.base import Figures, Hook
-from moefold.training.loop import Job
-from moefold.training.ranks import device_kind, world_of
-from moefold.training.signals import WORDS
-from moefold.training.stored import StoredModel, fill
+from moefold.training.model_checkpoint import StoredModel, fill
+from moefold.training.trainer import Trainer
 
 PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
 PRECISION_NAMES: dict[str, Any] = {short: name for name, short in PRECISIONS.items()}
@@ -83,17 +82,17 @@ def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str
     assert run is not None
     with world_of(run, spot, where) as world:
         told = assemble(run.watch, outside=hooks) if spot.rank == 0 else ()
-        with Job(run, where, told, world=world) as job:
+        with Trainer(run, where, told, world=world) as job:
             return job.train()
 
 
-def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Job:
+def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ()) -> Trainer:
     """Open a run for one's own loop: ``job.step()``, ``job.evaluate()``, ``job.save()``.
 
     Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
     """
     _demand_run(run)
-    return Job(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
+    return Trainer(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
 
 
 def _demand_run(run: object) -> None:
@@ -179,7 +178,7 @@ def export(
 
 
 def export_stream(
-    job: Job,
+    job: Trainer,
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     layout: Literal["per_expert", "packed"] = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,

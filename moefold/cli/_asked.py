@@ -8,7 +8,7 @@ from moefold.checkpoint.folder import newest
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
 from moefold.run import Run, demand_fit, load_run
-from moefold.training.hooks.events import RUN_FILE
+from moefold.training.hooks.logs import RUN_FILE
 
 
 def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:

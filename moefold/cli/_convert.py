@@ -18,7 +18,7 @@ from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import Unread
 from moefold.convert.importer import FolderTensors, Imported, import_folder
 from moefold.data.tokenizer import Tokenizer, from_path
-from moefold.training.stored import MODEL, describe
+from moefold.training.model_checkpoint import MODEL, describe
 
 
 def bring_in(args: argparse.Namespace) -> int:

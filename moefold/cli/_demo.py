@@ -21,9 +21,9 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
 from moefold.cli._training import ENDED, answer, go, open_job, prepare_data
 from moefold.run import Run
-from moefold.training.history import History
-from moefold.training.loop import Job
 from moefold.training.report import BASELINES, summary
+from moefold.training.run_folder import History
+from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, milliseconds
 
 TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
@@ -90,7 +90,7 @@ def rehearsed(run: Run, cache: Path) -> float:
     """Return the median seconds of the run's first steps, taken in a scratch folder."""
     with (
         tempfile.TemporaryDirectory(prefix="moefold-demo-") as scratch,
-        Job(run, Path(scratch) / "run", cache=cache) as job,
+        Trainer(run, Path(scratch) / "run", cache=cache) as job,
     ):
         for _ in range(WARM_UP_STEPS):
             job.step()

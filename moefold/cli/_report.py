@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.files import write_text
-from moefold.training.history import History
 from moefold.training.report import page, summary
+from moefold.training.run_folder import History
 
 
 def report(args: argparse.Namespace) -> int:

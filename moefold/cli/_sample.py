@@ -13,7 +13,7 @@ from moefold.checkpoint.errors import CheckpointError
 from moefold.layers.cache import KeyValueCache
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import generate
-from moefold.training.stored import StoredModel
+from moefold.training.model_checkpoint import StoredModel
 from moefold.training.words import harmless
 
 

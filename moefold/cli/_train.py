@@ -21,11 +21,10 @@ from moefold.comm.respawn_rank import Line
 from moefold.comm.world import World
 from moefold.run import Run
 from moefold.training.banner import facts, panel
+from moefold.training.distributed import WORDS, device_kind, world_of
 from moefold.training.fork import Fork
-from moefold.training.loop import Job
-from moefold.training.ranks import device_kind, world_of
 from moefold.training.recover import Keeper
-from moefold.training.signals import WORDS
+from moefold.training.trainer import Trainer
 
 
 def train(run: Run, spot: Spot | None, args: argparse.Namespace) -> int:
@@ -112,7 +111,7 @@ def _dry_run(
     return 0
 
 
-def _show(job: Job, folder: Path, as_json: bool, console: Console) -> None:
+def _show(job: Trainer, folder: Path, as_json: bool, console: Console) -> None:
     if job.world.rank:
         return
     if as_json:
@@ -121,7 +120,7 @@ def _show(job: Job, folder: Path, as_json: bool, console: Console) -> None:
         console.print(panel(job, folder))
 
 
-def _until(job: Job, until: int | None, began: bool = False) -> None:
+def _until(job: Trainer, until: int | None, began: bool = False) -> None:
     if until is None:
         return
     if not began and not job.step_number < until <= job.last_step:

@@ -16,13 +16,13 @@ from moefold.data.prepare import Progress as Told
 from moefold.data.prepare import prepare
 from moefold.run import Run
 from moefold.training.banner import Row, panel
-from moefold.training.history import History
+from moefold.training.hooks.alarms import RoutingCollapse
 from moefold.training.hooks.assemble import assemble
-from moefold.training.hooks.health import RoutingCollapse
-from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.recover import Keeper
 from moefold.training.report import summary
+from moefold.training.run_folder import History
+from moefold.training.trainer import Interrupted, Trainer
 from moefold.training.words import count
 
 ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
@@ -37,11 +37,11 @@ def open_job(
     keeper: Keeper | None = None,
     scratch: Path | None = None,
     forks: bool = False,
-) -> Job:
+) -> Trainer:
     """Open a run with its hooks; its data is prepared, with a bar on a terminal."""
     hooks = assemble(run.watch, console)
     with telling(console) as told:
-        return Job(
+        return Trainer(
             run, folder, hooks, world=world, keeper=keeper, told=told, scratch=scratch, forks=forks
         )
 
@@ -52,7 +52,7 @@ def prepare_data(run: Run, cache: Path, console: Console) -> None:
         prepare(run.data, cache, told)
 
 
-def go(job: Job, console: Console, said: Sequence[Row] = ()) -> int:
+def go(job: Trainer, console: Console, said: Sequence[Row] = ()) -> int:
     """Show the banner with the lines ``said``, train, say how it ended, return the exit status."""
     if job.recovered:
         console.print(Text(f"{job.recovered['why']}; on from step {job.step_number}", "yellow"))

@@ -14,10 +14,12 @@ step's batch, in any layout; it runs at round ``j // dp`` on data rank ``j % dp`
 import json
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import chain, islice, repeat
 
 import numpy as np
 
-from moefold.data.batch import IGNORED, MicroBatch, Origin, assemble, padded
+from moefold.comm.world import World
+from moefold.data.batch import IGNORED, MicroBatch, Origin, assemble, pack, padded
 from moefold.data.config import DataError
 from moefold.data.order import Epochs, Mixture, spread
 from moefold.data.prepare import Part, Prepared
@@ -167,3 +169,30 @@ class Loader:
             n_bytes=n_bytes,
             sources=origins,
         )
+
+
+class DataParallelLoader:
+    """One data rank's micro-batches of a loader; every rank gets as many, so that all keep step.
+
+    Micro-batch j of a step runs at round ``j // dp`` on data rank ``j % dp``. Where the last round
+    has too few, the others run one of padding alone.
+    """
+
+    def __init__(self, loader: Loader, world: World) -> None:
+        self._loader = loader
+        self._rank, self._ranks = world.attention.dp, world.folding.dp
+
+    def step(self, place: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step of the data's order."""
+        count, first, by = self._loader.micro_batches, self._rank, self._ranks
+        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]
+        return list(self._evened(iter(mine), count))
+
+    def held_out(self, name: str, tokens: int | None) -> Iterator[MicroBatch]:
+        """Yield this rank's part of a held-out set; see :meth:`Loader.evaluation`."""
+        found = self._loader.evaluation(name, tokens, self._rank, self._ranks)
+        return self._evened(found, self._loader.evaluation_size(name, tokens))
+
+    def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        nothing = pack([], rows=self._loader.rows)
+        return islice(chain(found, repeat(nothing)), -(-count // self._ranks))

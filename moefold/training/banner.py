@@ -17,13 +17,13 @@ from rich.text import Text
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias, Moe
 from moefold.planner.time_optimizer import orthogonal_flops
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, milliseconds, plural, si, size
 
 Row = tuple[str, str]
 
 
-def rows(job: Job, folder: Path) -> list[Row]:
+def rows(job: Trainer, folder: Path) -> list[Row]:
     """Return the banner's lines as (what, said); an empty ``what`` goes on with the line above."""
     return [
         *_model(job),
@@ -35,7 +35,7 @@ def rows(job: Job, folder: Path) -> list[Row]:
     ]
 
 
-def facts(job: Job, folder: Path) -> dict[str, Any]:
+def facts(job: Trainer, folder: Path) -> dict[str, Any]:
     """Return the banner's figures for programs."""
     run, counts = job.run, job.counts
     return {
@@ -60,7 +60,7 @@ def facts(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def panel(job: Job, folder: Path, more: Sequence[Row] = ()) -> Panel:
+def panel(job: Trainer, folder: Path, more: Sequence[Row] = ()) -> Panel:
     """Return the banner for a terminal or a log: its lines for ``folder``, and ``more``."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
@@ -71,25 +71,25 @@ def panel(job: Job, folder: Path, more: Sequence[Row] = ()) -> Panel:
     return Panel(Group(table), title=title, title_align="left", border_style="cyan", expand=False)
 
 
-def tokens_per_step(job: Job) -> int:
+def tokens_per_step(job: Trainer) -> int:
     """Return the tokens of a batch."""
     return job.run.train.batch * job.run.data.seq
 
 
-def least_step_time(job: Job) -> float:
+def least_step_time(job: Trainer) -> float:
     """Return the seconds that a step's products take on all ranks at the measured rate: a bound."""
     flops = job.counts.flops_per_token(job.run.data.seq, causal=True)
     return tokens_per_step(job) * flops / (job.utilisation.machine.flops_per_s * job.world.size)
 
 
-def state_bytes(job: Job) -> int:
+def state_bytes(job: Trainer) -> int:
     """Return the bytes of parameters, their gradients and the optimizer's state."""
     parameters = sum(p.numel() * p.element_size() for p in job.model.parameters())
     held = (t.numel() * t.element_size() for t in job.optimizer.state().values())
     return 2 * parameters + sum(held)
 
 
-def _model(job: Job) -> Iterator[Row]:
+def _model(job: Trainer) -> Iterator[Row]:
     counts, decoder = job.counts, job.decoder
     active = counts.active_parameters
     model = job.run.model
@@ -115,7 +115,7 @@ def _layer(ffn: Any) -> str:
     return f"MoE ({router.experts} experts of {ffn.width}, top {router.top_k}{shared}, {drop})"
 
 
-def _cost(job: Job) -> Iterator[Row]:
+def _cost(job: Trainer) -> Iterator[Row]:
     run, seq = job.run, job.run.data.seq
     causal, full = (job.counts.flops_per_token(seq, causal=c) for c in (True, False))
     steps = job.last_step - job.step_number
@@ -153,11 +153,11 @@ def _threads() -> str:
     return f"{said} that spin while they wait (OMP_WAIT_POLICY=passive before torch is loaded)"
 
 
-def _on_all(job: Job) -> str:
+def _on_all(job: Trainer) -> str:
     return "" if job.world.size == 1 else f" on all {job.world.size} ranks"
 
 
-def _ranks(job: Job) -> Iterator[Row]:
+def _ranks(job: Trainer) -> Iterator[Row]:
     """Say how many ranks compute, in which layout, and over what they talk."""
     world, layout = job.world, job.run.layout.split.text or "data ranks alone"
     if world.size == 1:
@@ -167,7 +167,7 @@ def _ranks(job: Job) -> Iterator[Row]:
         yield "ranks", f"{world.size}, layout {layout}, over {over}"
 
 
-def _paths(job: Job) -> Iterator[Row]:
+def _paths(job: Trainer) -> Iterator[Row]:
     dtype, machine = job.model.recipe.dtype, job.utilisation.machine
     rate = f"{si(machine.flops_per_s)}FLOP/s ({machine.source})"
     if job.utilisation.peak is not None:
@@ -182,7 +182,7 @@ def _paths(job: Job) -> Iterator[Row]:
     yield "device", f"{device}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
-    settled = f"{job.format.why}; here {job.format.said}"
+    settled = f"{job.precision.why}; here {job.precision.said}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
     kernels = {}
     for i, mixture in job.model.mixtures():
@@ -206,7 +206,7 @@ def _paths(job: Job) -> Iterator[Row]:
         yield "recompute", f"{kind} {modules}".strip()
 
 
-def _balance(job: Job) -> str:
+def _balance(job: Trainer) -> str:
     """Say each term with its coefficient, and what all its layers add to the loss when even."""
     found: dict[str, list[float]] = {}
     rates: dict[float, int] = {}
@@ -227,7 +227,7 @@ def _balance(job: Job) -> str:
     return "; ".join(said) + ". The reported LM loss has none of it"
 
 
-def _data(job: Job) -> Iterator[Row]:
+def _data(job: Trainer) -> Iterator[Row]:
     prepared, steps = job.loader.prepared, job.last_step - job.step_number
     begins, ends = (job.loader.epoch(step) for step in (job.step_number, job.last_step))
     for part in prepared.train:
@@ -250,7 +250,7 @@ def _data(job: Job) -> Iterator[Row]:
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"
 
 
-def _folder(job: Job, folder: Path) -> Iterator[Row]:
+def _folder(job: Trainer, folder: Path) -> Iterator[Row]:
     yield "folder", str(folder)
     if job.resumed_from is not None:
         yield "goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"

@@ -13,10 +13,11 @@ from moefold.config.records import plain
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_text
 from moefold.optim.base import PREFIX
-from moefold.training.hooks.events import TOKENIZER_FILE
-from moefold.training.loop import Job
-from moefold.training.state import as_known_today, differences, restore
-from moefold.training.stored import checkpoint_in, tokenizer_of
+from moefold.training.model_checkpoint import checkpoint_in, tokenizer_of
+from moefold.training.resume import as_known_today, differences
+from moefold.training.run_folder import TOKENIZER_FILE
+from moefold.training.state import restore
+from moefold.training.trainer import Trainer
 
 FORK_FILE = "fork.json"
 
@@ -36,7 +37,7 @@ class Fork:
     new_tokenizer: bool = False
     """Allow that token ids stand for other tokens."""
 
-    def into(self, job: Job) -> dict[str, Any]:
+    def into(self, job: Trainer) -> dict[str, Any]:
         """Fill a run that has not begun, save it, and write down in ``fork.json`` what was taken.
 
         An imported model has nothing but weights to take. Returns what is written.

@@ -1,10 +1,18 @@
-"""What happens when a step's loss or gradient is not finite: decided before the update.
+"""Policy for steps whose loss or gradient is not finite, decided before the update.
 
 Every rank decides alike, from figures that are the same on all; the report has what each holds.
+A replay tells data from machine: the same weights, rows and order of sums give the same bits
+(``deterministic: true`` makes kernels so on CUDA). Where all do, the data or the model made the
+fault; where a rank's gradients differ, that rank's machine did.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from moefold.comm.collectives import gather_objects
 from moefold.config.base import Record
@@ -12,10 +20,11 @@ from moefold.data.batch import MicroBatch
 from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import Data
 from moefold.training.config import Rewind, Skip, Stop
-from moefold.training.replay import MACHINE, replay
 from moefold.training.step import StepFigures
 
 SHOWN = 8
+MACHINE = "Replay: a machine fault"
+DATA = "Replay: a fault of the data or the model"
 Again = Callable[[], StepFigures]
 """Computes the step's gradients once more, on the same data and weights."""
 
@@ -24,7 +33,7 @@ class NonFiniteStep(ValueError):
     """A step gave NaN or infinity; the weights are those before it."""
 
 
-class Verdict(Enum):
+class Decision(Enum):
     """What to do with a step."""
 
     UPDATE = "update"
@@ -32,20 +41,20 @@ class Verdict(Enum):
     REWIND = "rewind"
 
 
-class Judge:
-    """Says what to do with each step, by the run's policy.
+class NonFinitePolicy:
+    """Says what to do with each step, by the run's ``train.on_nonfinite``.
 
     Attributes:
         strikes: steps that were not finite in a row, or rewinds since the run last got past one.
         struck_at: steps done before the newest of them.
     """
 
-    def __init__(self, policy: Record) -> None:
+    def __init__(self, record: Record) -> None:
         """Begin with no strikes."""
-        self._policy = policy
+        self._record = record
         self.strikes = self.struck_at = 0
 
-    def __call__(
+    def decide(
         self,
         step: int,
         place: int,
@@ -53,8 +62,8 @@ class Judge:
         batches: Sequence[MicroBatch],
         data: Data,
         again: Again,
-    ) -> Verdict:
-        """Return what the policy says of a step; every rank asks.
+    ) -> Decision:
+        """Return what to do with a step; every rank asks.
 
         Args:
             step: steps done before it.
@@ -71,15 +80,15 @@ class Judge:
             # Steps made again after a rewind prove nothing: only getting past the bad one does.
             if step >= self.struck_at:
                 self.strikes = 0
-            return Verdict.UPDATE
-        policy = self._policy
+            return Decision.UPDATE
+        policy = self._record
         assert isinstance(policy, Stop | Skip | Rewind)
         self.strikes, self.struck_at = self.strikes + 1, step
         holders = _holders(batches, data)
         told = replay(data, again) if policy.replay else ""
         used_up = isinstance(policy, Stop) or self.strikes > policy.limit
         if not (used_up or told.startswith(MACHINE)):
-            return Verdict.SKIP if isinstance(policy, Skip) else Verdict.REWIND
+            return Decision.SKIP if isinstance(policy, Skip) else Decision.REWIND
         limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
         raise NonFiniteStep(
             f"step {step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
@@ -96,21 +105,43 @@ def _holders(batches: Sequence[MicroBatch], data: Data) -> str:
     world = data.placed.world
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
     documents = [f"{o.name} {o.document}" for batch in batches for o in batch.sources]
-    mine = {"gradients": non_finite(grads), "documents": documents}
-    said = gather_objects(mine, world.on_host)
-    lines = [
-        f"Gradients not finite{f' on rank {rank}' * (len(said) > 1)}: {_some(each['gradients'])}"
-        for rank, each in enumerate(said)
-        if each["gradients"]
-    ]
+    said = gather_objects({"grads": non_finite(grads), "documents": documents}, world.on_host)
+    lines = []
+    for rank, each in enumerate(said):
+        if names := each["grads"]:
+            where = f" on rank {rank}" if len(said) > 1 else ""
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(f"Gradients not finite{where}: {', '.join(names[:SHOWN])}{more}")
     named = dict.fromkeys(name for each in said for name in each["documents"])
-    return "\n".join([*(lines or ["Gradients not finite: none"]), f"documents: {_all(named)}"])
+    lines = lines or ["Gradients not finite: none"]
+    return "\n".join([*lines, f"documents: {', '.join(named) or 'unknown'}"])
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def replay(data: Data, again: Callable[[], Any]) -> str:
+    """Compute a step's gradients again and say what that tells; every rank calls it.
+
+    Args:
+        data: this rank's share of the model, with the gradients as they were.
+        again: computes them anew.
+    """
+    before = digest(held.tensor for held in data.gradients())
+    again()
+    after = digest(held.tensor for held in data.gradients())
+    said = gather_objects(before != after, data.placed.world.on_host)
+    ranks = ", ".join(str(rank) for rank, differs in enumerate(said) if differs)
+    if not ranks:
+        return f"{DATA}: all ranks computed the same bits again"
+    return (
+        f"{MACHINE}: rank {ranks} got other bits from the same weights and data. What one "
+        "computes reaches others: test the hardware of all that are named, then go on from the "
+        "newest checkpoint"
+    )
 
 
-def _all(names: Sequence[str] | dict[str, None]) -> str:
-    return ", ".join(names) or "unknown"
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a SHA-256 of the tensors' bytes."""
+    found = sha256()
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).contiguous().cpu()
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()

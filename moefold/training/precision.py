@@ -1,4 +1,4 @@
-"""The number format of a run's products: settled once, when the run is opened."""
+"""Precision of a run: the number format of its products, settled once when the run is opened."""
 
 import logging
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from moefold.comm.world import World
 from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
 from moefold.training.machine import Machine, device_name, machines
+from moefold.training.model_checkpoint import precision_of
 from moefold.training.recover import Keeper
-from moefold.training.stored import precision_of
 
 _log = logging.getLogger("moefold.training")
 
 
 @dataclass(frozen=True)
-class Format:
+class PrecisionChoice:
     """What products of a run are computed in, and why."""
 
     precision: Precision
@@ -34,7 +34,9 @@ class Format:
     """For the checkpoint: what the run asked for when it began, and the rates it was chosen by."""
 
     @classmethod
-    def of(cls, run: Run, folder: Path, world: World, keeper: Keeper | None = None) -> "Format":
+    def of(
+        cls, run: Run, folder: Path, world: World, keeper: Keeper | None = None
+    ) -> "PrecisionChoice":
         """Settle the format on the first rank, for all.
 
         ``auto`` is what the run in ``folder`` was begun in, else the faster one here. A format that

@@ -34,7 +34,7 @@ class Past:
 
     progress: Progress = field(default_factory=Progress)
     strikes: int = 0
-    """Steps in a row that were not finite; see :func:`moefold.training.nonfinite.judge`."""
+    """Steps in a row that were not finite; see ``NonFinitePolicy``."""
     struck_at: int = 0
 
     def plain(self) -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""A run's past as one self-contained page: curves, expert health, time well spent."""
+"""A run's past as one self-contained page: curves, expert load, downtime and goodput."""
 
 import base64
 import html
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from moefold.training.history import Curve, History
-from moefold.training.losses import losses
+from moefold.planner.goodput import best_interval
+from moefold.training.run_folder import Curve, History
 from moefold.training.words import clock, count
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -26,6 +27,8 @@ LAYER_CURVES = {
     "drop_rate": "Share of choices dropped",
     "bias_range": "Selection bias, largest less smallest",
 }
+PARTS = ("restart_s", "load_s", "lost_s")
+"""From the notice of a loss to the new meeting; to the first step; steps that were made again."""
 
 
 def summary(history: History) -> dict[str, Any]:
@@ -58,21 +61,62 @@ def summary(history: History) -> dict[str, Any]:
         last = max(e["time"] for e in history.events)
         out["wall_s"] = max(last - starts[0]["time"], inside)
         out["goodput"] = inside / out["wall_s"] if out["wall_s"] else None
-        out |= losses(history, out["wall_s"])
+        out |= downtime(history, out["wall_s"])
     out["alarms"] = int(np.nansum(history.curve("moe/alarms").values))
     return out
+
+
+def downtime(history: History, wall_s: float) -> dict[str, Any]:
+    """Return restarts, recoveries in place, steps made again, and the seconds of each part.
+
+    ``save_every_s`` is the interval between checkpoints that would lose least with the faults of
+    this run and the stall that its own saves had; it is absent where neither is known.
+
+    Args:
+        history: the run's.
+        wall_s: from its first start to its newest sign of life.
+    """
+    starts = [event for event in history.events if event.get("event") == "start"]
+    lived = [start for start in starts if "recovered" in start]
+    step_s = _median(history.curve("step_time_s").values.tolist())
+    parts, lost = dict.fromkeys(PARTS, 0.0), 0
+    for start in lived:
+        told = start["recovered"]
+        again = max(0, told.get("reached", start["step"]) - start["step"])
+        lost += max(1, again)
+        parts["restart_s"] += told["restart_s"]
+        parts["load_s"] += told["load_s"]
+        parts["lost_s"] += told.get("under_way_s", 0.0) + again * step_s
+    out: dict[str, Any] = {
+        "restarts": len(starts) - 1 - len(lived),
+        "recoveries": len(lived),
+        "lost_steps": lost,
+        "lost_s": parts,
+    }
+    stalls = [event["stall_s"] for event in history.events if event.get("event") == "saved"]
+    if stalls and len(starts) > 1 and wall_s > 0:
+        out["save_every_s"] = best_interval(_median(stalls), (len(starts) - 1) / wall_s)
+    return out
+
+
+def _median(values: list[float]) -> float:
+    kept = [value for value in values if np.isfinite(value)]
+    return median(kept) if kept else 0.0
 
 
 def page(history: History, title: str, subtitle: str) -> str:
     """Write the page; raises ValueError where the run has no metrics yet."""
     facts = summary(history)
     data = {"cards": _cards(facts), "charts": _charts(history), "heat": _heat(history)}
+    return render_page(TEMPLATE, title, subtitle, data)
+
+
+def render_page(template: Path, title: str, subtitle: str, data: dict[str, Any]) -> str:
+    """Fill an HTML template's ``__TITLE__``, ``__SUBTITLE__`` and ``__DATA__`` (JSON)."""
     # Inside a script element nothing may look like the end of it, nor open a comment.
     packed = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    text = TEMPLATE.read_text(encoding="utf-8")
-    text = text.replace("__TITLE__", html.escape(title))
-    text = text.replace("__SUBTITLE__", html.escape(subtitle))
-    return text.replace("__DATA__", packed)
+    text = template.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
+    return text.replace("__SUBTITLE__", html.escape(subtitle)).replace("__DATA__", packed)
 
 
 def _cards(facts: dict[str, Any]) -> list[list[str]]:

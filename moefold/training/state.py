@@ -5,11 +5,10 @@ and no step draws anything else. Counters start anew with each step.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,15 +17,9 @@ from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
 from moefold.checkpoint.manifest import Stored
 from moefold.checkpoint.tensors import Part
-from moefold.config.check import check
-from moefold.config.dump import unplaced
-from moefold.config.fields import Place, last_part, paths_in
-from moefold.config.problems import Edit, amend, copied, dotted
-from moefold.config.records import plain
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import Data, Held
-from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
-from moefold.training.stored import MODEL
+from moefold.training.model_checkpoint import MODEL
 
 SHARE_BYTES = 16 * 2**20
 """Bytes from which on a box that several ranks hold is written by more than one of them."""
@@ -60,16 +53,6 @@ def held_by(data: Data, optimizer: Optimizer | None) -> Iterator[tuple[str, Held
     if optimizer is None:
         return
     yield from ((held.name, held) for held in data.states(optimizer))
-
-
-def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
-    """Return a digest of what a run computes, and of the layout that it is computed in."""
-    said = unplaced(run)
-    computed = {key: said[key] for key in (*IDENTITY, "layout")}
-    for key, inner in FREE_IN_IDENTITY:
-        computed[key] = {name: value for name, value in computed[key].items() if name != inner}
-    facts = [computed, dict(parts), data, ranks]
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def form(data: Data, optimizer: Optimizer) -> str:
@@ -151,41 +134,3 @@ def _check_names(
     }
     if missing or unexpected or mismatched:
         raise MismatchError(path, missing, unexpected, mismatched)
-
-
-def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
-    """Return a stored run with the fields that were added since, at their defaults.
-
-    A path that ends as ``run``'s does is taken for the same, moved. A run that today's records no
-    longer accept comes back otherwise as it is, and differs where it differs.
-    """
-    place, stored = Place(Run), copied(stored)
-    present = {spot: text for spot, text, _ in paths_in(place, plain(run))}
-    moved = [
-        Edit(spot, present[spot])
-        for spot, text, _ in list(paths_in(place, stored))
-        if spot in present and last_part(text) == last_part(present[spot])
-    ]
-    stored = amend(stored, moved)
-    record = check(Run, stored).record
-    return stored if record is None else plain(record)
-
-
-def differences(
-    stored: Mapping[str, Any], present: Mapping[str, Any], keys: Sequence[str] = IDENTITY
-) -> list[str]:
-    """Return, as ``path: stored -> present``, where two runs do not compute the same."""
-    lines: list[str] = []
-    for key in keys:
-        _compare((key,), stored.get(key), present.get(key), lines)
-    return lines
-
-
-def _compare(path: tuple[str | int, ...], stored: Any, present: Any, lines: list[str]) -> None:
-    if path in FREE_IN_IDENTITY or stored == present:
-        return
-    if isinstance(stored, Mapping) and isinstance(present, Mapping):
-        for key in dict.fromkeys([*stored, *present]):
-            _compare((*path, key), stored.get(key), present.get(key), lines)
-    else:
-        lines.append(f"{dotted(path)}: {stored} -> {present}")

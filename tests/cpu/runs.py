@@ -9,7 +9,7 @@ import torch
 from moefold.config.load import load
 from moefold.run import Run
 from moefold.training.hooks.base import Figures, Hook
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 
 WORDS = ["expert", "token", "router", "load", "bias", "gate", "layer", "norm", "rope", "fold"]
 
@@ -59,12 +59,12 @@ def run_of(folder: Path, **changes: Any) -> Run:
     return load(Run, raw_run(folder, **changes)).record
 
 
-def job_of(folder: Path, out: str = "out", *hooks: Hook, **changes: Any) -> Job:
+def job_of(folder: Path, out: str = "out", *hooks: Hook, **changes: Any) -> Trainer:
     """Open a tiny run in ``folder/out``, with only the hooks given."""
-    return Job(run_of(folder, **changes), folder / out, hooks, cache=folder / "prepared")
+    return Trainer(run_of(folder, **changes), folder / out, hooks, cache=folder / "prepared")
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
+def weights(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of everything a checkpoint would hold."""
     from moefold.training.state import held_by
 

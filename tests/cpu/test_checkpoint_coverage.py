@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.optim.adamw import AdamWOptimizer
-from moefold.training.loop import Job
 from moefold.training.state import Progress
+from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import bits
 from tests.cpu.runs import job_of
 
@@ -54,7 +54,7 @@ def reach(thing: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
                 reach(value, f"{path}.{key}", found, seen)
 
 
-def kept(job: Job) -> dict[str, Any]:
+def kept(job: Trainer) -> dict[str, Any]:
     """Return all that a job keeps between two steps."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -132,15 +132,15 @@ def test_a_buffer_that_is_not_persistent_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a module that learns in a buffer which its state dict leaves out."""
-    step = Job.step
+    step = Trainer.step
     with job_of(tmp_path, "first"):
         pass
 
-    def learns(self: Job, *given: Any) -> Any:
+    def learns(self: Trainer, *given: Any) -> Any:
         for layer in self.model.layers.values():
             layer.running = getattr(layer, "running", torch.zeros(2)) + 1
         return step(self, *given)
 
-    monkeypatch.setattr(Job, "step", learns)
+    monkeypatch.setattr(Trainer, "step", learns)
     assert forgotten(tmp_path) == ["model._modules.layers._modules.0.running",
                                    "model._modules.layers._modules.1.running"]  # fmt: skip

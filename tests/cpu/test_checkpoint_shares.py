@@ -25,9 +25,9 @@ from moefold.convert.importer import import_folder
 from moefold.convert.targets import targets
 from moefold.model.config import MODEL
 from moefold.parallel.data.sharding import Held
+from moefold.training.model_checkpoint import MODEL as PREFIX
+from moefold.training.model_checkpoint import describe
 from moefold.training.state import written_here
-from moefold.training.stored import MODEL as PREFIX
-from moefold.training.stored import describe
 from tests.cpu.checkpoint_tools import Calls, quick_folder, run_child, write_sliced
 
 MIB = 2**20

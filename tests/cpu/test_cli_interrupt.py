@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.training.signals import WORDS
+from moefold.training.distributed import WORDS
 
 ROOT = Path(__file__).parents[2]
 MARK = "MOEFOLD_TEST_INTERRUPT"

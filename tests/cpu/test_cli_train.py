@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
-from moefold.training.history import History
-from moefold.training.hooks.lines import StepLines
+from moefold.training.run_folder import History, StepLines
 from tests.cpu.runs import raw_run
 from tests.pure.test_training_history import Page
 

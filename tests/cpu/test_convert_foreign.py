@@ -25,7 +25,7 @@ from moefold.checkpoint.load import load
 from moefold.cli.main import main
 from moefold.convert.errors import ConvertError
 from moefold.convert.importer import import_folder
-from moefold.training.stored import MODEL
+from moefold.training.model_checkpoint import MODEL
 from tests.cpu.hubs import decoder_of, on_disk, same_bits, weights_of, write_hub
 
 FAMILY = "qwen3_moe"

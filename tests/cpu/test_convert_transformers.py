@@ -16,7 +16,7 @@ from moefold.convert.tokenizer import TokenizerFiles
 from moefold.data.config import BpeTokenizer
 from moefold.data.tokenizer import Tokenizer, train
 from moefold.model.decoder import DecoderModel
-from moefold.training.stored import StoredModel, fill
+from moefold.training.model_checkpoint import StoredModel, fill
 from tests.cpu.families import FAMILIES, draw, reference
 
 TEXT = "class Queue:\n    def put(self, item): return item\n"

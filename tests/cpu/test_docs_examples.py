@@ -10,7 +10,7 @@ import pytest
 
 import moefold
 from moefold.cli.main import main
-from moefold.training.history import History
+from moefold.training.run_folder import History
 from tests.cpu.runs import corpus
 from tests.examples import EXAMPLES, ROOT, blocks, forget, written
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from fault_injection import tear
 
-from moefold.training import same
+from moefold.training import resume
+from moefold.training.nonfinite import digest
 from moefold.training.recover import Past, _room, last_whole, pack, packed, unpack
-from moefold.training.replay import digest
 from moefold.training.state import Progress
 
 
@@ -74,4 +74,4 @@ def test_there_is_nothing_to_tear_without_checkpoints(tmp_path: Any) -> None:
 
 def test_ranks_that_fork_later_say_the_code_that_is_loaded() -> None:
     """Files may change while a run lasts; a rank started anew must still agree with the others."""
-    assert same.code_version.cache_info().currsize == 1
+    assert resume.code_version.cache_info().currsize == 1

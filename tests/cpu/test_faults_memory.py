@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.training import loop
-from moefold.training.exhausted import OutOfMemory
+from moefold.training import trainer
+from moefold.training.oom import OutOfMemory
 from tests.cpu.runs import job_of
 
 
@@ -20,7 +20,7 @@ def test_no_memory_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, said: str
 ) -> None:
     """Case 39."""
-    monkeypatch.setattr(loop, "gradients", refuse)
+    monkeypatch.setattr(trainer, "gradients", refuse)
     train = {"steps": 8, "batch": 4, "micro_batch": 2, "precision": precision}
     with job_of(tmp_path, train=train) as job, pytest.raises(OutOfMemory) as caught:
         job.train()
@@ -30,7 +30,7 @@ def test_no_memory_left(
 
 
 def test_no_memory_to_begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "build_parts", refuse)
+    monkeypatch.setattr(trainer, "build_parts", refuse)
     with pytest.raises(OutOfMemory, match="rank 0 has no memory left"):
         job_of(tmp_path)
     monkeypatch.undo()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moefold.training.distributed import WORDS
 from moefold.training.hooks.base import Hook
-from moefold.training.signals import WORDS
 from tests.cpu.checkpoint_tools import run_child
 from tests.cpu.runs import job_of
 

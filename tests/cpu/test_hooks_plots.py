@@ -8,8 +8,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from moefold.training.history import BASELINES_FILE, LOAD_FILE, METRICS_FILE, History
 from moefold.training.hooks.plots import HELD_OUT, TRAIN, draw, load_figure, loss_figure
+from moefold.training.run_folder import BASELINES_FILE, LOAD_FILE, METRICS_FILE, History
 
 
 def write(folder: Path, steps: int = 60, layers: int = 3, experts: int = 4) -> History:

@@ -7,7 +7,7 @@ import torch
 
 from moefold.data.batch import pack
 from moefold.layers.flow import Flow
-from moefold.training.hooks.experts_run import choose, route
+from moefold.training.hooks.experts import choose, route
 from moefold.training.hooks.sample import cut_after
 from tests.cpu.runs import job_of
 

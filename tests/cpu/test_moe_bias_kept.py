@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 from tests.cpu.hubs import decoder_of, same_bits, weights_of
 from tests.cpu.runs import job_of
 
@@ -32,7 +32,7 @@ MODEL = {
 }
 
 
-def biases(job: Job) -> list[Tensor]:
+def biases(job: Trainer) -> list[Tensor]:
     found = [mixture.router.selection_bias for _, mixture in job.model.mixtures()]
     assert len(found) == 2
     return [bias_E for bias_E in found if bias_E is not None]

@@ -16,8 +16,8 @@ from moefold.layers.config import faster, slowness
 from moefold.training import precision as settling
 from moefold.training.banner import rows
 from moefold.training.config import Train
-from moefold.training.loop import Job
 from moefold.training.machine import Machine
+from moefold.training.trainer import Trainer
 from tests.cpu.runs import job_of
 
 WITHOUT = {"bf16": 1.1e9, "fp32": 61e9, "fp64": 30e9}
@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
     return be
 
 
-def opened(folder: Path, precision: str = "auto", steps: int = 2) -> Job:
+def opened(folder: Path, precision: str = "auto", steps: int = 2) -> Trainer:
     optim = {"kind": "adamw", "lr": 0.01}
     return job_of(folder, "run", train={"steps": steps, "precision": precision}, optim=optim)
 

@@ -20,9 +20,9 @@ from moefold.config.records import plain
 from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
 from moefold.run import Run
-from moefold.training.loop import Interrupted, Job
 from moefold.training.nonfinite import NonFiniteStep
-from moefold.training.state import as_known_today, differences
+from moefold.training.resume import as_known_today, differences
+from moefold.training.trainer import Interrupted, Trainer
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import Notes, equal, job_of, raw_run, run_of, weights
 
@@ -116,11 +116,11 @@ from moefold.run import Run
 from rich.console import Console
 from moefold.checkpoint.config import Policy
 from moefold.training.hooks.checkpoint import CheckpointHook
-from moefold.training.hooks.metrics import MetricsHook
-from moefold.training.loop import Job
+from moefold.training.hooks.logs import MetricsHook
+from moefold.training.trainer import Trainer
 raw, out, cache = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 hooks = MetricsHook(), CheckpointHook(Policy(every=1), Console())
-with Job(load(Run, raw).record, out, hooks, cache=cache) as job:
+with Trainer(load(Run, raw).record, out, hooks, cache=cache) as job:
     print("ready", flush=True)
     job.train()
 """
@@ -180,7 +180,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path: Path) -> None:
 class Poison:
     """Makes the final norm give NaN at chosen places in the data's order, and nowhere else."""
 
-    def __init__(self, job: Job, places: set[int], value: float = math.nan) -> None:
+    def __init__(self, job: Trainer, places: set[int], value: float = math.nan) -> None:
         self.seen: list[int] = []
         plain = job.feed.step
 
@@ -397,9 +397,9 @@ def test_a_model_folder_that_describes_another_model_is_refused(tmp_path: Path) 
     decoder, hub = decoder_of("mixtral").model_copy(update={"vocab": 300}), tmp_path / "hub"
     write_hub(hub, decoder, on_disk(decoder, weights_of(decoder)))
 
-    def job() -> Job:
+    def job() -> Trainer:
         raw = {**raw_run(tmp_path), "model": {"from": str(hub)}}
-        return Job(load(Run, raw).record, tmp_path / "out", cache=tmp_path / "prepared")
+        return Trainer(load(Run, raw).record, tmp_path / "out", cache=tmp_path / "prepared")
 
     with job() as begun:
         begun.save()

@@ -9,7 +9,7 @@ import moefold
 from moefold.config.load import load
 from moefold.config.problems import RunError
 from moefold.run import Run, load_run
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights
 
 
@@ -34,7 +34,7 @@ def test_a_folder_is_trained_further_from_its_weights(tmp_path: Path, folder: Pa
         ],
     )
     assert run.name == "hf"
-    with Job(run, tmp_path / "further", cache=tmp_path / "prepared") as job:
+    with Trainer(run, tmp_path / "further", cache=tmp_path / "prepared") as job:
         start = {name: t.clone() for name, t in job.model.state_dict().items()}
         source = moefold.load_model(folder)
         assert all(torch.equal(start[name], t) for name, t in source.state_dict().items())

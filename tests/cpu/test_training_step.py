@@ -14,8 +14,8 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Aux, Router, Z
 from moefold.run import Run
-from moefold.training.loop import Job
 from moefold.training.step import StepFigures
+from moefold.training.trainer import Trainer
 from tests.cpu.runs import raw_run
 from tests.cpu.small import (
     GQA,
@@ -131,7 +131,7 @@ def test_b18_every_layer_moves_its_bias_once_a_step(tmp_path: Path) -> None:
     }
     train = {"steps": 8, "batch": 3, "micro_batch": 1, "precision": "fp32"}
     run = load(Run, raw_run(tmp_path, train=train) | {"model": model}).record
-    with Job(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
+    with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
         mixtures = dict(job.model.mixtures())
         assert list(mixtures) == [0, 2, 3]
         hands = {i: torch.zeros(5) for i in (0, 3)}

@@ -22,9 +22,9 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
-from moefold.training.loop import Job
 from moefold.training.machine import Machine
 from moefold.training.state import held_by
+from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of
 from tests.gloo.forks import fork_ranks
@@ -54,7 +54,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def in_ranks(
-    folder: Path, out: str, sizes: str, world: int, work: Callable[[Job], Any], **changes: Any
+    folder: Path, out: str, sizes: str, world: int, work: Callable[[Trainer], Any], **changes: Any
 ) -> list[int]:
     """Open a run in a layout on each of some ranks, and call ``work`` with its job."""
 
@@ -68,7 +68,7 @@ def in_ranks(
         )
         folding = Folding(run.layout.split, world)
         with World.open(folding, "cpu", 30.0) as here:
-            job = Job(run, folder / out, cache=folder / "prepared", world=here)
+            job = Trainer(run, folder / out, cache=folder / "prepared", world=here)
             try:
                 work(job)
             except BaseException as error:
@@ -79,7 +79,7 @@ def in_ranks(
     return fork_ranks(open_and_work, world, folder)
 
 
-def state(job: Job) -> dict[str, torch.Tensor]:
+def state(job: Trainer) -> dict[str, torch.Tensor]:
     """Return copies of all that is here of the state; boxes of one tensor by their place."""
     return {
         json.dumps([name, held.box]): held.tensor.detach().clone()
@@ -87,12 +87,12 @@ def state(job: Job) -> dict[str, torch.Tensor]:
     }
 
 
-def note_state(job: Job, folder: Path, name: str) -> None:
+def note_state(job: Trainer, folder: Path, name: str) -> None:
     """Write what is here of the state beside the checkpoints."""
     save_file(state(job), folder / f"{name}-{job.world.rank}")
 
 
-def watched(job: Job, folder: Path) -> None:
+def watched(job: Trainer, folder: Path) -> None:
     """Note the documents and places that each step trains on here."""
     feed = job.feed.step
 
@@ -125,14 +125,14 @@ def test_b26_killed_in_every_step_a_run_ends_with_the_bits_of_the_unbroken_one(
     """In a folded layout: each attempt dies by SIGKILL on another rank, one step further on."""
     sizes, world = "tp2 ep2", 2
 
-    def unbroken(job: Job) -> None:
+    def unbroken(job: Trainer) -> None:
         job.train()
         note_state(job, quick, "unbroken")
 
     assert in_ranks(quick, "unbroken", sizes, world, unbroken) == [0, 0]
     for deadly in range(1, STEPS + 1):
 
-        def dies(job: Job, deadly: int = deadly) -> None:
+        def dies(job: Trainer, deadly: int = deadly) -> None:
             assert job.step_number == max(deadly - 2, 0)
             update = job.optimizer.step
 
@@ -153,7 +153,7 @@ def test_b26_killed_in_every_step_a_run_ends_with_the_bits_of_the_unbroken_one(
         assert same(load_file(quick / f"unbroken-{rank}"), load_file(quick / f"broken-{rank}"))
 
 
-def _ended(job: Job, folder: Path) -> None:
+def _ended(job: Trainer, folder: Path) -> None:
     assert job.step_number == STEPS - 1
     job.train()
     note_state(job, folder, "broken")
@@ -162,8 +162,8 @@ def _ended(job: Job, folder: Path) -> None:
 def test_b27_data_goes_on_where_it_was_when_the_number_of_data_ranks_changes(quick: Path) -> None:
     """Pain 19: dp 2 to 1 to 2, with a step made again after a loss: the same rows in each step."""
 
-    def steps(count: int, saved: int) -> Callable[[Job], None]:
-        def work(job: Job) -> None:
+    def steps(count: int, saved: int) -> Callable[[Trainer], None]:
+        def work(job: Trainer) -> None:
             watched(job, quick)
             for made in range(count):
                 job.step()
@@ -204,7 +204,7 @@ def slow_disk() -> tuple[threading.Event, threading.Event]:
     return begun, go
 
 
-def refusing_disk(job: Job, rank: int) -> None:
+def refusing_disk(job: Trainer, rank: int) -> None:
     """Let the disk of one rank refuse all shards."""
     if job.world.rank == rank:
 
@@ -217,7 +217,7 @@ def refusing_disk(job: Job, rank: int) -> None:
 def test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick: Path) -> None:
     """Steps go on while a slow disk writes; the second one holds none of the first one's bytes."""
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         begun, go = slow_disk()
         job.step()
         job.save()
@@ -248,7 +248,7 @@ def test_b26_checkpoints_behind_the_steps_hold_the_state_of_their_own_step(quick
 
 
 def test_a_failure_behind_the_steps_is_raised_on_all_ranks_at_the_next_step(quick: Path) -> None:
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         refusing_disk(job, 1)
         job.step()
         job.save()
@@ -264,10 +264,10 @@ def test_a_failure_behind_the_steps_is_raised_on_all_ranks_at_the_next_step(quic
     assert newest(quick / "out") is None
 
 
-def _with_idle_steps(work: Callable[[Job], None]) -> Callable[[Job], None]:
+def _with_idle_steps(work: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     """Let steps without batches do nothing but ask how the save is."""
 
-    def wrapped(job: Job) -> None:
+    def wrapped(job: Trainer) -> None:
         step = job.step
 
         def idle(*given: Any) -> Any:
@@ -286,7 +286,7 @@ def _with_idle_steps(work: Callable[[Job], None]) -> Callable[[Job], None]:
 def test_a_run_whose_last_checkpoint_failed_does_not_end_well(quick: Path) -> None:
     """Also where failures on the way are let pass."""
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         refusing_disk(job, 0)
         job.step()
         job.save()
@@ -297,7 +297,7 @@ def test_a_run_whose_last_checkpoint_failed_does_not_end_well(quick: Path) -> No
 
 
 def test_the_last_checkpoint_is_waited_for(quick: Path) -> None:
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         _, go = slow_disk()
         threading.Timer(0.5, go.set).start()
         job.train()
@@ -310,13 +310,13 @@ def test_the_last_checkpoint_is_waited_for(quick: Path) -> None:
 def test_followers_go_on_where_the_policy_lets_a_failed_save_pass(quick: Path) -> None:
     """The first rank's hook decides; no other rank ends by itself."""
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         class Saves:
-            def on_step(self, job: Job, metrics: Any) -> None:
+            def on_step(self, job: Trainer, metrics: Any) -> None:
                 with pytest.raises(SaveError, match="rank 1"):
                     job.save()
 
-            def on_start(self, job: Job) -> None: ...
+            def on_start(self, job: Trainer) -> None: ...
 
         job.hooks = (Saves(),) if job.world.rank == 0 else ()  # type: ignore[assignment]
         write = Disk.write

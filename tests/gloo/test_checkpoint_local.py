@@ -15,7 +15,7 @@ from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
 from moefold.training.local import Share, newest_whole
-from moefold.training.loop import Job
+from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of
 from tests.gloo.forks import fork_ranks
@@ -35,7 +35,7 @@ def trained() -> Iterator[Path]:
         with job_of(folder, "first"):
             pass
 
-        def work(job: Job) -> None:
+        def work(job: Trainer) -> None:
             for step in range(1, LAST + 2):
                 job.step()
                 if step == SAVED:
@@ -61,7 +61,7 @@ def quick(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def on_machines(
     folder: Path,
     machines: list[str],
-    work: Callable[[Job], None],
+    work: Callable[[Trainer], None],
     sizes: str = "pp2 tp2",
     out: str = "out",
 ) -> list[int]:
@@ -78,7 +78,7 @@ def on_machines(
             watch={"checkpoint": {"every": None, "keep": 9, "local": local}},
         )
         with World.open(Folding(run.layout.split, len(machines)), "cpu", 30.0) as here:
-            job = Job(run, folder / out, cache=folder / "prepared", world=here)
+            job = Trainer(run, folder / out, cache=folder / "prepared", world=here)
             try:
                 work(job)
             finally:
@@ -90,7 +90,7 @@ def on_machines(
 def goes_on(folder: Path, step: int, where: str, machines: list[str] = HERE, **more: Any) -> None:
     """Show that the run goes on from a step, each rank with the bits that it had there."""
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         assert job.step_number == step
         found = str(job.resumed_from and job.resumed_from.relative_to(folder))
         assert found.startswith(where), found
@@ -136,7 +136,7 @@ def test_where_a_machine_and_its_keeper_are_lost_the_checkpoint_is_taken(quick: 
 def test_b26_a_checkpoint_that_is_newer_is_taken(quick: Path) -> None:
     """Made in another layout, say, or while the machines' disks were full."""
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         job.step()
         job.save()
 
@@ -159,7 +159,7 @@ def test_b26_two_pasts_are_never_mixed(quick: Path) -> None:
     shutil.rmtree(quick / "b")
     shutil.rmtree(quick / "d")
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         for _ in range(SAVED, LAST):
             job.step()
 
@@ -180,7 +180,7 @@ def test_a_disk_that_refuses_costs_the_copies_alone(quick: Path) -> None:
         shutil.rmtree(quick / machine)
     (quick / "a").write_text("no folder")
 
-    def work(job: Job) -> None:
+    def work(job: Trainer) -> None:
         for _ in range(4):
             job.step()
 

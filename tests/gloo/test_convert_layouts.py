@@ -27,9 +27,9 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
+from moefold.training.model_checkpoint import StoredModel, describe
 from moefold.training.state import contents
 from moefold.training.step import gradients
-from moefold.training.stored import StoredModel, describe
 from tests.cpu.families import draw, reference
 from tests.gloo.forks import fork_ranks
 

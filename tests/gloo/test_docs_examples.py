@@ -10,8 +10,8 @@ import pytest
 from moefold.api import train
 from moefold.cli.main import main
 from moefold.run import load_run
-from moefold.training.history import History
 from moefold.training.hooks.config import HOOKS
+from moefold.training.run_folder import History
 from tests.examples import EXAMPLES, forget, written
 
 LAYOUTS = {

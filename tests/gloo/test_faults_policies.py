@@ -18,11 +18,11 @@ from moefold.config.load import load
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.run import Run
-from moefold.training import loop, same
-from moefold.training.loop import Interrupted, Job
+from moefold.training import resume, trainer
+from moefold.training.distributed import world_of
 from moefold.training.nonfinite import NonFiniteStep
-from moefold.training.ranks import world_of
 from moefold.training.step import StepFigures
+from moefold.training.trainer import Interrupted, Trainer
 from tests.cpu.runs import corpus, raw_run
 from tests.gloo.harness import one_at_a_time
 
@@ -47,13 +47,13 @@ def on_two(function: Callable[..., Told], folder: Path) -> list[Told]:
         return all_answers(function, 2, (str(folder),), TIME_OUT_S, limit_s=4 * TIME_OUT_S)
 
 
-def error_of(job: Job, kind: type[BaseException] = NonFiniteStep) -> str:
+def error_of(job: Trainer, kind: type[BaseException] = NonFiniteStep) -> str:
     with pytest.raises(kind) as caught:
         job.train()
     return str(caught.value)
 
 
-def spoil(job: Job) -> None:
+def spoil(job: Trainer) -> None:
     """Let this rank's share of the weights be no numbers."""
     for held in job.data.weights():
         if held.tensor.is_floating_point():
@@ -65,15 +65,15 @@ def bad_steps(spot: Spot, folder: str) -> Told:
     home = Path(folder)
     run = run_of(home, **policy(replay=True))
     with world_of(run, spot, home / "out") as world:
-        with Job(run, home / "out", world=world) as job:
+        with Trainer(run, home / "out", world=world) as job:
             named = {f"{o.name} {o.document}" for b in job.feed.step(0) for o in b.sources}
             told["documents"] = "; ".join(sorted(named))
             if spot.rank == 1:
                 spoil(job)
             job.data.renew()
             told["data"] = error_of(job)
-        with Job(run, home / "machine", world=world) as job:
-            compute, calls = loop.gradients, [0]
+        with Trainer(run, home / "machine", world=world) as job:
+            compute, calls = trainer.gradients, [0]
 
             def flaky(*args: Any, **more: Any) -> StepFigures:
                 figures = compute(*args, **more)
@@ -83,18 +83,18 @@ def bad_steps(spot: Spot, folder: str) -> Told:
                     grad.tensor.view(torch.int64).reshape(-1)[0] ^= 1
                 return StepFigures(float("nan"), figures.grad_norm, {}, figures.tokens)
 
-            loop.gradients = flaky
+            trainer.gradients = flaky
             try:
                 told["machine"] = error_of(job)
             finally:
-                loop.gradients = compute
+                trainer.gradients = compute
     return told
 
 
 def signals(spot: Spot, folder: str) -> Told:
     home = Path(folder)
     run = run_of(home)
-    with world_of(run, spot, home / "out") as world, Job(run, home / "out", world=world) as job:
+    with world_of(run, spot, home / "out") as world, Trainer(run, home / "out", world=world) as job:
         step = job.feed.step
 
         def warned(place: int) -> Any:
@@ -114,14 +114,14 @@ def differing(spot: Spot, folder: str) -> Told:
 
         def refused(run: Run) -> str:
             with pytest.raises(Disagreement) as caught:
-                Job(run, home / "out", world=world, cache=home / f"cache-{spot.rank}")
+                Trainer(run, home / "out", world=world, cache=home / f"cache-{spot.rank}")
             return str(caught.value)
 
         told["config"] = refused(run_of(home, seed=2 if odd else 1))
-        version = same.code_version
-        same.code_version = lambda: "another" if odd else version()  # type: ignore[assignment]
+        version = resume.code_version
+        resume.code_version = lambda: "another" if odd else version()  # type: ignore[assignment]
         told["code"] = refused(run_of(home))
-        same.code_version = version
+        resume.code_version = version
         vocabulary = {"kind": "bpe", "vocab": 280 if odd else 300}
         source = {"source": "text", "files": [str(home / "corpus" / "*.txt")], "holdout": 0.2}
         data = {"seq": 16, "tokenizer": vocabulary, "train": [source]}

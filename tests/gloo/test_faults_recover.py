@@ -17,7 +17,7 @@ from moefold.comm.launch import RankError
 from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
-from moefold.training.history import History
+from moefold.training.run_folder import History
 from tests.cpu.runs import raw_run
 from tests.gloo.harness import one_at_a_time
 

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from moefold.run import load_run
-from moefold.training.history import History
-from moefold.training.hooks.metrics import MetricsHook
-from moefold.training.loop import Job
+from moefold.training.hooks.logs import MetricsHook
+from moefold.training.run_folder import History
+from moefold.training.trainer import Trainer
 from tests.cpu.runs import raw_run
 from tests.gloo.harness import one_at_a_time
 from tests.gloo.test_comm_launch import environ, free_port
@@ -78,7 +78,7 @@ def test_b27_ranks_that_torchrun_starts_again_go_on_with_the_same_data(tmp_path:
     """Cases 1 and 11: killed on two ranks, started again; then on four; beside one rank."""
     run, out = run_file(tmp_path), tmp_path / "out"
     alone = tmp_path / "alone"
-    with Job(load_run(run), alone, [MetricsHook()]) as job:
+    with Trainer(load_run(run), alone, [MetricsHook()]) as job:
         job.train()
     unbroken = losses(alone)
     with one_at_a_time():

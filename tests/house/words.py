@@ -10,7 +10,7 @@ from tests.house.tree import Module, dotted, functions, modules
 
 # The general machinery knows no feature by name.
 AT_HOME = re.compile(r"moe(?!fold)|fp8|cuda[ _-]?graph|deepep", re.IGNORECASE)
-GENERAL = ("moefold/schedule/", "moefold/comm/", "moefold/training/loop.py")
+GENERAL = ("moefold/schedule/", "moefold/comm/", "moefold/training/trainer.py")
 
 # Code that runs on a device never waits for the host: these read values back, or size a result by
 # values (which does the same).

@@ -15,8 +15,8 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.schedule.config import SCHEDULE, Schedule
 from moefold.training import step
+from moefold.training.distributed import RankZeroRunner
 from moefold.training.saving import Saver
-from moefold.training.together import Together
 from tests.gloo import dispatching
 from tests.gloo.pipelines import Case, alone, batches
 from tests.gloo.test_checkpoint_together import boxes
@@ -91,8 +91,8 @@ def agree(rank: int, sizes: str) -> None:
     demand_same({"seed": 1}, world.on_host)
     assert on_first(lambda: "word", world.on_host) == "word"
     done: list[str] = []
-    together = Together(world, {"save": lambda name: done.append(name)})
-    said = together.while_leading(lambda: together.do("save", "a"), lambda: "answer")
+    runner = RankZeroRunner(world, {"save": lambda name: done.append(name)})
+    said = runner.lead(lambda: runner.call("save", "a"), lambda: "answer")
     assert (said, done) == ("answer", ["a"])
 
 

@@ -195,7 +195,7 @@ PLANTS = (
         "b18",
         "a layer without an update ends the round of updates",
         STEP + "test_b18_every_layer_moves_its_bias_once_a_step",
-        "training/loop.py",
+        "training/trainer.py",
         "                mixture.balance.finish_step(mixture.router)\n",
         "                if not mixture.balance.updates:\n                    break\n"
         "                mixture.balance.finish_step(mixture.router)\n",

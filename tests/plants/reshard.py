@@ -76,7 +76,7 @@ PLANTS = (
         "b27",
         "data ranks have an order each",
         DEALT,
-        "training/feed.py",
+        "data/loader.py",
         "        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]\n",
         "        mine = [\n"
         "            self._loader.step_part(place + first, j) for j in range(first, count, by)\n"

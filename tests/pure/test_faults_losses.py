@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moefold.training.history import History
+from moefold.training.hooks.alarms import PaceHook, SpikesHook
 from moefold.training.hooks.config import Pace, Spikes
-from moefold.training.hooks.pace import PaceHook
-from moefold.training.hooks.spikes import SpikesHook
-from moefold.training.losses import losses
-from moefold.training.report import summary
+from moefold.training.report import downtime, summary
+from moefold.training.run_folder import History
 from tests.pure.fake_job import FakeJob
 
 
@@ -35,7 +33,7 @@ def history(*events: dict[str, Any]) -> History:
 
 def test_parts_add_up() -> None:
     events = [start(0.0, 0), LIVED, FROM_DISK, start(90.0, 30), *SAVED]
-    found = losses(history(*events), 100.0)
+    found = downtime(history(*events), 100.0)
     assert found["restarts"] == 1 and found["recoveries"] == 2
     assert found["lost_steps"] == 1 + 20
     assert found["lost_s"] == {"restart_s": 6.0, "load_s": 2.0, "lost_s": 0.5 + 1 + 20}
@@ -43,7 +41,7 @@ def test_parts_add_up() -> None:
 
 
 def test_nothing_lost_nothing_said() -> None:
-    found = losses(history(start(0.0, 0)), 60.0)
+    found = downtime(history(start(0.0, 0)), 60.0)
     assert found["recoveries"] == found["restarts"] == found["lost_steps"] == 0
     assert "save_every_s" not in found
 

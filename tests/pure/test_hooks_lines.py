@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moefold.training.hooks.lines import StepLines, read_lines
+from moefold.training.run_folder import StepLines, read_lines
 
 
 def written(path: Path, steps: range, mark: str) -> StepLines:

@@ -266,8 +266,8 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
     (
         "a feature in the machinery",
         words.words_at_home,
-        {"moefold/training/loop.py": "import moefold\nflag = run.use_MoE\n"},
-        "moefold/training/loop.py:2: names 'MoE'",
+        {"moefold/training/trainer.py": "import moefold\nflag = run.use_MoE\n"},
+        "moefold/training/trainer.py:2: names 'MoE'",
     ),
     (
         "work put off",

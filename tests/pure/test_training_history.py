@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moefold.training.history import BASELINES_FILE, Curve, History
 from moefold.training.report import MOST_POINTS, page, summary
+from moefold.training.run_folder import BASELINES_FILE, Curve, History
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:

@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from moefold.config.slot import build
+from moefold.training.hooks.alarms import AlarmHook
 from moefold.training.hooks.base import Hook
-from moefold.training.hooks.baselines import BaselinesHook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Watch
-from moefold.training.hooks.events import EventsHook
-from moefold.training.hooks.forecast import ForecastHook
-from moefold.training.hooks.health import AlarmHook
-from moefold.training.hooks.metrics import sinks
+from moefold.training.hooks.evaluate import BaselinesHook
+from moefold.training.hooks.logs import EventsHook, loggers
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
+from moefold.training.hooks.progress import ForecastHook
 
 
 def assemble(
@@ -33,7 +32,7 @@ def assemble(
     """Build the hooks that ``watch`` asks for, with those from ``outside`` among them.
 
     Raises:
-        ValueError: for a sink whose package is missing; it says how to get it.
+        ValueError: for a logger whose package is missing; it says how to get it.
     """
     console = console or Console()
     profile = None if watch.profile is None else ProfileHook(watch.profile)
@@ -45,7 +44,7 @@ def assemble(
     looks = (watch.health, watch.pace, watch.spikes, watch.sample)
     hooks += [build(record, console) for record in looks if record]
     hooks += [*(build(record) for record in watch.hooks), *outside]
-    hooks += [EventsHook(), *sinks(watch.metrics), build(watch.progress, console)]
+    hooks += [EventsHook(), *loggers(watch.metrics), build(watch.progress, console)]
     if watch.progress.style != "off":
         hooks.append(ForecastHook(console))
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]

@@ -7,7 +7,7 @@ from rich.console import Console
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import SaveError
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.hooks.events import note
+from moefold.training.run_folder import note
 
 
 class CheckpointHook(Hook):

@@ -37,7 +37,7 @@ class Wandb(Record):
     group: str | None = None
     mode: Literal["online", "offline"] = "online"
 
-    owner = "moefold.training.hooks.weights_and_biases:WandbHook"
+    owner = "moefold.training.hooks.logs:WandbHook"
 
 
 class Metrics(Record):
@@ -94,7 +94,7 @@ class Health(Record):
     action: Literal["warn", "checkpoint", "stop"] = "warn"
     """``checkpoint`` saves and goes on; ``stop`` saves and ends the run with status 3."""
 
-    owner = "moefold.training.hooks.health:HealthHook"
+    owner = "moefold.training.hooks.alarms:HealthHook"
 
 
 class Profile(Record):
@@ -118,7 +118,7 @@ class Pace(Record):
     patience: Size = 3
     """Looks in a row at which it has to be."""
 
-    owner = "moefold.training.hooks.pace:PaceHook"
+    owner = "moefold.training.hooks.alarms:PaceHook"
 
 
 class Spikes(Record):
@@ -129,7 +129,7 @@ class Spikes(Record):
     of: Annotated[int, Field(ge=8)] = 50
     """Steps that the median is of."""
 
-    owner = "moefold.training.hooks.spikes:SpikesHook"
+    owner = "moefold.training.hooks.alarms:SpikesHook"
 
 
 class Plots(Record):
@@ -146,7 +146,7 @@ class ExpertsPage(Record):
 
     tokens: Annotated[int, Field(ge=16, le=8192)] = 1024
 
-    owner = "moefold.training.hooks.experts_run:ExpertsPageHook"
+    owner = "moefold.training.hooks.experts:ExpertsPageHook"
 
 
 class Watch(Record):

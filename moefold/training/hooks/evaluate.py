@@ -1,16 +1,43 @@
-"""Evaluation on the held-out sets, every so many steps and at the end."""
+"""Evaluation on the held-out sets, and the baselines that its result is set beside."""
 
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+
+from moefold.data.baselines import baselines
+from moefold.files import write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Evaluate
+from moefold.training.run_folder import BASELINES_FILE, read_baselines
 
 
 class EvaluateHook(Hook):
-    """Adds ``val_loss`` and ``val/<set>/…`` to the step's figures."""
+    """Adds ``val_loss`` and ``val/<set>/…`` to the step's figures, every so many steps."""
 
     def __init__(self, record: Evaluate) -> None:
         self._every = record.every
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
-        """Evaluate where the step is due."""
+        """Evaluate where the step is due, and at the end."""
         if job.step_number % self._every == 0 or job.step_number == job.last_step:
             metrics.update(job.evaluate())
+
+
+class BaselinesHook(Hook):
+    """Measures the baselines once, before the first step; a continued run has them already."""
+
+    def __init__(self, record: Evaluate, console: Console) -> None:
+        self._wanted = record.baselines
+        self._console = console
+
+    def on_start(self, job: JobView) -> None:
+        """Measure bits per byte on the held-out text, write ``baselines.json``, print them."""
+        path = job.folder / BASELINES_FILE
+        found = read_baselines(path)
+        if set(found) != set(self._wanted):
+            measured = asdict(baselines(job.loader.prepared))
+            found = {name: measured[name] for name in self._wanted}
+            write_text(path, json.dumps(found) + "\n")
+        said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
+        self._console.print(f"[cyan]to beat[/] {said} bits per byte", highlight=False)

@@ -7,13 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from moefold.training.history import Curve, History
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Plots
+from moefold.training.report import BASELINES
+from moefold.training.run_folder import Curve, History
 from moefold.training.words import count
 
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
-BASELINE_NAMES = {"bigram": "bigram table", "xz": "xz -9e"}
 MOST_PANELS = 8
 """Layers whose loads are drawn over time."""
 LAST = 20
@@ -74,7 +74,7 @@ def loss_figure(history: History, title: str) -> Figure | None:
     lines = history.baselines if factor else {}
     for name, value in lines.items():
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
-        ends.append((BASELINE_NAMES.get(name, name), value, SOFT))
+        ends.append((BASELINES.get(name, name), value, SOFT))
     # The first steps would squeeze everything that matters into the bottom.
     top = max([float(smooth[len(smooth) // 25]), *(1.12 * v for _, v, _ in ends)])
     low = min([float(np.nanmin(smooth)), *(v for _, v, _ in ends)])

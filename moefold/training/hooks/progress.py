@@ -1,39 +1,46 @@
-"""Progress on the console: a live bar on a terminal, plain lines elsewhere."""
+"""Progress on the console: a live bar or plain lines, and a forecast of time and memory."""
 
+import resource
+import sys
 import time
+from datetime import datetime, timedelta
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Progress
-from moefold.training.words import clock, count
+from moefold.training.words import clock, count, size
 
 SMOOTHING = 0.95
 """Share of the past in the running mean of wall time per step."""
+AFTER = 3
+"""Steps of this process before the forecast; the first one warms up and is left out."""
 
 
-class Pace:
-    """Wall time per step, evaluation and saving included, as a running mean."""
+class TimeLeft:
+    """Estimates the time to go by a running mean of wall time per step, all but the step included.
+
+    Times are in seconds of a monotonic clock.
+    """
 
     def __init__(self) -> None:
-        self._last = 0.0
-        self._sum = 0.0
-        self._weight = 0.0
+        self._last = self._sum = self._weight = 0.0
 
     def start(self, now: float) -> None:
-        """Begin to measure at ``now``, in seconds of a monotonic clock."""
+        """Begin to measure."""
         self._last = now
 
     def step(self, now: float) -> None:
-        """One more step is done at ``now``."""
+        """Count one more step that is done."""
         self._sum = SMOOTHING * self._sum + (now - self._last)
         self._weight = SMOOTHING * self._weight + 1
         self._last = now
 
     def left(self, steps: int) -> str:
-        """How long ``steps`` more take, such as ``4:05``; a dash before anything is measured."""
+        """Word how long ``steps`` more take: ``4:05``, or a dash before anything is measured."""
         return clock(steps * self._sum / self._weight) if self._weight else "–"
 
 
@@ -48,12 +55,12 @@ class ProgressHook(Hook):
         self._seconds = record.seconds
         self._console = console
         self._bar: Bar | None = None
-        self._pace = Pace()
+        self._time = TimeLeft()
         self._shown = float("-inf")
 
     def on_start(self, job: JobView) -> None:
         """Show the bar at the step the run continues from."""
-        self._pace.start(time.monotonic())
+        self._time.start(time.monotonic())
         if self._style == "bar":
             bar = self._bar = Bar(
                 TextColumn("[bold]{task.description}"),
@@ -73,8 +80,8 @@ class ProgressHook(Hook):
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Move the bar, or print a line where the last one is old enough."""
         now = time.monotonic()
-        self._pace.step(now)
-        left = self._pace.left(job.last_step - job.step_number)
+        self._time.step(now)
+        left = self._time.left(job.last_step - job.step_number)
         facts = describe(metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=job.step_number, facts=facts, left=left)
@@ -121,3 +128,38 @@ def describe_validation(metrics: Figures) -> str:
             name = key.removeprefix("val/").removesuffix("/bits_per_byte")
             parts.append(f"{name} {value:.3f} bits per byte")
     return "  ".join(parts)
+
+
+class ForecastHook(Hook):
+    """Prints one line after a few steps."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._times: list[float] = []
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Note the time of the first steps; then say it."""
+        if len(self._times) > AFTER or "step_time_s" not in metrics:
+            return
+        self._times.append(metrics["step_time_s"])
+        if len(self._times) == AFTER and job.step_number < job.last_step:
+            self._times.append(0.0)
+            step = sum(self._times[1:AFTER]) / (AFTER - 1)
+            left = step * (job.last_step - job.step_number)
+            end = datetime.now() + timedelta(seconds=left)
+            at = end.strftime("%H:%M" if left < 12 * 3600 else "%d %B %H:%M")
+            self._console.print(
+                f"[cyan]measured[/] {1000 * step:.0f} ms a step, {job.last_step - job.step_number} "
+                f"steps to go: {clock(left)} and what evaluation takes, so about {at}; "
+                f"peak memory {size(peak_memory())}",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held: of the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

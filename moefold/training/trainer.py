@@ -1,6 +1,6 @@
-"""The run as an object: opening it, its steps, and the loop around them.
+"""The trainer: a run that is open, its optimizer steps, and the loop around them.
 
-What is not the step is a hook; the loop knows none of them by name.
+What is not the step is a hook; the trainer knows none of them by name.
 """
 
 import logging
@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,11 @@ from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.records import plain
 from moefold.data.batch import MicroBatch
-from moefold.data.loader import Loader
+from moefold.data.loader import DataParallelLoader, Loader
 from moefold.data.prepare import Prepared, prepare
 from moefold.data.prepare import Progress as Told
-from moefold.data.tokenizer import Tokenizer
 from moefold.files import demand_writable, named
 from moefold.model.generate import generate
-from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import Data
@@ -37,23 +36,29 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
-from moefold.training.begin import start_values
 from moefold.training.copies import Copies
-from moefold.training.exhausted import explained
-from moefold.training.feed import Feed
+from moefold.training.distributed import (
+    RankZeroRunner,
+    device_kind,
+    router_stats,
+    stopping_on_signals,
+)
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.machine import Utilisation
-from moefold.training.nonfinite import Judge, Verdict
-from moefold.training.precision import Format
+from moefold.training.model_checkpoint import describe, start_values
+from moefold.training.nonfinite import Decision, NonFinitePolicy
+from moefold.training.oom import explaining_oom
+from moefold.training.precision import PrecisionChoice
 from moefold.training.recover import Keeper, Past
-from moefold.training.routing import routing
-from moefold.training.same import demand_agreement, demand_same_run, parts_from_outside
+from moefold.training.resume import (
+    demand_agreement,
+    demand_same_run,
+    identity,
+    parts_from_outside,
+)
 from moefold.training.saving import Saver
-from moefold.training.signals import heard
-from moefold.training.state import Progress, contents, form, held_by, identity, restore
+from moefold.training.state import Progress, contents, form, held_by, restore
 from moefold.training.step import StepFigures, evaluate, gradients
-from moefold.training.stored import describe
-from moefold.training.together import Together
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
@@ -63,7 +68,7 @@ class Interrupted(Exception):
     """The run was asked to stop; it saved before it did."""
 
 
-class Job:
+class Trainer:
     """A run that is open: its model, data and optimizer, and how far it is.
 
     Args:
@@ -79,10 +84,10 @@ class Job:
             lies there, nothing else is written, and the run's folder is not locked.
         forks: another run's state is put in at once, so that no folder's weights are read.
 
-    Every method is called on all ranks; hooks live on the first one, see ``together.py``.
+    Every method is called on all ranks; hooks live on the first one, see ``RankZeroRunner``.
 
     Attributes:
-        run, format: the run, with the number format that it was settled to; that format, and why.
+        run, precision: the run, with the number format that it was settled to; that, and why.
         model, optimizer, loader, tokenizer: its parts.
         progress: step, tokens, and what was left out of the data.
         last_step: the step at which :meth:`train` ends.
@@ -101,101 +106,68 @@ class Job:
         scratch: Path | None = None,
         forks: bool = False,
     ) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.world = world or World.single(device)
-        self.device = self.world.device
-        demand_fit(run, self.world.size)
-        self.run, self.folder, self.hooks = run, Path(folder), tuple(hooks)
-        self.last_step, self.keeper, self._forks = run.train.steps, keeper, forks
-        self._together = Together(
-            self.world,
-            {
-                "evaluate": self._evaluate,
-                "save": self._save,
-                "health": lambda: routing(self.placed),
-                "pace": self._pace,
-                "generate": self._generate,
-            },
-        )
+        self.world = world = world or World.single(torch.device(device_kind()))
+        self.device = world.device
+        demand_fit(run, world.size)
+        self.folder, self.hooks, self.keeper = Path(folder), tuple(hooks), keeper
+        self.last_step, self._forks = run.train.steps, forks
+        self.progress, self.nonfinite = Progress(), NonFinitePolicy(run.train.on_nonfinite)
+        self.place, self._busy_s, self._running = 0, 0.0, False
+        self.resumed_from: Path | None = None
+        # What was asked of this rank, and what all ranks have been told.
+        self._asked: str | None = None
+        self._stops: str | None = None
+        self._rank_zero = RankZeroRunner(world, self._calls_of_all())
         self.parts = parts_from_outside(run)
-        if run.deterministic:
-            # What cuBLAS needs to be so too; it is read before the first product on a device.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        _make_deterministic(run)
         self.lock = FolderLock(self.folder, run.name)
-        cache = cache or self.folder.parent / ".prepared"
-        self._prepare = partial(prepare, run.data, cache, told, scratch)
-        self._first(partial(demand_writable, self.folder) if scratch else self.lock.acquire)
-        self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, self.world)
+        _first(partial(demand_writable, self.folder) if scratch else self.lock.acquire, world)
         try:
-            with explained(run, self.world):
-                self._open()
+            with explaining_oom(run, world):
+                self.precision = PrecisionChoice.of(run, self.folder, world, keeper)
+                self.run = run = self.precision.settle(run)
+                cache = cache or self.folder.parent / ".prepared"
+                data = _prepared(partial(prepare, run.data, cache, told, scratch), world, keeper)
+                self.tokenizer, self.loader = data.tokenizer, _loader(run, data, world)
+                self.feed = DataParallelLoader(self.loader, world)
+                demand_agreement(run, self.parts, self.loader.fingerprint(), world)
+                self.decoder = run.decoder()
+                dtype = self.precision.precision
+                self.data = Data(build_parts(self.decoder, dtype, run.layout, world, "meta"))
+                self.placed, self.model = self.data.placed, self.data.placed.model
+                self.counts = count(self.decoder)
+                rate = self.precision.machine
+                self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
+                self._warn(*notes(run), *self.start_values())
+                self.optimizer = self.data.optimizer(run.optim)
+                self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
+                same = identity(run, self.parts, self.loader.fingerprint(), world.size)
+                made_of = form(self.data, self.optimizer)
+                self.copies = Copies(run, self.folder, same, made_of, world, keeper)
+                if not self._recall():
+                    self.resumed_from = self._resume()
+                self.saver.prepare(partial(contents, self.data, self.optimizer))
         except BaseException:
             self._release()
             raise
 
-    def _first(self, function: Callable[[], object]) -> None:
-        """Do something on the first rank; where it fails there, it fails on all."""
-
-        def done() -> None:
-            function()
-
-        on_first(done, self.world.on_host)
+    def _calls_of_all(self) -> dict[str, Callable[..., Any]]:
+        """Return what all ranks do together when a hook on rank 0 asks for it."""
+        return {
+            "evaluate": self._evaluate,
+            "save": self._save,
+            "health": lambda: router_stats(self.placed),
+            "pace": self._pace,
+            "generate": lambda prompts, how: generate(continuing(self.placed), prompts, **how),
+        }
 
     def _release(self) -> None:
-        if self._together.leader:
+        if self._rank_zero.leader:
             self.lock.release()
 
-    def _open(self) -> None:
-        self.format = Format.of(self.run, self.folder, self.world, self.keeper)
-        self.run = run = self.format.settle(self.run)
-        train, sizes = run.train, self.world.folding.sizes
-        prepared = self._prepared()
-        self.tokenizer: Tokenizer = prepared.tokenizer
-        self.loader = Loader(
-            prepared,
-            run.data.seq,
-            train.batch,
-            train.micro_batch,
-            run.seed,
-            pad_to=sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1),
-        )
-        self.feed = Feed(self.loader, self.world)
-        demand_agreement(run, self.parts, self.loader.fingerprint(), self.world)
-        self.decoder = run.decoder()
-        parts = build_parts(self.decoder, self.format.precision, run.layout, self.world, "meta")
-        self.data = Data(parts)
-        self.placed, self.model = self.data.placed, self.data.placed.model
-        said = *notes(run), *self.start_values()
-        if self._together.leader and not self.recovered:
-            for line in said:
-                _log.warning("%s", line)
-        self.optimizer: Optimizer = self.data.optimizer(run.optim)
-        self.progress = Progress()
-        self.utilisation = Utilisation(self.format.machine, self.model.recipe.dtype, self.world)
-        self.counts = count(self.decoder)
-        self._busy_s, self.place = 0.0, 0
-        self.judge = Judge(run.train.on_nonfinite)
-        self._running = False
-        # What was asked of this rank, and what all ranks have been told.
-        self._asked: str | None = None
-        self._stops: str | None = None
-        same = identity(run, self.parts, self.loader.fingerprint(), self.world.size)
-        made_of = form(self.data, self.optimizer)
-        self.copies = Copies(run, self.folder, same, made_of, self.world, keeper=self.keeper)
-        self.resumed_from: Path | None = None
-        if not self._recall():
-            self.resumed_from = self._resume()
-        self.saver.prepare(partial(contents, self.data, self.optimizer))
-
-    def _prepared(self) -> Prepared:
-        """Make the run's data on the first rank and open it on all, once in this process."""
-        kept = self.keeper and self.keeper.prepared
-        self._first(lambda: kept or self._prepare())
-        found = kept or self._prepare()
-        if self.keeper is not None:
-            self.keeper.prepared = found
-        return found
+    def _warn(self, *lines: str) -> None:
+        for line in lines if self._rank_zero.leader and not self.recovered else ():
+            _log.warning("%s", line)
 
     def start_values(self) -> tuple[str, ...]:
         """Give the model its values before step one; return what of a folder's is left out."""
@@ -209,12 +181,12 @@ class Job:
         past, self.resumed_from = found
         self.data.renew()
         self.progress = past.progress
-        self.judge.strikes, self.judge.struck_at = past.strikes, past.struck_at
+        self.nonfinite.strikes, self.nonfinite.struck_at = past.strikes, past.struck_at
         return True
 
     def _keep(self) -> None:
         """Copy the state of the present step, where copies are kept."""
-        past = Past(self.progress, self.judge.strikes, self.judge.struck_at)
+        past = Past(self.progress, self.nonfinite.strikes, self.nonfinite.struck_at)
         self.copies.keep(past, self._state)
 
     def _state(self) -> list[torch.Tensor]:
@@ -274,11 +246,11 @@ class Job:
         """
         metrics: Figures = {}
         error: BaseException | None = None
-        with heard(self), explained(self.run, self.world), named(self.folder):
+        with stopping_on_signals(self), explaining_oom(self.run, self.world), named(self.folder):
             try:
                 self._start()
                 self._keep()
-                self._hear(lambda: None)
+                self._run_on_rank_zero(lambda: None)
                 while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
                 self.save()
@@ -293,48 +265,6 @@ class Job:
                 self._stop(error)
         return metrics
 
-    def _start(self) -> None:
-        """Tell the hooks once, before the first step of this process."""
-        if not self._running:
-            self._running = True
-            self._tell("on_start")
-
-    def _tell(self, event: str, *given: Any) -> None:
-        """Tell the hooks of an event, on the first rank; the others do what hooks ask for."""
-
-        def tell() -> None:
-            for hook in self.hooks:
-                getattr(hook, event)(self, *given)
-
-        self._hear(tell)
-
-    def _hear(self, tell: Callable[[], None]) -> None:
-        """Let the first rank tell its hooks, and all ranks know whether to stop."""
-        self._stops = self._together.while_leading(tell, lambda: self._asked)
-
-    def _stop(self, error: BaseException | None) -> None:
-        """Tell every hook that the run ends; one that fails keeps none of the others from it."""
-        if not self._running:
-            return
-        self._running = False
-        failed: list[Exception] = []
-
-        def tell() -> None:
-            for hook in self.hooks:
-                try:
-                    hook.on_stop(self, error)
-                except Exception as caught:
-                    failed.append(caught)
-
-        if error is None or isinstance(error, Interrupted):
-            self._together.while_leading(tell, lambda: None)
-        elif self._together.leader:
-            tell()  # Others may have failed too, or be gone: nobody is waited for.
-        for caught in failed:
-            if error is None:
-                raise caught
-            _log.warning("a hook failed while the run ended: %s", caught)
-
     def step(self, batches: Sequence[MicroBatch] | None = None) -> Figures:
         """Make one optimizer step and return its figures.
 
@@ -345,24 +275,24 @@ class Job:
         self._start()
         self.saver.poll()
         started, waited = time.perf_counter(), self.world.recorder.waited_s
-        run, place = self.run, self.progress.place()
+        run, step, place = self.run, self.progress.step, self.progress.place()
         self.place = place
         given = self.feed.step(place) if batches is None else batches
 
-        def compute() -> StepFigures:
+        def forward_backward() -> StepFigures:
             asked = self._asked is not None
             return gradients(self.data, given, run.train.loss_chunk, stop=asked)
 
-        figures = compute()
+        figures = forward_backward()
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
-        verdict = self.judge(self.progress.step, place, figures, given, self.data, compute)
-        if verdict is Verdict.REWIND:
+        decision = self.nonfinite.decide(step, place, figures, given, self.data, forward_backward)
+        if decision is Decision.REWIND:
             self._rewind(place)
             return {}
-        factor = run.optim.schedule_lr.factor(self.progress.step, run.train.steps)
-        if verdict is Verdict.UPDATE:
-            self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), factor)
+        lr_factor = run.optim.schedule_lr.factor(step, run.train.steps)
+        if decision is Decision.UPDATE:
+            self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
             self.data.renew()
             for _, mixture in self.model.mixtures():
                 mixture.balance.finish_step(mixture.router)
@@ -370,15 +300,15 @@ class Job:
         self.progress.tokens += figures.tokens
         seconds = time.perf_counter() - started
         self._busy_s += seconds - (self.world.recorder.waited_s - waited)
-        metrics = self._figures(figures, factor, seconds)
-        if verdict is Verdict.SKIP:
+        metrics = self._metrics(figures, lr_factor, seconds)
+        if decision is Decision.SKIP:
             metrics["skipped"] = 1
         self._tell("on_step", metrics)
         self._keep()
         return metrics
 
-    def _figures(self, figures: StepFigures, factor: float, seconds: float) -> Figures:
-        rates = self.optimizer.lr(factor)
+    def _metrics(self, figures: StepFigures, lr_factor: float, seconds: float) -> Figures:
+        rates = self.optimizer.lr(lr_factor)
         per_second = figures.tokens / seconds
         flops = self.counts.flops_per_token(self.run.data.seq, causal=True)
         metrics: Figures = {
@@ -396,7 +326,7 @@ class Job:
 
     def _rewind(self, place: int) -> None:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
-        excluded = tuple(sorted({*self.progress.excluded, place}))
+        excluded = {*self.progress.excluded, place}
         if self._resume() is None:
             self.start_values()
             self.optimizer = self.data.optimizer(self.run.optim)
@@ -404,13 +334,55 @@ class Job:
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
         self._tell("on_rewind")
 
+    def _start(self) -> None:
+        """Tell the hooks once, before the first step of this process."""
+        if not self._running:
+            self._running = True
+            self._tell("on_start")
+
+    def _tell(self, event: str, *given: Any) -> None:
+        """Tell the hooks of an event, on the first rank; the others do what hooks ask for."""
+
+        def tell() -> None:
+            for hook in self.hooks:
+                getattr(hook, event)(self, *given)
+
+        self._run_on_rank_zero(tell)
+
+    def _run_on_rank_zero(self, tell: Callable[[], None]) -> None:
+        """Let the first rank tell its hooks, and all ranks know whether to stop."""
+        self._stops = self._rank_zero.lead(tell, lambda: self._asked)
+
+    def _stop(self, error: BaseException | None) -> None:
+        """Tell every hook that the run ends; one that fails keeps none of the others from it."""
+        if not self._running:
+            return
+        self._running = False
+        failed: list[Exception] = []
+
+        def tell() -> None:
+            for hook in self.hooks:
+                try:
+                    hook.on_stop(self, error)
+                except Exception as caught:
+                    failed.append(caught)
+
+        if error is None or isinstance(error, Interrupted):
+            self._rank_zero.lead(tell, lambda: None)
+        elif self._rank_zero.leader:
+            tell()  # Others may have failed too, or be gone: nobody is waited for.
+        for caught in failed:
+            if error is None:
+                raise caught
+            _log.warning("a hook failed while the run ended: %s", caught)
+
     def evaluate(self, tokens: int | None = None) -> Figures:
         """Return loss and bits per byte on each held-out set.
 
         Args:
             tokens: about how many tokens of each set at most; default as the run says, or all.
         """
-        return self._together.do("evaluate", tokens)
+        return self._rank_zero.call("evaluate", tokens)
 
     def _evaluate(self, tokens: int | None) -> Figures:
         record = self.run.watch.evaluate
@@ -433,36 +405,31 @@ class Job:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step, if there is none yet, and return its folder."""
-        return Path(self._together.do("save"))
+        return Path(self._rank_zero.call("save"))
 
     def _save(self) -> Path:
         self.saver.wait()
         present = self._newest()
         if present is not None and present.name == step_name(self.progress.step):
             return present
-        progress = self.progress
         meta: dict[str, Any] = {
             "format": FORMAT,
             "run": plain(self.run),
-            "precision": dict(self.format.began),
+            "precision": dict(self.precision.began),
             **describe(self.decoder, self.tokenizer),
             "parts": self.parts,
             "data": self.loader.fingerprint(),
-            "progress": {
-                "step": progress.step,
-                "tokens": progress.tokens,
-                "excluded": list(progress.excluded),
-            },
+            "progress": asdict(self.progress),
         }
-        return self.saver.save(progress.step, contents(self.data, self.optimizer), meta)
+        return self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
 
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step, by layer."""
-        return self._together.do("health")
+        return self._rank_zero.call("health")
 
     def pace(self) -> list[float]:
         """Return the seconds each rank was busy in steps since the last call, waits left out."""
-        return self._together.do("pace")
+        return self._rank_zero.call("pace")
 
     def _pace(self) -> list[float]:
         busy, self._busy_s = self._busy_s, 0.0
@@ -470,13 +437,10 @@ class Job:
 
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""
-        return self._together.do("generate", prompts, how)
-
-    def _generate(self, prompts: list[list[int]], how: dict[str, Any]) -> list[list[int]]:
-        return generate(continuing(self.placed), prompts, **how)
+        return self._rank_zero.call("generate", prompts, how)
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to save and end after the present step; the first rank is asked."""
+        """Ask the trainer to save and end after the present step; the first rank is asked."""
         self._asked = reason
 
     def close(self, error: BaseException | None = None) -> None:
@@ -490,8 +454,46 @@ class Job:
             self.copies.wait()
             self._release()
 
-    def __enter__(self) -> "Job":
+    def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
+
+
+def _first(function: Callable[[], object], world: World) -> None:
+    """Do something on the first rank; where it fails there, it fails on all."""
+
+    def done() -> None:
+        function()
+
+    on_first(done, world.on_host)
+
+
+def _make_deterministic(run: Run) -> None:
+    """Let kernels compute the same bits each time, where the run asks for it."""
+    if run.deterministic:
+        # What cuBLAS needs to be so too; it is read before the first product on a device.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _prepared(make: Callable[[], Prepared], world: World, keeper: Keeper | None) -> Prepared:
+    """Prepare the run's data on the first rank, then open it on the others, once in a process."""
+    found: list[Prepared] = [kept] if keeper and (kept := keeper.prepared) else []
+
+    def once() -> None:
+        found.extend([] if found else [make()])
+
+    _first(once, world)
+    once()
+    if keeper is not None:
+        keeper.prepared = found[0]
+    return found[0]
+
+
+def _loader(run: Run, prepared: Prepared, world: World) -> Loader:
+    """Return the run's micro-batches; rows are padded to what context and tensor ranks share."""
+    train, sizes = run.train, world.folding.sizes
+    pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
+    return Loader(prepared, run.data.seq, train.batch, train.micro_batch, run.seed, pad_to=pad_to)

@@ -1,10 +1,11 @@
-"""A model as a checkpoint holds it: description, weights, tokenizer.
+"""A model in a checkpoint: its description, weights and tokenizer; start values of a new run.
 
 ``moefold import`` writes the same form, without optimizer state and progress.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from moefold.config.check import check
 from moefold.config.problems import RunError
 from moefold.config.records import plain
 from moefold.config.uses import bring
+from moefold.convert.importer import import_folder
 from moefold.data.tokenizer import Tokenizer
 from moefold.layers.config import Precision
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
+from moefold.model.families.folder import Folder
+from moefold.model.init import start_value
+from moefold.parallel.data.sharding import Data
+from moefold.run import Run
 
 MODEL = "model."
 """Before the names of the model's tensors."""
@@ -196,3 +202,19 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(
         said["text"], said["end"], said["start"], said["vocab"], "the checkpoint's tokenizer"
     )
+
+
+def start_values(run: Run, decoder: Decoder, data: Data, replaced: bool) -> tuple[str, ...]:
+    """Fill a run's weights before step one; return what of its folder is left out, a line each.
+
+    ``replaced``: others are put in their place at once, so that no folder is read.
+    """
+    source = run.model
+    if replaced or not isinstance(source, Folder):
+        data.fill(partial(start_value, decoder, run.seed))
+        return ()
+    with import_folder(source.path) as imported:
+        tensors = imported.tensors
+        demand_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
+        data.fill(lambda piece: tensors.part(piece.name, piece.box), buffers=True)
+    return imported.left_out

@@ -1,6 +1,7 @@
-"""What must be the same: a run and the checkpoint it goes on from, and what its ranks hold."""
+"""Checks before a run resumes: it computes what its checkpoint did, and all ranks hold the same."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -13,11 +14,12 @@ from moefold.comm.agree import demand_same
 from moefold.comm.world import World
 from moefold.config.check import check
 from moefold.config.dump import unplaced
+from moefold.config.fields import Place, last_part, paths_in
+from moefold.config.problems import Edit, amend, copied, dotted
 from moefold.config.records import plain
 from moefold.config.uses import bring
 from moefold.model.config import Decoder
-from moefold.run import Run
-from moefold.training.state import as_known_today, differences
+from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -95,3 +97,51 @@ def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World
         **parts,
     }
     demand_same(facts, world.on_host)
+
+
+def identity(run: Run, parts: Mapping[str, str], data: str, ranks: int) -> str:
+    """Return a digest of what a run computes, and of the layout that it is computed in."""
+    said = unplaced(run)
+    computed = {key: said[key] for key in (*IDENTITY, "layout")}
+    for key, inner in FREE_IN_IDENTITY:
+        computed[key] = {name: value for name, value in computed[key].items() if name != inner}
+    facts = [computed, dict(parts), data, ranks]
+    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
+    """Return a stored run with the fields that were added since, at their defaults.
+
+    A path that ends as ``run``'s does is taken for the same, moved. A run that today's records no
+    longer accept comes back otherwise as it is, and differs where it differs.
+    """
+    place, stored = Place(Run), copied(stored)
+    present = {spot: text for spot, text, _ in paths_in(place, plain(run))}
+    moved = [
+        Edit(spot, present[spot])
+        for spot, text, _ in list(paths_in(place, stored))
+        if spot in present and last_part(text) == last_part(present[spot])
+    ]
+    stored = amend(stored, moved)
+    record = check(Run, stored).record
+    return stored if record is None else plain(record)
+
+
+def differences(
+    stored: Mapping[str, Any], present: Mapping[str, Any], keys: Sequence[str] = IDENTITY
+) -> list[str]:
+    """Return, as ``path: stored -> present``, where two runs do not compute the same."""
+    lines: list[str] = []
+    for key in keys:
+        _compare((key,), stored.get(key), present.get(key), lines)
+    return lines
+
+
+def _compare(path: tuple[str | int, ...], stored: Any, present: Any, lines: list[str]) -> None:
+    if path in FREE_IN_IDENTITY or stored == present:
+        return
+    if isinstance(stored, Mapping) and isinstance(present, Mapping):
+        for key in dict.fromkeys([*stored, *present]):
+            _compare((*path, key), stored.get(key), present.get(key), lines)
+    else:
+        lines.append(f"{dotted(path)}: {stored} -> {present}")

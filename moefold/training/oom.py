@@ -1,4 +1,4 @@
-"""A device without memory left: what it held, beside what the planner expects of the run."""
+"""Out-of-memory report: what a device held, beside what the planner expects of the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def explained(run: Run, world: World) -> Iterator[None]:
+def explaining_oom(run: Run, world: World) -> Iterator[None]:
     """Add to a device's refusal who it was, what it held, and what was to be expected.
 
     Raises:

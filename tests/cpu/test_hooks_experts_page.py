@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from moefold.training.hooks.experts_page import LayerRouting, preferred, render
+from moefold.training.hooks.experts import LayerRouting, preferred, render
 from tests.pure.test_training_history import Page
 
 

@@ -11,15 +11,14 @@ from rich.console import Console
 
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import SaveError
-from moefold.training.history import EVENTS_FILE, METRICS_FILE, History
+from moefold.training.hooks.alarms import AlarmHook, HealthHook, RoutingCollapse
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Evaluate, Health, Progress
 from moefold.training.hooks.evaluate import EvaluateHook
-from moefold.training.hooks.events import EventsHook
-from moefold.training.hooks.health import AlarmHook, HealthHook, RoutingCollapse
-from moefold.training.hooks.metrics import MetricsHook
+from moefold.training.hooks.logs import EventsHook, MetricsHook
 from moefold.training.hooks.progress import ProgressHook
+from moefold.training.run_folder import EVENTS_FILE, METRICS_FILE, History
 from tests.pure.fake_job import FakeJob, layer
 
 EVEN, ONE_SIDED = [0.25] * 4, [0.5, 0.5, 0.0, 0.0]

@@ -1,0 +1,176 @@
+"""Ranks of a run: devices, groups, signals that stop it, and what rank 0's hooks start on all."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from multiprocessing import parent_process
+from operator import itemgetter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from moefold.checkpoint.errors import SaveError
+from moefold.comm.agree import FirstFailed, told_by_first
+from moefold.comm.collectives import gather_objects
+from moefold.comm.environment import Spot
+from moefold.comm.interrupt import SILENT, Words, say
+from moefold.comm.world import World
+from moefold.mesh.folding import Folding
+from moefold.parallel.apply import Placed
+from moefold.run import Run, demand_fit
+from moefold.training.hooks.base import JobView
+
+REPORTS = "hangs"
+"""Folder, in the run's, of what ranks write when they wait in vain for each other."""
+WORDS = Words(
+    "saving after this step; Ctrl-C again to stop now",
+    "stopped; the steps since the last checkpoint are lost",
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def device_kind(ranks_here: int = 1) -> str:
+    """Return ``cuda`` where there is one, else ``cpu``.
+
+    Raises:
+        ValueError: where ranks of this machine would have to share a device.
+    """
+    if not torch.cuda.is_available():
+        return "cpu"
+    devices = torch.cuda.device_count()
+    if ranks_here > devices:
+        raise ValueError(
+            f"{ranks_here} ranks and {devices} CUDA devices here: start {devices} at most, or run "
+            "on the CPU with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    return "cuda"
+
+
+def world_of(run: Run, spot: Spot, folder: Path) -> World:
+    """Open the run's layout over all ranks; each of them has joined.
+
+    Raises:
+        RunError: where the layout does not fit so many ranks, with the nearest that does.
+    """
+    demand_fit(run, spot.world)
+    folding = Folding(run.layout.split, spot.world, run.layout.order)
+    device = torch.device("cpu")
+    if device_kind() == "cuda":
+        device = torch.device("cuda", spot.local_rank)
+    return World.open(
+        folding, device, run.watch.time_out_s, folder / REPORTS, survives=spot.survives
+    )
+
+
+class RankZeroRunner:
+    """Runs hooks on rank 0, and on all ranks what the hooks ask for.
+
+    While rank 0 tells its hooks of an event, the others wait for its word. A hook that asks the
+    trainer for something in which every rank takes part (an evaluation, a checkpoint) sends its
+    name round, and all do it; then the hooks go on. So a hook is written for one process and works
+    on thousands.
+
+    Args:
+        world: the ranks.
+        calls: what all ranks do together, by name; arguments are small data that JSON can hold.
+    """
+
+    def __init__(self, world: World, calls: dict[str, Callable[..., Any]]) -> None:
+        self._ranks, self._calls = world.on_host, calls
+        self._leads = False
+
+    @property
+    def leader(self) -> bool:
+        """Whether this rank is the one that tells."""
+        return self._ranks.index == 0
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Make a call on all ranks: on rank 0's word inside ``lead``, else all come here alike."""
+        leads, self._leads = self._leads, False
+        try:
+            if leads:
+                self._send({"call": name, "args": args})
+            return self._calls[name](*args)
+        finally:
+            self._leads = leads
+
+    def lead(self, function: Callable[[], Any], answer: Callable[[], Any]) -> Any:
+        """Run ``function`` on rank 0 while the others follow; return its ``answer`` on all.
+
+        Raises:
+            Exception: on rank 0 what the function raised.
+            FirstFailed: on the others.
+        """
+        if not self.leader:
+            return self._follow()
+        leads, self._leads = self._leads, True
+        try:
+            function()
+        except BaseException as error:
+            self._send({"error": f"{type(error).__name__}: {error}"})
+            raise
+        finally:
+            self._leads = leads
+        said = answer()
+        self._send({"answer": said})
+        return said
+
+    def _follow(self) -> Any:
+        while True:
+            said = self._send(None)
+            if "error" in said:
+                raise FirstFailed(f"the first rank failed: {said['error']}")
+            if "answer" in said:
+                return said["answer"]
+            with suppress(SaveError):  # Rank 0 had it too, and says what comes of it.
+                self._calls[said["call"]](*said["args"])
+
+    def _send(self, message: Any) -> Any:
+        return told_by_first(message, self._ranks)
+
+
+def router_stats(placed: Placed) -> list[dict[str, Any]]:
+    """Return the figures of each MoE layer's routing in the last step, in the order of layers."""
+    layers = []
+    for i, mixture in placed.model.mixtures():
+        figures = mixture.balance.health(mixture.router)
+        said = {"layer": i, "top_k": mixture.record.router.top_k}
+        layers.append(said | {name: held.tolist() for name, held in figures.items()})
+    world = placed.world
+    first = world.group("stage").index == 0  # Others of a stage have the same figures.
+    everywhere = gather_objects(layers if first else [], world.on_host)
+    return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
+
+
+@contextmanager
+def stopping_on_signals(job: JobView) -> Iterator[None]:
+    """Turn the first signal of a kind into a request to stop; a second ends the process at once.
+
+    The first rank answers Ctrl-C, where no launcher of ours does; the second one is a
+    ``KeyboardInterrupt``.
+    """
+    words = WORDS if job.world.rank == 0 and parent_process() is None else SILENT
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        job.request_stop(f"received {signal.Signals(number).name}")
+        signal.signal(number, now if number == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT and words.first:
+            say(words.first)
+
+    def now(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(words.second)
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None stands for a handler that Python did not install and cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

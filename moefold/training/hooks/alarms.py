@@ -1,0 +1,162 @@
+"""Alarms: collapsed routing, slow ranks (stragglers), and spikes of the gradient norm."""
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.config import Health, Pace, Spikes
+from moefold.training.hooks.logs import StepLinesHook
+from moefold.training.run_folder import LOAD_FILE, note
+
+ALARMS = "moe/alarms"
+"""Key of the number of layers whose alarm was raised at this step."""
+OWN_PLACE = ("layer", "top_k", "load")
+"""What is no figure of ``moe/<layer>/``."""
+FEWEST = 8
+"""Steps that say which gradient norm is usual."""
+
+
+class RoutingCollapse(ValueError):
+    """The run was told to stop when its routing collapses, and it did."""
+
+
+class HealthHook(StepLinesHook):
+    """Adds ``moe/<layer>/<quantity>`` to the figures and writes each expert's share of the load.
+
+    A layer is in trouble when too many of its experts get no token, or the busiest one gets too
+    much; after ``patience`` checks in a row its alarm is raised, once until it recovers.
+    """
+
+    def __init__(self, record: Health, console: Console) -> None:
+        super().__init__(LOAD_FILE)
+        self._record, self._console = record, console
+        self._failed: dict[str, int] = {}
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Look at the layers where the step is due."""
+        due = job.step_number % self._record.every == 0 or job.step_number == job.last_step
+        layers = job.health() if due else []
+        if not layers:
+            return
+        loads: dict[str, list[float]] = {}
+        alarms = 0
+        for figures in layers:
+            layer = str(figures["layer"])
+            loads[layer] = [round(float(share), 6) for share in figures["load"]]
+            for key, value in figures.items():
+                if key not in OWN_PLACE:
+                    metrics[f"moe/{layer}/{key}"] = value
+            trouble = self.trouble(figures)
+            self._failed[layer] = self._failed.get(layer, 0) + 1 if trouble else 0
+            if self._failed[layer] == self._record.patience:
+                alarms += 1
+                text = f"layer {layer}: {trouble}, {self._record.patience} checks in a row"
+                _warn(self._console, "[bold red]routing alarm[/]", f"{job.step_number}, {text}")
+        metrics[ALARMS] = alarms
+        self.lines.append(job.step_number, {"load": loads})
+
+    def trouble(self, figures: Mapping[str, Any]) -> str:
+        """Say what is wrong with one layer's figures; empty when nothing is."""
+        experts = len(figures["load"])
+        dead = figures["dead_experts"]
+        ratio = figures["load_max_over_mean"]
+        if dead >= self._record.dead_share * experts:
+            return f"{dead:.0f} of {experts} experts get no token"
+        limit = self._record.load_ratio
+        if limit is None:
+            limit = 0.75 * experts / figures["top_k"]
+        if limit > 1 and ratio >= limit:
+            return f"the busiest expert gets {ratio:.1f} times the mean"
+        return ""
+
+
+class AlarmHook(Hook):
+    """Saves or stops the run on a routing alarm, after the step's figures are written."""
+
+    def __init__(self, record: Health) -> None:
+        self._action = record.action
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Save, or save and stop, when a layer's alarm was raised at this step."""
+        alarms = metrics.get(ALARMS, 0)
+        if not alarms:
+            return
+        if self._action != "warn":
+            path = job.save()
+        if self._action == "stop":
+            raise RoutingCollapse(
+                f"routing alarm in {alarms} layer(s) at step {job.step_number}, and "
+                f"watch.health.action is stop; saved {path}. Raise the balancing term, lower "
+                "optim.lr, or continue with watch.health.action=warn"
+            )
+
+
+class PaceHook(Hook):
+    """Names stragglers: ranks that are busy longer than the others, waits left out.
+
+    On CUDA these are the host's seconds, which a slow device shows in only where the host waits.
+    """
+
+    def __init__(self, record: Pace, console: Console) -> None:
+        self._record, self._console = record, console
+        self._slow: dict[int, int] = {}
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Look, every so many steps; warn of a rank that was slow several times in a row."""
+        record = self._record
+        if job.world.size == 1 or job.step_number % record.every:
+            return
+        busy = job.pace()
+        usual = median(busy)
+        slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+        metrics["pace/slowest_rank"] = slowest
+        metrics["pace/slowest_over_median"] = busy[slowest] / usual if usual else 1.0
+        slow = {rank for rank, seconds in enumerate(busy) if seconds > record.ratio * usual}
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
+        for rank, times in self._slow.items():
+            if times == record.patience:
+                text = (
+                    f"{job.step_number}: rank {rank} was busy for "
+                    f"{busy[rank]:.2f} s in {record.every} steps, the ranks' median is "
+                    f"{usual:.2f} s; the others waited for it. Look at its machine"
+                )
+                _warn(self._console, "[bold yellow]slow rank[/]", text)
+
+
+class SpikesHook(Hook):
+    """Compares each step's gradient norm with the median of those before it.
+
+    A step is a function of its place in the data's order and of the weights before it, so
+    ``Trainer.step`` on the checkpoint before it, or a folder forked there, makes it again.
+    """
+
+    def __init__(self, record: Spikes, console: Console) -> None:
+        self._record, self._console = record, console
+        self._norms: deque[float] = deque(maxlen=record.of)
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Note a spike with its documents; it counts for nothing in what is usual."""
+        norm = metrics.get("grad_norm")
+        if norm is None:
+            return
+        usual = median(self._norms) if len(self._norms) >= FEWEST else None
+        if usual is None or norm <= self._record.ratio * usual:
+            self._norms.append(norm)
+            return
+        batches = (job.loader.step_part(job.place, j) for j in range(job.loader.micro_batches))
+        named = (f"{o.name} {o.document}" for batch in batches for o in batch.sources)
+        facts = {"step": job.step_number, "place": job.place, "grad_norm": norm, "usual": usual}
+        note(job.folder, "spike", **facts, documents=list(dict.fromkeys(named)))
+        text = (
+            f"{job.step_number}: gradient norm {norm:.3g}, of late {usual:.3g}; its documents "
+            "stand in events.jsonl"
+        )
+        _warn(self._console, "[bold yellow]spike[/]", text)
+
+
+def _warn(console: Console, what: str, text: str) -> None:
+    console.print(f"{what} step {text}", soft_wrap=True, highlight=False)

@@ -1,0 +1,154 @@
+"""Logs of a run: ``run.yaml``, ``events.jsonl``, ``metrics.jsonl``, TensorBoard and W&B."""
+
+import json
+import time
+from importlib.util import find_spec
+from typing import Any
+
+from moefold.config.dump import dump_yaml
+from moefold.config.slot import build
+from moefold.files import write_text
+from moefold.training.hooks.base import Figures, Hook, JobView
+from moefold.training.hooks.config import Metrics, Wandb
+from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, note
+
+NO_TENSORBOARD = (
+    "watch.metrics.tensorboard is on, but the package is missing: "
+    "pip install 'moefold[tensorboard]'"
+)
+NO_WANDB = "watch.metrics.wandb is set, but the package is missing: pip install 'moefold[wandb]'"
+NO_SERVICE = (
+    "log in and look at the network, or give watch.metrics.wandb.mode=offline to send it later, "
+    "or watch.metrics.wandb=null to do without"
+)
+WANDB_FILE = "wandb.json"
+
+
+class EventsHook(Hook):
+    """Keeps the resolved run file, and a line for each start and each orderly end of a process."""
+
+    def on_start(self, job: JobView) -> None:
+        """Write run file and tokenizer; note the start and the step it goes on from."""
+        write_text(job.folder / RUN_FILE, dump_yaml(job.run))
+        job.tokenizer.save(job.folder / TOKENIZER_FILE)
+        facts: dict[str, Any] = {}
+        if job.recovered:
+            load_s = time.time() - job.recovered["met"]
+            facts["recovered"] = {**job.recovered, "load_s": load_s}
+        note(job.folder, "start", step=job.step_number, **facts)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Note the end, and what it was."""
+        reason = "end" if error is None else f"{type(error).__name__}: {error}"
+        note(job.folder, "stop", step=job.step_number, reason=reason)
+
+
+class StepLinesHook(Hook):
+    """Base of hooks that write one line per step, each step once, also after resuming."""
+
+    def __init__(self, file: str) -> None:
+        self.lines = StepLines(file)
+
+    def on_start(self, job: JobView) -> None:
+        """Drop the lines of steps after the checkpoint that the run continues from."""
+        self.lines.open(job.folder, job.step_number)
+
+    def on_rewind(self, job: JobView) -> None:
+        """Drop the lines of the steps that are made again."""
+        self.lines.rewind(job.step_number)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Make the file durable."""
+        self.lines.close()
+
+
+class MetricsHook(StepLinesHook):
+    """Writes ``metrics.jsonl``: one object per step."""
+
+    def __init__(self) -> None:
+        super().__init__(METRICS_FILE)
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Write the line of this step."""
+        self.lines.append(job.step_number, {k: v for k, v in metrics.items() if k != "step"})
+
+
+class TensorBoardHook(Hook):
+    """Writes each figure as a TensorBoard scalar under its own key, in ``tensorboard/``."""
+
+    def __init__(self) -> None:
+        if find_spec("tensorboard") is None:
+            raise ValueError(NO_TENSORBOARD)
+        self._writer: Any = None
+
+    def on_start(self, job: JobView) -> None:
+        """Open the event file; events after the checkpoint's step are hidden from the curves."""
+        # Imported here: it takes a second, and a run without it must not pay.
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = job.step_number + 1 if job.step_number else None
+        self._writer = SummaryWriter(str(job.folder / "tensorboard"), purge_step=purge)
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Write one scalar per figure."""
+        for key, value in metrics.items():
+            if key != "step":
+                self._writer.add_scalar(key, value, job.step_number)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Write out and close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbHook(Hook):
+    """Sends each step's figures to W&B; a continued run goes on under the same name and id."""
+
+    def __init__(self, record: Wandb) -> None:
+        if find_spec("wandb") is None:
+            raise ValueError(NO_WANDB)
+        self._record = record
+        self._run: Any = None
+
+    def on_start(self, job: JobView) -> None:
+        """Open the run at the service, or continue the one this folder has begun."""
+        # Imported here: it is optional, slow to import, and starts a process of its own.
+        import wandb
+
+        path = job.folder / WANDB_FILE
+        try:
+            self._run = wandb.init(
+                **self._record.model_dump(),
+                name=job.run.name,
+                dir=str(job.folder),
+                id=json.loads(path.read_text())["id"] if path.exists() else None,
+                resume="allow",
+                config=job.run.model_dump(mode="json"),
+            )
+        except (wandb.Error, ConnectionError, TimeoutError) as error:
+            raise ValueError(f"W&B does not take the run: {error}; {NO_SERVICE}") from error
+        path.write_text(json.dumps({"id": self._run.id}) + "\n")
+
+    def on_step(self, job: JobView, metrics: Figures) -> None:
+        """Send the figures of this step."""
+        self._run.log(dict(metrics), step=job.step_number)
+
+    def on_stop(self, job: JobView, error: BaseException | None) -> None:
+        """Tell the service how the run ended."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else 1)
+
+
+def loggers(record: Metrics) -> list[Hook]:
+    """Return the hooks that write what ``record`` asks for, the file first.
+
+    Raises:
+        ValueError: for a logger whose package is missing; it says how to get it.
+    """
+    hooks: list[Hook] = [MetricsHook()]
+    wanted = record.tensorboard
+    if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):
+        hooks.append(TensorBoardHook())
+    if record.wandb is not None:
+        hooks.append(build(record.wandb))
+    return hooks
