@@ -45,7 +45,7 @@ def trained(
     thread = threading.Thread(target=injector or (lambda *_: None), args=(out, notes), daemon=True)
     with one_at_a_time():
         thread.start()
-        done = survive(faults.rank, ranks, run, out, notes, record=QUICK, time_out_s=20)
+        done = survive(faults.train_rank, ranks, run, out, notes, record=QUICK, time_out_s=20)
     thread.join(5)
     assert done == STEPS
     return History.read(out)
