@@ -30,7 +30,7 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.verify import verify
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, pack
-from moefold.layers.config import Gqa
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import start_value
 from moefold.moe.config import Moe, Router

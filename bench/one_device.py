@@ -28,7 +28,8 @@ from transformers.utils import logging
 from moefold.config.slot import build
 from moefold.convert.exporter import export_folder
 from moefold.data.batch import from_ids
-from moefold.layers.config import Gqa, Rope
+from moefold.layers.config import Rope
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise

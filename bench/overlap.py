@@ -36,8 +36,8 @@ from moefold.comm import plain
 from moefold.comm.launch import all_answers
 from moefold.comm.world import World
 from moefold.data.batch import pack
-from moefold.layers.config import Gqa
 from moefold.layers.flow import Exchange, Flow, Segment
+from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initialise

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Full, Gqa, Mla, Precision, Selective
+from moefold.layers.config import Full, Precision, Selective
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

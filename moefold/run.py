@@ -18,12 +18,12 @@ from moefold.config.problems import RunError, Violation
 from moefold.config.records import plain
 from moefold.data.config import Data, DataError
 from moefold.mesh.legality import violations
-from moefold.mesh.needs import needs
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
 from moefold.moe.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
+from moefold.spec.decoder import needs
 from moefold.training.config import Train
 from moefold.training.hooks.config import Watch
 

@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.families.base import Family
 from moefold.model.families.deepseek_v3 import DeepseekV3

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router, Shared
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block

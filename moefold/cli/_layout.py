@@ -16,9 +16,9 @@ from moefold.mesh.experts import ExpertTable
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, violations
-from moefold.mesh.needs import Model, needs
 from moefold.mesh.pipeline import Stages
 from moefold.run import Run
+from moefold.spec.decoder import Model, needs
 
 ROWS, COLUMNS, GROUPS, RUNS = 16, 8, 4, 4
 """How much of a grid, of a kind's groups and of a group's ranks is shown."""

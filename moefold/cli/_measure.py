@@ -19,7 +19,7 @@ from moefold.config.slot import build
 from moefold.data.batch import from_ids
 from moefold.kernels.attention.sdpa import attention
 from moefold.kernels.grouped import choose
-from moefold.layers.config import Gqa
+from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, ValidationInfo
@@ -22,12 +23,23 @@ class Slot:
     later are chosen exactly like ours.
     """
 
-    def __init__(self, name: str, tag: str = "kind") -> None:
+    def __init__(self, name: str, tag: str = "kind", folder: str | None = None) -> None:
         self.name = name
         self.tag = tag
-        self.kinds: dict[str, type[Record]] = {}
+        self._folder = folder
+        """A package whose modules register kinds; they are imported when a kind is first asked."""
+        self._kinds: dict[str, type[Record]] = {}
         self.implied: dict[str, str] = {}
         """Keys that say the kind by themselves: ``from`` alone is ``family: folder``."""
+
+    @property
+    def kinds(self) -> dict[str, type[Record]]:
+        """Record classes by the value of their tag field, in the order of their registration."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            for module in iter_modules(import_module(folder).__path__):
+                import_module(f"{folder}.{module.name}")
+        return self._kinds
 
     def register(self, record: RecordClass) -> RecordClass:
         """Add a record class under the value of its tag field; usable as a decorator."""
@@ -40,7 +52,7 @@ class Slot:
             raise ValueError(
                 f"{self.name} {kind!r} is already taken by {present.__module__}.{present.__name__}"
             )
-        self.kinds[kind] = record
+        self._kinds[kind] = record
         return record
 
     def __get_pydantic_core_schema__(

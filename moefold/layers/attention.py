@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from moefold.kernels.rope.rotate import rotate
-from moefold.layers.config import Gqa, Mla, Rope
+from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm, RmsNormAcross
 
@@ -20,10 +22,10 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
         super().__init__()
         self.record = record
-        self.q = Linear(hidden, record.heads * record.head_dim, "out")
-        self.k = Linear(hidden, record.kv_heads * record.head_dim, "out")
-        self.v = Linear(hidden, record.kv_heads * record.head_dim, "out")
-        self.o = Linear(record.heads * record.head_dim, hidden, "in")
+        self.q = Linear(hidden, record.heads * record.head_dim)
+        self.k = Linear(hidden, record.kv_heads * record.head_dim)
+        self.v = Linear(hidden, record.kv_heads * record.head_dim)
+        self.o = Linear(record.heads * record.head_dim, hidden)
         self.q_norm = self.k_norm = None
         if record.qk_norm != "none":
             whole = record.qk_norm == "projection"
@@ -61,15 +63,15 @@ class LatentAttention(nn.Module):
         qk_dim = record.nope_dim + record.rope_dim
         self.q_down = self.q_norm = self.q_up = self.q = None
         if record.q_rank is None:
-            self.q = Linear(hidden, record.heads * qk_dim, "out")
+            self.q = Linear(hidden, record.heads * qk_dim)
         else:
             self.q_down = Linear(hidden, record.q_rank)
             self.q_norm = RmsNorm(record.q_rank, record.latent_epsilon)
-            self.q_up = Linear(record.q_rank, record.heads * qk_dim, "out")
+            self.q_up = Linear(record.q_rank, record.heads * qk_dim)
         self.kv_down = Linear(hidden, record.kv_rank + record.rope_dim)
         self.kv_norm = RmsNorm(record.kv_rank, record.latent_epsilon)
-        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim), "out")
-        self.o = Linear(record.heads * record.v_dim, hidden, "in")
+        self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim))
+        self.o = Linear(record.heads * record.v_dim, hidden)
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""

@@ -1,8 +1,8 @@
-"""Records of a decoder's layers: rotary positions, attention, dense FFN, recompute, precision."""
+"""Records that layers share: slots, rotary positions, context, recompute, precision."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,8 +11,8 @@ from moefold.config.problems import Violation
 from moefold.config.slot import Slot
 from moefold.mesh.config import Sizes
 
-ATTENTION = Slot("attention")
-FFN = Slot("feed-forward")
+ATTENTION = Slot("attention", folder="moefold.layers.kinds")
+FFN = Slot("feed-forward", folder="moefold.layers.kinds")
 CONTEXT = Slot("context parallelism")
 RECOMPUTE = Slot("recompute policy")
 
@@ -70,73 +70,17 @@ class Rope(Record):
     """Which dims form a pair: i and i + d/2, or 2i and 2i + 1."""
 
 
-@ATTENTION.register
-class Gqa(Record):
-    """Grouped-query attention; ``kv_heads`` equal to ``heads`` is plain multi-head attention."""
-
-    kind: Literal["gqa"] = "gqa"
-    heads: Size
-    kv_heads: Size
-    head_dim: Annotated[int, Field(ge=2)]
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """RMSNorm on queries and keys: per head, or over the whole projection."""
-    rope: Rope = Rope()
-
-    owner = "moefold.layers.attention:GroupedQueryAttention"
-
-    def rules(self) -> Iterator[Violation]:
-        """Key-value heads divide the heads; rotary pairs need an even head."""
-        if self.heads % self.kv_heads:
-            nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
-            yield Violation(
-                ("kv_heads",), self.kv_heads, f"must divide heads ({self.heads})", nearest
-            )
-        if self.head_dim % 2:
-            yield Violation(
-                ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
-            )
-
-
-@ATTENTION.register
-class Mla(Record):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
-
-    kind: Literal["mla"] = "mla"
-    heads: Size
-    q_rank: Size | None = None
-    """Rank of the query's latent; None projects queries directly."""
-    kv_rank: Size = 512
-    nope_dim: Size = 128
-    """Dims per head without position."""
-    rope_dim: Annotated[int, Field(ge=2)] = 64
-    """Dims per head with rotary position; the key's are shared by all heads."""
-    v_dim: Size = 128
-    latent_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
-    rope: Rope = Rope(layout="interleaved")
-
-    owner = "moefold.layers.attention:LatentAttention"
-
-    def rules(self) -> Iterator[Violation]:
-        """Rotary pairs need an even dim."""
-        if self.rope_dim % 2:
-            yield Violation(
-                ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
-            )
-
-
-@FFN.register
-class Dense(Record):
-    """A dense SwiGLU feed-forward of ``width``."""
-
-    kind: Literal["dense"] = "dense"
-    width: Size
-
-    owner = "moefold.layers.ffn:dense_ffn"
-
-
 class Context(Record):
     """How attention sees the rows of other context ranks; base of every kind."""
+
+    gathers: ClassVar[bool] = False
+    """Whether each context rank has all keys and values while it attends."""
+    in_blocks: ClassVar[bool] = True
+    """Whether attention runs tile by tile, and not over whole sequences."""
+
+    def sharing_heads(self, cp: int) -> int:
+        """Return how many neighbouring context ranks exchange heads for rows; one is none."""
+        return 1
 
     def splits(self, sizes: Sizes) -> tuple[tuple[str, int], ...]:
         """Return the kinds of groups that it cuts in two levels, and how many go together."""
@@ -165,6 +109,8 @@ class Gathered(Context):
 
     kind: Literal["all_gather"] = "all_gather"
 
+    gathers = True
+
     owner = "moefold.layers.context.gathered:attend"
 
 
@@ -174,7 +120,13 @@ class Ulysses(Context):
 
     kind: Literal["all_to_all"] = "all_to_all"
 
+    in_blocks = False
+
     owner = "moefold.layers.context.ulysses:attend"
+
+    def sharing_heads(self, cp: int) -> int:
+        """All context ranks share the heads."""
+        return cp
 
     def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """All context ranks share the heads; fewer can by ``mixed``."""
@@ -194,6 +146,10 @@ class Mixed(Context):
     """How many neighbours share heads; best those that are linked fastest."""
 
     owner = "moefold.layers.context.mixed:attend"
+
+    def sharing_heads(self, cp: int) -> int:
+        """Neighbours share heads."""
+        return min(self.heads, cp)
 
     def splits(self, sizes: Sizes) -> tuple[tuple[str, int], ...]:
         """Return the context ranks by neighbours."""

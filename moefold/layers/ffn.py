@@ -5,10 +5,9 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
-from moefold.layers.config import Dense
 from moefold.layers.flow import Flow, Segment
+from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Linear
-from moefold.layers.placement import place
 
 
 class SwiGlu(nn.Module):
@@ -21,7 +20,6 @@ class SwiGlu(nn.Module):
         super().__init__()
         self.w_in = nn.Parameter(torch.empty(2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(hidden, width))
-        place(self, w_in={"tp": 1}, w_out={"tp": 1})
         self.gate = Linear(hidden, 1) if gated else None
         self._kind = kind
 

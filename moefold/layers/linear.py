@@ -1,6 +1,6 @@
 """A linear layer without bias, and the token embedding."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,21 +9,18 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
-from moefold.layers.placement import place
 
 
 class Linear(nn.Module):
     """``y_TO = x_TI w_OI^T``; the weight is the master parameter.
 
-    ``cut`` says which of its dims tensor ranks share: ``out`` (each computes some of the outputs),
-    ``in`` (each adds its share of all outputs), or none.
+    Where tensor ranks share its outputs each computes some of them; where they share its inputs
+    each adds its part of all outputs.
     """
 
-    def __init__(self, inputs: int, outputs: int, cut: Literal["out", "in"] | None = None) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        if cut is not None:
-            place(self, weight={"tp": 0 if cut == "out" else 1})
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return [T, outputs] in the compute dtype."""
@@ -36,7 +33,6 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
-        place(self, wide=("weight",), weight={"tp": 0})
 
     def forward(self, flow: Flow) -> Tensor:
         """Return this rank's rows [T, hidden] in the compute dtype."""

@@ -10,7 +10,6 @@ from moefold.comm.collectives import sum_over
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.norm.rms import rms_norm
 from moefold.layers.flow import Flow
-from moefold.layers.placement import place
 
 
 class RmsNorm(nn.Module):
@@ -33,10 +32,6 @@ class RmsNorm(nn.Module):
 
 class RmsNormAcross(RmsNorm):
     """RMSNorm over a width that tensor ranks share: the mean square is the whole row's."""
-
-    def __init__(self, width: int, epsilon: float) -> None:
-        super().__init__(width, epsilon)
-        place(self, weight={"tp": 0})
 
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return this rank's part [T, D / tp] of the normed rows."""

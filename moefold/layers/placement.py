@@ -1,13 +1,16 @@
 """Where a parameter lives: which of its dims each axis of a layout cuts.
 
-A layer is written for one device and states its placements beside its parameters; ``parallel/``
-reads them and cuts. What no axis cuts stands whole on every rank of it.
+A layer is written for one device and its record describes its weights; ``parallel/`` cuts them so.
+What no axis cuts stands whole on every rank of it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+
+from moefold.model.config import Decoder
+from moefold.spec.decoder import known_weights
 
 Box = tuple[tuple[int, int], ...]
 """First place and end along each dim of a tensor."""
@@ -56,28 +59,27 @@ class Placement:
 
 
 WHOLE = Placement()
-_STATED = "placements"
 
 
-def place(module: nn.Module, *, wide: Collection[str] = (), **cuts: Mapping[str, int]) -> None:
-    """State the cuts of a module's own parameters: ``place(self, weight={"tp": 0})``.
+def placements(model: nn.Module, decoder: Decoder) -> dict[str, Placement]:
+    """Return the placement of every parameter and buffer of a model by its global name.
 
-    ``wide`` names the matrices that it reads in the master's dtype.
+    What no layer describes, buffers among it, is whole on each rank.
+
+    Raises:
+        ValueError: where a parameter has another shape than its layer describes.
     """
-    vars(module)[_STATED] = {
-        name: Placement(dict(cuts.get(name, {})), name in wide) for name in {*cuts, *wide}
-    }
-
-
-def placements(model: nn.Module) -> dict[str, Placement]:
-    """Return the placement of every parameter and buffer of a model by its global name."""
+    described = {weight.name: weight for weight in known_weights(decoder)}
     found: dict[str, Placement] = {}
-    for prefix, module in model.named_modules():
-        stated = vars(module).get(_STATED, {})
-        names = [*dict(module.named_parameters(recurse=False))]
-        names += dict(module.named_buffers(recurse=False))
-        for name in names:
-            found[f"{prefix}.{name}" if prefix else name] = stated.get(name, WHOLE)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        weight = described.get(name)
+        if weight is None:
+            found[name] = WHOLE
+            continue
+        if weight.shape != tuple(tensor.shape):
+            built = list(tensor.shape)
+            raise ValueError(f"{name} is {built} where its layer describes {list(weight.shape)}")
+        found[name] = Placement({units.axis: dim for dim, units in weight.cuts}, weight.master)
     return found
 
 

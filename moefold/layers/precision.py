@@ -55,7 +55,7 @@ def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Return a given value in the dtype that a layer asks for."""
     assert value.untyped_storage().size(), "a weight is read outside of its unit's pass"
     assert dtype == value.dtype or value.dtype == master, (
-        f"a layer reads in {dtype} what was brought in {value.dtype}; its layer names it in "
-        "place(wide=...)"
+        f"a layer reads in {dtype} what was brought in {value.dtype}: its layer "
+        "describes it as read by products, or looked up"
     )
     return value.detach().to(dtype)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from moefold.config.problems import Violation
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.needs import Model
 from moefold.mesh.pipeline import Stages
+from moefold.spec.decoder import Model
 
 SPLIT = ("pp", "tp", "cp", "ep", "etp")
 """Axes that split ranks, in the order in which they are kept near to what was asked."""

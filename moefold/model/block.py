@@ -7,7 +7,7 @@ from moefold.config.slot import build
 from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.layers.norm import RmsNorm
 from moefold.model.config import Block
-from moefold.moe.config import Moe
+from moefold.spec.decoder import half_name
 
 
 class DecoderBlock(nn.Module):
@@ -24,7 +24,7 @@ class DecoderBlock(nn.Module):
         self.attention_norm = RmsNorm(hidden, epsilon)
         self.attention = build(record.attention, hidden, epsilon)
         self.ffn_norm = RmsNorm(hidden, epsilon)
-        self._name, self._half = f"layers.{layer}", "moe" if isinstance(record.ffn, Moe) else "ffn"
+        self._name, self._half = f"layers.{layer}", half_name(record.ffn, "ffn")
         self.add_module(self._half, build(record.ffn, hidden, layer, layout))
 
     def segments(self) -> tuple[Segment, ...]:

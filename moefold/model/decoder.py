@@ -76,7 +76,7 @@ class DecoderModel(nn.Module):
                 }
             )
             self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
-            self.head = None if record.tied else Linear(record.hidden, record.vocab, "out")
+            self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
 
     @property

@@ -12,6 +12,7 @@ from moefold.config.problems import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes
+from moefold.moe.describe import MoeSpec
 
 BALANCE = Slot("balance term")
 DISPATCH = Slot("dispatcher")
@@ -153,7 +154,7 @@ FREE = {"coefficient": 0.0, "rate": 0.0}
 
 
 @FFN.register
-class Moe(Record):
+class Moe(MoeSpec):
     """A mixture-of-experts feed-forward: routed SwiGLU experts of ``width``, and a shared one."""
 
     kind: Literal["moe"] = "moe"
@@ -165,6 +166,31 @@ class Moe(Record):
     balance: tuple[Annotated[Record, BALANCE], ...] = ()
 
     owner = "moefold.moe.layer:MoeFfn"
+    caches = True
+
+    @property
+    def words(self) -> str:
+        """Experts, the shared one, and whether any token is dropped."""
+        shared = f", shared {self.shared.width}" if self.shared else ""
+        drop = "dropless" if self.capacity is None else f"capacity {self.capacity.factor}"
+        router = self.router
+        sizes = f"{router.experts} experts of {self.width}, top {router.top_k}"
+        return f"MoE ({sizes}{shared}, {drop})"
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a term of the loss reads how many tokens each expert has."""
+        return any(isinstance(term, Aux) for term in self.balance)
+
+    def without_gradient(self) -> Iterator[tuple[str, str]]:
+        """A router's weight, where a softmax weighs its one expert.
+
+        Neither that weight nor what the auxiliary loss reads moves with a logit. Any other term
+        may reach it.
+        """
+        alone = self.router.experts == 1 and self.router.score == "softmax"
+        if alone and all(isinstance(term, Aux | Bias) for term in self.balance):
+            yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:
         """A bias update needs a bias; each term stands once."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.layers.flow import Flow
-from moefold.layers.placement import place
 
 
 class Experts(nn.Module):
@@ -19,7 +18,6 @@ class Experts(nn.Module):
         super().__init__()
         self.w_in = nn.Parameter(torch.empty(experts, 2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, width))
-        place(self, w_in={"ep": 0, "etp": 2}, w_out={"ep": 0, "etp": 2})
         self._kernel = kernel
 
     def kernel(self, dtype: torch.dtype) -> GroupedKernel:

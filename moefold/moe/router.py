@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from moefold.comm.collectives import gather
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
-from moefold.layers.placement import place
 from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Capacity, Groups
 from moefold.moe.config import Router as RouterRecord
@@ -81,7 +80,6 @@ class Router(ExactBuffers):
         self.record = record
         self.capacity = capacity
         self.weight = nn.Parameter(torch.empty(record.experts, hidden))
-        place(self, wide=("weight",))
         bias_E = torch.zeros(record.experts, dtype=torch.float32) if record.selection_bias else None
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", bias_E)

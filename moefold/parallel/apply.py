@@ -156,7 +156,7 @@ def keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
         model.norm = model.head = None
 
 
-def cut(model: nn.Module, world: World) -> dict[str, Shard]:
+def cut(model: DecoderModel, world: World) -> dict[str, Shard]:
     """Replace each parameter by this rank's piece of it, and return the pieces by name."""
     sizes = world.folding.sizes
     at = {
@@ -164,7 +164,7 @@ def cut(model: nn.Module, world: World) -> dict[str, Shard]:
         "ep": (world.experts.ep, sizes.ep),
         "etp": (world.experts.etp, sizes.etp),
     }
-    stated = placements(model)
+    stated = placements(model, model.record)
     shards: dict[str, Shard] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

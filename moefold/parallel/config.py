@@ -14,12 +14,12 @@ from moefold.config.problems import Violation
 from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
-from moefold.mesh.needs import Model
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.config import DISPATCH, AllToAll, Dispatch
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee
 from moefold.schedule.table import Table
+from moefold.spec.decoder import Model
 
 
 class Layout(Record):

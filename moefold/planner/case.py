@@ -12,7 +12,6 @@ from moefold.config.base import Record
 from moefold.layers.config import Context, Full, Gathered, Mixed, Ring, Selective, Ulysses
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
-from moefold.mesh.needs import needs
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
 from moefold.optim.config import AdamW, Optim
@@ -23,6 +22,8 @@ from moefold.planner.remember import remembered
 from moefold.schedule.build import tabulate
 from moefold.schedule.config import GPipe, Schedule, Vee
 from moefold.schedule.table import Table
+from moefold.spec.decoder import needs
+from moefold.spec.layer import Module
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
@@ -37,11 +38,6 @@ RING = Ring()
 """How attention sees the rows of other context ranks unless stated."""
 Graphs = Literal["none", "partial", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, or of the whole iteration."""
-Module = Literal[
-    "block", "norms", "attention", "mla_up", "ffn", "shared", "experts", "moe", "moe_act"
-]
-"""What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
-``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
 MODULES = frozenset(get_args(Module))
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose way of keeping, sending and launching is planned."""

@@ -1,19 +1,17 @@
 """Exact counts of a described decoder: parameters, active parameters, FLOPs. No torch.
 
-A layer kind is counted by one function per record class, so that a new kind brings its own.
+They follow from the layers' descriptions (``moefold/spec/layer.py``).
 FLOPs count a multiply-add as 2, forward and backward as 3 forwards, no recompute, and leave out
 norms, embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's
 published figures).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
 from moefold.model.config import Decoder, Stack
-from moefold.moe.config import Moe
+from moefold.spec.decoder import halves
+from moefold.spec.layer import Attention, LayerSpec
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,10 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
     parts["head"] = Part(parameters=0 if decoder.tied else matrix, multiplied=matrix)
     for stack in decoder.stacks:
         for block in stack.blocks:
-            found = {"norms": Part(parameters=2 * decoder.hidden)}
-            for record in (block.attention, block.ffn):
-                for name, part in _counter(record)(record, decoder.hidden).items():
+            norms = decoder.hidden * len(list(halves(block)))
+            found = {"norms": Part(parameters=norms)}
+            for _, spec in halves(block):
+                for name, part in _layer(spec, decoder.hidden).items():
                     found[name] = found.get(name, Part()) + part
             for name, part in found.items():
                 parts[name] = parts.get(name, Part()) + part.times(stack.repeat)
@@ -116,66 +115,25 @@ def _multi_token(decoder: Decoder) -> Part:
     return layer + joined + head + Part(parameters=-decoder.hidden)
 
 
-def _counter(record: Record) -> Callable[[Any, int], dict[str, Part]]:
-    """Return how a layer is counted: as its kind says, or as the kind that it inherits from."""
-    for kind in type(record).__mro__:
-        if kind in KINDS:
-            return KINDS[kind]
-    name = type(record).__name__
-    raise ValueError(
-        f"{name} is not counted: inherit from a kind that is, or set "
-        f"moefold.planner.count.KINDS[{name}]"
-    )
+def _layer(spec: LayerSpec, hidden: int) -> dict[str, Part]:
+    """Count one half of a block by what its weights are counted under."""
+    operations = [one for one in spec.operations(hidden) if not one.wide]
+    multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
+    routing, found = spec.routing, dict[str, Part]()
+    for weight in spec.weights(hidden):
+        size = used = weight.elements
+        if weight.expert and routing is not None:
+            used = size // routing.experts * routing.top_k
+        # The convention takes the norm of a latent, alone among norms, for one product.
+        counted = weight.name in multiplied or weight.latent
+        part = Part(size, size - used, used if counted else 0, 0, size if weight.expert else 0)
+        found[weight.counted] = found.get(weight.counted, Part()) + part
+    for one in operations:
+        if isinstance(one.core, Attention):
+            part = Part(attended=one.core.query_width)
+            found["attention"] = found.get("attention", Part()) + part
+    return found
 
 
 def _matrices(size: int) -> Part:
     return Part(parameters=size, multiplied=size)
-
-
-def _gqa(record: Gqa, hidden: int) -> dict[str, Part]:
-    dim = record.head_dim
-    products = hidden * dim * (2 * record.heads + 2 * record.kv_heads)
-    heads = {"none": 0, "head": 2, "projection": record.heads + record.kv_heads}[record.qk_norm]
-    attended = Part(attended=2 * record.heads * dim)
-    return {"attention": _matrices(products) + attended, "norms": Part(parameters=heads * dim)}
-
-
-def _mla(record: Mla, hidden: int) -> dict[str, Part]:
-    qk_dim, heads = record.nope_dim + record.rope_dim, record.heads
-    rank = record.q_rank
-    query = hidden * heads * qk_dim if rank is None else rank * (hidden + heads * qk_dim)
-    down = hidden * (record.kv_rank + record.rope_dim)
-    up = record.kv_rank * heads * (record.nope_dim + record.v_dim)
-    out = heads * record.v_dim * hidden
-    attended = Part(attended=heads * (qk_dim + record.v_dim))
-    # The convention counts the norms on the latents, alone among norms, as one product each.
-    norms = _matrices(record.kv_rank + (rank or 0))
-    return {"attention": _matrices(query + down + up + out) + attended, "norms": norms}
-
-
-def _dense(record: Dense, hidden: int) -> dict[str, Part]:
-    return {"ffn": _matrices(3 * hidden * record.width)}
-
-
-def _moe(record: Moe, hidden: int) -> dict[str, Part]:
-    expert, router = 3 * hidden * record.width, record.router
-    routed = Part(
-        parameters=expert * router.experts,
-        idle=expert * (router.experts - router.top_k),
-        multiplied=expert * router.top_k,
-        experts=expert * router.experts,
-    )
-    parts = {"experts": routed, "router": Part(parameters=router.experts * hidden)}
-    if record.shared is not None:
-        gate = Part(parameters=hidden if record.shared.gate else 0)
-        parts["shared"] = _matrices(3 * hidden * record.shared.width) + gate
-    return parts
-
-
-KINDS: dict[type[Record], Callable[[Any, int], dict[str, Part]]] = {
-    Gqa: _gqa,
-    Mla: _mla,
-    Dense: _dense,
-    Moe: _moe,
-}
-"""How each kind of layer is counted."""

@@ -1,16 +1,33 @@
 """Kinds of layers that can be planned though training cannot execute them yet.
 
-They stand in a description like any other kind; :func:`block` puts them there.
+They stand in a description like any other kind; :func:`block` puts them there. What recurrences
+save is what Megatron-Core's do.
 """
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.layers.config import Gqa, Size
+from moefold.layers.config import Size
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block
 from moefold.moe.config import Moe
+from moefold.spec.layer import (
+    STATISTIC,
+    Attention,
+    LayerSpec,
+    Matmul,
+    Operation,
+    Saved,
+    Scan,
+    Shape,
+    Traffic,
+    Units,
+    Weight,
+    norm,
+)
 
 
 class Windowed(Gqa):
@@ -18,8 +35,84 @@ class Windowed(Gqa):
 
     window: Size
 
+    untrained = "windows of attention"
 
-class Mamba2(Record):
+    @property
+    def core(self) -> Attention:
+        """Attention within the window."""
+        dim = self.head_dim
+        return Attention(self.heads, self.kv_heads, dim, dim, self.window, self.qk_norm != "none")
+
+
+class Recurrent(LayerSpec):
+    """A mixer that scans the sequence: one projection in, a convolution, the scan, one out."""
+
+    groups_name: ClassVar[str]
+    """What tensor ranks share, in words."""
+
+    def scan(self) -> Scan:
+        """Return the recurrence itself."""
+        raise NotImplementedError
+
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return the features of the projection in, what is convolved, what the scan gives, and
+        the groups that tensor ranks share.
+        """
+        raise NotImplementedError
+
+    passes: ClassVar[tuple[float, float]] = (1, 2)
+    """How often element-wise kernels pass over both projections, forward and backward."""
+    launches: ClassVar[tuple[int, int]]
+    """Kernels beside the scan, and of the scan."""
+
+    def _units(self) -> Units:
+        return Units("tp", self.widths()[3], self.groups_name)
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield both projections, the convolution of four taps, and a norm before the last."""
+        into, mixed, out, _ = self.widths()
+        cut = ((0, self._units()),)
+        yield Weight("in.weight", (into, hidden), cut)
+        yield Weight("conv.weight", (mixed, 4), cut)
+        yield self.norm_weight()
+        yield Weight("out.weight", (hidden, out), ((1, self._units()),))
+
+    def norm_weight(self) -> Weight:
+        """Return the weight of the norm on what the scan gives."""
+        raise NotImplementedError
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield both projections and the scan."""
+        into, _, out, _ = self.widths()
+        traffic = Traffic(into + out, *self.passes, units=self._units())
+        products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
+        beside, own = self.launches
+        yield Operation("attention", products, traffic=(traffic,), launches=beside)
+        yield Operation("core", core=self.scan(), launches=own)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield projected and convolved rows, states between chunks, output before and after its
+        gate.
+        """
+        rows, width = shape.piece / shape.tp, shape.width
+        _, mixed, out, _ = self.widths()
+        scan = self.scan()
+        yield Saved("projected", round(rows * self.projected_features * width))
+        yield Saved("convolved", round(rows * mixed * width))
+        yield Saved("states", round(rows / scan.chunk * scan.state * self.state_bytes(width)))
+        yield Saved("scanned", round(2 * rows * out * width))
+
+    @property
+    def projected_features(self) -> int:
+        """Features of the projection in that backward reads again."""
+        return self.widths()[0]
+
+    def state_bytes(self, width: int) -> int:
+        """Return the bytes of an element of a state, where others have ``width``."""
+        return width
+
+
+class Mamba2(Recurrent):
     """A state-space mixer in Mamba-2's form (arXiv 2405.21060)."""
 
     heads: Size
@@ -29,6 +122,10 @@ class Mamba2(Record):
     """Heads of one group share their input and output maps of the state."""
     chunk: Size = 128
     """Tokens between which products are quadratic."""
+
+    untrained = "Mamba-2 layers"
+    groups_name = "groups of state-space heads"
+    launches = (12, 6)
 
     @property
     def width(self) -> int:
@@ -40,8 +137,27 @@ class Mamba2(Record):
         """Width of the projection in: gate, input, both maps of the state, and time steps."""
         return 2 * self.width + 2 * self.groups * self.state + self.heads
 
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return the features before, within and after the scan, and the groups."""
+        mixed = self.width + 2 * self.groups * self.state
+        return self.projected, mixed, self.width, self.groups
 
-class DeltaNet(Record):
+    def scan(self) -> Scan:
+        """Return the recurrence: products within a chunk, and with the state."""
+        products = self.width * (self.chunk + 2 * self.state)
+        moved = 2 * (self.projected + self.width)
+        return Scan(products, moved, self.chunk, self.width * self.state)
+
+    def norm_weight(self) -> Weight:
+        """Return the weight of the norm on all heads' output."""
+        return norm("norm.weight", self.width, self._units())
+
+    def state_bytes(self, width: int) -> int:
+        """States are fp32."""
+        return STATISTIC
+
+
+class DeltaNet(Recurrent):
     """Gated linear attention by the delta rule, as Qwen3-Next has it (arXiv 2412.06464)."""
 
     key_heads: Size
@@ -50,9 +166,49 @@ class DeltaNet(Record):
     value_dim: Size = 128
     chunk: Size = 64
 
+    untrained = "DeltaNet layers"
+    groups_name = "key heads of linear attention"
+    launches = (20, 12)
 
-class Nothing(Record):
+    def widths(self) -> tuple[int, int, int, int]:
+        """Return the features before, within and after the scan, and the key heads."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        into = 2 * keys + 2 * values + 2 * self.value_heads
+        return into, 2 * keys + values, values, self.key_heads
+
+    def scan(self) -> Scan:
+        """Return the recurrence: products within a chunk, and with the state."""
+        into, _, values, _ = self.widths()
+        products = values * (2 * self.chunk + 3 * self.key_dim)
+        return Scan(products, 2 * (into + values), self.chunk, values * self.key_dim)
+
+    def norm_weight(self) -> Weight:
+        """Return the weight of the norm on each head's output."""
+        return norm("norm.weight", self.value_dim)
+
+    @property
+    def projected_features(self) -> int:
+        """Features of queries, keys, values and gate; the rates of decay are few."""
+        return self.widths()[0] - 2 * self.value_heads
+
+
+class Nothing(LayerSpec):
     """No layer in this half of a block."""
+
+    absent = True
+    untrained = "blocks of one half"
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield nothing."""
+        yield from ()
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield nothing."""
+        yield from ()
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield nothing."""
+        yield from ()
 
 
 class PlainMoe(Moe):
@@ -61,9 +217,27 @@ class PlainMoe(Moe):
     latent: Annotated[int, Field(ge=1)] | None = None
     """Width of the space that routed experts work in; None is the model's."""
 
+    untrained = "experts without a gate"
+    gates = 1
+
+    @property
+    def inner(self) -> int | None:
+        """Width of that space."""
+        return self.latent
+
 
 class BiasedMoe(Moe):
     """Gated experts with biases: probabilities are then applied after the second product."""
+
+    untrained = "experts with biases"
+
+    def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
+        """Biases are added, gates clamped and rows scaled in kernels of their own."""
+        columns = self._experts()[1]
+        return (
+            Traffic(self.width, 16, 24, "routed", columns),
+            Traffic(hidden, 6, 8, "routed"),
+        )
 
 
 def block(attention: Record, ffn: Record) -> Block:

@@ -29,7 +29,6 @@ from moefold.planner.case import (
     recomputed,
     sharing_heads,
 )
-from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
 from moefold.planner.hardware import Cluster
 from moefold.planner.held import kinds
 from moefold.planner.notes import notes_on_step
@@ -44,20 +43,12 @@ from moefold.schedule.config import (
     Schedule,
     Vee,
 )
+from moefold.spec.layer import LayerSpec
 
 LOAD = 1.2
 """Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
 and young routers, which published pairs of runs put near 1.6."""
 SEQ = 4096
-FOREIGN = {
-    Windowed: "windows of attention",
-    Mamba2: "Mamba-2 layers",
-    DeltaNet: "DeltaNet layers",
-    Nothing: "blocks of one half",
-    PlainMoe: "experts without a gate",
-    BiasedMoe: "experts with biases",
-}
-"""Kinds of layers that training does not have, in words."""
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have not been run with it."""
 UNMEASURED = (
@@ -172,12 +163,9 @@ class Choice:
 
 def foreign(decoder: Decoder) -> tuple[str, ...]:
     """Return the kinds of layers of a model that only other stacks execute, in words."""
-    records = [r for block in kinds(decoder)[0] for r in (block.attention, block.ffn)]
-    return tuple(
-        name
-        for kind, name in FOREIGN.items()
-        if any(isinstance(record, kind) for record in records)
-    )
+    records = (r for block in kinds(decoder)[0] for r in (block.attention, block.ffn))
+    named = (record.untrained for record in records if isinstance(record, LayerSpec))
+    return tuple(dict.fromkeys(name for name in named if name))
 
 
 @lru_cache(maxsize=4096)

@@ -15,15 +15,14 @@ from typing import NamedTuple, cast
 from moefold.mesh.config import Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.model.config import Block, Decoder
-from moefold.moe.config import Moe
 from moefold.planner import memory_kept, memory_megatron
 from moefold.planner.case import Case, Keeping, settled
-from moefold.planner.foreign import PlainMoe
 from moefold.planner.held import Held, kinds
-from moefold.planner.memory_kept import Kept, Shape
+from moefold.planner.memory_kept import shape_of
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
+from moefold.spec.layer import Saved, Shape, activation_width, described
 
 MIB = 2**20
 
@@ -180,13 +179,13 @@ def fits(case: Case, margin: float = 0.0) -> bool:
     return peak_within(case, case.cluster.device.memory_bytes / (1 + margin)) is not None
 
 
-def layer_kept(case: Case, block: Block) -> tuple[Kept, ...]:
+def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
     """Return what one block keeps for one micro-batch if nothing is recomputed."""
-    return _layer_kept(block, Shape.of(case), case.software.stack, case.numbers.recipe)
+    return _layer_kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
 
 
 @remembered(1 << 12)
-def _layer_kept(block: Block, shape: Shape, stack: str, recipe: str) -> tuple[Kept, ...]:
+def _layer_kept(block: Block, shape: Shape, stack: str, recipe: str) -> tuple[Saved, ...]:
     if stack == "moefold":
         return memory_kept.kept(block, shape)
     return memory_megatron.kept(block, shape, memory_megatron.Widths.of(recipe, stack, shape.width))
@@ -378,15 +377,14 @@ class _Chunks:
 
     def _widest(self, block: Block) -> tuple[float, float]:
         """Return the bytes of activation and output, and of the gradients in a feed-forward."""
-        shape, record = self.shape, block.ffn
-        row = shape.rows * shape.hidden * shape.width
-        if isinstance(record, Moe):
-            rows, width = shape.received(record.router.top_k), record.width / shape.etp
-            hidden = record.latent if isinstance(record, PlainMoe) else None
-            sent = rows * (hidden or shape.hidden) * shape.width
+        shape, spec = self.shape, described(block.ffn)
+        row, routing = shape.row, spec.routing
+        if routing is None:
+            rows, sent = shape.piece, shape.piece * shape.hidden * shape.width
         else:
-            rows, width = shape.piece, getattr(record, "width", 0) / shape.tp
-            sent = rows * shape.hidden * shape.width
+            rows = shape.received(routing.top_k)
+            sent = rows * (routing.width or shape.hidden) * shape.width
+        width = activation_width(spec, shape)
         inner = rows * width * shape.width
         return inner + sent + row, 4 * inner + 2 * sent + 2 * row
 
@@ -397,4 +395,4 @@ _chunks = remembered(1 << 12)(_Chunks)
 def _chunks_of(case: Case) -> _Chunks:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
     split, chunk = Split.of(case), case.software.loss_chunk
-    return _chunks(case.decoder, Shape.of(case), split, case.keeping, graphs, chunk)
+    return _chunks(case.decoder, shape_of(case), split, case.keeping, graphs, chunk)

@@ -1,21 +1,33 @@
 """What layers of Megatron-Core keep for backward, to plan runs that were made with it.
 
-Letters as in ``memory_kept``. Under tp a rank keeps its own band of what it gathers, and gathers it
-again in backward. Products in few bits keep their inputs in codes. The routing weight stands before
-the experts' second product (arXiv 2603.07685, section 4.1.2), so that its output is not kept. What
-``layernorm``, ``moe_act`` and ``mla_up_proj`` drop is in section 4.1.4 there.
+It follows from the operations of a layer's description: Megatron keeps the inputs of products, what
+activations and attention read, and outputs of norms. Under tp a rank keeps its own band of what it
+gathers, and gathers it again in backward. Products in few bits keep their inputs in codes. The
+routing weight stands before the experts' second product (arXiv 2603.07685, section 4.1.2), so that
+its output is not kept. What ``layernorm``, ``moe_act`` and ``mla_up_proj`` drop is in section 4.1.4
+there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
 from moefold.model.config import Block
-from moefold.moe.config import Moe
-from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe
-from moefold.planner.memory_kept import CORE, NORMS, STATISTIC, UP, Kept, Modules, Shape
+from moefold.spec.decoder import halves
+from moefold.spec.layer import (
+    CORE,
+    NORMS,
+    NOTHING,
+    STATISTIC,
+    UP,
+    Attention,
+    Axis,
+    LayerSpec,
+    Modules,
+    Saved,
+    Scan,
+    Shape,
+)
 
 CODES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
 """Bytes per element of a product's input that is kept in codes, their scales included."""
@@ -40,120 +52,87 @@ class Widths:
         return cls(code, code if stack == "deepseek" else float(width))
 
 
-def kept(block: Block, shape: Shape, widths: Widths) -> tuple[Kept, ...]:
+def kept(block: Block, shape: Shape, widths: Widths) -> tuple[Saved, ...]:
     """Return what one block keeps if nothing is recomputed."""
-    row = shape.rows * shape.hidden * shape.width
-    halves = [r for r in (block.attention, block.ffn) if not isinstance(r, Nothing)]
-    found = [Kept("input", row)] if halves else []
-    for i, record in enumerate(halves):
-        if i:
-            found.append(Kept("residual", row))
-        found += _of(record)(record, shape, widths)
+    found: list[Saved] = []
+    for _, spec in halves(block):
+        found.append(Saved("residual" if found else "input", shape.row))
+        found += _half(spec, shape, widths)
     return tuple(found)
 
 
-def _of(record: Record) -> Callable[[Any, Shape, Widths], Iterator[Kept]]:
-    for kind in type(record).__mro__:
-        if kind in KINDS:
-            return KINDS[kind]
-    raise ValueError(f"{type(record).__name__}'s memory in Megatron is not planned")
+def _half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield what one half keeps beside its residual."""
+    routing = spec.routing
+    # The router reads normed rows too, in the compute dtype.
+    code = shape.width if routing else widths.code
+    yield _part("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
+    operations = tuple(spec.operations(shape.hidden))
+    for one in operations:
+        if isinstance(one.core, Attention):
+            yield from _attention(spec, one.core, shape, widths)
+        elif isinstance(one.core, Scan):
+            yield from spec.saved(shape)
+    if routing is not None:
+        scores = shape.rows * routing.experts * (STATISTIC + STATISTIC + 1)
+        yield _part("router", scores, MIXTURE)
+    for one in operations:
+        if one.name in ("ffn", "experts", "shared"):
+            yield from _feed_forward(one.name, spec, shape, widths)
 
 
-def _part(name: str, size: float, dropped: Modules = frozenset(), module: Any = "block") -> Kept:
-    return Kept(name, round(size), dropped, module=module)
+def _part(name: str, size: float, dropped: Modules = NOTHING, module: Any = "block") -> Saved:
+    return Saved(name, round(size), dropped, module=module)
 
 
-def _gqa(record: Gqa, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    heads, groups = record.heads / shape.tp, record.kv_heads / shape.tp
-    yield _part("norm.output", shape.rows * shape.hidden * widths.code, NORMS, "norms")
-    if record.qk_norm != "none":
-        size = shape.piece * (heads + groups) * record.head_dim * shape.width
-        yield _part("qk.projected", size)
-    qkv = shape.piece * (heads + 2 * groups) * record.head_dim * shape.width
-    yield _part("qkv", qkv, module="attention")
-    yield from _attended(heads, record.head_dim, shape, widths)
-
-
-def _attended(heads: float, dim: int, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    rows = shape.piece * heads
-    yield _part("attended", rows * dim * shape.width, module="attention")
+def _attention(spec: LayerSpec, core: Attention, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield latents before and after their norms, queries, keys and values, and the output."""
+    rows, latents = shape.piece / shape.tp, [w for w in spec.weights(shape.hidden) if w.latent]
+    if latents:
+        outputs = sum(n for n, _ in _products(spec, shape, "attention", "own"))
+        yield _part("latents", shape.rows * outputs * shape.width)
+        normed = sum(weight.elements for weight in latents)
+        yield _part("latents.normed", shape.rows * normed * widths.code, NORMS, "norms")
+    if core.head_norms:
+        width = (core.heads + core.kv_heads) * core.qk_dim
+        yield _part("qk.projected", rows * width * shape.width)
+    features = core.heads * core.qk_dim + core.key_value_width
+    yield _part("qkv", rows * features * shape.width, UP if latents else NOTHING, "attention")
+    rows *= core.heads
+    yield _part("attended", rows * core.v_dim * shape.width, module="attention")
     yield _part("attended.statistic", rows * STATISTIC, CORE, "attention")
     if widths.code < shape.width:
-        yield _part("attended.codes", rows * dim * widths.code, module="attention")
+        yield _part("attended.codes", rows * core.v_dim * widths.code, module="attention")
 
 
-def _mla(record: Mla, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    heads, rank = record.heads / shape.tp, record.q_rank or 0
-    qk_dim = record.nope_dim + record.rope_dim
-    yield _part("norm.output", shape.rows * shape.hidden * widths.code, NORMS, "norms")
-    down = shape.rows * (rank + record.kv_rank + record.rope_dim) * shape.width
-    yield _part("latents", down)
-    yield _part(
-        "latents.normed", shape.rows * (rank + record.kv_rank) * widths.code, NORMS, "norms"
-    )
-    qkv = shape.piece * heads * (2 * qk_dim + record.v_dim) * shape.width
-    yield _part("qkv", qkv, UP, "attention")
-    yield from _attended(heads, record.v_dim, shape, widths)
+def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield the pre-activation, the activation, and what routed experts keep besides."""
+    (into, inputs), (_, features) = _products(spec, shape, name)
+    if name == "experts" and spec.routing is not None:
+        rows = shape.received(spec.routing.top_k)
+        yield _part("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
+        yield _part("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
+        activation = rows * features * widths.code
+        yield _part("experts.activation", activation, MIXTURE | ACTIVATION, "moe_act")
+        yield _part("experts.weights", rows * STATISTIC, MIXTURE)
+        return
+    module: Any = name
+    dropped: Modules = frozenset((module, "moe")) if name == "shared" else frozenset((module,))
+    size = shape.piece * (into * widths.hidden + features * widths.code)
+    yield _part(name, size, dropped, module)
 
 
-def _dense(record: Dense, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    yield _part("norm.output", shape.rows * shape.hidden * widths.code, NORMS, "norms")
-    features = shape.piece * record.width / shape.tp
-    yield _part("ffn.hidden", 2 * features * widths.hidden, frozenset(("ffn",)), "ffn")
-    yield _part("ffn.activation", features * widths.code, frozenset(("ffn",)), "ffn")
-
-
-def _moe(record: Moe, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    """A gate doubles the pre-activation; a latent space narrows what is sent."""
-    plain = isinstance(record, PlainMoe)
-    into = 1 if plain else 2
-    inner = record.latent or shape.hidden if isinstance(record, PlainMoe) else shape.hidden
-    router = record.router
-    normed = shape.rows * shape.hidden * shape.width
-    yield _part("norm.output", normed, NORMS, "norms")
-    scores = shape.rows * router.experts * (STATISTIC + STATISTIC + 1)
-    yield _part("router", scores, MIXTURE)
-    received = shape.received(router.top_k)
-    features = received * record.width / shape.etp
-    yield _part("experts.input", received * inner * widths.code, MIXTURE, "experts")
-    yield _part("experts.hidden", features * into * widths.hidden, MIXTURE, "experts")
-    yield _part("experts.activation", features * widths.code, MIXTURE | ACTIVATION, "moe_act")
-    yield _part("experts.weights", received * STATISTIC, MIXTURE)
-    if record.shared is not None:
-        wide = shape.piece * record.shared.width / shape.tp
-        dropped: Modules = frozenset(("shared", "moe"))
-        yield _part("shared", wide * (into * widths.hidden + widths.code), dropped, "shared")
-
-
-def _mamba(record: Mamba2, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    """Projected rows before and after the convolution, states between chunks, gated output."""
-    rows, width = shape.piece / shape.tp, shape.width
-    yield _part("norm.output", shape.rows * shape.hidden * widths.code, NORMS, "norms")
-    yield _part("projected", rows * record.projected * width)
-    mixed = record.width + 2 * record.groups * record.state
-    yield _part("convolved", rows * mixed * width)
-    states = rows / record.chunk * record.width * record.state * STATISTIC
-    yield _part("states", states)
-    yield _part("scanned", 2 * rows * record.width * width)
-
-
-def _delta(record: DeltaNet, shape: Shape, widths: Widths) -> Iterator[Kept]:
-    """Projected and convolved rows, states between chunks, output before and after its gate."""
-    rows, width = shape.piece / shape.tp, shape.width
-    keys, values = record.key_heads * record.key_dim, record.value_heads * record.value_dim
-    yield _part("norm.output", shape.rows * shape.hidden * widths.code, NORMS, "norms")
-    yield _part("projected", rows * (2 * keys + 2 * values) * width)
-    yield _part("convolved", rows * (2 * keys + values) * width)
-    yield _part("states", rows / record.chunk * values * record.key_dim * width)
-    yield _part("scanned", 2 * rows * values * width)
-
-
-KINDS: dict[type[Record], Callable[[Any, Shape, Widths], Iterator[Kept]]] = {
-    Gqa: _gqa,
-    Mla: _mla,
-    Dense: _dense,
-    Moe: _moe,
-    Mamba2: _mamba,
-    DeltaNet: _delta,
-}
-"""What each kind of half keeps."""
+def _products(
+    spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
+) -> list[tuple[float, float]]:
+    """Return outputs and inputs of an operation's products on a rank, in their order."""
+    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
+    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
+    return [
+        weights[name].matrix(sizes)[:2]
+        for one in spec.operations(shape.hidden)
+        if one.name == operation
+        for matmul in one.matmuls
+        if rows in (None, matmul.rows)
+        for name in matmul.weights
+    ]

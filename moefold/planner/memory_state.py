@@ -1,23 +1,27 @@
 """Bytes of weights, gradients, master weights and moments on each rank.
 
-D hidden, F width, E experts, V vocabulary. Parameters are listed with global names and shapes, as
-the built model has them: what decays, what an optimizer keeps and what tp cuts follow from both.
+Parameters are listed with global names and shapes, as the built model has them: what decays, what
+an optimizer keeps and what tp cuts follow from both.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd, prod
-from typing import Any, NamedTuple
+from math import gcd
+from typing import NamedTuple
 
-from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
 from moefold.mesh.pipeline import Place
-from moefold.model.config import Block, Decoder
-from moefold.moe.config import Moe
+from moefold.model.config import Decoder
 from moefold.planner.case import Case, Numbers
-from moefold.planner.foreign import DeltaNet, Mamba2, Nothing, PlainMoe
 from moefold.planner.held import Held, kinds
 from moefold.planner.remember import remembered
+from moefold.spec.decoder import (
+    block_weights,
+    embedding,
+    head,
+    last_norm,
+    multi_token_weights,
+)
+from moefold.spec.layer import Weight
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
@@ -25,35 +29,6 @@ product and one, transposed, for the gradient of its input."""
 
 WIDE_BYTES = 2
 """Bytes per element of what stays in bfloat16 beside codes."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter of the model."""
-
-    name: str
-    shape: tuple[int, ...]
-    cut: int | None = None
-    """The dim that tp cuts, or etp where it is an expert's; None leaves it whole."""
-    expert: bool = False
-    """Whether ep shares its first dim."""
-    product: bool = True
-    """Whether products read it in the compute dtype; others read the master itself."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the whole parameter."""
-        return prod(self.shape)
-
-    def local(self, case: Case) -> float:
-        """Return the elements that one rank holds before data ranks share them."""
-        return self.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
-
-    def part(self, tp: int, ep: int, etp: int) -> float:
-        """Return the same for sizes of the axes that cut it."""
-        if self.expert:
-            return self.elements / (ep * (etp if self.cut is not None else 1))
-        return self.elements / (tp if self.cut is not None else 1)
 
 
 @dataclass(frozen=True)
@@ -89,40 +64,6 @@ class State:
         return self.weights + self.gradients + self.master + self.moments
 
 
-def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
-    """Return every parameter of a model once, in its order."""
-    blocks = enumerate(decoder.blocks)
-    layers = (w for i, block in blocks for w in block_weights(block, decoder.hidden, i))
-    head = () if decoder.tied else (_matrix(decoder, "head.weight"),)
-    norm = _norm("norm.weight", decoder.hidden)
-    return (embedding(decoder), *layers, norm, *head)
-
-
-def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
-    """Return the parameters of one block; a half that is not there has no norm."""
-    found: list[Weight] = []
-    halves = (("attention", block.attention), ("ffn", block.ffn))
-    for norm, record in halves:
-        if isinstance(record, Nothing):
-            continue
-        half = "moe" if isinstance(record, Moe) else norm
-        named = ((f"layers.{layer}.{half}.", w) for w in _of(record, hidden))
-        found += [_norm(f"layers.{layer}.{norm}_norm.weight", hidden)]
-        found += [Weight(at + w.name, w.shape, w.cut, w.expert, w.product) for at, w in named]
-    return tuple(found)
-
-
-def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:
-    """Return what a multi-token prediction layer adds: a block like the last, joined by a matrix.
-
-    Embedding and head are the model's own (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-    """
-    hidden, at = decoder.hidden, f"layers.{layer}"
-    norms = (_norm(f"{at}.{name}.weight", hidden) for name in ("embed_norm", "row_norm", "norm"))
-    join = Weight(f"{at}.join.weight", (hidden, 2 * hidden), 0)
-    return (*block_weights(decoder.blocks[-1], hidden, layer), join, *norms)
-
-
 def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
     """Return the parameters of one thing that a stage computes, without embedding and head."""
     decoder = case.decoder
@@ -130,7 +71,7 @@ def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
         return block_weights(decoder.blocks[place.index], decoder.hidden, place.index)
     if place.kind == "multi_token":
         return multi_token_weights(decoder, len(decoder.blocks) + place.index)
-    return (_norm("norm.weight", decoder.hidden),) if place.kind == "loss" else ()
+    return (last_norm(decoder),) if place.kind == "loss" else ()
 
 
 class Split(NamedTuple):
@@ -182,6 +123,11 @@ class Split(NamedTuple):
         )
 
 
+def elements_here(case: Case, weight: Weight) -> float:
+    """Return the elements of a parameter that one rank holds before data ranks share them."""
+    return weight.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
+
+
 def state(case: Case, weights: Iterable[Weight]) -> State:
     """Return the state of some parameters on one rank."""
     return Split.of(case).state(weights)
@@ -209,8 +155,8 @@ class States:
         if name == "multi_token":
             return multi_token_weights(decoder, len(kinds(decoder)[1]))
         if name == "norm":
-            return (_norm("norm.weight", decoder.hidden),)
-        return (_matrix(decoder, "head.weight") if name == "head" else embedding(decoder),)
+            return (last_norm(decoder),)
+        return (head(decoder) if name == "head" else embedding(decoder),)
 
     def held(self, held: Held) -> State:
         """Return that of all that a rank holds."""
@@ -239,114 +185,3 @@ def stage_states(case: Case) -> tuple[State, ...]:
     """Return the state of one rank of each pipeline rank, from the first to the last."""
     states = states_of(case.decoder, Split.of(case))
     return tuple(states.held(held) for held in case.held)
-
-
-def _norm(name: str, width: int) -> Weight:
-    return Weight(name, (width,), product=False)
-
-
-def embedding(decoder: Decoder) -> Weight:
-    """Return the matrix of tokens, which is the head too where they are tied."""
-    return Weight("embed.weight", (decoder.vocab, decoder.hidden), 0, product=decoder.tied)
-
-
-def _matrix(decoder: Decoder, name: str) -> Weight:
-    return Weight(name, (decoder.vocab, decoder.hidden), 0)
-
-
-def _of(record: Record, hidden: int) -> Iterator[Weight]:
-    """Yield the parameters of a half: as its kind says, or as the kind that it inherits from."""
-    for kind in type(record).__mro__:
-        if kind in KINDS:
-            return KINDS[kind](record, hidden)
-    name = type(record).__name__
-    raise ValueError(
-        f"{name}'s weights are not listed: inherit from a kind that is, or set "
-        f"moefold.planner.memory_state.KINDS[{name}]"
-    )
-
-
-def _gqa(record: Gqa, hidden: int) -> Iterator[Weight]:
-    queries, keys = record.heads * record.head_dim, record.kv_heads * record.head_dim
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        yield Weight(f"{name}.weight", (width, hidden), 0)
-    yield Weight("o.weight", (hidden, queries), 1)
-    if record.qk_norm == "none":
-        return
-    for name, width in (("q", queries), ("k", keys)):
-        whole = record.qk_norm == "projection"
-        size = width if whole else record.head_dim
-        yield Weight(f"{name}_norm.weight", (size,), 0 if whole else None, product=False)
-
-
-def _mla(record: Mla, hidden: int) -> Iterator[Weight]:
-    heads, rank = record.heads, record.q_rank
-    queries = heads * (record.nope_dim + record.rope_dim)
-    if rank is None:
-        yield Weight("q.weight", (queries, hidden), 0)
-    else:
-        yield Weight("q_down.weight", (rank, hidden))
-        yield _norm("q_norm.weight", rank)
-        yield Weight("q_up.weight", (queries, rank), 0)
-    yield Weight("kv_down.weight", (record.kv_rank + record.rope_dim, hidden))
-    yield _norm("kv_norm.weight", record.kv_rank)
-    yield Weight("kv_up.weight", (heads * (record.nope_dim + record.v_dim), record.kv_rank), 0)
-    yield Weight("o.weight", (hidden, heads * record.v_dim), 1)
-
-
-def _dense(record: Dense, hidden: int) -> Iterator[Weight]:
-    yield Weight("w_in", (2, record.width, hidden), 1)
-    yield Weight("w_out", (hidden, record.width), 1)
-
-
-def _moe(record: Moe, hidden: int) -> Iterator[Weight]:
-    experts, width, shared = record.router.experts, record.width, record.shared
-    yield Weight("router.weight", (experts, hidden), product=False)
-    yield Weight("experts.w_in", (experts, 2, width, hidden), 2, expert=True)
-    yield Weight("experts.w_out", (experts, hidden, width), 2, expert=True)
-    if shared is not None:
-        yield Weight("shared.w_in", (2, shared.width, hidden), 1)
-        yield Weight("shared.w_out", (hidden, shared.width), 1)
-        if shared.gate:
-            yield Weight("shared.gate.weight", (1, hidden))
-
-
-def _plain_moe(record: PlainMoe, hidden: int) -> Iterator[Weight]:
-    experts, width, shared = record.router.experts, record.width, record.shared
-    inner = record.latent or hidden
-    yield Weight("router.weight", (experts, hidden), product=False)
-    yield Weight("experts.w_in", (experts, width, inner), 1, expert=True)
-    yield Weight("experts.w_out", (experts, inner, width), 2, expert=True)
-    if record.latent is not None:
-        yield Weight("down.weight", (inner, hidden))
-        yield Weight("up.weight", (hidden, inner))
-    if shared is not None:
-        yield Weight("shared.w_in", (shared.width, hidden), 0)
-        yield Weight("shared.w_out", (hidden, shared.width), 1)
-
-
-def _mamba(record: Mamba2, hidden: int) -> Iterator[Weight]:
-    yield Weight("in.weight", (record.projected, hidden), 0)
-    yield Weight("conv.weight", (record.width + 2 * record.groups * record.state, 4), 0)
-    yield Weight("norm.weight", (record.width,), 0, product=False)
-    yield Weight("out.weight", (hidden, record.width), 1)
-
-
-def _delta(record: DeltaNet, hidden: int) -> Iterator[Weight]:
-    keys, values = record.key_heads * record.key_dim, record.value_heads * record.value_dim
-    yield Weight("in.weight", (2 * keys + 2 * values + 2 * record.value_heads, hidden), 0)
-    yield Weight("conv.weight", (2 * keys + values, 4), 0)
-    yield _norm("norm.weight", record.value_dim)
-    yield Weight("out.weight", (hidden, values), 1)
-
-
-KINDS: dict[type[Record], Callable[[Any, int], Iterator[Weight]]] = {
-    Gqa: _gqa,
-    Mla: _mla,
-    Dense: _dense,
-    Moe: _moe,
-    PlainMoe: _plain_moe,
-    Mamba2: _mamba,
-    DeltaNet: _delta,
-}
-"""The parameters of each kind of half, by their names within it."""

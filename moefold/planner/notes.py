@@ -8,8 +8,9 @@ from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
 from moefold.planner.held import kinds
-from moefold.planner.memory_kept import Kept, Modules, Shape, kept, kept_bytes
+from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.run import STAND_IN, Run
+from moefold.spec.layer import Modules, Saved, Shape
 
 
 def notes(run: Run) -> tuple[str, ...]:
@@ -46,13 +47,13 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
         yield f"layout.recompute: {name} saves no memory, {what}; leave it out"
 
 
-def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Kept, ...]]:
+def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Saved, ...]]:
     """Return what each kind of layer keeps for a micro-batch of one row on each tensor rank."""
     shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp)
     return [kept(block, shape) for block in kinds(decoder)[0]]
 
 
-def _saves(layers: list[tuple[Kept, ...]], without: Modules, with_it: Modules) -> bool:
+def _saves(layers: list[tuple[Saved, ...]], without: Modules, with_it: Modules) -> bool:
     return any(kept_bytes(parts, with_it) < kept_bytes(parts, without) for parts in layers)
 
 

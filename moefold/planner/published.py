@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
-from moefold.mesh.needs import NEEDS, Need, divides
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router, Shared
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block
@@ -168,15 +169,3 @@ def _hybrid(entry: dict[str, Any]) -> list[Block]:
         for i, letter in enumerate(letters)
         if letter != "E"
     ]
-
-
-def _mamba_needs(record: Mamba2) -> list[Need]:
-    return [divides("tp", "groups of state-space heads", record.groups)]
-
-
-def _delta_needs(record: DeltaNet) -> list[Need]:
-    return [divides("tp", "key heads of linear attention", record.key_heads)]
-
-
-NEEDS.setdefault(Mamba2, _mamba_needs)
-NEEDS.setdefault(DeltaNet, _delta_needs)

@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moefold.mesh.config import Sizes
-from moefold.moe.config import Moe
 from moefold.planner.case import Case, Keeping, Recipe
 from moefold.planner.curves import Rates, constants
 from moefold.planner.from_run import Choice, Task
 from moefold.planner.held import Held, kinds
 from moefold.planner.memory import Overheads, layer_kept, software_of
-from moefold.planner.memory_kept import Kept as Part
-from moefold.planner.memory_state import block_weights, state
+from moefold.planner.memory_state import state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
 from moefold.planner.time import HOST_ADAM, Pass
@@ -34,6 +32,8 @@ from moefold.planner.time_layer import (
 from moefold.planner.time_pipeline import LEAST
 from moefold.planner.time_work import PERMUTING, Share
 from moefold.schedule.config import OneFOneB
+from moefold.spec.decoder import block_weights, has_routing
+from moefold.spec.layer import Saved
 
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is moved to the host."""
@@ -79,7 +79,7 @@ class Bounds:
         self._settings: dict[Recipe, Setting] = {}
         self._works: dict[tuple[Any, ...], float] = {}
         self._states: dict[tuple[Any, ...], float] = {}
-        self._parts: dict[tuple[Any, ...], list[tuple[Part, int]]] = {}
+        self._parts: dict[tuple[Any, ...], list[tuple[Saved, int]]] = {}
         self._sizes: dict[tuple[Any, ...], float] = {}
         self._chains: dict[tuple[Any, ...], list[tuple[float, float, Kept]]] = {}
         self._exchanged: dict[tuple[Any, ...], dict[str, float]] = {}
@@ -144,7 +144,7 @@ class Bounds:
         total = sum(
             half_seconds(block.ffn, share, self._setting(grid.recipe)) * self.counts[kind]
             for kind, block in enumerate(self.blocks)
-            if isinstance(block.ffn, Moe)
+            if has_routing(block.ffn)
         )
         return float(total)
 
@@ -153,7 +153,7 @@ class Bounds:
         took = self.exchanges(Shape(*grid, ep, etp, "local", False))
         if not took:
             return 0.0
-        layers = sum(self.counts[i] for i, b in enumerate(self.blocks) if isinstance(b.ffn, Moe))
+        layers = sum(self.counts[i] for i, b in enumerate(self.blocks) if has_routing(b.ffn))
         shown = 1.0 - self._rates.hidden * (1.0 - SM_COST)
         return 4 * layers * min(took.values()) * max(0.0, shown)
 
@@ -162,10 +162,9 @@ class Bounds:
         task, router = self.task, self._router
         if shape.ep == 1 or router is None:
             return {}
-        groups = router.groups
         rows = Rows(
             shape.micro_batch * task.seq / (shape.tp * shape.cp), self._width * 2.0, router.top_k,
-            groups.keep if groups else None, groups.count if groups else 1,
+            router.groups_kept, router.groups,
         )  # fmt: skip
         group = reach(task.cluster, shape.ep, shape.etp)
         key = rows, group
@@ -345,11 +344,11 @@ class Bounds:
 
     @cached_property
     def _router(self) -> Any:
-        return next((b.ffn.router for b in self.blocks if isinstance(b.ffn, Moe)), None)
+        return next((b.ffn.routing for b in self.blocks if has_routing(b.ffn)), None)
 
     @cached_property
     def _width(self) -> int:
-        latent = next((getattr(b.ffn, "latent", None) for b in self.blocks), None)
+        latent = None if self._router is None else self._router.width
         return latent or self.task.decoder.hidden
 
     @cached_property

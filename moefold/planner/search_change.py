@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_rules
-from moefold.mesh.needs import needs
 from moefold.planner.from_run import Choice, Task
 from moefold.planner.memory import totals
 from moefold.planner.search import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
+from moefold.spec.decoder import needs
 
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, combinations, product
 
-from moefold.layers.config import Mla
 from moefold.mesh.legality import divisors
-from moefold.mesh.needs import Model, needs
 from moefold.mesh.pipeline import LAYERS, Stages, Way
-from moefold.moe.config import Moe
 from moefold.planner.case import Dispatcher, Keeping, Module, Recipe
 from moefold.planner.from_run import OTHERS, Task
 from moefold.planner.hardware import Device
@@ -23,6 +20,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
+from moefold.spec.decoder import Model, halves, has_routing, needs
 
 SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
@@ -125,15 +123,18 @@ def micro_batches(task: Task) -> tuple[int, ...]:
 def _recomputes(task: Task) -> Iterator[Modules]:
     """Yield what can be made again: sets of cheap and dear modules, and whole blocks."""
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
-    latent = any(isinstance(block.attention, Mla) for block in blocks)
+    hidden = task.decoder.hidden
+    specs = [spec for block in blocks for _, spec in halves(block)]
+    operations = {one.name for spec in specs for one in spec.operations(hidden)}
     moefold = task.software.stack == "moefold"
-    mixtures = [block.ffn for block in blocks if isinstance(block.ffn, Moe)]
-    beside: set[Module] = {"ffn"} if len(mixtures) < len(blocks) else set()
-    if any(mixture.shared for mixture in mixtures):
+    beside: set[Module] = set()
+    if not all(has_routing(block.ffn) for block in blocks):
+        beside.add("ffn")
+    if "shared" in operations:
         beside.add("shared")
     names: list[Module] = ["norms", "attention"]
     names.append("experts" if moefold else "moe_act")
-    if latent:
+    if "mla_up" in operations:
         names.append("mla_up")
     sets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
     for chosen in sets:
@@ -158,7 +159,7 @@ class Foldings:
 
     @classmethod
     def of(cls, task: Task) -> "Foldings":
-        """Return those of a task; ``mesh.needs`` states what a model asks."""
+        """Return those of a task; ``spec.decoder`` states what a model asks."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
         sizes = {axis: _sizes(model, axis, world) for axis in ("tp", "cp", "ep", "etp")}
         pp = tuple(size for size in divisors(world) if size <= model.layers)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Dense, Gathered, Gqa, Mla
+from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.moe.config import Moe
 from moefold.planner.case import RING, Case, Software, sharing_heads
 from moefold.planner.curves import (
     Constants,
@@ -21,7 +20,6 @@ from moefold.planner.curves import (
     memory_seconds,
     product_seconds,
 )
-from moefold.planner.foreign import Nothing
 from moefold.planner.hardware import FORMAT_OF, Cluster, Format
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
@@ -36,6 +34,8 @@ from moefold.planner.time_work import (
     norms,
     offload_bytes,
 )
+from moefold.spec.decoder import halves
+from moefold.spec.layer import Attention, Routing, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -199,14 +199,15 @@ def _once(
     block: Block, share: Share, setting: Setting, dispatch: str
 ) -> tuple[Time, Mapping[str, Took], float]:
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
-    halves = [one for one in (block.attention, block.ffn) if not isinstance(one, Nothing)]
+    present = [spec for _, spec in halves(block)]
     parts: dict[str, Took] = {}
-    for record in halves:
+    for record in present:
         parts |= _half(record, share.of_half(record), setting)
-    parts |= _norms(share.dense, len(halves), setting)
+    parts |= _norms(share.dense, len(present), setting)
     sent = 0.0
-    if isinstance(block.ffn, Moe) and share.ep * share.etp > 1:
-        sent = 2 * dispatch_seconds(_rows(block.ffn, share), share, setting, dispatch)
+    routing = described(block.ffn).routing
+    if routing is not None and share.ep * share.etp > 1:
+        sent = 2 * dispatch_seconds(_rows(routing, share), share, setting, dispatch)
     return _summed(parts), parts, sent
 
 
@@ -375,11 +376,14 @@ def _tensor(made: Time, block: Block, share: Share, setting: Setting, policy: Po
     """
     if share.tp == 1:
         return
-    halves = (not isinstance(block.attention, Nothing)) + isinstance(block.ffn, Dense)
+    gathering = sum(spec.routing is None for _, spec in halves(block))
     group = reach(setting.cluster, share.tp, 1)
     once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
     shown = 0.5 if policy.overlap_tp else 1.0
-    made.forward["tp"], made.backward["tp"] = 2 * halves * once * shown, 3 * halves * once * shown
+    made.forward["tp"], made.backward["tp"] = (
+        2 * gathering * once * shown,
+        3 * gathering * once * shown,
+    )
 
 
 def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
@@ -414,7 +418,7 @@ def context_seconds(
     if share.cp == 1:
         return 0.0, 0.0
     cluster, rates, keys = setting.cluster, setting.rates, sent[0]
-    if isinstance(context, Gathered):
+    if context.gathers:
         group = reach(cluster, share.cp, share.tp)
         once = ring_seconds(keys * share.cp, group, cluster, rates)
         return once, once
@@ -437,23 +441,13 @@ def _rows_of_heads(attention: Record, share: Share) -> tuple[float, float]:
     have them.
     """
     each = share.t * BF16 / share.tp
-    if isinstance(attention, Gqa):
-        keys, queries = attention.kv_heads, attention.heads
-        return 2 * each * keys * attention.head_dim, 2 * each * queries * attention.head_dim
-    if isinstance(attention, Mla):
-        width = attention.nope_dim + attention.rope_dim + attention.v_dim
-        return each * attention.heads * width, each * attention.heads * width
+    for one in described(attention).operations(share.hidden):
+        if isinstance(one.core, Attention):
+            return each * one.core.key_value_width, each * one.core.query_width
     return 0.0, 0.0
 
 
-def _rows(ffn: Moe, share: Share) -> Rows:
+def _rows(routing: Routing, share: Share) -> Rows:
     """Return what a rank sends to a layer's experts."""
-    groups = ffn.router.groups
-    hidden = getattr(ffn, "latent", None) or share.hidden
-    return Rows(
-        share.r,
-        hidden * BF16,
-        ffn.router.top_k,
-        groups.keep if groups else None,
-        groups.count if groups else 1,
-    )
+    width = (routing.width or share.hidden) * BF16
+    return Rows(share.r, width, routing.top_k, routing.groups_kept, routing.groups)

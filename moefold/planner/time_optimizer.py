@@ -7,7 +7,8 @@ from moefold.model.config import Decoder
 from moefold.optim.config import Muon
 from moefold.planner.case import Case
 from moefold.planner.curves import Product, Rates, product_seconds
-from moefold.planner.memory_state import model_weights, place_weights
+from moefold.planner.memory_state import place_weights
+from moefold.spec.decoder import model_weights
 
 
 def orthogonal_flops(decoder: Decoder, rule: Record) -> int:

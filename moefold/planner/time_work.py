@@ -1,32 +1,40 @@
 """What a micro-batch computes in one layer on one rank, before any rate: products, bytes, launches.
 
-A kind of layer is described by one function per record class (``KINDS``), so that a new kind brings
-its own. Bytes count each reading and writing of a tensor by an element-wise kernel, in bfloat16
-unless a kernel works in fp32. Letters: t tokens of a micro-batch after cp, r = t / tp rows between
-sub-layers, H hidden.
+It follows from the layer's description (``moefold/spec/layer.py``). Bytes count each reading and
+writing of a tensor by an element-wise kernel, in bfloat16. Letters: t tokens of a micro-batch after
+cp, r = t / tp rows between sub-layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla
-from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.curves import Product
-from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed
 from moefold.planner.remember import remembered
+from moefold.spec.decoder import has_routing
+from moefold.spec.layer import (
+    Attention,
+    Axis,
+    LayerSpec,
+    Matmul,
+    Operation,
+    Rows,
+    Scan,
+    Weight,
+    described,
+)
 
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Readings and writings of a row by two norms and two residual sums."""
 PERMUTING = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
-ROUTER_PASSES = 25
-"""The same of a row of scores: scores, top-k, map, counts, balance."""
+SCAN_LENGTH, SCAN_DIM = 4096, 64
+"""Sequence and head at whose rate of attention a scan's products run."""
 
 
 class Core(NamedTuple):
@@ -75,6 +83,8 @@ class Share(NamedTuple):
     load: float
     fused: bool
     """Whether dispatch permutes rows itself."""
+    top_k: int = 0
+    """Experts of each row."""
 
     @classmethod
     def of(cls, case: Case) -> "Share":
@@ -92,7 +102,18 @@ class Share(NamedTuple):
 
     def of_half(self, record: Record) -> "Share":
         """Return what of it decides a half of a layer."""
-        return self if isinstance(record, Moe) else self.dense
+        return self if has_routing(record) else self.dense
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Sizes of the axes that cut weights."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+
+    def rows(self, kind: Rows) -> float:
+        """Return the rows that an operation reads on one rank."""
+        if kind == "routed":
+            return self.r * self.top_k * self.etp * self.load
+        return self.r if kind == "own" else self.t
 
     @property
     def t(self) -> float:
@@ -111,7 +132,14 @@ Parts = dict[str, Work]
 @remembered(1 << 14)
 def half(record: Record, share: Share) -> Parts:
     """Return the parts of a half of a block; not to be changed."""
-    return _kind(record)(record, share)
+    spec = described(record)
+    if spec.absent:
+        return {}
+    routing = spec.routing
+    share = share if routing is None else share._replace(top_k=routing.top_k)
+    weights = {weight.name: weight for weight in spec.weights(share.hidden)}
+    found = {one.name: _work(one, weights, share) for one in spec.operations(share.hidden)}
+    return found | _permute(spec, share)
 
 
 def norms(share: Share, halves: int) -> Parts:
@@ -143,137 +171,58 @@ def joint(share: Share) -> Parts:
     return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
 
 
-def _kind(record: Record) -> Callable[[Any, Share], Parts]:
-    for kind in type(record).__mro__:
-        if kind in KINDS:
-            return KINDS[kind]
-    raise ValueError(
-        f"the time of {type(record).__name__} is not planned: inherit from a kind that is, or set "
-        f"moefold.planner.time_work.KINDS[{type(record).__name__}]"
+def _work(operation: Operation, weights: Mapping[str, Weight], share: Share) -> Work:
+    """Return one operation of a layer in numbers of a rank."""
+    products = tuple(_product(one, weights, share) for one in operation.matmuls)
+    moved = back = 0.0
+    for one in operation.traffic:
+        units = one.units
+        part = 1.0 if units is None else units.fraction(share.sizes[units.axis])
+        features = share.rows(one.rows) * one.features * part * BF16
+        moved, back = moved + one.forward * features, back + one.backward * features
+    launches = operation.launches
+    if launches is None:
+        launches = sum(one.count for one in products)
+    core, scanned = _core(operation.core, share)
+    elements = sum(one.n * one.k * one.count for one in products)
+    return Work(products, core, moved, back, launches, elements, operation.wide, scanned)
+
+
+def _product(matmul: Matmul, weights: Mapping[str, Weight], share: Share) -> Product:
+    """Return the sizes of a product on a rank; experts each have as many rows."""
+    found = [weights[name].matrix(share.sizes) for name in matmul.weights]
+    _, k, count = found[0]
+    rows = share.rows(matmul.rows)
+    if matmul.rows == "routed":
+        rows = max(1.0, rows / count)
+    return Product(rows, sum(n for n, _, _ in found), k, count)
+
+
+def _core(core: Attention | Scan | None, share: Share) -> tuple[tuple[Core, ...], float]:
+    """Return the products of a core, and the bytes that a scan moves."""
+    if isinstance(core, Attention):
+        pairs = core.pairs(share.seq)
+        flops = 2 * share.t * pairs * core.query_width / share.tp
+        return (Core(flops, 2 * pairs, core.v_dim),), 0.0
+    if core is None:
+        return (), 0.0
+    flops = 2 * share.t * core.products / share.tp
+    return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.t * core.moved / share.tp * BF16
+
+
+def _permute(spec: LayerSpec, share: Share) -> Parts:
+    """Return what sorts rows by expert and back, where dispatch does not do it itself."""
+    routing = spec.routing
+    if routing is None:
+        return {}
+    copied = (
+        share.rows("routed")
+        * (routing.width or share.hidden)
+        * BF16
+        * 2
+        * (2 if share.fused else 4)
     )
-
-
-def _gqa(record: Gqa, share: Share, length: float | None = None) -> Parts:
-    d, tp, t, hidden = record.head_dim, share.tp, share.t, share.hidden
-    kv = max(record.kv_heads, tp)
-    into, out = (record.heads + 2 * kv) * d / tp, record.heads * d / tp
-    pairs = share.seq / 2 if length is None else length
-    core = Core(4 * t * pairs * out, 2 * pairs, d)
-    turned = t * (record.heads + kv) * d / tp * BF16 * 2
-    moved = turned * (1 if record.qk_norm == "none" else 2) + t * into * BF16
-    products = (Product(t, into, hidden), Product(t, hidden, out))
-    return {
-        "attention": Work(
-            products, (), moved, 1.5 * moved, 12, hidden * (into + out)
-        ),
-        "core": Work(cores=(core,), launches=1),
-    }  # fmt: skip
-
-
-def _windowed(record: Windowed, share: Share) -> Parts:
-    window = min(record.window, share.seq)
-    return _gqa(record, share, window - window**2 / (2 * share.seq))
-
-
-def _mla(record: Mla, share: Share) -> Parts:
-    hidden, t, r, heads = share.hidden, share.t, share.r, record.heads / share.tp
-    qk, rank = record.nope_dim + record.rope_dim, record.q_rank
-    down = record.kv_rank + record.rope_dim
-    products = [Product(r, down, hidden), Product(t, hidden, heads * record.v_dim)]
-    up = [Product(t, heads * (record.nope_dim + record.v_dim), record.kv_rank)]
-    if rank is None:
-        products.append(Product(t, heads * qk, hidden))
-    else:
-        products.append(Product(r, rank, hidden))
-        up.append(Product(t, heads * qk, rank))
-    turned = t * heads * (2 * qk + record.v_dim) * BF16 * 2
-    latents = r * (down + (rank or 0)) * BF16 * 4
-    pairs = share.seq / 2
-    core = Core(2 * t * pairs * heads * (qk + record.v_dim), share.seq, min(128, record.v_dim))
-    return {
-        "attention": Work(tuple(products), (), latents, 1.5 * latents, 16, _weights(products)),
-        "mla_up": Work(tuple(up), (), turned, turned, 8, _weights(up)),
-        "core": Work(cores=(core,), launches=1),
-    }
-
-
-def _mamba(record: Mamba2, share: Share) -> Parts:
-    t, hidden, tp = share.t, share.hidden, share.tp
-    products = (
-        Product(t, record.projected / tp, hidden),
-        Product(t, hidden, record.width / tp),
-    )
-    mixed = t * (record.projected + record.width) / tp * BF16
-    core = Core(2 * t * record.width / tp * (record.chunk + 2 * record.state), 4096, 64)
-    return {
-        "attention": Work(products, (), mixed, 2 * mixed, 12, _weights(products)),
-        "core": Work(cores=(core,), launches=6, scanned=2 * mixed),
-    }
-
-
-def _delta(record: DeltaNet, share: Share) -> Parts:
-    t, hidden, tp = share.t, share.hidden, share.tp
-    keys, values = record.key_heads * record.key_dim, record.value_heads * record.value_dim
-    into = (2 * keys + 2 * values + 2 * record.value_heads) / tp
-    products = (Product(t, into, hidden), Product(t, hidden, values / tp))
-    core = Core(2 * t * values / tp * (2 * record.chunk + 3 * record.key_dim), 4096, 64)
-    moved = t * (into + values / tp) * BF16
-    return {
-        "attention": Work(products, (), moved, 2 * moved, 20, _weights(products)),
-        "core": Work(cores=(core,), launches=12, scanned=2 * moved),
-    }
-
-
-def _ffn(name: str, width: float, rows: float, share: Share, gated: bool = True) -> Parts:
-    wide = (2 if gated else 1) * width
-    products = (Product(rows, wide, share.hidden), Product(rows, share.hidden, width))
-    act = rows * BF16
-    moved, back = act * (wide + width), act * (2 * wide + width)
-    return {name: Work(products, (), moved, back, 4, _weights(products))}
-
-
-def _dense(record: Dense, share: Share) -> Parts:
-    return _ffn("ffn", record.width / share.tp, share.t, share)
-
-
-def _moe(record: Moe, share: Share) -> Parts:
-    plain = isinstance(record, PlainMoe)
-    latent = record.latent if isinstance(record, PlainMoe) else None
-    r, hidden, k = share.r, latent or share.hidden, record.router.top_k
-    experts = record.router.experts
-    local = experts / share.ep
-    rows = r * k * share.etp * share.load
-    width, gates = record.width / share.etp, 1 if plain else 2
-    m = max(1.0, rows / local)
-    products = (Product(m, gates * width, hidden, local), Product(m, hidden, width, local))
-    act = rows * width * BF16
-    scores = Product(r, experts, share.hidden)
-    wide, back = act * (gates + 1), act * (2 * gates + 1)
-    if isinstance(record, BiasedMoe):
-        # Biases are added, gates clamped and rows scaled in kernels of their own.
-        out = rows * hidden * BF16
-        wide, back = wide + 16 * act + 6 * out, back + 24 * act + 8 * out
-    copied = rows * hidden * BF16 * 2 * (2 if share.fused else 4)
-    found = {
-        "router": Work(
-            (scores,), (), ROUTER_PASSES * r * experts * FP32, ROUTER_PASSES * r * experts * FP32,
-            15, experts * share.hidden, True,
-        ),
-        "permute": Work((), (), copied, copied, 8 if share.fused else 20),
-        "experts": Work(products, (), 0, 0, 2 * local, _weights(products)),
-        "moe_act": Work((), (), wide, back, 2),
-    }  # fmt: skip
-    if latent:
-        narrow = (Product(r, latent, share.hidden), Product(r, share.hidden, latent))
-        found["latent"] = Work(narrow, (), 0, 0, 4, _weights(narrow))
-    if record.shared is not None:
-        width = record.shared.width / share.tp
-        found |= _ffn("shared", width, share.t, share, not plain)
-    return found
-
-
-def _nothing(record: Nothing, share: Share) -> Parts:
-    return {}
+    return {"permute": Work((), (), copied, copied, 8 if share.fused else 20)}
 
 
 OFFLOADED = {
@@ -298,20 +247,3 @@ def offload_bytes(parts: Parts, modules: frozenset[str]) -> float:
         work = parts[name]
         total += BF16 * work.quantised[0] if work.products else work.moved / 2
     return total
-
-
-def _weights(products: tuple[Product, ...] | list[Product]) -> float:
-    return sum(one.n * one.k * one.count for one in products)
-
-
-KINDS: dict[type[Record], Callable[[Any, Share], Parts]] = {
-    Gqa: _gqa,
-    Windowed: _windowed,
-    Mla: _mla,
-    Mamba2: _mamba,
-    DeltaNet: _delta,
-    Dense: _dense,
-    Moe: _moe,
-    Nothing: _nothing,
-}
-"""How each kind of layer is described."""

@@ -11,12 +11,14 @@ a step.
 
 from collections.abc import Iterator
 
-from moefold.layers.config import Gathered, Gqa, Mla
+from moefold.layers.config import Gathered
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case, sharing_heads
 from moefold.planner.foreign import Nothing
-from moefold.planner.memory_kept import INDEX, STATISTIC, Shape
+from moefold.planner.memory_kept import shape_of
 from moefold.planner.traffic_calls import (
     BACKWARD,
     BALANCED,
@@ -40,6 +42,7 @@ from moefold.planner.traffic_experts import expert
 from moefold.planner.traffic_optimizer import optimizer
 from moefold.planner.traffic_rings import lent
 from moefold.schedule.transfers import Transfer, with_transfers
+from moefold.spec.layer import INDEX, STATISTIC, Shape
 
 MASTER = 4
 """Bytes of an element of the embedding's rows: fp32."""
@@ -55,7 +58,7 @@ def traffic(case: Case, rank: int, step: Step = BALANCED) -> tuple[Call, ...]:
 
 def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what tensor ranks exchange: rows into each half, sums out of it, and at both ends."""
-    tp, shape = case.sizes.tp, Shape.of(case)
+    tp, shape = case.sizes.tp, shape_of(case)
     if tp == 1:
         return
     row = shape.rows * shape.hidden * shape.width
@@ -82,7 +85,7 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def _loss(case: Case) -> Iterator[Call]:
     """Yield what the loss over a shared vocabulary exchanges: rows, and statistics of chunks."""
-    tp, shape, m = case.sizes.tp, Shape.of(case), case.micro_batches
+    tp, shape, m = case.sizes.tp, shape_of(case), case.micro_batches
     row = shape.rows * shape.hidden * shape.width
     yield Call("tp", "all_gather", gathers(row, tp), m, part="loss")
     yield Call("tp", "reduce_scatter", gathers(row, tp), m, part="loss")
@@ -115,7 +118,7 @@ def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Itera
 
 def context(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield what context ranks exchange in attention: keys and values, or heads for rows."""
-    cp, shape = case.sizes.cp, Shape.of(case)
+    cp, shape = case.sizes.cp, shape_of(case)
     if cp == 1:
         return
     for block, count in blocks_of(case, rank):
@@ -180,7 +183,7 @@ def _heads(block: Block, shape: Shape) -> tuple[float, tuple[float, float]] | No
 
 def pipeline(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
     """Yield the rows and gradients that neighbouring stages pass on, from the schedule's table."""
-    shape = Shape.of(case)
+    shape = shape_of(case)
     row = shape.rows * shape.hidden * shape.width
     ways = {"output": FORWARD, "gradient": BACKWARD}
     count = dict.fromkeys(((way, what) for way in ("send", "receive") for what in ways), 0)

@@ -11,7 +11,7 @@ from math import gcd
 
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
-from moefold.planner.memory_state import Weight, embedding, place_weights
+from moefold.planner.memory_state import elements_here, place_weights
 from moefold.planner.traffic_calls import (
     BACKWARD,
     BALANCED,
@@ -25,6 +25,8 @@ from moefold.planner.traffic_calls import (
     stage_of,
     sums,
 )
+from moefold.spec.decoder import embedding, head, last_norm
+from moefold.spec.layer import Weight
 
 TABLE = "embed.weight"
 WIDE = (TABLE, "router.weight")
@@ -68,7 +70,7 @@ def data(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         inner, outer = levels(case, kind)
         if inner > 1:
             continue
-        count = sum(round(w.local(case)) for w in weights if copies_of(w) == kind)
+        count = sum(round(elements_here(case, w)) for w in weights if copies_of(w) == kind)
         if outer > 1 and count:
             size = count * case.numbers.gradient_bytes
             yield Call(kind, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
@@ -85,9 +87,9 @@ def held(case: Case, rank: int) -> list[Weight]:
     if has(case, rank, "embedding") or (ends and case.decoder.tied):
         found.insert(0, embedding(case.decoder))
     if ends:
-        found.append(Weight("norm.weight", (case.decoder.hidden,), product=False))
+        found.append(last_norm(case.decoder))
         if not case.decoder.tied:
-            found.append(Weight("head.weight", (case.decoder.vocab, case.decoder.hidden), 0))
+            found.append(head(case.decoder))
     return found
 
 
@@ -111,7 +113,7 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
     for (unit, kind, wide), members in alike.items():
         placed, end = [], 0
         for weight in members:
-            count = round(weight.local(case))
+            count = round(elements_here(case, weight))
             placed.append((weight, count, end))
             end = aligned(end + count)
         ranks = levels(case, kind)[0]
@@ -150,11 +152,11 @@ def _whole(case: Case, rank: int, weights: list[Weight], buckets: list[Bucket]) 
         group = case.folding.group(bucket.kind, rank)
         run = bucket.run(group.index(rank) % bucket.ranks)
         own |= {name: end - first for name, (first, end) in run.items()}
-    here = {w.name: own.get(w.name, round(w.local(case))) for w in weights}
+    here = {w.name: own.get(w.name, round(elements_here(case, w))) for w in weights}
     bytes_each = case.numbers.gradient_bytes
     tp = case.sizes.tp
     if tp > 1:
-        count = sum(here[w.name] for w in weights if w.cut is None and not w.expert)
+        count = sum(here[w.name] for w in weights if not w.cuts)
         if count:
             yield Call("tp", "all_reduce", sums(count * bytes_each, tp), 1, BACKWARD, "gradients")
     stages = embedding_stages(case)

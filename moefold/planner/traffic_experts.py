@@ -13,7 +13,7 @@ from math import comb
 from moefold.moe.config import Moe
 from moefold.planner import traffic_calls
 from moefold.planner.case import Case
-from moefold.planner.memory_kept import INDEX, STATISTIC, Shape
+from moefold.planner.memory_kept import shape_of
 from moefold.planner.traffic_calls import (
     BACKWARD,
     BALANCED,
@@ -25,6 +25,7 @@ from moefold.planner.traffic_calls import (
     paired,
     runs,
 )
+from moefold.spec.layer import INDEX, STATISTIC
 
 ONCE = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 """Ways that send a row once to each of its ranks, and with it all its choices."""
@@ -77,7 +78,7 @@ def _layer(
     case: Case, record: Moe, step: Step, flow: _Flow, count: int, again: int
 ) -> Iterator[Call]:
     """Yield the calls of one layer in so many micro-batches like this one."""
-    sizes, shape = case.sizes, Shape.of(case)
+    sizes, shape = case.sizes, shape_of(case)
     hidden, k = getattr(record, "latent", None) or shape.hidden, record.router.top_k
     row, members = hidden * shape.width, sizes.ep * sizes.etp
     told = _told(case, record) * INDEX
@@ -141,7 +142,7 @@ class _Maker:
 def _padded(case: Case, record: Moe, step: Step, row: float, make: _Maker) -> Iterator[Call]:
     """Yield equal splits: what is sent does not depend on the routing."""
     sizes = case.sizes
-    mean = Shape.of(case).rows * record.router.top_k / sizes.ep
+    mean = shape_of(case).rows * record.router.top_k / sizes.ep
     room = step.room if step.room is not None else mean * case.load
     moved, gathered = room * (sizes.ep - 1), room * sizes.ep * (sizes.etp - 1)
     for size in (row, STATISTIC):
@@ -174,7 +175,7 @@ def _told(case: Case, record: Moe) -> int:
 
 def _mean(case: Case, record: Moe) -> _Flow:
     """Return the rows of balanced routing."""
-    sizes, shape = case.sizes, Shape.of(case)
+    sizes, shape = case.sizes, shape_of(case)
     copies, ranks = shape.rows * record.router.top_k, sizes.ep
     members = ranks * sizes.etp
     hops: tuple[Hop, ...] = ()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moefold.mesh.share import share_out
 from moefold.planner.case import Case
-from moefold.planner.memory_state import Weight
+from moefold.planner.memory_state import elements_here
 from moefold.planner.traffic_calls import (
     BACKWARD,
     BALANCED,
@@ -22,6 +22,7 @@ from moefold.planner.traffic_calls import (
     ranks_of,
 )
 from moefold.planner.traffic_data import buckets_of, copies_of, held, levels
+from moefold.spec.layer import Axis, Weight
 
 
 class Matrix(NamedTuple):
@@ -72,10 +73,11 @@ def _matrices(
     case: Case, weight: Weight, runs: tuple[tuple[int, int], ...] | None
 ) -> Iterator[Matrix]:
     """Yield the matrices of a parameter as a rank holds them."""
-    axis = "etp" if weight.expert else "tp"
+    axis: Axis = "etp" if weight.expert else "tp"
     ways, dims = getattr(case.sizes, axis), len(weight.shape)
-    cut = weight.cut is not None and weight.cut >= dims - 2 and ways > 1
-    whole = round(weight.local(case))
+    dim = weight.dim(axis)
+    cut = dim is not None and dim >= dims - 2 and ways > 1
+    whole = round(elements_here(case, weight))
     size = prod(weight.shape[-2:]) // (ways if cut else 1)
     for start in range(0, whole, size):
         yield Matrix(start, size, runs or ((0, whole),), axis if cut else "")

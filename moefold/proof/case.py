@@ -9,9 +9,9 @@ from moefold.config.problems import RunError
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import folding_violations
-from moefold.mesh.needs import needs
 from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
+from moefold.spec.decoder import needs
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""

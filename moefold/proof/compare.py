@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moefold.model.config import Decoder
-from moefold.moe.config import Aux, Bias, Moe
 from moefold.proof.case import Subject
 from moefold.proof.trial import Findings, Piece
+from moefold.spec.layer import LayerSpec
 
 VACUOUS = 1e-6
 """A quantity below this proves nothing."""
@@ -120,14 +120,14 @@ def vacuous(subject: Subject, found: Findings) -> list[str]:
 def zero(decoder: Decoder) -> dict[str, str]:
     """Return parameters whose gradient is zero by the maths of a decoder, each with the reason.
 
-    That is a router's where a softmax weighs its one expert: neither that weight nor what the
-    auxiliary loss reads moves with a logit. Any other term may reach it, and is then to be seen.
+    Each layer says so of its own, such as a router's where a softmax weighs its one expert.
     """
     return {
-        f"layers.{number}.moe.router.weight": "a softmax over one expert is always 1"
-        for number, ffn in enumerate(block.ffn for block in decoder.blocks)
-        if isinstance(ffn, Moe) and ffn.router.experts == 1 and ffn.router.score == "softmax"
-        if all(isinstance(term, Aux | Bias) for term in ffn.balance)
+        f"layers.{number}.{spec.prefix or name}.{weight}": reason
+        for number, block in enumerate(decoder.blocks)
+        for name, spec in (("attention", block.attention), ("ffn", block.ffn))
+        if isinstance(spec, LayerSpec)
+        for weight, reason in spec.without_gradient()
     }
 
 

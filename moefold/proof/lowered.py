@@ -9,14 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from moefold.config.base import Record
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.model.config import Block, Decoder, Stack
-from moefold.moe.config import Moe
 from moefold.proof.case import Case
 from moefold.proof.pool import run_cases
 from moefold.proof.verify import Proof, Told, verdict
+from moefold.spec.layer import Shape, activation_width, described
 
 IN_A_BLOCK, AT_THE_END = 13, 3
 """Operations one after another: norm, projection, rotation, scores, softmax, values, projection,
@@ -52,7 +51,9 @@ def narrowed(case: Case, precision: Precision) -> Case:
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
-    rows = [b.ffn.width // etp * bytes_each for b in decoder.blocks if isinstance(b.ffn, Moe)]
+    shape = Shape(decoder.hidden, rows=1, etp=etp)
+    experts = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    rows = [int(activation_width(spec, shape)) * bytes_each for spec in experts]
     rows.append(decoder.hidden * bytes_each)
     fits = all(row % ALIGNMENT == 0 for row in rows)
     layout = case.layout.model_copy(update={"experts": "grouped"}) if fits else case.layout
@@ -69,10 +70,4 @@ def steady(decoder: Decoder) -> Decoder:
 
 
 def _to_all(block: Block) -> Block:
-    ffn: Record = block.ffn
-    if not isinstance(ffn, Moe):
-        return block
-    router = ffn.router.model_copy(update={"top_k": ffn.router.experts, "groups": None})
-    return block.model_copy(
-        update={"ffn": ffn.model_copy(update={"router": router, "capacity": None})}
-    )
+    return Block(attention=described(block.attention).steady(), ffn=described(block.ffn).steady())

@@ -5,7 +5,10 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
-from moefold.layers.config import Dense, Gqa, Mla, Rope, Yarn
+from moefold.layers.config import Rope, Yarn
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Groups, Moe, Router, Shared, Z
 from moefold.optim.config import AdamW

@@ -6,22 +6,20 @@ Torch-free.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from moefold.config.base import Record
-from moefold.layers.config import Dense, Gqa, Mla, Precision
+from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
-from moefold.moe.config import Groups, Moe, Router
 from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
+from moefold.spec.layer import LayerSpec, rounded_up
 
-HIDDEN, HEAD, WIDTH, VOCAB, ROWS = 16, 4, 16, 64, 32
-EXPERTS, TOP_K, GROUPS = 8, 4, 4
+HIDDEN, VOCAB, ROWS = 16, 64, 32
 CLIP = 0.05
 """Largest gradient norm of a shrunk run that clips: always exceeded, so that the factor is seen."""
 RATE = 0.01
@@ -62,7 +60,7 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     return Subject(
         small_decoder(run.decoder(), asked),
         small_optimizer(run.optim),
-        rows=_up(ROWS, asked.tp * 2 * asked.cp),
+        rows=rounded_up(ROWS, asked.tp * 2 * asked.cp),
         precision=precision,
     )
 
@@ -82,7 +80,7 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     )
     stacks = tuple(Stack(repeat=len(list(same)), blocks=(b,)) for b, same in groupby(small))
     changed = {
-        "vocab": _up(VOCAB, asked.tp),
+        "vocab": rounded_up(VOCAB, asked.tp),
         "hidden": HIDDEN,
         "stacks": stacks,
         # Large enough that every part of the model matters to the loss.
@@ -107,71 +105,6 @@ def _some(blocks: tuple[Block, ...], asked: Asked) -> tuple[Block, ...]:
 
 
 def small_part(record: Record, asked: Asked) -> Record:
-    """Return a layer's record with small sizes; of a kind that is not in ``SMALL``, itself."""
-    make = next((SMALL[kind] for kind in type(record).__mro__ if kind in SMALL), None)
-    return record if make is None else make(record, asked)
-
-
-def _gqa(record: Gqa, asked: Asked) -> Gqa:
-    shared = min(record.heads // record.kv_heads, 2)
-    # Context ranks may share heads that tensor ranks share already.
-    kv_heads = _up(min(record.kv_heads, 2), math.gcd(asked.tp * asked.cp, record.kv_heads))
-    kv_heads = _up(kv_heads, asked.tp)
-    changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": HEAD}
-    return record.model_copy(update=changed)
-
-
-def _mla(record: Mla, asked: Asked) -> Mla:
-    heads = _up(_up(2, math.gcd(asked.tp * asked.cp, record.heads)), asked.tp)
-    changed = {"heads": heads, "kv_rank": 8, "nope_dim": HEAD, "rope_dim": HEAD, "v_dim": 6}
-    if record.q_rank is not None:
-        changed["q_rank"] = 8
-    return record.model_copy(update=changed)
-
-
-def _dense(record: Dense, asked: Asked) -> Dense:
-    return record.model_copy(update={"width": _up(WIDTH, asked.tp)})
-
-
-def _moe(record: Moe, asked: Asked) -> Moe:
-    changed: dict[str, Any] = {"width": _up(WIDTH, asked.etp)}
-    changed["router"] = _router(record.router, asked)
-    if record.shared is not None:
-        width = _up(WIDTH, asked.tp)
-        changed["shared"] = record.shared.model_copy(update={"width": width})
-    return record.model_copy(update=changed)
-
-
-def _router(record: Router, asked: Asked) -> Router:
-    """Return a small router: of as many experts as ranks ask, half of them chosen at most."""
-    top_k = min(record.top_k, TOP_K)
-    count = min(record.groups.count, GROUPS) if record.groups else 1
-    if record.groups and record.experts % count:
-        count = record.groups.count
-    experts = max(_up(min(record.experts, EXPERTS), math.lcm(asked.ep, count)), top_k)
-    experts = _up(experts, math.lcm(asked.ep, count))
-    changed: dict[str, Any] = {"experts": experts, "top_k": top_k}
-    if record.groups is not None:
-        changed["groups"] = _groups(record.groups, count, experts, top_k)
-    return record.model_copy(update=changed)
-
-
-def _groups(record: Groups, count: int, experts: int, top_k: int) -> Groups:
-    size = experts // count
-    keep = max(1, record.keep * count // record.count, -(-top_k // size))
-    best = min(record.best, size)
-    return record.model_copy(update={"count": count, "keep": min(keep, count), "best": best})
-
-
-def _up(number: int, multiple: int) -> int:
-    """Return the least multiple that is not below a number."""
-    return -(-number // multiple) * multiple
-
-
-SMALL: dict[type, Callable[[Any, Asked], Record]] = {
-    Gqa: _gqa,
-    Mla: _mla,
-    Dense: _dense,
-    Moe: _moe,
-}
-"""How a kind of layer is made small. A kind from outside adds its own, or is taken as it is."""
+    """Return a layer's record with small sizes; one that describes nothing stays as it is."""
+    by = Sizes(tp=asked.tp, cp=asked.cp, ep=asked.ep, etp=asked.etp)
+    return record.shrunk(by) if isinstance(record, LayerSpec) else record

@@ -15,7 +15,6 @@ from moefold.config.problems import RunError, Violation
 from moefold.layers.precision import DTYPES
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
-from moefold.mesh.needs import needs
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
@@ -23,6 +22,7 @@ from moefold.proof.controls import Control, breaks_of, control, cover
 from moefold.proof.pool import run_cases
 from moefold.proof.shrink import shrink
 from moefold.run import Run
+from moefold.spec.decoder import needs
 from moefold.training.machine import settled
 
 BOUND = 1e-10

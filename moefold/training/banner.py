@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.model.families.folder import Folder, read_config
-from moefold.moe.config import Bias, Moe
+from moefold.moe.config import Bias
 from moefold.planner.time_optimizer import orthogonal_flops
+from moefold.spec.layer import words_of
 from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, milliseconds, plural, si, size
 
@@ -101,18 +102,9 @@ def _model(job: Trainer) -> Iterator[Row]:
         f"{family}: {count(counts.parameters)} parameters, {count(active)} active per token "
         f"({100 * active / counts.parameters:.0f} %)",
     )
-    kinds = Counter(_layer(block.ffn) for block in decoder.blocks)
+    kinds = Counter(words_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
     yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
-
-
-def _layer(ffn: Any) -> str:
-    if not isinstance(ffn, Moe):
-        return f"dense (width {ffn.width})"
-    shared = f", shared {ffn.shared.width}" if ffn.shared else ""
-    drop = "dropless" if ffn.capacity is None else f"capacity {ffn.capacity.factor}"
-    router = ffn.router
-    return f"MoE ({router.experts} experts of {ffn.width}, top {router.top_k}{shared}, {drop})"
 
 
 def _cost(job: Trainer) -> Iterator[Row]:

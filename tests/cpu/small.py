@@ -10,8 +10,11 @@ from torch import Tensor
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, assemble
 from moefold.kernels.gradients import RETURNED, GradientSink
-from moefold.layers.config import Dense, Gqa, Mla, Rope, Yarn
+from moefold.layers.config import Rope, Yarn
 from moefold.layers.flow import Flow
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.layers.recompute import Recompute
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Accumulated, Deferred
-from moefold.layers.config import Dense, Full, Selective
+from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
+from moefold.layers.kinds.dense import Dense
 from moefold.layers.recompute import Recompute
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel

@@ -11,7 +11,8 @@ from moefold.data.batch import from_ids, pack
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.kernels.rows import row_pieces
-from moefold.layers.config import Dense, Full, Kind, Selective
+from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.kinds.dense import Dense
 from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.config import ATTENTION, Gqa
+from moefold.layers.config import ATTENTION
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import generate

@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.data.batch import from_ids
 from moefold.kernels.attention import reference
-from moefold.layers.config import Dense, Full, Gqa, Mla
+from moefold.layers.config import Full
 from moefold.layers.context import attend as attention_layer
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router, Shared
 from moefold.observe.flops import tally, total

@@ -9,14 +9,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
-from moefold.layers.config import Dense, Full, Gqa, Kind, Mla, Selective
+from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.layers.recompute import Recompute
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Aux, Moe, Router, Shared
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import Shape, kept, kept_bytes
+from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.spec.layer import Shape
 from tests.cpu.alive import Made, there
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, pack
-from moefold.layers.config import Dense
+from moefold.layers.kinds.dense import Dense
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise

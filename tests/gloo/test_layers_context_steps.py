@@ -11,7 +11,8 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, pack
-from moefold.layers.config import Dense, Full, Gathered, Mixed, Ring, Selective, Ulysses
+from moefold.layers.config import Full, Gathered, Mixed, Ring, Selective, Ulysses
+from moefold.layers.kinds.dense import Dense
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder

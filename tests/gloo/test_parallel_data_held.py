@@ -13,7 +13,8 @@ from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Numbers, Recipe
 from moefold.planner.from_run import Task, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory_state import model_weights, state
+from moefold.planner.memory_state import state
+from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
 from tests.gloo.shares import CHUNK, DECODERS, OPTIMIZERS, Case, opened, own, update

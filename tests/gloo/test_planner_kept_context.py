@@ -11,14 +11,17 @@ from torch import nn
 from moefold.comm.plain import sum_
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initialise
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import Shape, kept, kept_bytes
+from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.spec.layer import Shape
 from moefold.training.step import flow_of
 from tests.cpu.alive import Made, there
 from tests.gloo.harness import run_ranks

@@ -18,7 +18,8 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.planner.case import recomputed
-from moefold.planner.memory_kept import Shape, kept, kept_bytes
+from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.spec.layer import Shape
 from moefold.training.step import flow_of
 from tests.cpu.test_planner_kept import ALL, BLOCKS, HIDDEN, LENGTH, SEQUENCES, Made
 from tests.gloo.forks import CPU, fork_ranks

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moefold.data.batch import from_ids
 from moefold.kernels.grouped.choose import choose
-from moefold.layers.config import Dense, Full
+from moefold.layers.config import Full
+from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Capacity, Router, Shared

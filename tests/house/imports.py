@@ -13,7 +13,7 @@ from tests.house.tree import PACKAGE, Module, dotted, modules
 
 # Rooms by floor; imports point down. A room's config.py and the model families stand on floor 0.
 FLOORS: dict[str, int] = {
-    "config": 0, "files": 0, "mesh": 0, "schedule": 0, "run": 0, "recipes": 0,
+    "config": 0, "files": 0, "mesh": 0, "spec": 0, "schedule": 0, "run": 0, "recipes": 0,
     "comm": 1, "kernels": 1, "observe": 1, "planner": 1,
     "optim": 2, "data": 2,
     "layers": 3,
@@ -34,7 +34,7 @@ SIDEWAYS: dict[tuple[str, str], str] = {
 }
 
 # Rooms that import no torch, themselves or through what they import.
-TORCH_FREE = {"config", "files", "mesh", "schedule", "planner", "run", "recipes"}
+TORCH_FREE = {"config", "files", "mesh", "spec", "schedule", "planner", "run", "recipes"}
 # What stands for torch: the packages that load it.
 TORCHES = {"torch", "torchvision", "transformers", "triton", "torchao"}
 
@@ -87,9 +87,12 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*base, node.module] if node.module else base)
 
 
+GROUND = ("moefold/model/families/", "moefold/layers/kinds/", "moefold/moe/describe.py")
+
+
 def is_ground(module: Module) -> bool:
     """Say whether a file stands on floor 0 wherever its room stands."""
-    return module.path.endswith("/config.py") or module.path.startswith("moefold/model/families/")
+    return module.path.endswith("/config.py") or module.path.startswith(GROUND)
 
 
 def floor(module: Module) -> int | None:

@@ -10,7 +10,9 @@ import pytest
 from moefold.config.check import check
 from moefold.config.problems import repair
 from moefold.config.schema import json_schema
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
 from moefold.model.families.base import Family

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from moefold.layers.config import Gqa, Mla
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.families.folder import read_config, read_json
 from moefold.model.families.hub import left_out
 from moefold.model.families.registry import by_model_type, family_of, from_hf

@@ -3,10 +3,12 @@
 import pytest
 
 from moefold.config.problems import Violation
-from moefold.layers.config import Context, Dense, Gathered, Gqa, Mixed, Ring, Ulysses
-from moefold.mesh.needs import Model, needs
+from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
+from moefold.spec.decoder import Model, needs
 
 
 def model(heads: int = 16, kv_heads: int = 4) -> Model:

@@ -10,13 +10,17 @@ import pytest
 from moefold.config.check import check
 from moefold.config.problems import RunError, repair
 from moefold.config.records import plain
-from moefold.layers.config import ATTENTION, Dense, Gqa, Mla
+from moefold.layers.config import ATTENTION
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.legality import divisors, nearest_sizes, violations
-from moefold.mesh.needs import NEEDS, Model, divides, needs
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.run import Run, load_run
+from moefold.spec.decoder import Model, needs
+from moefold.spec.layer import Units
 from tests.mutations import Judge, mutations
 
 GQA = Gqa(heads=12, kv_heads=4, head_dim=16)
@@ -68,15 +72,18 @@ def test_a_kind_from_outside_brings_its_needs(monkeypatch: pytest.MonkeyPatch) -
     class Windowed(Gqa):
         """Attention of another package."""
 
+        def units(self, hidden: int) -> tuple[Units, ...]:
+            return (Units("cp", 9, "windows"),) if self.heads == 9 else super().units(hidden)
+
     monkeypatch.setitem(ATTENTION.kinds, "windowed", Windowed)
-    block = Block(attention=Windowed(heads=8, kv_heads=8, head_dim=8), ffn=Dense(width=64))
-    decoder = Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),))
-    assert ("tp", 8) in {(n.axis, n.size) for n in needs(decoder).needs}
-    monkeypatch.setitem(NEEDS, Windowed, lambda record: [divides("cp", "windows", 9)])
-    found = needs(decoder).needs
-    assert ("cp", 9) in {(n.axis, n.size) for n in found} and ("tp", 8) not in {
-        n[:2] for n in found
-    }
+    found = []
+    for heads in (8, 9):
+        attention = Windowed(heads=heads, kv_heads=heads, head_dim=8)
+        stack = Stack(blocks=(Block(attention=attention, ffn=Dense(width=64)),))
+        decoder = Decoder(vocab=64, hidden=8, stacks=(stack,))
+        found.append({need[:2] for need in needs(decoder).needs})
+    assert ("tp", 8) in found[0]
+    assert ("cp", 9) in found[1] and ("tp", 9) not in found[1]
 
 
 def test_legal_sizes_are_those_that_break_no_rule() -> None:

@@ -3,13 +3,13 @@
 import pytest
 
 from moefold.config.problems import RunError
-from moefold.layers.config import Gqa
+from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
-from moefold.mesh.needs import needs
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.parallel.config import Layout
 from moefold.run import load_run
+from moefold.spec.decoder import needs
 
 MODEL = needs(
     Decoder(

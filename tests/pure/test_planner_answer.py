@@ -9,7 +9,6 @@ import yaml
 from moefold.config.check import check
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
-from moefold.mesh.needs import needs
 from moefold.moe.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.answer import Layout, Plan, fragment, plan
@@ -23,6 +22,7 @@ from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
 from moefold.planner.traffic import traffic
 from moefold.run import demand_fit, load_run
+from moefold.spec.decoder import needs
 
 PUBLISHED = (
     ("DeepSeek-V3", "h800x512", 4096, None),

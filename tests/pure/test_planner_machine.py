@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moefold.layers.config import Mla
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

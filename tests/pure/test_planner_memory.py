@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moefold.layers.config import Gqa, Mla
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
@@ -19,8 +20,7 @@ from moefold.planner.hardware import cluster
 from moefold.planner.memory import Memory, fits, fullest, layer_kept, memory, totals
 from moefold.planner.memory_state import (
     State,
-    Weight,
-    model_weights,
+    elements_here,
     place_weights,
     stage_states,
     state,
@@ -28,6 +28,8 @@ from moefold.planner.memory_state import (
 from moefold.planner.search_space import SCHEDULES
 from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
+from moefold.spec.decoder import embedding, model_weights
+from moefold.spec.layer import Weight
 from tests.published import decoder, qk_norms
 
 FILE = Path(__file__).parents[1] / "data" / "memory_layouts.json"
@@ -65,7 +67,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
     gap = Weight("norms", (qk_norms(entry["model"]),))
     bytes_ = state(case, [gap]).total / pp
     attention, dp = case.blocks[0].attention, case.folding.dp
-    dense = sum(w.local(case) for w in model_weights(case.decoder) if not w.expert)
+    dense = sum(elements_here(case, w) for w in model_weights(case.decoder) if not w.expert)
     dense -= qk_norms(entry["model"])
     # The estimator shares master weights and moments of dense parts over dp alone.
     bytes_ -= entry["dist_opt"] * 12 * dense / pp * (1 / dp - 1 / (dp * entry["cp"]))
@@ -83,7 +85,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
 def test_state_is_that_of_megatron_once_known_gaps_are_taken_out(entry: dict[str, Any]) -> None:
     """To the byte: the average stage without embeddings, plus those of the first."""
     case = layout(entry)
-    ends = state(case, [Weight("embed.weight", (case.decoder.vocab, case.decoder.hidden), 0)]).total
+    ends = state(case, [embedding(case.decoder)]).total
     total = sum(stage_states(case), State()).total
     extra = 0.0
     if entry["mtp"]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from moefold.config.records import plain
-from moefold.layers.config import Dense, Gqa
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
 from moefold.planner.notes import notes
 from moefold.run import load_run, recipes

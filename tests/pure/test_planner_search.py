@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from moefold.layers.config import Gqa
+from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import violations
-from moefold.mesh.needs import needs
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.planner.case import Keeping
 from moefold.planner.from_run import Choice, Task, of_model, of_run, published_layouts
 from moefold.planner.hardware import cluster, resized
 from moefold.planner.memory import communicators, fullest, totals
-from moefold.planner.memory_state import model_weights
 from moefold.planner.published import entries, model, names
 from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_bounds import Grid, Shape, least_seconds
@@ -30,6 +28,7 @@ from moefold.planner.time import estimate
 from moefold.planner.time_pipeline import pipeline_seconds
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
+from moefold.spec.decoder import model_weights, needs
 
 GB = 1e9
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.layers.config import Dense, Gqa, Mla
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

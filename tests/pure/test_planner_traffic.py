@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from moefold.layers.config import Gathered, Gqa, Mixed, Ulysses
+from moefold.layers.config import Gathered, Mixed, Ulysses
+from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack

@@ -2,14 +2,15 @@
 
 import pytest
 
-from moefold.layers.config import Gqa, Mla
-from moefold.mesh.needs import needs
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.parallel.config import Layout
 from moefold.planner.count import count
 from moefold.proof.shrink import shrink
 from moefold.run import Run, load_run, recipes
+from moefold.spec.decoder import needs
 
 LAYOUTS = ["tp2", "tp2 cp2 ep8 etp2", "pp4 vpp2 ep4", "cp4 ep4", "tp4 etp4"]
 

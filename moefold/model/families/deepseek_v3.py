@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from moefold.config.problems import Violation
-from moefold.layers.config import Dense, Mla, Rope, Size
+from moefold.layers.config import Rope, Size
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Block, Decoder
 from moefold.model.families.base import Balance, Family, Sizes, common, first_moe
 from moefold.model.families.hub import ConfigReader, read_rope

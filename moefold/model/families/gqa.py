@@ -6,7 +6,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from moefold.config.problems import Violation
-from moefold.layers.config import Gqa, Rope, Size
+from moefold.layers.config import Rope, Size
+from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Decoder
 from moefold.model.families.base import Sizes, first_moe
 from moefold.model.families.hub import ConfigReader

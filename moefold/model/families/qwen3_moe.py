@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self
 
 from moefold.config.problems import Violation
-from moefold.layers.config import Dense, Rope, Size
+from moefold.layers.config import Rope, Size
+from moefold.layers.kinds.dense import Dense
 from moefold.model.config import MODEL, Block, Decoder
 from moefold.model.families.base import Balance, Family, common, first_moe
 from moefold.model.families.gqa import HF_SIZES, FreeGqaSizes, gqa, read_heads, sizes_of

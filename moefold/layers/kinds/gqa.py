@@ -1,0 +1,119 @@
+"""Grouped-query attention: its record and what it is."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.problems import Violation
+from moefold.layers.config import ATTENTION, Rope, Size
+from moefold.mesh.config import Sizes
+from moefold.spec.layer import (
+    NORMS,
+    NOTHING,
+    SMALL_HEAD,
+    STATISTIC,
+    Attention,
+    LayerSpec,
+    Matmul,
+    Operation,
+    Saved,
+    Shape,
+    Traffic,
+    Units,
+    Weight,
+    norm,
+    saved_attention,
+    small_heads,
+)
+
+
+@ATTENTION.register
+class Gqa(LayerSpec):
+    """Grouped-query attention; ``kv_heads`` equal to ``heads`` is plain multi-head attention."""
+
+    kind: Literal["gqa"] = "gqa"
+    heads: Size
+    kv_heads: Size
+    head_dim: Annotated[int, Field(ge=2)]
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """RMSNorm on queries and keys: per head, or over the whole projection."""
+    rope: Rope = Rope()
+
+    owner = "moefold.layers.attention:GroupedQueryAttention"
+    caches = True
+
+    def rules(self) -> Iterator[Violation]:
+        """Key-value heads divide the heads; rotary pairs need an even head."""
+        if self.heads % self.kv_heads:
+            nearest = max(d for d in range(1, self.kv_heads + 1) if self.heads % d == 0)
+            yield Violation(
+                ("kv_heads",), self.kv_heads, f"must divide heads ({self.heads})", nearest
+            )
+        if self.head_dim % 2:
+            yield Violation(
+                ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
+            )
+
+    @property
+    def core(self) -> Attention:
+        """Attention itself."""
+        dim, normed = self.head_dim, self.qk_norm != "none"
+        return Attention(self.heads, self.kv_heads, dim, dim, head_norms=normed)
+
+    def _units(self) -> tuple[Units, Units]:
+        return (
+            Units("tp", self.heads, "attention heads", heads=True),
+            Units("tp", self.kv_heads, "key-value heads", heads=True),
+        )
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the projections, cut by heads, and norms of queries and keys."""
+        heads, groups = self._units()
+        each = (("q", heads), ("k", groups), ("v", groups))
+        for name, units in each:
+            width = units.number * self.head_dim
+            yield Weight(f"{name}.weight", (width, hidden), ((0, units),))
+        yield Weight("o.weight", (hidden, self.heads * self.head_dim), ((1, heads),))
+        if self.qk_norm == "none":
+            return
+        for name, units in each[:2]:
+            if self.qk_norm == "projection":
+                yield norm(f"{name}_norm.weight", units.number * self.head_dim, units)
+            else:
+                yield norm(f"{name}_norm.weight", self.head_dim)
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield the projections with rotary positions and norms, and attention."""
+        heads, groups = self._units()
+        # The projection writes a feature, rotation reads and writes it, and so does a norm.
+        turned = 2 if self.qk_norm == "none" else 4
+        traffic = tuple(
+            Traffic(units.number * self.head_dim, passes, 1.5 * passes, units=units)
+            for units, passes in ((heads, turned + 1), (groups, turned + 1), (groups, 1))
+        )
+        products = (Matmul(("q.weight", "k.weight", "v.weight")), Matmul(("o.weight",)))
+        yield Operation("attention", products, traffic=traffic, launches=12)
+        yield Operation("core", core=self.core, launches=1)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
+        yield Saved("attention_norm.statistic", shape.rows * STATISTIC, module="norms")
+        # Rows that a tensor group gathers are kept in place of the norm's output.
+        dropped = NORMS if shape.tp == 1 else NOTHING
+        normed = shape.piece * shape.hidden * shape.width
+        yield Saved("attention_norm.output", normed, dropped, module="norms")
+        if self.qk_norm != "none":
+            for name, number in (("q", self.heads), ("k", self.kv_heads)):
+                heads = number // shape.tp
+                per_row = heads if self.qk_norm == "head" else 1
+                projected = shape.piece * heads * self.head_dim * shape.width
+                yield Saved(f"{name}.projected", projected)
+                yield Saved(f"{name}_norm.statistic", shape.piece * per_row * STATISTIC)
+        yield from saved_attention(self.core, shape)
+
+    def shrunk(self, by: Sizes) -> "Gqa":
+        """Return at most two query heads for each of few key-value heads, of four dims."""
+        kv_heads, shared = small_heads(self.kv_heads, by), min(self.heads // self.kv_heads, 2)
+        changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": SMALL_HEAD}
+        return self.model_copy(update=changed)

@@ -1,0 +1,134 @@
+"""Multi-head latent attention: its record and what it is."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.config.problems import Violation
+from moefold.layers.config import ATTENTION, Rope, Size
+from moefold.mesh.config import Sizes
+from moefold.spec.layer import (
+    NOTHING,
+    SMALL_HEAD,
+    STATISTIC,
+    UP,
+    Attention,
+    LayerSpec,
+    Matmul,
+    Operation,
+    Saved,
+    Shape,
+    Traffic,
+    Units,
+    Weight,
+    norm,
+    saved_attention,
+    saved_norm,
+    small_heads,
+)
+
+
+@ATTENTION.register
+class Mla(LayerSpec):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    kind: Literal["mla"] = "mla"
+    heads: Size
+    q_rank: Size | None = None
+    """Rank of the query's latent; None projects queries directly."""
+    kv_rank: Size = 512
+    nope_dim: Size = 128
+    """Dims per head without position."""
+    rope_dim: Annotated[int, Field(ge=2)] = 64
+    """Dims per head with rotary position; the key's are shared by all heads."""
+    v_dim: Size = 128
+    latent_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
+    rope: Rope = Rope(layout="interleaved")
+
+    owner = "moefold.layers.attention:LatentAttention"
+    caches = True
+
+    def rules(self) -> Iterator[Violation]:
+        """Rotary pairs need an even dim."""
+        if self.rope_dim % 2:
+            yield Violation(
+                ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
+            )
+
+    @property
+    def core(self) -> Attention:
+        """Attention itself: keys and values are of as many heads as queries."""
+        return Attention(self.heads, self.heads, self.nope_dim + self.rope_dim, self.v_dim)
+
+    def _heads(self) -> Units:
+        return Units("tp", self.heads, "attention heads", heads=True)
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield projections to latents, whole on each rank, and from latents, cut by heads."""
+        heads, rank = ((0, self._heads()),), self.q_rank
+        queries = self.heads * (self.nope_dim + self.rope_dim)
+        if rank is None:
+            yield Weight("q.weight", (queries, hidden), heads)
+        else:
+            yield Weight("q_down.weight", (rank, hidden))
+            yield norm("q_norm.weight", rank, latent=True)
+            yield Weight("q_up.weight", (queries, rank), heads)
+        yield Weight("kv_down.weight", (self.kv_rank + self.rope_dim, hidden))
+        yield norm("kv_norm.weight", self.kv_rank, latent=True)
+        expanded = self.heads * (self.nope_dim + self.v_dim)
+        yield Weight("kv_up.weight", (expanded, self.kv_rank), heads)
+        yield Weight("o.weight", (hidden, self.heads * self.v_dim), ((1, self._heads()),))
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield projections to latents and of the output, those from latents, and attention."""
+        products = [Matmul(("kv_down.weight",), "own"), Matmul(("o.weight",))]
+        up, latents = [Matmul(("kv_up.weight",))], self.kv_rank + self.rope_dim
+        if self.q_rank is None:
+            products.append(Matmul(("q.weight",)))
+        else:
+            products.append(Matmul(("q_down.weight",), "own"))
+            up.append(Matmul(("q_up.weight",)))
+            latents += self.q_rank
+        core = self.core
+        expanded = self.heads * (2 * core.qk_dim + core.v_dim)
+        normed = Traffic(latents, 4, 6, "own")
+        turned = Traffic(expanded, 2, 2, units=self._heads())
+        yield Operation("attention", tuple(products), traffic=(normed,), launches=16)
+        yield Operation("mla_up", tuple(up), traffic=(turned,), launches=8)
+        yield Operation("core", core=core, launches=1)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield normed rows, latents before and after their norms, and attention's."""
+        held = NOTHING if self.q_rank is not None else UP
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, held)
+        latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
+        for name, rank in latents.items():
+            if rank is not None:
+                yield Saved(name, shape.rows * rank * shape.width)
+        yield from self._saved_latents(shape)
+        yield from saved_attention(self.core, shape, UP)
+
+    def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
+        """Yield the normed latents that up-projections read: under tp gathered in one tensor."""
+        for name, rank in (("q_norm", self.q_rank), ("kv_norm", self.kv_rank)):
+            if rank is not None and shape.tp == 1:
+                yield from saved_norm(name, shape.rows, rank, shape, UP)
+            elif rank is not None:
+                yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
+        if shape.tp > 1:
+            latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
+            yield Saved("latents.gathered", shape.piece * latent * shape.width)
+
+    def shrunk(self, by: Sizes) -> "Mla":
+        """Return few heads of four dims, values of six, and latents of rank eight."""
+        changed = {
+            "heads": small_heads(self.heads, by),
+            "q_rank": None if self.q_rank is None else 8,
+            "kv_rank": 8,
+            "nope_dim": SMALL_HEAD,
+            "rope_dim": SMALL_HEAD,
+            "v_dim": 6,
+        }
+        return self.model_copy(update=changed)

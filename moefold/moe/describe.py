@@ -1,0 +1,186 @@
+"""What a mixture-of-experts feed-forward is, without torch: the description behind its record.
+
+T rows, D hidden features, E experts of width F, K experts per row.
+"""
+
+from collections.abc import Iterator
+from math import lcm
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from moefold.mesh.config import Sizes
+from moefold.spec.layer import (
+    INDEX,
+    SMALL_WIDTH,
+    STATISTIC,
+    LayerSpec,
+    Matmul,
+    Modules,
+    Operation,
+    Routing,
+    Saved,
+    Shape,
+    Traffic,
+    Units,
+    Weight,
+    gated_traffic,
+    rounded_up,
+    saved_feed_forward,
+    saved_norm,
+)
+
+ROUTER_PASSES = 25
+"""Readings and writings of a row of scores: scores, top-k, map, counts, balance."""
+EXPERTS, TOP_K, GROUPS = 8, 4, 4
+"""Experts, experts per token and groups of experts of small models."""
+
+
+class MoeSpec(LayerSpec):
+    """Routed experts and a shared one; its records have ``width``, ``router`` and ``shared``."""
+
+    if TYPE_CHECKING:
+        width: Any
+        router: Any
+        shared: Any
+
+    gates: ClassVar[int] = 2
+    """Matrices into the experts' width: gate and up, or one alone."""
+    prefix = "moe"
+
+    @property
+    def routing(self) -> Routing:
+        """What its router does."""
+        router, groups = self.router, self.router.groups
+        kept = (groups.count, groups.keep) if groups else (1, None)
+        return Routing(router.experts, router.top_k, self.inner, *kept)
+
+    @property
+    def inner(self) -> int | None:
+        """Width of the space that routed experts work in; None is the model's."""
+        return None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a term of the loss reads how many tokens each expert has."""
+        return False
+
+    def _experts(self) -> tuple[Units, Units]:
+        return (
+            Units("ep", self.router.experts, "the experts"),
+            Units("etp", self.width, "the experts' width"),
+        )
+
+    def _shared(self) -> Units:
+        return Units("tp", self.shared.width, "the shared expert's width")
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the router, the experts', and the shared expert's weights."""
+        number, width = self.router.experts, self.width
+        experts, columns = self._experts()
+        inner, gates = self.inner or hidden, (self.gates,) if self.gates > 1 else ()
+        yield Weight("router.weight", (number, hidden), (), "router", product=False)
+        shape = (number, *gates, width, inner)
+        yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
+        yield Weight(
+            "experts.w_out", (number, inner, width), ((0, experts), (2, columns)), "experts"
+        )
+        if self.inner is not None:
+            yield Weight("down.weight", (inner, hidden), (), "experts")
+            yield Weight("up.weight", (hidden, inner), (), "experts")
+        if self.shared is not None:
+            shared, units = self.shared.width, self._shared()
+            shape, cut = (*gates, shared, hidden), ((len(gates), units),)
+            yield Weight("shared.w_in", shape, cut, "shared")
+            yield Weight("shared.w_out", (hidden, shared), ((1, units),), "shared")
+            if self.shared.gate:
+                yield Weight("shared.gate.weight", (1, hidden), (), "shared")
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield the router, the experts' products, their activation, and the shared expert."""
+        router, columns = self.router, self._experts()[1]
+        # Scores are fp32: each pass moves twice the bytes of a feature.
+        passes = 2 * ROUTER_PASSES
+        scores = Traffic(router.experts, passes, passes, "own")
+        matmul = (Matmul(("router.weight",), "own"),)
+        yield Operation("router", matmul, traffic=(scores,), launches=15, wide=True)
+        products = (Matmul(("experts.w_in",), "routed"), Matmul(("experts.w_out",), "routed"))
+        yield Operation("experts", products)
+        activation = gated_traffic(self.width, "routed", columns, self.gates)
+        extra = self._unfused(hidden)
+        yield Operation("moe_act", traffic=(activation, *extra), launches=2)
+        if self.inner is not None:
+            narrow = (Matmul(("down.weight",), "own"), Matmul(("up.weight",), "own"))
+            yield Operation("latent", narrow, launches=4)
+        if self.shared is not None:
+            products = (Matmul(("shared.w_in",)), Matmul(("shared.w_out",)))
+            activation = gated_traffic(self.shared.width, units=self._shared(), gates=self.gates)
+            yield Operation("shared", products, traffic=(activation,), launches=4)
+
+    def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
+        """Return what kernels beside the activation read and write of the experts' rows."""
+        return ()
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield normed rows, the routing, the experts' rows and pre-activations."""
+        top_k = self.router.top_k
+        received = shape.received(top_k)
+        yield Saved("residual", shape.row)
+        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape)
+        yield from self._saved_routing(shape)
+        rows_in = received * shape.hidden * shape.width
+        yield Saved("experts.input", rows_in, module="experts")
+        yield Saved("experts.weights", received * STATISTIC)
+        yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
+        if self.shared is not None:
+            yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
+            if self.shared.gate:
+                dropped: Modules = frozenset(("shared",))
+                size = shape.rows * (shape.hidden + 1) * shape.width
+                yield Saved("shared.gated", size, dropped, module="shared")
+        yield Saved("combine.tokens", received * INDEX)
+        yield Saved("dispatch.rows", shape.rows * top_k * INDEX)
+
+    def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
+        """Yield scores, weights and choices of the router, and what its loss terms read."""
+        router = self.router
+        chosen, scores = shape.rows * router.top_k, shape.rows * router.experts * STATISTIC
+        yield Saved("router.scores", scores)
+        yield Saved("router.chosen", chosen * INDEX)
+        if router.renormalise and router.order == "score_first":
+            yield Saved("router.total", shape.rows * STATISTIC)
+            yield Saved("router.weights", chosen * STATISTIC)
+        yield Saved("decision", chosen * INDEX, saved=False)
+        yield Saved("offsets", router.experts * 4, saved=False)
+        if self.counts_tokens:
+            yield Saved("balance.counts", router.experts * INDEX, saved=False)
+            yield Saved("balance.share", router.experts * 8)
+
+    def shrunk(self, by: Sizes) -> Self:
+        """Return few experts of a small width, in as few groups, and a small shared one."""
+        changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
+        changed["router"] = _small_router(self.router, by.ep)
+        if self.shared is not None:
+            width = rounded_up(SMALL_WIDTH, by.tp)
+            changed["shared"] = self.shared.model_copy(update={"width": width})
+        return self.model_copy(update=changed)
+
+    def steady(self) -> Self:
+        """Return a mixture that sends every token to all its experts."""
+        router = self.router.model_copy(update={"top_k": self.router.experts, "groups": None})
+        return self.model_copy(update={"router": router, "capacity": None})
+
+
+def _small_router(router: Any, ep: int) -> Any:
+    """Return a small router: of as many experts as ranks ask, half of them chosen at most."""
+    top_k = min(router.top_k, TOP_K)
+    count = min(router.groups.count, GROUPS) if router.groups else 1
+    if router.groups and router.experts % count:
+        count = router.groups.count
+    experts = max(rounded_up(min(router.experts, EXPERTS), lcm(ep, count)), top_k)
+    experts = rounded_up(experts, lcm(ep, count))
+    changed: dict[str, Any] = {"experts": experts, "top_k": top_k}
+    if router.groups is not None:
+        groups, size = router.groups, experts // count
+        keep = max(1, groups.keep * count // groups.count, -(-top_k // size))
+        small = {"count": count, "keep": min(keep, count), "best": min(groups.best, size)}
+        changed["groups"] = groups.model_copy(update=small)
+    return router.model_copy(update=changed)

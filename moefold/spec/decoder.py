@@ -1,0 +1,167 @@
+"""What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from moefold.config.base import Record
+from moefold.model.config import Block, Decoder
+from moefold.spec.layer import LayerSpec, Units, Weight, described, norm
+
+
+class Need(NamedTuple):
+    """A rule of legal layouts: the size of an axis must divide ``size``."""
+
+    axis: str
+    size: int
+    rule: str
+    of_heads: bool = False
+    """Whether it counts heads, which context ranks may share further."""
+
+    @classmethod
+    def of(cls, units: Units) -> "Need":
+        """Return the rule that ranks get whole units."""
+        return cls(units.axis, units.number, units.rule, units.heads)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What legality reads of a model."""
+
+    needs: tuple[Need, ...]
+    """Each once."""
+    mixtures: tuple[bool, ...]
+    """For each layer, whether it has experts."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.mixtures)
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The different numbers of heads and of key-value heads that layers have."""
+        return tuple(dict.fromkeys(need.size for need in self.needs if need.of_heads))
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """The different numbers of experts that layers have, as their needs state them."""
+        stated = tuple(need.size for need in self.needs if need.axis == "ep")
+        return stated if any(self.mixtures) else ()
+
+
+def needs(decoder: Decoder, seq: int | None = None) -> Model:
+    """Return the rules of legal layouts for a decoder.
+
+    A sequence is cut into ``2 * cp`` pieces, of which a rank takes one from either end, so that
+    each has the same work under a causal mask.
+
+    Args:
+        decoder: its layers' descriptions; a kind from outside without one asks nothing.
+        seq: tokens of the sequences that it is trained on, where that is known.
+    """
+    found = [Need.of(Units("tp", decoder.vocab, "the vocabulary"))]
+    if seq is not None:
+        rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
+        found.append(Need("cp", seq // 2 if seq % 2 == 0 else 1, rule))
+    mixtures: list[bool] = []
+    for stack in decoder.stacks:
+        for block in stack.blocks:
+            specs = (r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec))
+            found += [Need.of(u) for spec in specs for u in spec.units(decoder.hidden)]
+        mixtures += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
+    if not any(mixtures):
+        found += [Need(axis, 1, f"{axis} needs layers with experts") for axis in ("ep", "etp")]
+    return Model(tuple(dict.fromkeys(found)), tuple(mixtures))
+
+
+def has_routing(record: Record) -> bool:
+    """Return whether a layer routes rows to experts."""
+    return isinstance(record, LayerSpec) and record.routing is not None
+
+
+def embedding(decoder: Decoder) -> Weight:
+    """Return the matrix of tokens, which is the head too where they are tied."""
+    return replace(_table(decoder, "embed.weight"), product=decoder.tied, looked_up=True)
+
+
+def head(decoder: Decoder) -> Weight:
+    """Return the matrix of the head where it is not the embedding's."""
+    return _table(decoder, "head.weight")
+
+
+def last_norm(decoder: Decoder) -> Weight:
+    """Return the weight of the norm before the head."""
+    return norm("norm.weight", decoder.hidden)
+
+
+def _table(decoder: Decoder, name: str) -> Weight:
+    cut = ((0, Units("tp", decoder.vocab, "the vocabulary")),)
+    return Weight(name, (decoder.vocab, decoder.hidden), cut)
+
+
+def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
+    """Return every parameter of a model once, by its global name and in its order.
+
+    Raises:
+        ValueError: where a layer from outside describes nothing.
+    """
+    blocks = enumerate(decoder.blocks)
+    layers = (w for i, block in blocks for w in block_weights(block, decoder.hidden, i))
+    rest = () if decoder.tied else (head(decoder),)
+    return (embedding(decoder), *layers, last_norm(decoder), *rest)
+
+
+def known_weights(decoder: Decoder) -> Iterator[Weight]:
+    """Yield the parameters of a model without those of layers that describe nothing."""
+    yield from (embedding(decoder), last_norm(decoder), head(decoder))
+    for number, block in enumerate(decoder.blocks):
+        for name, record in (("attention", block.attention), ("ffn", block.ffn)):
+            if isinstance(record, LayerSpec):
+                yield from _half_weights(name, record, decoder.hidden, number)
+
+
+def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
+    """Yield the halves of a block that are there, each with the name of its norm's half.
+
+    Raises:
+        ValueError: where a layer from outside describes nothing.
+    """
+    for name, record in (("attention", block.attention), ("ffn", block.ffn)):
+        spec = described(record)
+        if not spec.absent:
+            yield name, spec
+
+
+def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
+    """Return the parameters of one block; a half that is not there has no norm."""
+    found: list[Weight] = []
+    for name, spec in halves(block):
+        found += _half_weights(name, spec, hidden, layer)
+    return tuple(found)
+
+
+def _half_weights(name: str, spec: LayerSpec, hidden: int, layer: int) -> Iterator[Weight]:
+    """Yield the parameters of one half by their global names, its norm first."""
+    at = f"layers.{layer}.{spec.prefix or name}."
+    yield norm(f"layers.{layer}.{name}_norm.weight", hidden)
+    for weight in spec.weights(hidden):
+        yield replace(weight, name=at + weight.name)
+
+
+def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:
+    """Return what a multi-token prediction layer adds: a block like the last, joined by a matrix.
+
+    Embedding and head are the model's own (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+    hidden, at = decoder.hidden, f"layers.{layer}"
+    norms = (norm(f"{at}.{name}.weight", hidden) for name in ("embed_norm", "row_norm", "norm"))
+    cut = ((0, Units("tp", hidden, "hidden features")),)
+    join = Weight(f"{at}.join.weight", (hidden, 2 * hidden), cut)
+    return (*block_weights(decoder.blocks[-1], hidden, layer), join, *norms)
+
+
+def half_name(record: Record, half: str) -> str:
+    """Return what the module of a half is called in its block."""
+    prefix = record.prefix if isinstance(record, LayerSpec) else None
+    return prefix or half

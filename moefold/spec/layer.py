@@ -1,0 +1,448 @@
+"""What a layer is, without torch: its weights, its operations, and what it saves for backward.
+
+Each kind of layer is a record (:class:`LayerSpec`) that answers three questions, once. Everyone who
+does not run it derives from the answers: which layouts are legal, how parameters are cut, counts
+and FLOPs, planned memory and time, and the small models of ``verify``.
+
+T rows of a rank between sub-layers, P rows that its tensor group holds together, R rows after
+dispatch, D hidden features.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd, lcm, prod
+from typing import ClassVar, Literal, NamedTuple, Self
+
+from moefold.config.base import Record
+from moefold.layers.config import Context, Ring
+from moefold.mesh.config import Sizes
+
+Axis = Literal["tp", "cp", "ep", "etp"]
+Rows = Literal["own", "group", "routed"]
+"""Rows that an operation reads: T of this rank, P of its tensor group, or R after dispatch."""
+Module = Literal[
+    "block", "norms", "attention", "mla_up", "ffn", "shared", "experts", "moe", "moe_act"
+]
+"""What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
+``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
+Modules = frozenset[Module]
+NOTHING: Modules = frozenset()
+NORMS: Modules = frozenset(("norms",))
+CORE: Modules = frozenset(("attention",))
+UP: Modules = frozenset(("mla_up",))
+
+STATISTIC = 4
+"""Bytes of a statistic, score or weight of routing: fp32 whatever the compute dtype."""
+INDEX = 8
+"""Bytes of an expert's id, of a row's place and of a token's."""
+RING = Ring()
+SMALL_WIDTH, SMALL_HEAD = 16, 4
+"""Width of a feed-forward and dims of a head in the small models that ``verify`` computes."""
+
+
+class Units(NamedTuple):
+    """What the ranks of an axis share: whole heads, columns of a width, experts."""
+
+    axis: Axis
+    number: int
+    name: str
+    """In words, for the rule that the axis divides their number."""
+    heads: bool = False
+    """Whether context ranks may share them further."""
+
+    @property
+    def rule(self) -> str:
+        """The rule that a layout must keep, such as ``tp divides attention heads (7)``."""
+        return f"{self.axis} divides {self.name} ({self.number})"
+
+    def fraction(self, ranks: int) -> float:
+        """Return the fraction that one rank computes; no rank computes less than one unit."""
+        return max(self.number, ranks) / (self.number * ranks)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a layer, named within it."""
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, Units], ...] = ()
+    """Dims that an axis cuts, each with the units that a rank gets whole."""
+    counted: str = "attention"
+    """What counts list it under: attention, norms, ffn, experts, router or shared."""
+    product: bool = True
+    """Whether products read it in the compute dtype; others read the master itself."""
+    looked_up: bool = False
+    """Whether rows are read from it in the master's dtype, whatever products read."""
+    latent: bool = False
+    """Whether it is the norm of a latent, which counts of FLOPs take for one product."""
+
+    @property
+    def master(self) -> bool:
+        """Whether it is a matrix that is read as the master is; vectors are so anyway."""
+        return self.looked_up or (not self.product and len(self.shape) > 1)
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def expert(self) -> bool:
+        """Whether it belongs to routed experts, which ep shares."""
+        return any(units.axis == "ep" for _, units in self.cuts)
+
+    def dim(self, axis: Axis) -> int | None:
+        """Return the dim that an axis cuts; None where it leaves the weight whole."""
+        return next((dim for dim, units in self.cuts if units.axis == axis), None)
+
+    def part(self, tp: int, ep: int, etp: int) -> float:
+        """Return the elements that one rank holds before data ranks share them."""
+        sizes = {"tp": tp, "ep": ep, "etp": etp}
+        return self.elements / prod(sizes[units.axis] for _, units in self.cuts)
+
+    def matrix(self, sizes: Mapping[Axis, int]) -> tuple[float, float, float]:
+        """Return outputs and inputs of its product on one rank, and how many such it has."""
+        local = [float(size) for size in self.shape]
+        for dim, units in self.cuts:
+            local[dim] *= units.fraction(sizes[units.axis])
+        first = 1 if self.expert else 0
+        return prod(local[first:-1]), local[-1], local[0] if self.expert else 1.0
+
+
+def norm(name: str, width: int, units: Units | None = None, latent: bool = False) -> Weight:
+    """Return the weight of an RMSNorm, cut where its features are."""
+    cuts = () if units is None else ((0, units),)
+    return Weight(name, (width,), cuts, "norms", product=False, latent=latent)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matrix product, or a grouped one: rows times the outputs of one or several weights."""
+
+    weights: tuple[str, ...]
+    """Read in one product, their outputs side by side."""
+    rows: Rows = "group"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal softmax attention: one row per token, documents apart."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int | None = None
+    """Tokens that a row sees, itself among them; None is all before it."""
+    head_norms: bool = False
+    """Whether queries and keys pass norms of their own."""
+
+    @property
+    def key_value_width(self) -> int:
+        """Features of a row's keys and values."""
+        return self.kv_heads * (self.qk_dim + self.v_dim)
+
+    @property
+    def query_width(self) -> int:
+        """Features of a row's queries and outputs, which is also multiply-adds per pair."""
+        return self.heads * (self.qk_dim + self.v_dim)
+
+    def pairs(self, seq: int) -> float:
+        """Return how many tokens a row of a sequence sees on average."""
+        window = min(self.window or seq, seq)
+        return window - window**2 / (2 * seq)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A recurrence over the sequence that runs in chunks; numbers are per row, before tp."""
+
+    products: float
+    """Multiply-adds."""
+    moved: float
+    """Elements that it reads and writes at the least."""
+    chunk: int
+    state: float
+    """Elements of the state between chunks."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Element-wise kernels: how often each of a row's features is read or written."""
+
+    features: float
+    forward: float
+    backward: float
+    rows: Rows = "group"
+    units: Units | None = None
+    """What the features belong to, where an axis cuts them."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of a layer: matrix products or a core, and the element-wise kernels around it."""
+
+    name: str
+    matmuls: tuple[Matmul, ...] = ()
+    core: Attention | Scan | None = None
+    traffic: tuple[Traffic, ...] = ()
+    launches: float | None = None
+    """Kernels of a forward; None is one for each product."""
+    wide: bool = False
+    """Whether products stay in the compute dtype whatever the recipe, and FLOPs leave them out."""
+
+
+class Routing(NamedTuple):
+    """What a layer with experts tells of its router to those who send rows."""
+
+    experts: int
+    top_k: int
+    width: int | None = None
+    """Features of the rows that are sent; None is D."""
+    groups: int = 1
+    groups_kept: int | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that stays alive between a layer's forward and its backward."""
+
+    name: str
+    bytes: int
+    dropped: Modules = NOTHING
+    """Recomputing one of these drops it; recomputing whole blocks drops all but the input."""
+    held: Modules = NOTHING
+    """Recomputing one of these keeps it all the same, as an input of what is made again."""
+    only: Modules = NOTHING
+    """It is kept only where one of these is recomputed, as its input; nothing: always."""
+    saved: bool = True
+    """Whether autograd saves it; what is not saved is a decision that any second run needs."""
+    module: Module = "block"
+    """What it belongs to, for offloading."""
+
+    def stays(self, recompute: Modules) -> bool:
+        """Return whether it is kept under a recompute policy."""
+        if "block" in recompute:
+            return self.name == "input" or not self.saved
+        if self.only and not self.only & recompute:
+            return False
+        return bool(self.held & recompute) or not self.dropped & recompute
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of rows and of bytes on the fullest rank of a layer."""
+
+    hidden: int
+    rows: int
+    """T."""
+    tp: int = 1
+    etp: int = 1
+    load: float = 1.0
+    """Rows of the most loaded expert rank over the mean."""
+    width: int = 2
+    """Bytes of an element of the compute dtype."""
+    cp: int = 1
+    context: Context = RING
+    """How ``cp`` ranks see each other's rows."""
+
+    @property
+    def piece(self) -> int:
+        """P: rows that attention and a dense feed-forward see."""
+        return self.rows * self.tp
+
+    @property
+    def row(self) -> int:
+        """Bytes of all T rows."""
+        return self.rows * self.hidden * self.width
+
+    @property
+    def gathered(self) -> int:
+        """Context ranks whose keys and values each of them gathers."""
+        return self.cp if self.context.gathers else 1
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether context ranks attend with a share of the heads of more rows than their own."""
+        return self.context.sharing_heads(self.cp) > 1
+
+    @property
+    def pads(self) -> bool:
+        """Whether attention pads values that are narrower than keys: block by block it does not."""
+        return self.cp == 1 or not self.context.in_blocks
+
+    def received(self, top_k: int) -> int:
+        """R: rows that the most loaded rank's experts take."""
+        return round(self.rows * top_k * self.etp * self.load)
+
+
+class LayerSpec(Record):
+    """One half of a block, attention or feed-forward: the base of every kind of layer."""
+
+    prefix: ClassVar[str | None] = None
+    """What its module is called in a block; None is ``attention`` or ``ffn``."""
+    absent: ClassVar[bool] = False
+    """Whether the half is not there, nor its norm."""
+    untrained: ClassVar[str | None] = None
+    """For kinds that are planned but cannot be trained: what they are, in words."""
+    caches: ClassVar[bool] = False
+    """Whether a row reaches later rows by keys and values alone, so that sampling may keep those.
+    Each class says so for itself; it is not inherited."""
+
+    def weights(self, hidden: int) -> Iterable[Weight]:
+        """Yield the parameters, in the order of the module's own."""
+        raise _undescribed(self)
+
+    def operations(self, hidden: int) -> Iterable[Operation]:
+        """Yield matrix products, cores and element-wise kernels of a forward."""
+        raise _undescribed(self)
+
+    def saved(self, shape: Shape) -> Iterable[Saved]:
+        """Yield what a forward saves for backward, the input of the half's norm apart."""
+        raise _undescribed(self)
+
+    @property
+    def routing(self) -> Routing | None:
+        """What its router does; None without experts."""
+        return None
+
+    @property
+    def words(self) -> str:
+        """The kind and its size, as a line of the banner says it."""
+        return type(self).__name__
+
+    def units(self, hidden: int) -> tuple[Units, ...]:
+        """Return what axes of a layout share, each once."""
+        cuts = (units for weight in self.weights(hidden) for _, units in weight.cuts)
+        return tuple(dict.fromkeys(cuts))
+
+    def shrunk(self, by: Sizes) -> Self:
+        """Return a small record of the same kind whose units the sizes of a layout divide.
+
+        Whole numbers above the small width fall to it, rounded up to a multiple of all axes; where
+        the record's own rules refuse that, it stays as it is.
+        """
+        least = rounded_up(SMALL_WIDTH, lcm(by.tp, by.cp, by.ep, by.etp))
+        wide = {n: least for n, v in self if type(v) is int and v > least}
+        small = self.model_copy(update=wide)
+        return self if any(True for _ in small.rules()) else small
+
+    def steady(self) -> Self:
+        """Return a record none of whose choices can change with a rounding."""
+        return self
+
+    def without_gradient(self) -> Iterator[tuple[str, str]]:
+        """Yield weights whose gradient is zero by the maths, each with the reason."""
+        yield from ()
+
+
+def described(record: Record) -> LayerSpec:
+    """Return a record as the description that it is.
+
+    Raises:
+        ValueError: for a kind from outside that describes nothing.
+    """
+    if isinstance(record, LayerSpec):
+        return record
+    raise _undescribed(record)
+
+
+def words_of(record: Record) -> str:
+    """Return a kind and its size in words; the name alone of one that describes nothing."""
+    return record.words if isinstance(record, LayerSpec) else type(record).__name__
+
+
+def _undescribed(record: Record) -> ValueError:
+    name = type(record).__name__
+    return ValueError(
+        f"{name} is not described: inherit from moefold.spec.layer.LayerSpec, or from a kind that "
+        "does, and state weights, operations and saved"
+    )
+
+
+def activation_width(spec: LayerSpec, shape: Shape) -> float:
+    """Return the features of the activation of a feed-forward, or of routed experts, on a rank."""
+    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
+    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
+    for one in spec.operations(shape.hidden):
+        if one.name in ("ffn", "experts"):
+            return weights[one.matmuls[-1].weights[0]].matrix(sizes)[1]
+    return 0.0
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
+def small_heads(heads: int, by: Sizes, wanted: int = 2) -> int:
+    """Return few heads that tp divides, and tp * cp where it divides the given ones.
+
+    Context ranks may share heads that tensor ranks share already.
+    """
+    few = rounded_up(min(heads, wanted), gcd(by.tp * by.cp, heads))
+    return rounded_up(few, by.tp)
+
+
+def saved_norm(
+    name: str, rows: int, width: int, shape: Shape, held: Modules = NOTHING
+) -> Iterator[Saved]:
+    """Yield the statistic of a norm and its output, which what follows keeps as an input."""
+    yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
+    output = rows * width * shape.width
+    yield Saved(f"{name}.output", output, NORMS, held, module="norms")
+
+
+def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
+    """Yield queries, keys, values, the output of attention and its statistics.
+
+    What context ranks gather or exchange, and values that are padded to the width of keys, stay
+    only where attention is recomputed: it reads a copy of them. Where values are padded the output
+    is too, and the projection keeps a copy of it without padding; it keeps one also where heads go
+    back for rows.
+    """
+    heads, groups, width = core.heads // shape.tp, core.kv_heads // shape.tp, shape.width
+    rows = shape.piece
+    padded = core.v_dim < core.qk_dim and shape.pads
+    for name, features in (
+        ("q", heads * core.qk_dim), ("k", groups * core.qk_dim), ("v", groups * core.v_dim)
+    ):  # fmt: skip
+        ranks = 1 if name == "q" else shape.gathered
+        moved = ranks > 1 or shape.exchanged
+        only = CORE if moved or (padded and name == "v") else NOTHING
+        size = rows * features * width
+        yield Saved(name, size, dropped, only=only, module="attention")
+        if moved:
+            yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
+    yield Saved("attended", rows * heads * core.v_dim * width, module="attention")
+    yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
+    if padded:
+        for name in ("v.padded", "attended.padded"):
+            yield Saved(name, rows * heads * core.qk_dim * width, CORE, module="attention")
+    elif shape.exchanged:
+        size = rows * heads * core.v_dim * width
+        yield Saved("attended.moved", size, CORE, module="attention")
+
+
+def saved_feed_forward(
+    module: Module, features: int, shape: Shape, rows: int | None = None
+) -> Iterator[Saved]:
+    """Yield what a gated feed-forward saves: gathered rows where tp cuts it, and pre-activations.
+
+    The activation is made again in any case. ``rows`` states the rows of routed experts, which are
+    here already.
+    """
+    dropped: Modules = frozenset((module,))
+    if rows is None and shape.tp > 1:
+        size = shape.piece * shape.hidden * shape.width
+        yield Saved(f"{module}.gathered", size, dropped, module=module)
+    size = (shape.piece if rows is None else rows) * 2 * features * shape.width
+    yield Saved(f"{module}.hidden", size, dropped, module=module)
+
+
+def gated_traffic(
+    width: float, rows: Rows = "group", units: Units | None = None, gates: int = 2
+) -> Traffic:
+    """Return the activation of a feed-forward with so many inner products per feature."""
+    return Traffic(width, gates + 1, 2 * gates + 1, rows, units)
