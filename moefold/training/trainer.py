@@ -419,7 +419,7 @@ class Trainer:
             **describe(self.decoder, self.tokenizer),
             "parts": self.parts,
             "data": self.loader.fingerprint(),
-            "progress": asdict(self.progress),
+            "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
         }
         return self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
 
