@@ -33,7 +33,6 @@ from moefold.planner.search import Found, Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
-from moefold.planner.traffic_experts import domains
 from moefold.run import Run, load_run, recipes
 
 GB = 1e9
@@ -312,7 +311,7 @@ def fragment(layout: Layout) -> dict[str, Any]:
         said["schedule"] = {"kind": type(choice.schedule).model_fields["kind"].default}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
-        each = choice.sizes.ep // domains(layout.case)
+        each = choice.sizes.ep // layout.case.expert_domains
         node = {"node": each} if choice.dispatch == "two_level" else {}
         said["dispatch"] = {"kind": choice.dispatch, **node}
     if "block" in keeping.recompute:

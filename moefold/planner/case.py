@@ -171,6 +171,11 @@ class Case:
         return Folding(self.sizes, self.world, self.order)
 
     @property
+    def expert_domains(self) -> int:
+        """Number of domains of fast links that the ranks of an expert group lie in."""
+        return len({rank // self.cluster.domain for rank in self.folding.group("ep", 0)})
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches per step and data rank."""
         return self.batch // (self.folding.dp * self.micro_batch)

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefold.model.decoder import DecoderModel
-from moefold.observe.flops import Tally, tally, total
 from moefold.planner.count import count
 from tests.cpu.small import GQA, MLA, decoder, moe
+from tests.model_counts import Tally, tally, total
 from tests.published import FAMILIES, qk_norms, reference
 from tests.published import decoder as published
 

@@ -21,9 +21,9 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Capacity, Moe, Router, Shared
-from moefold.observe.flops import tally, total
 from moefold.planner.count import count
 from tests.cpu.small import HIDDEN, gradients, ids_of, model_of, padded_rows
+from tests.model_counts import tally, total
 
 GQA = Gqa(heads=3, kv_heads=1, head_dim=4, qk_norm="projection")
 MLA = Mla(heads=2, q_rank=6, kv_rank=5, nope_dim=4, rope_dim=2, v_dim=3)

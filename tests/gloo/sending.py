@@ -26,13 +26,13 @@ from moefold.parallel.pipeline.executor import Executor, Held
 from moefold.planner.case import Case, Keeping, Numbers, Recipe, Software, recomputed
 from moefold.planner.from_run import choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.traffic import traffic
-from moefold.planner.traffic_calls import Choices, Step, by_group
 from moefold.schedule.config import Interleaved, OneFOneB
 from moefold.schedule.table import Action
 from moefold.training import step
 from tests.cpu import small
 from tests.gloo.pipelines import Recording, recording
+from tests.traffic.calls import Choices, Step, by_group
+from tests.traffic.step import traffic
 
 SEQ, SEQUENCES, LOSS_CHUNK = 16, 2, 12
 """Tokens of a sequence, sequences of a micro-batch, rows whose logits exist at once: none divides

@@ -14,7 +14,7 @@ class Plant:
     test: str
     """The test, as pytest names it, without parameters."""
     file: str
-    """The file, below the package."""
+    """The file, below the package; from the root where it is one of ``tests/``."""
     old: str
     """Text that stands there exactly once."""
     new: str
@@ -23,7 +23,7 @@ class Plant:
     @property
     def path(self) -> str:
         """The file from the root of the project."""
-        return f"moefold/{self.file}"
+        return self.file if self.file.startswith("tests/") else f"moefold/{self.file}"
 
     def into(self, source: str) -> str:
         """Return the source with the bug in it.

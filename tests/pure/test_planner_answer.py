@@ -20,9 +20,9 @@ from moefold.planner.memory import fullest
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.time import estimate
 from moefold.planner.time_layer import setting_of
-from moefold.planner.traffic import traffic
 from moefold.run import demand_fit, load_run
 from moefold.spec.decoder import needs
+from tests.traffic.step import traffic
 
 PUBLISHED = (
     ("DeepSeek-V3", "h800x512", 4096, None),

@@ -29,7 +29,6 @@ from moefold.planner.network import (
 from moefold.planner.search_space import SCHEDULES
 from moefold.planner.time import estimate, flops
 from moefold.planner.time_pipeline import idle, pipeline_seconds
-from moefold.planner.traffic_experts import expert
 from moefold.schedule.config import (
     GPipe,
     Interleaved,
@@ -39,6 +38,7 @@ from moefold.schedule.config import (
     ZeroBubbleV,
 )
 from moefold.schedule.simulate import Costs, simulate
+from tests.traffic.experts import expert
 
 STORED = json.loads(
     Path(__file__).parents[2].joinpath("moefold/planner/time_constants.json").read_text("utf-8")

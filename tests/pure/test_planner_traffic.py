@@ -14,10 +14,10 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router
 from moefold.planner.case import Case, Keeping
 from moefold.planner.hardware import cluster
-from moefold.planner.traffic import tensor, traffic
-from moefold.planner.traffic_calls import BACKWARD, FORWARD
-from moefold.planner.traffic_experts import expert, spread
 from moefold.schedule.config import Interleaved, OneFOneB
+from tests.traffic.calls import BACKWARD, FORWARD
+from tests.traffic.experts import expert, spread
+from tests.traffic.step import tensor, traffic
 
 GQA = Gqa(heads=8, kv_heads=4, head_dim=16)
 MOE = Moe(width=64, router=Router(experts=16, top_k=4))

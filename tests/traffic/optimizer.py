@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moefold.mesh.share import share_out
 from moefold.planner.case import Case
 from moefold.planner.memory_state import elements_here
-from moefold.planner.traffic_calls import (
+from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
     Call,
@@ -21,7 +21,7 @@ from moefold.planner.traffic_calls import (
     inside,
     ranks_of,
 )
-from moefold.planner.traffic_data import buckets_of, copies_of, held, levels
+from tests.traffic.data import buckets_of, copies_of, held, levels
 from moefold.spec.layer import Axis, Weight
 
 

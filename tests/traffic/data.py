@@ -12,7 +12,7 @@ from math import gcd
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
 from moefold.planner.memory_state import elements_here, place_weights
-from moefold.planner.traffic_calls import (
+from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
     FORWARD,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import comb
 
 from moefold.moe.config import Moe
-from moefold.planner import traffic_calls
+from tests.traffic import calls
 from moefold.planner.case import Case
 from moefold.planner.memory_kept import shape_of
-from moefold.planner.traffic_calls import (
+from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
     FORWARD,
@@ -163,7 +163,7 @@ def _padded(case: Case, record: Moe, step: Step, row: float, make: _Maker) -> It
 def _told(case: Case, record: Moe) -> int:
     """Return how many counts a rank tells the others before rows are sent."""
     ranks = case.sizes.ep
-    nodes = domains(case)
+    nodes = case.expert_domains
     return {
         "alltoall": record.router.experts,
         "padded": record.router.experts,
@@ -185,7 +185,7 @@ def _mean(case: Case, record: Moe) -> _Flow:
         sent = taken * (ranks - 1) / ranks
         hops = (Hop("ep", sent, sent),) if ranks > 1 else ()
     elif case.dispatch in ONCE:
-        nodes = domains(case)
+        nodes = case.expert_domains
         each = ranks // nodes
         across = shape.rows * spread(record, nodes) * (nodes - 1) / nodes
         taken = shape.rows * spread(record, ranks)
@@ -201,9 +201,9 @@ def _named(
     """Return two hops, the one between nodes first, of those that have several ranks."""
     hops = []
     if inner < ranks:
-        hops.append(Hop(traffic_calls.across("ep", inner), *outward))
+        hops.append(Hop(calls.across("ep", inner), *outward))
     if inner > 1:
-        hops.append(Hop(traffic_calls.inside("ep", inner, ranks), *inward))
+        hops.append(Hop(calls.inside("ep", inner, ranks), *inward))
     return tuple(hops)
 
 
@@ -254,7 +254,7 @@ class _Routed:
 
     def _two_levels(self) -> tuple[tuple[Hop, ...], list[int]]:
         """A row goes to the rank of its place on the other node, and from there to its ranks."""
-        i, nodes = self._etp, domains(self._case)
+        i, nodes = self._etp, self._case.expert_domains
         inner = self._case.sizes.ep // nodes
         here, place = divmod(self._ep, inner)
 
@@ -280,12 +280,6 @@ class _Routed:
             sum(inside(one, place, j) for one in range(inner)) for j in range(self._case.sizes.etp)
         ]
         return hops, slices
-
-
-def domains(case: Case) -> int:
-    """Return over how many domains of fast links the ranks of an expert group lie."""
-    ranks = case.folding.group("ep", 0)
-    return len({one // case.cluster.domain for one in ranks})
 
 
 def spread(record: Moe, places: int) -> float:

@@ -19,7 +19,7 @@ from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case, sharing_heads
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
-from moefold.planner.traffic_calls import (
+from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
     FORWARD,
@@ -37,10 +37,10 @@ from moefold.planner.traffic_calls import (
     stage_of,
     sums,
 )
-from moefold.planner.traffic_data import data
-from moefold.planner.traffic_experts import expert
-from moefold.planner.traffic_optimizer import optimizer
-from moefold.planner.traffic_rings import lent
+from tests.traffic.data import data
+from tests.traffic.experts import expert
+from tests.traffic.optimizer import optimizer
+from tests.traffic.rings import lent
 from moefold.schedule.transfers import Transfer, with_transfers
 from moefold.spec.layer import INDEX, STATISTIC, Shape
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a built model, module by module, from its tensors' shapes alone.
+"""Parameters and FLOPs of a built model, counted by module from its tensors' shapes alone.
 
 The planner counts a description; this counts what was built from it, on any device (``meta`` too),
 and takes nothing from the planner, so that each can be held against the other. A parameter's part
