@@ -10,13 +10,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moefold.cli._measure import SMALLS, adjusted, alternated, case_of, kernels, stepping
 from moefold.files import demand_writable
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run
-from moefold.planner.machine import Machine, usual_file
+from moefold.planner.hardware import Machine, usual_file
 from moefold.planner.time import estimate
 from moefold.run import load_run
+from moefold.training.calibrate import (
+    SMALL_MODELS,
+    adjusted,
+    alternated,
+    measure_kernels,
+    stepping,
+)
 from moefold.training.machine import cpu_name
 
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "plan_cpu.json"
@@ -30,10 +36,9 @@ def bench(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measured(args.sources, args.rounds)
+        machine, report = measured(args.sources, args.rounds)
     finally:
         torch.set_num_threads(threads)
-    machine, report = found
     machine.write(file)
     if args.json:
         print(json.dumps({**report, "file": str(file)}, indent=1))
@@ -48,13 +53,14 @@ def measured(sources: list[str], rounds: int) -> tuple[Machine, dict[str, Any]]:
     Raises:
         ValueError: where a run is of several ranks or of no kind that is planned.
     """
-    first = kernels(cpu_name(), f"torch {torch.__version__}", memory_bytes())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    first = measure_kernels(cpu_name(), f"torch {torch.__version__}", memory)
     runs = {source: planned(source, first) for source in sources}
     formats = sorted({case.numbers.recipe for case in runs.values()})
     smalls = {
-        f"{recipe} {number}": case_of(small, recipe, first)
+        f"{recipe} {number}": small.case(recipe, first)
         for recipe in formats
-        for number, small in enumerate(SMALLS)
+        for number, small in enumerate(SMALL_MODELS)
     }
     took = alternated({name: stepping(case) for name, case in {**smalls, **runs}.items()}, rounds)
     machine = adjusted(first, list(smalls.values()), [took[name]["own"] for name in smalls])
@@ -68,8 +74,8 @@ def measured(sources: list[str], rounds: int) -> tuple[Machine, dict[str, Any]]:
             "planned_s": seconds, "measured_s": own, "wall_s": wall, "off": seconds / own - 1,
             "record_s": kept.get(source),
         }  # fmt: skip
-    machine_words = {"machine": machine.name, "threads": 1, "software": machine.software}
-    return machine, {**machine_words, "rounds": rounds, "steps": steps}
+    about = {"machine": machine.name, "threads": 1, "software": machine.software}
+    return machine, {**about, "rounds": rounds, "steps": steps}
 
 
 def planned(source: str, machine: Machine) -> Case:
@@ -109,8 +115,3 @@ def show(report: dict[str, Any], machine: Machine, file: Path) -> None:
         )
     console.print(table)
     console.print(f"written to {file}", style="dim")
-
-
-def memory_bytes() -> int:
-    """Return the bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,11 +1,22 @@
-"""Devices and clusters as data: ``hardware/devices.json`` holds each number with its source."""
+"""Devices and clusters as data: ``devices.json`` holds each number with its source. Also this
+machine's CPU, by the rates that ``moefold bench`` measured and keeps in a small file:
+
+machine = Machine.read(file)
+estimate(case_on(machine.cluster), machine.constants("bf16")).seconds
+"""
 
 import json
+import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
+
+from moefold.files import folder_for, write_text
+from moefold.planner.curves import Constants, constants
 
 Format = Literal["fp32", "bf16", "fp8", "fp4"]
 """Formats of dense products that peaks are stated for."""
@@ -18,7 +29,8 @@ FORMAT_OF = {
     "nvfp4": "fp4",
 }
 """The format whose peak a recipe's products have."""
-GIB = 2**30
+MACHINE_FORM = 1
+"""Of the file of a measured machine; another one is not read."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ class Cluster:
 @cache
 def catalogue() -> dict[str, Device]:
     """Return every known device by its name."""
-    text = files("moefold.planner").joinpath("hardware", "devices.json").read_text("utf-8")
+    text = files("moefold.planner").joinpath("devices.json").read_text("utf-8")
     return {name: _device(name, entry) for name, entry in json.loads(text)["devices"].items()}
 
 
@@ -174,3 +186,65 @@ def processor(
         watts=0.0,
         sources=sources,
     )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One thread of a CPU, as it was measured."""
+
+    name: str
+    """What the processor calls itself."""
+    threads: int
+    software: str
+    """Version of torch: a new one is another machine."""
+    fp32: float
+    """FLOP/s of large products."""
+    bf16: float
+    bandwidth: float
+    """Bytes/s of large element-wise sums."""
+    memory_bytes: int
+    rates: Mapping[str, Mapping[str, float]]
+    """Constants of the time model by format (``fp32``, ``bf16``) and by their names in
+    :class:`moefold.planner.curves.Rates`."""
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    """What the rates come from, for a reader."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine as a cluster of one device."""
+        device = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
+        return Cluster(device, 1, 1, 1)
+
+    def constants(self, format: str) -> Constants:
+        """Return the package's constants with this machine's own in place of any other's."""
+        known = constants()
+        own = {f"CPU.{name}": value for name, value in self.rates[format].items()}
+        return Constants({**known.values, **own, "CPU.measured": 1.0}, known.spread)
+
+    def write(self, file: Path) -> None:
+        """Write the file, its folder too."""
+        text = json.dumps({"form": MACHINE_FORM, **asdict(self)}, indent=1)
+        with folder_for(file.parent):
+            write_text(file, text + "\n")
+
+    @classmethod
+    def read(cls, file: Path) -> "Machine":
+        """Read a file.
+
+        Raises:
+            ValueError: where it is not such a file; ``moefold bench`` writes one.
+        """
+        try:
+            stored = json.loads(file.read_text("utf-8"))
+            if stored.pop("form") != MACHINE_FORM:
+                raise KeyError("form")
+            return cls(**stored)
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+            text = f"{file} is not what `moefold bench` writes: run it again"
+            raise ValueError(text) from None
+
+
+def usual_file() -> Path:
+    """Return where a user's machine file lies unless said otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "moefold" / "machine.json"

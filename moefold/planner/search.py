@@ -20,8 +20,7 @@ from moefold.planner.from_run import PAIRED, Choice, Task
 from moefold.planner.memory import peak_within
 from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
 from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
-from moefold.planner.time import StepTime, estimate
-from moefold.planner.time_pipeline import pipeline_seconds
+from moefold.planner.time import StepTime, estimate, pipeline_seconds
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,

@@ -20,7 +20,7 @@ from moefold.planner.memory import Overheads, layer_kept, software_of
 from moefold.planner.memory_state import state
 from moefold.planner.network import LATENCY_NIC, Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.search_space import SENDING, VIRTUAL, Foldings, Modules, Space
-from moefold.planner.time import HOST_ADAM, Pass
+from moefold.planner.time import HOST_ADAM, LEAST, Pass
 from moefold.planner.time_layer import (
     SM_COST,
     Policy,
@@ -29,7 +29,6 @@ from moefold.planner.time_layer import (
     loss_chunk_of,
     setting_of,
 )
-from moefold.planner.time_pipeline import LEAST
 from moefold.planner.time_work import PERMUTING, Share
 from moefold.schedule.config import OneFOneB
 from moefold.spec.decoder import block_weights, has_routing

@@ -1,21 +1,29 @@
 """The time of a step by parts: each rank's layers at the device's rates, the pipeline over them,
 then what data parallelism and the optimizer add.
 
+How long a pipeline takes is in closed forms, which tests hold to the simulator over the tables that
+training executes; a schedule without one is simulated.
+
     took = estimate(case)
     took.seconds, took.tflops_per_gpu, took.parts, took.binds, took.uncertainty
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
+from moefold.config.base import Record
 from moefold.model.config import Decoder
-from moefold.planner.case import Case
-from moefold.planner.curves import Constants, constants
+from moefold.optim.config import Muon
+from moefold.planner.case import Case, table_of
+from moefold.planner.curves import Constants, Product, Rates, constants, product_seconds
 from moefold.planner.held import Held, kinds
+from moefold.planner.memory_state import place_weights
 from moefold.planner.network import reach, ring_seconds
+from moefold.planner.remember import remembered
 from moefold.planner.time_layer import (
     PARTS,
     SM_COST,
@@ -27,9 +35,19 @@ from moefold.planner.time_layer import (
     layer_time,
     setting_of,
 )
-from moefold.planner.time_optimizer import orthogonal_seconds
-from moefold.planner.time_pipeline import pipeline_seconds
 from moefold.planner.time_work import Share, Work, half, head, joint
+from moefold.schedule.config import (
+    DualPipeV,
+    GPipe,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+)
+from moefold.schedule.simulate import Costs, simulate
+from moefold.spec.decoder import model_weights
 
 BINDS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
@@ -45,6 +63,19 @@ HOST_ADAM = 0.6e9
 SHARP = 4.0
 """How sharply the slower of device and host decides; endless would be the maximum, which needs a
 host that always runs ahead."""
+STEADY = (OneFOneB, Interleaved, Merged, GPipe)
+"""Schedules whose ranks work without a gap once filled."""
+FILLING = 1 / 3
+"""Of a micro-batch's work, its forward: backward is taken as twice as long, half of that for
+gradients of weights."""
+IDLE: dict[type[Schedule], float] = {
+    **dict.fromkeys(STEADY, 1.0),
+    ZeroBubbleH1: FILLING,
+    ZeroBubbleV: FILLING,
+    DualPipeV: 2 * FILLING,
+}
+"""Of a chunk's work, what a rank is idle for each other rank that fills and drains before it."""
+LEAST = min(IDLE.values())
 
 
 @dataclass(frozen=True)
@@ -257,3 +288,95 @@ def _counted(parts: Mapping[str, Work]) -> float:
         for name, work in parts.items()
         if name != "router"
     )
+
+
+# ----------------------------------------------------------------------------- pipelines
+
+
+def pipeline_seconds(schedule: Schedule, m: int, v: int, ranks: Sequence[float]) -> float:
+    """Return the seconds of m micro-batches.
+
+    Beyond filling and draining, each takes the slowest rank's time. Where ranks work without a gap
+    once filled, filling and draining pass each other rank once, a chunk each.
+
+    Args:
+        v: chunks per rank.
+        ranks: seconds of a micro-batch's forward and backward over all chunks of each rank.
+    """
+    p, slowest, whole = len(ranks), max(ranks), sum(ranks)
+    if isinstance(schedule, STEADY):
+        passed = (whole - slowest) / v
+        return m * slowest + passed + _short(schedule, p, v, m) * whole / p
+    return m * slowest + idle(schedule, p, v, m) * whole / p
+
+
+def idle(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return by how much a table of equal stages is longer than its work, in micro-batches."""
+    if p == 1:
+        return 0.0
+    share = IDLE.get(type(schedule))
+    if share is None:
+        return _simulated(schedule, p, v, m)
+    return share * (p - 1) / v + _short(schedule, p, v, m)
+
+
+def _short(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return what it is longer where there are fewer micro-batches than ranks."""
+    missing = max(0, p - m)
+    if isinstance(schedule, ZeroBubbleH1):
+        # Gradients of weights do not fill what is idle.
+        return missing * FILLING
+    # All chunks but one wait for the first micro-batch to come round.
+    return missing * (v - 1) / v if isinstance(schedule, GPipe) else 0.0
+
+
+@remembered(1024)
+def _simulated(schedule: Schedule, p: int, v: int, m: int) -> float:
+    """Return what a simulated table of filling, two rounds and draining is longer than its work."""
+    short = min(m, 4 * p)
+    table = table_of(schedule, p, v, short)
+    return simulate(table, Costs(*(FILLING / v,) * 3)).makespan - short
+
+
+# ----------------------------------------------------------------------------- Muon
+
+
+def orthogonal_flops(decoder: Decoder, rule: Record) -> int:
+    """Return the FLOPs of a step's Newton-Schulz over all matrices, each computed once.
+
+    Of sides s and l, s the smaller, an iteration takes two products of s * s * l and one of s
+    cubed.
+    """
+    if not isinstance(rule, Muon):
+        return 0
+    total = 0
+    for weight in model_weights(decoder):
+        if rule.orthogonalises(weight.name, weight.shape):
+            short, long = sorted(weight.shape[-2:])
+            total += prod(weight.shape[:-2]) * (2 * short * short * long + short**3)
+    return 2 * rule.ns_steps * total
+
+
+def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
+    """Return the seconds that a rank of a pipeline rank spends on its share of the matrices.
+
+    Data ranks share them out; a matrix that tensor ranks cut is made whole by each of them.
+    """
+    rule = case.numbers.optimizer
+    if not isinstance(rule, Muon):
+        return 0.0
+    peak, folding, total = case.cluster.device.peak("bf16"), case.folding, 0.0
+    for chunk in case.places[stage]:
+        for weight in (one for place in chunk for one in place_weights(case, place)):
+            if not rule.orthogonalises(weight.name, weight.shape):
+                continue
+            short, long = sorted(weight.shape[-2:])
+            count = prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
+            if case.keeping.zero:
+                count /= folding.edp if weight.expert else folding.dp * case.sizes.cp
+            products = (
+                Product(short, short, long, 2 * count),
+                Product(short, short, short, count),
+            )
+            total += sum(product_seconds(one, rates, peak, False) for one in products)
+    return rule.ns_steps * total

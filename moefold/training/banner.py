@@ -16,7 +16,7 @@ from rich.text import Text
 
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
-from moefold.planner.time_optimizer import orthogonal_flops
+from moefold.planner.time import orthogonal_flops
 from moefold.spec.layer import words_of
 from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, milliseconds, plural, si, size

@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 
 from moefold.cli import _bench
-from moefold.cli._measure import SMALLS, adjusted, alternated, case_of, features, kernels, stepping
 from moefold.cli.main import main
-from moefold.planner.machine import Machine
+from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate
+from moefold.training.calibrate import (
+    SMALL_MODELS,
+    adjusted,
+    alternated,
+    features,
+    measure_kernels,
+    stepping,
+)
 from tests.pure.test_planner_machine import MACHINE
 
 TRUE = {"compute": 1.5, "memory": 3.0, "launch": 6.0, "optimizer": 2.0, "step": 4.0}
@@ -18,7 +25,7 @@ TRUE = {"compute": 1.5, "memory": 3.0, "launch": 6.0, "optimizer": 2.0, "step": 
 @pytest.mark.parametrize("form", ["fp32", "bf16"])
 def test_parts_of_a_step_are_told_apart(form: str) -> None:
     """Of steps made of known shares of each part, unseen ones are predicted within a tenth."""
-    cases = [case_of(small, form, MACHINE) for small in SMALLS]
+    cases = [small.case(form, MACHINE) for small in SMALL_MODELS]
     given = MACHINE.constants(form)
     steps = [
         sum(f * t for f, t in zip(features(estimate(c, given), given), TRUE.values(), strict=True))
@@ -40,7 +47,7 @@ def test_steps_are_run_in_turn() -> None:
 
 
 def test_a_small_step_runs() -> None:
-    step = stepping(case_of(SMALLS[0], "fp32", MACHINE))
+    step = stepping(SMALL_MODELS[0].case("fp32", MACHINE))
     step()
     step()
 
@@ -49,8 +56,8 @@ def test_the_command_writes_a_machine_and_shows_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the kernels' rates given: measuring them takes long."""
-    monkeypatch.setattr(_bench, "kernels", lambda *words: MACHINE)
-    monkeypatch.setattr(_bench, "SMALLS", SMALLS[:2])
+    monkeypatch.setattr(_bench, "measure_kernels", lambda *words: MACHINE)
+    monkeypatch.setattr(_bench, "SMALL_MODELS", SMALL_MODELS[:2])
     file = tmp_path / "machine.json"
     assert main(["bench", "tiny", "--rounds", "1", "--machine", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -65,7 +72,7 @@ def test_the_command_writes_a_machine_and_shows_the_step(
 
 @pytest.mark.slow
 def test_kernels_are_measured() -> None:
-    machine = kernels("this", "torch", 2**30)
+    machine = measure_kernels("this", "torch", 2**30)
     assert machine.bandwidth > 1e8 and machine.fp32 > 1e9
     for rates in machine.rates.values():
         assert 0 < rates["gemm"] < 3 and rates["kernel_s"] > 0 and rates["forward_rate"] > 0

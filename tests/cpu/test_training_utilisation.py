@@ -15,7 +15,7 @@ from moefold.config.slot import build
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.optim.config import AdamW, Muon
-from moefold.planner.time_optimizer import orthogonal_flops
+from moefold.planner.time import orthogonal_flops
 from moefold.run import loaded_run
 from moefold.training import machine as utilisation
 from moefold.training.banner import least_step_time, rows

@@ -13,10 +13,8 @@ from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import Case, Numbers
 from moefold.planner.from_run import of_run
-from moefold.planner.hardware import cluster
-from moefold.planner.machine import Machine, usual_file
-from moefold.planner.time import estimate
-from moefold.planner.time_optimizer import orthogonal_seconds
+from moefold.planner.hardware import Machine, cluster, usual_file
+from moefold.planner.time import estimate, orthogonal_seconds
 from moefold.run import load_run
 from moefold.schedule.config import OneFOneB
 

@@ -24,8 +24,7 @@ from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_bounds import Grid, Shape, least_seconds
 from moefold.planner.search_change import changes
 from moefold.planner.search_space import Foldings, Space, everything, today
-from moefold.planner.time import estimate
-from moefold.planner.time_pipeline import pipeline_seconds
+from moefold.planner.time import estimate, pipeline_seconds
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
 from moefold.spec.decoder import model_weights, needs

@@ -27,8 +27,7 @@ from moefold.planner.network import (
     ring_seconds,
 )
 from moefold.planner.search_space import SCHEDULES
-from moefold.planner.time import estimate, flops
-from moefold.planner.time_pipeline import idle, pipeline_seconds
+from moefold.planner.time import estimate, flops, idle, pipeline_seconds
 from moefold.schedule.config import (
     GPipe,
     Interleaved,

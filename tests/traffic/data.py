@@ -12,6 +12,8 @@ from math import gcd
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
 from moefold.planner.memory_state import elements_here, place_weights
+from moefold.spec.decoder import embedding, head, last_norm
+from moefold.spec.layer import Weight
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -25,8 +27,6 @@ from tests.traffic.calls import (
     stage_of,
     sums,
 )
-from moefold.spec.decoder import embedding, head, last_norm
-from moefold.spec.layer import Weight
 
 TABLE = "embed.weight"
 WIDE = (TABLE, "router.weight")

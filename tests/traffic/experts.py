@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import comb
 
 from moefold.moe.config import Moe
-from tests.traffic import calls
 from moefold.planner.case import Case
 from moefold.planner.memory_kept import shape_of
+from moefold.spec.layer import INDEX, STATISTIC
+from tests.traffic import calls
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -25,7 +26,6 @@ from tests.traffic.calls import (
     paired,
     runs,
 )
-from moefold.spec.layer import INDEX, STATISTIC
 
 ONCE = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 """Ways that send a row once to each of its ranks, and with it all its choices."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from moefold.mesh.share import share_out
 from moefold.planner.case import Case
 from moefold.planner.memory_state import elements_here
+from moefold.spec.layer import Axis, Weight
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -22,7 +23,6 @@ from tests.traffic.calls import (
     ranks_of,
 )
 from tests.traffic.data import buckets_of, copies_of, held, levels
-from moefold.spec.layer import Axis, Weight
 
 
 class Matrix(NamedTuple):

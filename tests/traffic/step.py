@@ -19,6 +19,8 @@ from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case, sharing_heads
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
+from moefold.schedule.transfers import Transfer, with_transfers
+from moefold.spec.layer import INDEX, STATISTIC, Shape
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -41,8 +43,6 @@ from tests.traffic.data import data
 from tests.traffic.experts import expert
 from tests.traffic.optimizer import optimizer
 from tests.traffic.rings import lent
-from moefold.schedule.transfers import Transfer, with_transfers
-from moefold.spec.layer import INDEX, STATISTIC, Shape
 
 MASTER = 4
 """Bytes of an element of the embedding's rows: fp32."""

@@ -1,0 +1,317 @@
+"""Calibrates the planner's time model for this CPU: kernels timed alone, then small whole steps.
+
+Everything runs on one thread, and times are the process's own: on a machine that others use, a wall
+clock tells how busy they are. What a step spends beside its products is fitted by least squares to
+small models, which are not the recipes that are then predicted.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import exp, log
+from statistics import median
+from typing import Any
+
+import torch
+
+from moefold.config.slot import build
+from moefold.data.batch import from_ids
+from moefold.kernels.attention.sdpa import attention
+from moefold.layers.kinds.gqa import Gqa
+from moefold.mesh.config import Sizes
+from moefold.mesh.pipeline import Stages
+from moefold.model.config import Block, Decoder, Stack
+from moefold.model.decoder import DecoderModel
+from moefold.model.init import initialise
+from moefold.moe.config import Moe, Router
+from moefold.optim.config import AdamW, Muon, Optim
+from moefold.parallel.apply import alone
+from moefold.parallel.data.sharding import Data
+from moefold.planner.case import Case, Numbers
+from moefold.planner.curves import Constants
+from moefold.planner.hardware import Machine
+from moefold.planner.time import StepTime, estimate, orthogonal_seconds
+from moefold.schedule.config import OneFOneB
+from moefold.training.step import gradients
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SHAPES = (
+    (64, 64, 64), (256, 64, 64), (512, 128, 192), (2048, 192, 192), (1024, 512, 128),
+    (2048, 1024, 256), (512, 2048, 192), (1024, 1024, 1024), (2048, 2048, 512),
+)  # fmt: skip
+"""Rows, outputs and inputs of the matrix products that are timed."""
+LENGTHS, HEADS, HEAD_DIM = (64, 256, 512, 1024), 4, 64
+"""Of the attention that is timed."""
+LOSS_CHUNK = 1024
+PARTS = {
+    # lowest factor, and how sure 1 is beforehand: products in a step are never faster than alone
+    "compute": (1.0, 0.5), "memory": (0.1, 5.0), "launch": (0.1, 5.0), "optimizer": (0.1, 5.0),
+    "step": (0.1, 5.0),
+}  # fmt: skip
+"""Parts of a step whose factors small models tell."""
+NOISE = 0.05
+"""Relative error of a measured step."""
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A small model whose step is timed."""
+
+    hidden: int
+    layers: int
+    experts: int
+    width: int
+    vocab: int
+    seq: int
+    sequences: int
+    micro_batches: int = 1
+    optim: Optim = field(default_factory=lambda: AdamW(lr=1e-3))
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model's description."""
+        heads = max(2, self.hidden // 64)
+        attends = Gqa(heads=heads, kv_heads=heads, head_dim=self.hidden // heads, qk_norm="head")
+        mixture = Moe(width=self.width, router=Router(experts=self.experts, top_k=2))
+        stack = Stack(repeat=self.layers, blocks=(Block(attention=attends, ffn=mixture),))
+        return Decoder(vocab=self.vocab, hidden=self.hidden, stacks=(stack,))
+
+    def case(self, precision: Any, machine: Machine) -> Case:
+        """Return its step on a machine as the planner takes it."""
+        return Case(
+            decoder=self.decoder,
+            seq=self.seq,
+            batch=self.sequences * self.micro_batches,
+            micro_batch=self.sequences,
+            cluster=machine.cluster,
+            sizes=Sizes(),
+            stages=Stages.balanced(1, 1, self.layers),
+            schedule=OneFOneB(),
+            dispatch="local",
+            load=1.0,
+            numbers=Numbers(precision, self.optim, weight_bytes=0 if precision == "fp32" else 2),
+        )
+
+
+SMALL_MODELS = (
+    SmallModel(64, 2, 4, 64, 512, 64, 2),
+    SmallModel(64, 6, 4, 64, 512, 64, 2),
+    SmallModel(64, 2, 8, 64, 512, 128, 2, micro_batches=4),
+    SmallModel(128, 2, 8, 128, 1024, 256, 4),
+    SmallModel(128, 4, 16, 64, 1024, 128, 4),
+    SmallModel(256, 2, 8, 256, 2048, 256, 4),
+    SmallModel(256, 1, 4, 128, 8192, 256, 2),
+    SmallModel(128, 2, 8, 128, 1024, 256, 2, optim=Muon()),
+    SmallModel(192, 3, 8, 96, 2048, 128, 8, optim=Muon()),
+)
+"""Few rows and many, few layers and many, a large vocabulary, several micro-batches."""
+
+
+# ----------------------------------------------------------------------------- kernels
+
+
+def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
+    """Measure single kernels; returns the machine without what whole steps tell."""
+    tables: dict[str, Any] = {"call_s": _call_seconds()}
+    peaks, rates = {}, {}
+    for form, dtype in FORMATS.items():
+        products = list(_products(dtype))
+        peaks[form] = peak = max(rate for *_, rate in products)
+        passes = _attention(peak, dtype)
+        share, half = _product_law(products, peak)
+        rates[form] = {
+            "gemm": share, "half": half, "memory": 1.0, "device": 1.0,
+            "kernel_s": tables["call_s"], "launch_s": 0.0, "step_s": 0.0,
+        }  # fmt: skip
+        for way, found in passes.items():
+            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = _length_law(found)
+        tables[form] = {"products": products, "attention": passes}
+    return Machine(
+        name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], _bandwidth(),
+        memory_bytes, rates, tables,
+    )  # fmt: skip
+
+
+def _seconds(call: Callable[[], Any], least: float = 0.05) -> float:
+    """Return the median of the process's own seconds for a call, over ``least`` seconds of them."""
+    call()
+    taken: list[float] = []
+    while sum(taken) < least or len(taken) < 5:
+        started = time.process_time()
+        call()
+        taken.append(time.process_time() - started)
+    return median(taken)
+
+
+def _repeat(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _call_seconds() -> float:
+    """Return the seconds of a call that does next to nothing."""
+    x = torch.zeros(16, requires_grad=True)
+    return _seconds(lambda: _repeat(lambda: x * 2.0, 200)) / 200
+
+
+def _bandwidth() -> float:
+    """Return bytes/s of large sums: two rows read and one written."""
+    a, b, out = (torch.randn(2**22) for _ in range(3))
+    return 3 * a.numel() * 4 / _seconds(lambda: torch.add(a, b, out=out), 0.2)
+
+
+def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
+    """Yield rows, outputs, inputs and FLOP/s of matrix products."""
+    for m, n, k in SHAPES:
+        a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        times = max(1, 2**24 // (m * n * k))
+        taken = _seconds(partial(_repeat, partial(torch.mm, a, b.t()), times))
+        yield m, n, k, 2 * m * n * k * times / taken
+
+
+def _product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
+    """Return the share of the peak and the half size that fit products best, in logarithms."""
+
+    def fitted(half: float) -> tuple[float, float, float]:
+        h = half * peak / 1e15
+        logs = [
+            log(rate * (1 + h / m) * (1 + h / n) * (1 + h / k) / peak) for m, n, k, rate in found
+        ]
+        share = median(logs)
+        return sum(abs(one - share) for one in logs), exp(share), half
+
+    _, share, half = min(fitted(2.0**i * 1e3) for i in range(18))
+    return share, half
+
+
+def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, float]]]:
+    """Return length and share of the peak of attention's own products, forward and backward."""
+    found: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
+    for length in LENGTHS:
+        q, k, v = (torch.randn(length, HEADS, HEAD_DIM).to(dtype) for _ in range(3))
+        attend = partial(attention, q, k, v, (length,), HEAD_DIM**-0.5)
+        flops = 2 * length * length * HEADS * HEAD_DIM
+        forward = _seconds(attend)
+        for x in (q, k, v):
+            x.requires_grad_()
+        backward = _seconds(partial(_forward_and_backward, attend)) - forward
+        found["forward"].append((length, flops / forward / peak))
+        found["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
+    return found
+
+
+def _forward_and_backward(call: Callable[[], torch.Tensor]) -> None:
+    call().sum().backward()
+
+
+def _length_law(found: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return rate and half length of ``share = rate / (1 + half / length)``, by its two ends.
+
+    The time model scales rates by the head's dims over 128.
+    """
+    (short, low), (long, high) = found[0], found[-1]
+    half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
+    return high * (1 + half / long) * 128 / HEAD_DIM, half
+
+
+# ----------------------------------------------------------------------------- whole steps
+
+
+def stepping(case: Case) -> Callable[[], None]:
+    """Return a call that makes one optimizer step of a case on one rank."""
+    precision = "fp32" if case.numbers.recipe == "fp32" else "bf16"
+    model = DecoderModel(case.decoder, precision)
+    initialise(model, case.decoder, seed=1)
+    draw = torch.Generator().manual_seed(0)
+    shape = (case.micro_batch, case.seq)
+    batches = [
+        from_ids(torch.randint(case.decoder.vocab, shape, generator=draw))
+        for _ in range(case.micro_batches)
+    ]
+    data = Data(alone(model))
+    optimizer = build(case.numbers.optimizer, dict(model.named_parameters()))
+
+    def step() -> None:
+        gradients(data, batches, LOSS_CHUNK)
+        optimizer.step()
+        data.renew()
+
+    return step
+
+
+def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, float]]:
+    """Run calls in turn, so that a drifting machine moves all alike.
+
+    Returns:
+        Medians over the rounds: ``own`` seconds of the process, and ``wall`` seconds.
+    """
+    for call in calls.values():
+        call()
+    own: dict[str, list[float]] = {name: [] for name in calls}
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started, spent = time.perf_counter(), time.process_time()
+            call()
+            own[name].append(time.process_time() - spent)
+            wall[name].append(time.perf_counter() - started)
+    return {name: {"own": median(own[name]), "wall": median(wall[name])} for name in calls}
+
+
+def features(took: StepTime, given: Constants) -> list[float]:
+    """Return a step's predicted seconds by the parts that whole steps tell: see ``PARTS``."""
+    parts = took.parts
+    compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
+    update = orthogonal_seconds(took.case, 0, given.rates("CPU", "moefold", ""))
+    return [
+        compute + update, parts["memory"], parts["launch"], parts["optimizer"] - update, 1e-3
+    ]  # fmt: skip
+
+
+def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float]) -> Machine:
+    """Return the machine with what small steps tell: how far parts are from single kernels.
+
+    Args:
+        cases: planned on ``machine``, of one or both formats.
+        measured: seconds of their steps.
+    """
+    rates, tables = dict(machine.rates), dict(machine.tables)
+    for form in {case.numbers.recipe for case in cases}:
+        given = machine.constants(form)
+        own = [i for i, case in enumerate(cases) if case.numbers.recipe == form]
+        rows = [features(estimate(cases[i], given), given) for i in own]
+        factors = _factors(
+            torch.tensor(rows, dtype=torch.float64),
+            torch.tensor([measured[i] for i in own], dtype=torch.float64),
+        )
+        rates[form] = _scaled(rates[form], factors)
+        tables[form] = {**tables[form], "factors": factors}
+    return replace(machine, rates=rates, tables=tables)
+
+
+def _scaled(rates: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    """Return rates by which each part takes its factor more."""
+    found = dict(rates)
+    for name in ("gemm", "forward_rate", "backward_rate"):
+        found[name] /= factors["compute"]
+    found["memory"] = 1 / factors["optimizer"]
+    found["device"] = factors["memory"] / factors["optimizer"]
+    found["kernel_s"] *= factors["launch"] / found["device"]
+    found["step_s"] = factors["step"] * 1e-3
+    return found
+
+
+def _factors(rows: torch.Tensor, measured: torch.Tensor) -> dict[str, float]:
+    """Return the factor of each part by least relative squares, near 1 where steps do not tell."""
+    lowest, sure = torch.tensor(list(PARTS.values()), dtype=torch.float64).T
+    scaled = rows / measured[:, None] / NOISE
+    left = scaled.T @ scaled + torch.diag(1 / sure**2)
+    right = scaled.sum(0) / NOISE + 1 / sure**2
+    factors = torch.ones_like(sure)
+    # Coordinate by coordinate, as factors have lower bounds: no part takes time away.
+    for _ in range(500):
+        for i in range(len(factors)):
+            rest = right[i] - left[i] @ factors + left[i, i] * factors[i]
+            factors[i] = torch.maximum(lowest[i], rest / left[i, i])
+    return dict(zip(PARTS, factors.tolist(), strict=True))
