@@ -12,7 +12,6 @@ from rich.text import Text
 from moefold.config.problems import Violation, describe
 from moefold.config.records import plain
 from moefold.mesh.config import Sizes
-from moefold.mesh.experts import ExpertTable
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, violations
@@ -39,8 +38,8 @@ class Picture:
     """None where the sizes do not fit the ranks."""
     stages: Stages | None
     """None where they are no legal pipeline of the model."""
-    experts: ExpertTable | None
-    """The seats of one layer with experts, None where there is none or ep does not fit."""
+    experts: tuple[tuple[int, ...], ...] | None
+    """Ids of one layer's experts for each ep coordinate; None without experts or a fitting ep."""
     violations: tuple[Violation, ...]
 
 
@@ -74,9 +73,13 @@ def _stages(model: Model, sizes: Sizes, text: str | None) -> Stages | None:
     return None if stages.faults(count, model.mixtures) else stages
 
 
-def _experts(model: Model, sizes: Sizes) -> ExpertTable | None:
+def _experts(model: Model, sizes: Sizes) -> tuple[tuple[int, ...], ...] | None:
+    """Return which experts live at each coordinate of ep: neighbours together, equally many."""
     counts = {experts for experts in model.experts if experts % sizes.ep == 0}
-    return ExpertTable.even(min(counts), sizes.ep) if counts else None
+    if not counts:
+        return None
+    each = min(counts) // sizes.ep
+    return tuple(tuple(range(at * each, at * each + each)) for at in range(sizes.ep))
 
 
 # ------------------------------------------------------------------------------- for programs
@@ -103,7 +106,7 @@ def facts(shown: Picture) -> dict[str, Any]:
     if stages is not None:
         answer["stages"] = {"text": stages.text, "table": stages.table(shown.sizes.pp)}
     if experts is not None:
-        answer["experts"] = experts.rows
+        answer["experts"] = experts
     return answer
 
 
@@ -210,12 +213,12 @@ def _places(stage: Sequence[Any]) -> str:
     return ", ".join(said) or "nothing"
 
 
-def expert_table(experts: ExpertTable) -> Table:
+def expert_table(experts: Sequence[tuple[int, ...]]) -> Table:
     """Return which experts live at each coordinate of the expert-parallel axis."""
     table = _table(header=False)
     table.add_column()
     table.add_column()
-    for row in _some(list(enumerate(experts.rows)), ROWS):
+    for row in _some(list(enumerate(experts)), ROWS):
         if row is None:
             table.add_row("…", style="dim")
             continue

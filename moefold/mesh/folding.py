@@ -3,13 +3,12 @@ ep, etp)``. Only pp must agree, so expert parallelism may run over what tp, cp a
 attention (MoE Parallel Folding, arXiv 2504.14960). Arithmetic alone: no process is needed.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from moefold.config.problems import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.experts import Seat
-from moefold.mesh.grid import Grid, Offsets, evenly, shifted
+from moefold.mesh.grid import Grid, Offsets, shifted
 from moefold.mesh.legality import folding_violations
 
 Ranks = tuple[int, ...]
@@ -130,15 +129,6 @@ class Folding:
         """Return the rank of the same pipeline on another stage."""
         return self.rank_at(self.attention_spot(rank)._replace(pp=stage))
 
-    def seat_rank(self, seat: Seat, asking: int) -> int:
-        """Return the rank where ``asking`` finds an expert: in its own ep group."""
-        return self.rank_at(self.expert_spot(asking)._replace(ep=seat.ep))
-
-    def seat_ranks(self, seat: Seat, stage: int) -> Ranks:
-        """Return all ranks of a stage that hold an expert or a slice of it, ascending."""
-        start = self.experts.rank({"ep": seat.ep, "pp": stage})
-        return shifted(self.experts.offsets(("etp", "edp")), start)
-
     def groups(self, kind: str) -> tuple[Ranks, ...]:
         """Return all groups of a kind, by their smallest rank; ranks in a group ascend.
 
@@ -157,19 +147,6 @@ class Folding:
         start = grid.start(self._inside(rank), axes)
         (ranks,) = self._groups([start], offsets)
         return ranks if rank in ranks else ()
-
-    def stage_groups(self, stages: Iterable[int]) -> tuple[Ranks, ...]:
-        """Return one group per pipeline of its ranks on some stages.
-
-        This is where weights that several stages hold are summed: a tied embedding on the stages
-        that embed tokens or compute logits.
-        """
-        wanted = sorted(set(stages))
-        if not wanted or not (wanted[0] >= 0 and wanted[-1] < self.sizes.pp):
-            raise ValueError(f"stages {wanted}: a stage from 0 to {self.sizes.pp - 1}")
-        first = wanted[0] * self.attention.strides["pp"]
-        starts = [first + start for start in self.attention.starts(("pp",))]
-        return self._groups(starts, self._stage_offsets(wanted))
 
     def distinct(self) -> tuple[Group, ...]:
         """Return every distinct group once with all its kinds, in one order on all ranks."""
@@ -194,10 +171,10 @@ class Folding:
     def _parts(self, kind: str) -> tuple[Offsets, Offsets]:
         """Return the smallest rank of each group of a kind, and the offsets of its ranks."""
         grid, axes = self._axes(kind)
-        ends = (0, self.sizes.pp - 1)
-        return grid.starts(axes), (
-            self._stage_offsets(ends) if kind == EMBEDDING else grid.offsets(axes)
-        )
+        if kind != EMBEDDING or self.sizes.pp == 1:
+            return grid.starts(axes), grid.offsets(axes)
+        last = (self.sizes.pp - 1) * grid.strides["pp"]
+        return grid.starts(axes), range(0, 2 * last, last)
 
     def _axes(self, kind: str) -> tuple[Grid, tuple[str, ...]]:
         found = KINDS.get(kind)
@@ -209,12 +186,6 @@ class Folding:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank}: ranks run from 0 to {self.world - 1}")
         return rank
-
-    def _stage_offsets(self, stages: Iterable[int]) -> Offsets:
-        """Offsets from the rank on the lowest of some stages."""
-        wanted = sorted(set(stages))
-        stride = self.attention.strides["pp"]
-        return evenly([(stage - wanted[0]) * stride for stage in wanted])
 
     def _groups(self, starts: Collection[int], offsets: Offsets) -> tuple[Ranks, ...]:
         """Return the groups at ``starts``, made only where the same ranks are not known yet.

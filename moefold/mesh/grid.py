@@ -81,13 +81,6 @@ class Grid:
         return rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
 
 
-def evenly(offsets: Sequence[int]) -> Offsets:
-    """Return ascending offsets that begin with 0 as a range where they are evenly spaced."""
-    step = offsets[1] if len(offsets) > 1 else 1
-    spaced = range(0, step * len(offsets), step)
-    return spaced if list(spaced) == list(offsets) else tuple(offsets)
-
-
 def shifted(offsets: Offsets, start: int) -> tuple[int, ...]:
     """Return ``start`` plus each offset."""
     if isinstance(offsets, range):

@@ -16,8 +16,7 @@ from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.config import DISPATCH, AllToAll, Dispatch
-from moefold.schedule.build import tabulate
-from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee
+from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import Model
 

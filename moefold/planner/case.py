@@ -19,8 +19,7 @@ from moefold.planner import held
 from moefold.planner.hardware import Cluster
 from moefold.planner.held import Held, kinds
 from moefold.planner.remember import remembered
-from moefold.schedule.build import tabulate
-from moefold.schedule.config import GPipe, Schedule, Vee
+from moefold.schedule.config import GPipe, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Module
@@ -223,7 +222,7 @@ class Case:
 
 @remembered(512)
 def table_of(schedule: Schedule, p: int, v: int, m: int) -> Table:
-    """Return a schedule's table, made once; see :func:`moefold.schedule.build.tabulate`."""
+    """Return a schedule's table, made once; see :func:`moefold.schedule.config.tabulate`."""
     return tabulate(schedule, p, v, m)
 
 

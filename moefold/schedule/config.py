@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
-from moefold.config.slot import Slot
+from moefold.config.problems import RunError, Violation
+from moefold.config.slot import Slot, build
+from moefold.schedule.table import Table
 
 SCHEDULE = Slot("pipeline schedule")
 
@@ -85,7 +86,7 @@ class GPipe(Schedule):
     """All forwards, then all backwards. Any p, v and m."""
 
     kind: Literal["gpipe"] = "gpipe"
-    owner = "moefold.schedule.gpipe:table"
+    owner = "moefold.schedule.one_f_one_b:gpipe"
 
 
 @SCHEDULE.register
@@ -93,7 +94,7 @@ class OneFOneB(Schedule):
     """One forward, one backward. v = 1, any p and m."""
 
     kind: Literal["1f1b"] = "1f1b"
-    owner = "moefold.schedule.one_f_one_b:table"
+    owner = "moefold.schedule.one_f_one_b:one_f_one_b"
 
     def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """One chunk per rank."""
@@ -107,7 +108,7 @@ class Interleaved(Grouped):
     """1F1B over v chunks per rank; with v > 1, m fills groups."""
 
     kind: Literal["interleaved"] = "interleaved"
-    owner = "moefold.schedule.interleaved:table"
+    owner = "moefold.schedule.one_f_one_b:interleaved"
 
 
 @SCHEDULE.register
@@ -115,7 +116,7 @@ class ZeroBubbleH1(Grouped):
     """1F1B whose weight gradients fill gaps; with v > 1, m fills groups."""
 
     kind: Literal["zb_h1"] = "zb_h1"
-    owner = "moefold.schedule.zb_h1:table"
+    owner = "moefold.schedule.one_f_one_b:zb_h1"
 
 
 @SCHEDULE.register
@@ -123,7 +124,7 @@ class ZeroBubbleV(Vee):
     """Two chunks in a V, weight gradients fill gaps. v = 2, m >= 2 p."""
 
     kind: Literal["zb_v"] = "zb_v"
-    owner = "moefold.schedule.zb_v:table"
+    owner = "moefold.schedule.v_shape:zb_v"
 
 
 @SCHEDULE.register
@@ -131,7 +132,7 @@ class DualPipeV(Vee):
     """Two chunks in a V, forwards beside backwards. v = 2, m >= 2 p."""
 
     kind: Literal["dualpipe_v"] = "dualpipe_v"
-    owner = "moefold.schedule.dualpipe_v:table"
+    owner = "moefold.schedule.v_shape:dualpipe_v"
 
 
 @SCHEDULE.register
@@ -139,4 +140,19 @@ class Merged(Grouped):
     """1F1B whose forwards run beside backwards; with v > 1, m fills groups. Any p, 1 too."""
 
     kind: Literal["merged"] = "merged"
-    owner = "moefold.schedule.merged:table"
+    owner = "moefold.schedule.one_f_one_b:merged"
+
+
+def tabulate(schedule: Schedule, p: int, v: int, m: int) -> Table:
+    """Return the table of ``schedule`` for p ranks, v chunks per rank and m micro-batches.
+
+    Raises:
+        RunError: outside its domain, with the nearest legal values.
+    """
+    named = (("pp", p), ("vpp", v), ("micro_batches", m))
+    wrong = [Violation((name,), size, "is at least 1", 1) for name, size in named if size < 1]
+    wrong = wrong or list(schedule.misfits(p, v, m))
+    if wrong:
+        kind = type(schedule).model_fields["kind"].default
+        raise RunError(wrong, source=f"schedule {kind} with pp{p} vpp{v}, {m} micro-batches")
+    return build(schedule, p, v, m)

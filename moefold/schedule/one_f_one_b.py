@@ -1,21 +1,124 @@
-"""1F1B (PipeDream-flush, arXiv 2006.09503): the earliest backward that can run, runs.
+"""Schedules whose stages lie down the ranks, v times round: GPipe and the family of 1F1B.
 
-Bubble (p - 1)(F + B), as GPipe's; rank r keeps min(m, p - r) micro-batches in flight.
+Letters as in ``schedule.config``: p pipeline ranks, v stage chunks per rank, m micro-batches per
+step, groups of g micro-batches. "In flight" counts the chunks whose activations a rank keeps at
+once; F, B, I and W are the times of the actions of ``schedule.table``. Each function is the owner
+of one record: it takes the record, p, v and m, and returns the table.
+
+Micro-batches go through several chunks in groups of g >= p: a group through chunk 0, the same group
+through chunk 1, and so on (interleaved 1F1B, arXiv 2104.04473).
 """
 
-from moefold.schedule.config import OneFOneB
-from moefold.schedule.table import Action, Line, Table
+from collections import deque
+
+from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, ZeroBubbleH1
+from moefold.schedule.table import Action, Line, Pair, Step, Table
 
 
-def table(record: OneFOneB, p: int, v: int, m: int) -> Table:
-    """Return the table."""
-    return Table(tuple(_line(rank, p, m) for rank in range(p)), chunks=1, micro_batches=m)
+def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
+    """Return the table of GPipe (arXiv 1811.06965): all forwards, then all backwards.
+
+    With several chunks per rank, breadth first (arXiv 2211.05953): a chunk's micro-batches, then
+    the next chunk's. Bubble (p - 1)(F + B) from m = p on; all m * v chunks are in flight at the
+    turn. Every rank has the same line.
+    """
+    line: Line = (*_forwards(v, m, m), *_backwards(v, m, m))
+    return Table((line,) * p, chunks=v, micro_batches=m)
 
 
-def _line(rank: int, p: int, m: int) -> Line:
-    ahead = min(p - rank - 1, m)
-    line = [Action("F", 0, micro) for micro in range(ahead)]  # 1. warm-up
-    for micro in range(m - ahead):  # 2. one forward, one backward
-        line += [Action("F", 0, micro + ahead), Action("B", 0, micro)]
-    line += [Action("B", 0, micro) for micro in range(m - ahead, m)]  # 3. drain
-    return tuple(line)
+def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
+    """Return the table of 1F1B (PipeDream-flush, arXiv 2006.09503), one chunk per rank.
+
+    The earliest backward that can run, runs. Bubble (p - 1)(F + B), as GPipe's; rank r keeps
+    min(m, p - r) micro-batches in flight.
+    """
+    return Table(tuple(_steady_1f1b(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
+
+
+def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
+    """Return the table of interleaved 1F1B (arXiv 2104.04473); with v = 1 it is 1F1B itself.
+
+    Bubble (p - 1)(F + B) of *one chunk*, a fraction (p - 1) / (v m) of the step. In flight on rank
+    0: (v - 1) g + 2 (p - 1) + 1 chunks, which for g = p is 1 + (p - 1) / (p v) times what 1F1B
+    keeps.
+    """
+    group = record.grouped(p, m)
+    # A chunk's output goes round all ranks before the rank sees the first gradient: two forwards
+    # per rank below it. A single chunk sees it sooner.
+    ahead = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
+    return Table(tuple(_steady_1f1b(count, v, m, group) for count in ahead), v, m)
+
+
+def _steady_1f1b(ahead: int, v: int, m: int, group: int) -> Line:
+    """Return a line with ``ahead`` forwards before the first backward, then one of each in turn."""
+    forward, backward = _forwards(v, m, group), _backwards(v, m, group)
+    ahead = min(ahead, m * v)
+    line = forward[:ahead]  # 1. warm-up
+    for following, ended in zip(forward[ahead:], backward, strict=False):  # 2. steady
+        line += [following, ended]
+    return (*line, *backward[m * v - ahead :])  # 3. drain
+
+
+def merged(record: Merged, p: int, v: int, m: int) -> Table:
+    """Return the table of combined 1F1B: each steady forward runs beside another's backward.
+
+    The exchanges of one micro-batch hide under the work of the other; only the warm-up's forwards
+    and the drain's backwards stay exposed (arXiv 2603.07685, section 4.2.3). The order is
+    interleaved 1F1B's with one more forward in the warm-up, because a forward cannot run beside a
+    backward that needs it. Every rank below adds two forwards, with one chunk too: a pair gives
+    nothing before it ends. In flight on rank 0: (v - 1) g + 2 (p - 1) + 2 chunks. One rank is
+    enough.
+    """
+    group = record.grouped(p, m)
+    return Table(tuple(_pairs(2 * (p - r - 1), v, m, group) for r in range(p)), v, m)
+
+
+def _pairs(below: int, v: int, m: int, group: int) -> Line:
+    forward, backward = _forwards(v, m, group), _backwards(v, m, group)
+    ahead = min(below + (v - 1) * group + 1, m * v)
+    warm_up: list[Step] = [*forward[:ahead]]
+    steady = [Pair(*both) for both in zip(forward[ahead:], backward, strict=False)]
+    return (*warm_up, *steady, *backward[m * v - ahead :])
+
+
+def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
+    """Return the table of ZB-H1 (arXiv 2401.10241): weight gradients fill what 1F1B leaves idle.
+
+    Rank r puts its weight gradients off by r micro-batches, so that all ranks keep what rank 0 of
+    1F1B keeps (p v chunks) and gradients are passed on sooner. Bubble (p - 1)(F + I - W) where W is
+    the shortest of the three; otherwise (p - 1) max(F, I), for then weight gradients stand in the
+    way. That is from m = p on. With v > 1 chunks the order of interleaved 1F1B with the shorter
+    warm-up.
+    """
+    group = record.grouped(p, m)
+    return Table(tuple(_delayed_weights(r, p, v, m, group) for r in range(p)), v, m)
+
+
+def _delayed_weights(rank: int, p: int, v: int, m: int, group: int) -> Line:
+    forward = deque(_forwards(v, m, group))
+    weights: deque[Action] = deque()
+    ahead = min((v - 1) * group + p - rank - 1, m * v)
+    line = [forward.popleft() for _ in range(ahead)]  # 1. warm-up
+    for backward in _backwards(v, m, group):
+        if forward:  # 2. steady: forward, input gradient, a weight gradient put off before
+            line.append(forward.popleft())
+        line.append(backward._replace(kind="I"))  # 3. drain: input and weight gradients alone
+        weights.append(backward._replace(kind="W"))
+        if len(weights) > rank:
+            line.append(weights.popleft())
+    return (*line, *weights)  # 4. the rest of the weight gradients
+
+
+def _forwards(v: int, m: int, group: int) -> list[Action]:
+    """Return the forwards of every rank: groups of micro-batches, each through all chunks."""
+    return [
+        Action("F", chunk, micro)
+        for start in range(0, m, group)
+        for chunk in range(v)
+        for micro in range(start, min(start + group, m))
+    ]
+
+
+def _backwards(v: int, m: int, group: int) -> list[Action]:
+    """Return the backwards of every rank, the last chunk first."""
+    return [Action("B", v - 1 - action.chunk, action.micro) for action in _forwards(v, m, group)]

@@ -1,15 +1,19 @@
-"""A timeline of a table: what runs when, and who waits how long.
+"""Simulation of a table: an order in which it can run, its timeline, and who waits how long.
 
 Ranks follow their lines and start a step as soon as its inputs have come. All times are in one
 unit, whatever it is.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from moefold.schedule.table import Result, Step, Table, actions_of
-from moefold.schedule.walk import gives_of, needs_of, walk
+
+
+class Deadlock(ValueError):
+    """Ranks that wait for each other: no order runs the table to its end."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
     work, exchange = [0.0] * table.ranks, [0.0] * table.ranks
     ended: dict[Result, float] = {}
-    for rank, step in walk(table):
+    for rank, step in topological_steps(table):
         start = spans[rank][-1].end if spans[rank] else 0.0
-        for need in needs_of(table, rank, step):
+        for need in table.step_needs(rank, step):
             away = transfer if table.home(need.stage) != rank else 0.0
             start = max(start, ended[need] + away)
         took = [
@@ -122,7 +126,7 @@ def simulate(
         exchange[rank] += sum(one for _, one in took)
         end = start + duration(took)
         spans[rank].append(Span(step, start, end))
-        ended.update(dict.fromkeys(gives_of(table, rank, step), end))
+        ended.update(dict.fromkeys(table.step_gives(rank, step), end))
     return Timeline(tuple(map(tuple, spans)), tuple(work), tuple(exchange))
 
 
@@ -141,3 +145,38 @@ def _each(table: Table, costs: Costs | Sequence[Costs]) -> Sequence[Costs]:
     if len(each) != table.stages:
         raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
     return each
+
+
+def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
+    """Yield (rank, step) so that each rank's order holds and every input is there.
+
+    Raises:
+        Deadlock: where some step's input never comes, naming each stuck rank and what it awaits.
+    """
+    done: set[Result] = set()
+    waiting: dict[Result, list[int]] = {}
+    at = [0] * table.ranks
+    ready = deque(range(table.ranks))
+    while ready:
+        rank = ready.popleft()
+        line = table.lines[rank]
+        while at[rank] < len(line):
+            step = line[at[rank]]
+            missing = next((n for n in table.step_needs(rank, step) if n not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            at[rank] += 1
+            yield rank, step
+            for result in table.step_gives(rank, step):
+                done.add(result)
+                ready.extend(waiting.pop(result, ()))
+    if waiting:
+        raise Deadlock("; ".join(_stuck(table, at, waiting)))
+
+
+def _stuck(table: Table, at: list[int], waiting: dict[Result, list[int]]) -> Iterator[str]:
+    for rank, missing in sorted((rank, need) for need, ranks in waiting.items() for rank in ranks):
+        step = table.lines[rank][at[rank]]
+        awaited = f"the {missing.what} of stage {missing.stage}, micro-batch {missing.micro}"
+        yield f"rank {rank} stays at {step} and waits for {awaited}"

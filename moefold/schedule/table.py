@@ -115,6 +115,15 @@ class Table:
         what = "output" if action.kind == "F" else "gradient"
         return Result(what, self.stage(rank, action.chunk), action.micro)
 
+    def step_needs(self, rank: int, step: Step) -> tuple[Result, ...]:
+        """Return what must be there before a step starts; a pair waits for both of its inputs."""
+        return tuple(need for action in actions_of(step) for need in self.needs(rank, action))
+
+    def step_gives(self, rank: int, step: Step) -> tuple[Result, ...]:
+        """Return what a step leaves for others once it has ended."""
+        given = (self.gives(rank, action) for action in actions_of(step))
+        return tuple(result for result in given if result is not None)
+
     def reader(self, result: Result) -> int | None:
         """Return the rank that reads a result, None past either end of the model."""
         stage = result.stage + (1 if result.what == "output" else -1)

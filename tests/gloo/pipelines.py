@@ -21,12 +21,12 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.executor import Executor, Ran
 from moefold.parallel.pipeline.lanes import Chain
-from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.table import Action
 from moefold.training import step
 from moefold.training.step import StepFigures
 from tests.cpu import small
 from tests.gloo.harness import run_ranks
+from tests.schedule_checker import peak_in_flight
 
 LENGTHS = ((9, 5, 8), (16,), (3, 4), (12, 20), (8, 1, 6))
 """Documents of micro-batches: no two neighbours have as many rows."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moefold.config.problems import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.experts import ExpertTable, Seat
 from moefold.mesh.folding import KINDS, AttentionSpot, ExpertSpot, Folding
 
 # The axes that a kind's ranks differ in, restated: in attention's grid, or in the experts'.
@@ -191,16 +190,6 @@ def test_one_group_alone_is_the_one_among_all() -> None:
             assert bool(found) or (kind == "embedding" and alone.attention_spot(rank).pp == 1)
 
 
-def test_stages_that_share_a_weight() -> None:
-    folding = Folding(Sizes.parse("pp4"), 8)
-    assert folding.stage_groups([3, 1]) == ((2, 6), (3, 7))
-    assert folding.stage_groups([0, 1, 3]) == ((0, 2, 6), (1, 3, 7))
-    assert folding.stage_groups(range(4)) == folding.groups("pp")
-    assert folding.stage_groups(range(4))[0] is folding.groups("pp")[0]
-    with pytest.raises(ValueError, match="from 0 to 3"):
-        folding.stage_groups([4])
-
-
 def test_a_hundred_thousand_ranks_in_a_second() -> None:
     """Every kind of group, and every distinct one; another try where the machine is busy."""
     taken = math.inf
@@ -259,31 +248,3 @@ def test_what_is_not_there_is_said() -> None:
         folding.groups("xp")
     with pytest.raises(ValueError, match="dp 2: this axis runs from 0 to 1"):
         folding.rank_at(AttentionSpot(0, 2, 0, 0))
-
-
-def test_experts_are_found_by_a_table() -> None:
-    table = ExpertTable.even(8, 4)
-    assert table.rows == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert table.seats[5] == Seat(ep=2, slot=1)
-    moved = table.swapped(5, 0)
-    assert moved.rows == ((5, 1), (2, 3), (4, 0), (6, 7)) and moved.seats[0] == Seat(2, 1)
-    assert moved.swapped(0, 5) == table
-    assert ExpertTable(((2,), (0, 1))).seats == (Seat(1, 0), Seat(1, 1), Seat(0, 0))
-
-
-@pytest.mark.parametrize("rows", [((0, 1), (1,)), ((0,), (2,)), ((0, 0),)])
-def test_a_table_seats_each_expert_once(rows: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="each expert has one seat"):
-        ExpertTable(rows)
-
-
-def test_ranks_that_hold_an_expert() -> None:
-    folding = Folding(Sizes.parse("tp2 pp2 ep2 etp2"), 16)
-    seat = ExpertTable.even(4, 2).seats[3]
-    everywhere = set()
-    for rank in range(16):
-        found = folding.seat_rank(seat, rank)
-        assert found in folding.group("ep", rank) and folding.expert_spot(found).ep == seat.ep
-        everywhere.add(found)
-    assert set(folding.seat_ranks(seat, 0)) | set(folding.seat_ranks(seat, 1)) == everywhere
-    assert folding.seat_ranks(seat, 0) == (2, 3, 6, 7)

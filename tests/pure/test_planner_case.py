@@ -12,11 +12,11 @@ from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping, recomputed
 from moefold.planner.hardware import cluster
 from moefold.run import load_run
-from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
 )
+from tests.schedule_checker import peak_in_flight
 
 DECODER = load_run("deepseek_v3").decoder()
 LAYOUT = "Et*4|(tttt|)*14tmL"

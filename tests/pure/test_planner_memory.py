@@ -26,11 +26,11 @@ from moefold.planner.memory_state import (
     state,
 )
 from moefold.planner.search_space import SCHEDULES
-from moefold.schedule.checker import peak_in_flight
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import embedding, model_weights
 from moefold.spec.layer import Weight
 from tests.published import decoder, qk_norms
+from tests.schedule_checker import peak_in_flight
 
 FILE = Path(__file__).parents[1] / "data" / "memory_layouts.json"
 DATA = json.loads(FILE.read_text("utf-8"))

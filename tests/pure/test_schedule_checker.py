@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.schedule.build import tabulate
-from moefold.schedule.checker import peak_in_flight, problems
-from moefold.schedule.config import DualPipeV, GPipe, OneFOneB, ZeroBubbleH1
+from moefold.schedule.config import DualPipeV, GPipe, OneFOneB, ZeroBubbleH1, tabulate
+from moefold.schedule.simulate import Deadlock, topological_steps
 from moefold.schedule.table import Action, Line, Pair, Table
-from moefold.schedule.walk import Deadlock, walk
+from tests.schedule_checker import peak_in_flight, problems
 
 Change = Callable[[list], None]
 
@@ -74,7 +73,7 @@ def test_a_deadlock_names_each_rank_and_what_it_awaits() -> None:
     early = (Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1))
     late = (Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1))
     with pytest.raises(Deadlock) as error:
-        list(walk(Table((early, late), 1, 2)))
+        list(topological_steps(Table((early, late), 1, 2)))
     assert str(error.value) == (
         "rank 0 stays at B0 and waits for the gradient of stage 1, micro-batch 0; "
         "rank 1 stays at F1 and waits for the output of stage 0, micro-batch 1"
@@ -84,7 +83,7 @@ def test_a_deadlock_names_each_rank_and_what_it_awaits() -> None:
 def test_weights_wait_for_their_inputs() -> None:
     line = tuple(Action(kind, 0, 0) for kind in ("F", "W", "I"))
     with pytest.raises(Deadlock, match="rank 0 stays at W0 and waits for the gradient of stage 0"):
-        list(walk(Table((line,), 1, 1)))
+        list(topological_steps(Table((line,), 1, 1)))
 
 
 def test_a_pair_waits_for_both_of_its_inputs() -> None:

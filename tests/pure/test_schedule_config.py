@@ -7,8 +7,7 @@ from hypothesis import given, settings
 
 from moefold.config.base import Record
 from moefold.config.problems import RunError
-from moefold.schedule.build import tabulate
-from moefold.schedule.config import SCHEDULE, Interleaved, Merged, OneFOneB, Schedule
+from moefold.schedule.config import SCHEDULE, Interleaved, Merged, OneFOneB, Schedule, tabulate
 from tests.schedules import KINDS, Sizes, any_sizes, mended, schedule
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.schedule.build import tabulate
-from moefold.schedule.config import Merged, OneFOneB, ZeroBubbleH1, ZeroBubbleV
-from moefold.schedule.draw import draw
+from moefold.schedule.config import Merged, OneFOneB, ZeroBubbleH1, ZeroBubbleV, tabulate
 from moefold.schedule.simulate import Costs
+from tests.schedule_drawing import draw
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 

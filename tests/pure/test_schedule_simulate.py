@@ -9,11 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.config.problems import RunError
-from moefold.schedule.build import tabulate
-from moefold.schedule.checker import problems
-from moefold.schedule.config import DualPipeV, GPipe, Merged, OneFOneB, ZeroBubbleH1, ZeroBubbleV
+from moefold.schedule.config import (
+    DualPipeV,
+    GPipe,
+    Merged,
+    OneFOneB,
+    ZeroBubbleH1,
+    ZeroBubbleV,
+    tabulate,
+)
 from moefold.schedule.simulate import Costs, duration, simulate
 from moefold.schedule.table import Action, Pair, Table, actions_of
+from tests.schedule_checker import problems
 from tests.schedules import THEIRS, Sizes, legal_sizes, mended, schedule, stored
 
 WHOLE = [(name, row) for row in stored() for name in [row["schedule"]]]

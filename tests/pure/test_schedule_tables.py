@@ -5,11 +5,10 @@ from itertools import chain, pairwise
 import pytest
 from hypothesis import given, settings
 
-from moefold.schedule.build import tabulate
-from moefold.schedule.checker import peak_in_flight, problems
-from moefold.schedule.config import Grouped, Interleaved, Merged, OneFOneB, Schedule
+from moefold.schedule.config import Grouped, Interleaved, Merged, OneFOneB, Schedule, tabulate
 from moefold.schedule.table import Action, Pair, Table
 from moefold.schedule.transfers import Transfer, with_transfers
+from tests.schedule_checker import peak_in_flight, problems
 from tests.schedules import KINDS, Sizes, legal_sizes, mended, schedule
 
 

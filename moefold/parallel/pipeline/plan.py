@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from moefold.parallel.config import Layout
 from moefold.schedule.table import Line, Result, Table
-from moefold.schedule.walk import gives_of, needs_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def of_table(table: Table, rank: int) -> Plan:
         need: at
         for peer in peers
         for at, step in enumerate(table.lines[peer])
-        for need in needs_of(table, peer, step)
+        for need in table.step_needs(peer, step)
         if table.home(need.stage) == rank
     }
     queues = {peer: [result for result, _ in sent] for peer, sent in coming.items()}
@@ -69,7 +68,7 @@ def of_table(table: Table, rank: int) -> Plan:
 def _crossing(table: Table, source: int, reader: int) -> Iterator[tuple[Result, int]]:
     """Yield what a rank sends to another, in order, with the step that gives it."""
     for at, step in enumerate(table.lines[source]):
-        for result in gives_of(table, source, step):
+        for result in table.step_gives(source, step):
             if table.reader(result) == reader:
                 yield result, at
 
@@ -81,7 +80,7 @@ def _posts(
     posted: set[Result] = set()
     for step in table.lines[rank]:
         now: list[Result] = []
-        for need in needs_of(table, rank, step):
+        for need in table.step_needs(rank, step):
             source = table.home(need.stage)
             while source != rank and need not in posted:
                 now.append(queues[source].pop(0))

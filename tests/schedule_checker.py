@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
+from moefold.schedule.simulate import Deadlock, topological_steps
 from moefold.schedule.table import Action, Kind, Pair, Step, Table, actions_of
 from moefold.schedule.transfers import channels
-from moefold.schedule.walk import Deadlock, walk
 
 _EARLIER: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 
@@ -83,7 +83,7 @@ def _counts(table: Table, rank: int) -> Iterator[str]:
 
 def _deadlock(table: Table) -> list[str]:
     try:
-        for _ in walk(table):
+        for _ in topological_steps(table):
             pass
     except Deadlock as error:
         return [f"deadlock: {error}"]
