@@ -17,6 +17,7 @@ from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
 from moefold.convert.tokenizer import TokenizerFiles
+from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
 from moefold.proof.verify import Proof
@@ -98,14 +99,6 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 def _demand_run(run: object) -> None:
     if not isinstance(run, Run):
         raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
-
-
-def free_folder(name: str, parent: str | Path = "runs") -> Path:
-    """Return ``parent/name``, or ``parent/name-2`` and so on where that is taken."""
-    folder, number = Path(parent) / name, 2
-    while folder.exists() and any(folder.iterdir()):
-        folder, number = Path(parent) / f"{name}-{number}", number + 1
-    return folder
 
 
 def load_model(

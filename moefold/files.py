@@ -63,6 +63,14 @@ def make_folder(path: Path) -> list[Path]:
     return new
 
 
+def free_folder(name: str, parent: str | Path = "runs") -> Path:
+    """Return ``parent/name``, or ``parent/name-2`` and so on where that is taken."""
+    folder, number = Path(parent) / name, 2
+    while folder.exists() and any(folder.iterdir()):
+        folder, number = Path(parent) / f"{name}-{number}", number + 1
+    return folder
+
+
 def remove_empty(folders: list[Path]) -> None:
     """Remove those of the folders that hold nothing, the first ones first."""
     for folder in folders:

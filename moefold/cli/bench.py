@@ -1,20 +1,17 @@
-"""``moefold bench``: measures this machine on recipes, beside what the planner says."""
+"""``moefold bench``: measure this machine on recipes, beside what the planner says.
+
+Times products, attention, memory and small steps on one thread of this machine's CPU, writes them
+to a file that plans can use, and shows the step of each run as planned with them, as measured in
+turn with the others, and as on record.
+"""
 
 import argparse
-from typing import Any
 
 RUNS = ["demo", "tiny"]
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure this machine on recipes, beside what the planner says",
-        description="Times products, attention, memory and small steps on one thread of this "
-        "machine's CPU, writes them to a file that plans can use, and shows the step of each run "
-        "as planned with them, as measured in turn with the others, and as on record.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument(
         "sources", metavar="RUN", nargs="*", help="run files or recipes (default: demo tiny)"
     )

@@ -1,49 +1,43 @@
-"""``moefold checkpoint``: what a checkpoint holds, and whether every byte is as written."""
+"""``moefold checkpoint``: what a checkpoint holds; whether every byte is as written.
+
+Looks at a checkpoint, or at the newest one in a folder of checkpoints.
+"""
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import candidates, newest
 from moefold.checkpoint.manifest import Manifest
-from moefold.checkpoint.verify import Problem, inspect, verify
+from moefold.checkpoint.verify import inspect, verify
+from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
+from moefold.training.words import plural, size
 
 WHOLE, DAMAGED = 0, 1
 """Exit status: every byte is right, or something is not as written."""
 ROWS = 40
 LONG_TEXT = 200
-BAR_FROM_BYTES = 256 * 2**20
 
 
-def add(subparsers: Any) -> None:
-    """Add the command to a parser's subcommands."""
-    parser = subparsers.add_parser(
-        "checkpoint",
-        help="what a checkpoint holds; whether every byte is as written",
-        description="Looks at a checkpoint, or at the newest one in a folder of checkpoints.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text in (
         ("inspect", "lists tensors, shards and facts; reads the manifest only"),
         ("verify", "reads every byte and compares it with its SHA-256; exit status 1 on damage"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument(
-            "path", metavar="PATH", type=Path, help="a checkpoint, or a run's folder"
-        )
-        action.add_argument("--json", action="store_true", help="answer as one JSON object")
+        text = "a checkpoint, or a run's folder"
+        action.add_argument("path", metavar="PATH", type=Path, help=text)
+        add_json(action)
         if name == "inspect":
             action.add_argument("--all", action="store_true", help="list every tensor")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,47 +46,44 @@ def run(args: argparse.Namespace) -> int:
     Raises ``CheckpointError`` where there is nothing that can be looked at, which ``--json`` also
     answers as an object.
     """
-    console = Console(soft_wrap=True)
-    notes = Console(stderr=True, soft_wrap=True)
     try:
-        path = find(args.path, notes)
-        if args.action == "inspect":
-            return _inspect(path, args, console)
-        return _verify(path, args, console, notes)
+        path = find(args.path)
+        return _inspect(path, args) if args.action == "inspect" else _verify(path, args)
     except CheckpointError as error:
         if args.json:
-            console.print_json(data={"path": str(args.path), "error": str(error)})
+            print_json({"path": str(args.path), "error": str(error)})
         raise
 
 
-def find(path: Path, notes: Console) -> Path:
+def find(path: Path) -> Path:
     """Return the checkpoint at ``path``, or the newest of a run's or a folder of checkpoints."""
     if (path / manifest.FILE).exists():
         return path
     for folder in (path, path / "checkpoints"):
         if candidates(folder):
-            found = newest(folder, say=lambda text: notes.print(Text(text, style="yellow")))
+            found = newest(folder, say=lambda text: on_stderr().print(Text(text, style="yellow")))
             if found is not None:
                 return found
     return path
 
 
-def _inspect(path: Path, args: argparse.Namespace, console: Console) -> int:
+def _inspect(path: Path, args: argparse.Namespace) -> int:
     found = inspect(path)
     if args.json:
-        console.print_json(data=_facts(path, found))
+        print_json(_facts(path, found))
         return WHOLE
+    console = Console(soft_wrap=True)
     count = len(found.tensors)
     head = (
-        f"{path}\nstep {found.step} · {count} tensors · {_size(found.size)} in "
+        f"{path}\nstep {found.step} · {count} tensors · {size(found.size)} in "
         f"{len(found.shards)} shards · format version {found.version} · {found.writer}"
     )
     console.print(Text(head))
-    table = Table("tensor", "dtype", "shape", "size", "shard", box=None, pad_edge=False)
+    table = plain_table("tensor", "dtype", "shape", "size", "shard")
     shown = list(found.tensors.items())[: None if args.all else ROWS]
     for name, stored in shown:
         files = sorted({found.shards[part.shard].file for part in stored.slices})
-        cells = (name, stored.dtype, str(list(stored.shape)), _size(stored.size), ", ".join(files))
+        cells = (name, stored.dtype, str(list(stored.shape)), size(stored.size), ", ".join(files))
         table.add_row(*map(Text, cells))
     console.print(table)
     if len(shown) < count:
@@ -113,37 +104,34 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _verify(path: Path, args: argparse.Namespace, console: Console, notes: Console) -> int:
-    problems = _verified(path, notes)
-    whole = not problems
-    if args.json:
-        rows = [vars(problem) for problem in problems]
-        console.print_json(data={"path": str(path), "whole": whole, "problems": rows})
-        return WHOLE if whole else DAMAGED
-    for problem in problems:
-        console.print(Text(str(problem), style="red"))
-    if whole:
-        found = inspect(path)
-        text = f"{path}: every byte is as written ({len(found.tensors)} tensors"
-        console.print(Text(f"{text}, {_size(found.size)})", style="green"))
-        return WHOLE
-    plural = "s" if len(problems) > 1 else ""
-    console.print(Text(f"{path}: {len(problems)} problem{plural}", style="red"))
-    return DAMAGED
-
-
-def _verified(path: Path, notes: Console) -> list[Problem]:
-    """Verify with a bar on a terminal where it takes long, without one elsewhere."""
+def _verify(path: Path, args: argparse.Namespace) -> int:
     try:
         total = inspect(path).size
     except CheckpointError:  # verify tells what is wrong
         total = 0
-    if total < BAR_FROM_BYTES or not sys.stderr.isatty():
-        return verify(path)
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("verifying", total=total)
-        return verify(path, lambda count: bar.advance(task, count))
+    done = 0
+    with progress_bars(on_stderr()) as show:
+
+        def advance(read: int) -> None:
+            nonlocal done
+            done += read
+            show("verifying", done, total)
+
+        problems = verify(path, advance)
+    if args.json:
+        rows = [vars(problem) for problem in problems]
+        print_json({"path": str(path), "whole": not problems, "problems": rows})
+        return DAMAGED if problems else WHOLE
+    console = Console(soft_wrap=True)
+    for problem in problems:
+        console.print(Text(str(problem), style="red"))
+    if problems:
+        text, style = plural(len(problems), "problem"), "red"
+    else:
+        tensors = plural(len(inspect(path).tensors), "tensor")
+        text, style = f"every byte is as written ({tensors}, {size(total)})", "green"
+    console.print(Text(f"{path}: {text}", style=style))
+    return DAMAGED if problems else WHOLE
 
 
 def _facts(path: Path, found: Manifest) -> dict[str, Any]:
@@ -178,13 +166,3 @@ def _facts(path: Path, found: Manifest) -> dict[str, Any]:
         "tensors": tensors,
         "meta": found.meta,
     }
-
-
-def _size(count: int) -> str:
-    """Return a number of bytes for people."""
-    amount = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"

@@ -1,27 +1,43 @@
-"""``moefold data``: sources to indexed token files, and what such files hold."""
+"""``moefold data``: turn sources into indexed token files; see what such files hold.
+
+Makes and reads indexed token files (Megatron's .bin and .idx).
+"""
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "data",
-        help="turn sources into indexed token files; see what such files hold",
-        description="Makes and reads indexed token files (Megatron's .bin and .idx).",
-    )
+from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
+from moefold.config.load import load
+from moefold.data.config import Data, DataError
+from moefold.data.index import Indexed
+from moefold.data.inspect import Inspection, inspect
+from moefold.data.prepare import Part, Prepared, prepare
+from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.run import load_run
+from moefold.training.words import plural
+
+WHOLE, DAMAGED = 0, 1
+SHOWN_TOKENS = 200
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_prepare(actions)
     text = "reads token files from end to end; exit status 1 where a byte is not as written"
     look = actions.add_parser("inspect", help=text, description=text)
-    hint = "path of the files without .bin or .idx, or a folder that holds such files"
-    look.add_argument("prefix", metavar="PREFIX", help=hint)
+    text = "path of the files without .bin or .idx, or a folder that holds such files"
+    look.add_argument("prefix", metavar="PREFIX", help=text)
     look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
-    look.add_argument(
-        "--document", metavar="N", type=int, help="show the text of document N (default: of none)"
-    )
-    look.add_argument("--json", action="store_true", help="answer as one JSON object")
+    text = "show the text of document N (default: of none)"
+    look.add_argument("--document", metavar="N", type=int, help=text)
+    add_json(look)
 
 
 def _add_prepare(actions: Any) -> None:
@@ -29,38 +45,169 @@ def _add_prepare(actions: Any) -> None:
     make = actions.add_parser("prepare", help=text, description=text)
     make.add_argument("what", metavar="RUN", nargs="?", help="prepare the data of this run")
     make.add_argument("overrides", metavar="k=v", nargs="*", help="overrides of the run")
-    files = "files or patterns; repeatable (default: none)"
-    make.add_argument("--text", metavar="FILES", action="append", default=[], help=files)
-    make.add_argument("--jsonl", metavar="FILES", action="append", default=[], help=files)
-    make.add_argument("--parquet", metavar="FILES", action="append", default=[], help=files)
+    text = "files or patterns; repeatable (default: none)"
+    for kind in ("text", "jsonl", "parquet"):
+        make.add_argument(f"--{kind}", metavar="FILES", action="append", default=[], help=text)
     make.add_argument("--stdlib", action="store_true", help="Python's own standard library")
-    make.add_argument(
-        "--field", metavar="NAME", default="text", help="JSON field or column with the text"
-    )
-    make.add_argument(
-        "--bad", choices=("refuse", "skip"), default="refuse", help="text that cannot be read"
-    )
-    make.add_argument(
-        "--holdout",
-        metavar="SHARE",
-        type=float,
-        default=0.0,
-        help="share of documents kept for validation",
-    )
-    make.add_argument(
-        "--vocab", metavar="N", type=int, help="train a BPE of N tokens (default: 2048)"
-    )
-    make.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="use this tokenizer.json or its folder (default: train one)",
-    )
+    text = "JSON field or column with the text"
+    make.add_argument("--field", metavar="NAME", default="text", help=text)
+    text = "text that cannot be read"
+    make.add_argument("--bad", choices=("refuse", "skip"), default="refuse", help=text)
+    text = "share of documents kept for validation"
+    make.add_argument("--holdout", metavar="SHARE", type=float, default=0.0, help=text)
+    text = "train a BPE of N tokens (default: 2048)"
+    make.add_argument("--vocab", metavar="N", type=int, help=text)
+    text = "use this tokenizer.json or its folder (default: train one)"
+    make.add_argument("--tokenizer", metavar="PATH", help=text)
     make.add_argument("--folder", metavar="OUT", default="data", help="where to")
-    make.add_argument("--json", action="store_true", help="answer as one JSON object")
+    add_json(make)
 
 
 def run(args: argparse.Namespace) -> int:
     """Make token files, or look at some; exit status 1 where a byte is not as written."""
-    from moefold.cli import _data
+    return _prepare(args) if args.action == "prepare" else _inspect(args)
 
-    return _data.make(args) if args.action == "prepare" else _data.look(args)
+
+# ------------------------------------------------------------------------------------ prepare
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    with progress_bars(on_stderr(), log_stages=True) as progress:
+        prepared = prepare(_data(args), args.folder, progress)
+    if args.json:
+        print_json(_facts(prepared))
+    else:
+        _show_prepared(_facts(prepared), Console(soft_wrap=True))
+    return WHOLE
+
+
+def _data(args: argparse.Namespace) -> Data:
+    """Return the data that the arguments describe: a run's, or the sources they name."""
+    given: list[dict[str, Any]] = []
+    for source, field in (("text", None), ("jsonl", "field"), ("parquet", "column")):
+        if files := getattr(args, source):
+            named = {} if field is None else {field: args.field}
+            given.append({"source": source, "files": files, "bad": args.bad, **named})
+    given += [{"source": "python_stdlib"}] if args.stdlib else []
+    if args.what is not None:
+        if given or args.vocab or args.tokenizer:
+            raise DataError("give a run, or sources and a tokenizer, not both")
+        return load_run(args.what, args.overrides).data
+    if not given:
+        raise DataError("nothing to read: give a run, --text, --jsonl, --parquet or --stdlib")
+    if args.vocab and args.tokenizer:
+        raise DataError("--vocab trains a tokenizer, --tokenizer takes a ready one: give one")
+    tokenizer: dict[str, Any] = {"kind": "bpe", **({"vocab": args.vocab} if args.vocab else {})}
+    if args.tokenizer:
+        tokenizer = {"kind": "file", "path": args.tokenizer}
+    train = [{**source, "holdout": args.holdout} for source in given]
+    return load(Data, {"seq": 2, "tokenizer": tokenizer, "train": train}).record
+
+
+def _facts(prepared: Prepared) -> dict[str, Any]:
+    sides = (("train", prepared.train), ("valid", prepared.valid))
+    parts = [_part_facts(part, side) for side, parts in sides for part in parts]
+    tokenizer = prepared.tokenizer
+    about = {"size": tokenizer.size, "vocab": tokenizer.vocab, "fingerprint": tokenizer.fingerprint}
+    return {
+        "folder": str(prepared.folder),
+        "seconds": prepared.seconds,
+        "fingerprint": prepared.fingerprint(),
+        "tokenizer": about,
+        "parts": parts,
+        "skipped": prepared.skipped,
+    }
+
+
+def _part_facts(part: Part, side: str) -> dict[str, Any]:
+    corpus = part.corpus
+    return {
+        "source": part.name,
+        "side": side,
+        "documents": corpus.documents,
+        "tokens": corpus.tokens,
+        "bytes": part.n_bytes,
+        "bytes_per_token": part.n_bytes / corpus.tokens if part.n_bytes else None,
+        "prefix": str(corpus.indexed.bin.with_suffix("")),
+    }
+
+
+def _show_prepared(facts: dict[str, Any], console: Console) -> None:
+    tokenizer, figures = facts["tokenizer"], ("documents", "tokens", "bytes")
+    head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
+    console.print(Text(f"{head} · all made in {facts['seconds']:.1f} s"))
+    titles = ("source", "side", *figures, "bytes/token")
+    table = plain_table(*titles, right=titles[2:])
+    for part in facts["parts"]:
+        ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
+        numbers = (f"{part[name]:,}" for name in figures)
+        table.add_row(*map(Text, (part["source"], part["side"], *numbers, ratio)))
+    console.print(table)
+    console.print(Text(f"files: {facts['folder']}/SOURCE.SIDE.bin and .idx"))
+    for name, reasons in facts["skipped"].items():
+        for reason, left_out in reasons.items():
+            first = ", ".join(left_out["first"][:3])
+            said = f"{name}: {plural(left_out['count'], 'document')} left out, {reason}: {first}"
+            console.print(Text(said, style="yellow"))
+
+
+# ------------------------------------------------------------------------------------ inspect
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    """Say what a pair of token files holds, or each pair in a folder and the folders inside it."""
+    console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
+    prefixes = [args.prefix]
+    if folder:
+        prefixes = sorted(str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
+        if not prefixes:
+            raise DataError(f"{args.prefix}: holds no token files (.bin and .idx)")
+        if args.document is not None:
+            raise DataError(f"--document reads one pair of files: name {prefixes[0]}, say")
+    found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
+    ids, text = _document(args, found[0])
+    if args.json:
+        files = [asdict(each) | {"bin": str(each.bin)} for each in found]
+        print_json({"files": files} if folder else files[0] | {"text": text})
+    else:
+        for line in (line for each in found for line in _lines(each)):
+            console.print(line)
+        if ids:
+            more = " …" if len(ids) > SHOWN_TOKENS else ""
+            shown = " ".join(map(str, ids[:SHOWN_TOKENS])) + more
+            console.print(Text(shown if text is None else text))
+    return DAMAGED if any(each.as_written is False for each in found) else WHOLE
+
+
+def _document(args: argparse.Namespace, found: Inspection) -> tuple[list[int], str | None]:
+    """Return the ids of the document that is asked for, and its text where a tokenizer is there."""
+    if args.document is None:
+        return [], None
+    if not 0 <= args.document < found.documents:
+        raise DataError(f"document {args.document} is not in [0, {found.documents})")
+    ids = Indexed(args.prefix).document(args.document).tolist()
+    tokenizer = _tokenizer(args, args.prefix)
+    return ids, None if tokenizer is None else tokenizer.decode(ids, special=True)
+
+
+def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
+    """Return the tokenizer that was named, or else the one beside the files."""
+    beside = Path(prefix).parent / "tokenizer.json"
+    if args.tokenizer is not None:
+        return from_path(args.tokenizer)
+    return from_path(str(beside)) if beside.is_file() else None
+
+
+def _lines(found: Inspection) -> Iterator[Text]:
+    counts = f"{found.documents:,} documents ({found.empty:,} empty) · {found.tokens:,} tokens"
+    lengths = f"{found.shortest:,} to {found.longest:,} tokens, median {found.median:,.0f}"
+    size = f"{found.file_bytes / 1e6:.1f} MB in both files"
+    yield Text(f"{found.bin.with_suffix('')}\n{counts}\ndocuments of {lengths}")
+    yield Text(f"ids {found.lowest} to {found.highest} as {found.dtype} · {size}")
+    if found.said.get("bytes"):
+        ratio = found.said["bytes"] / max(found.tokens, 1)
+        yield Text(f"{found.said['bytes']:,} bytes of text, {ratio:.3f} per token")
+    state = {None: "not known (no digest beside them)", True: "as written", False: "DAMAGED"}
+    yield Text(f"bytes: {state[found.as_written]}")
+    if found.as_written is False:
+        yield Text("the files are not as they were written: make them again", style="red")

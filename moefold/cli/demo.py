@@ -1,29 +1,175 @@
-"""``moefold demo``: trains a small mixture of experts on real text, in five minutes."""
+"""``moefold demo``: train a small mixture of experts on real text, in five minutes.
+
+Trains the recipe demo on the Python standard library's own sources into a new folder below runs/,
+and says what to type next. Exit status as of `moefold train`.
+"""
 
 import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moefold.checkpoint import manifest
+from moefold.checkpoint.folder import newest
+from moefold.cli._common import add_json, progress_bars
+from moefold.data.prepare import prepare
+from moefold.files import free_folder
+from moefold.run import Run, load_run
+from moefold.training.report import BASELINES, summary
+from moefold.training.run_folder import History
+from moefold.training.words import clock, count, milliseconds
+
 RECIPE = "demo"
+TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
+"""Seconds that the demo may train, those of them for steps (evaluation and samples take the rest),
+and the fewest steps that it takes, however slow the machine."""
+WARM_UP_STEPS, MEASURED_STEPS, MEASURED_S = 2, 8, 4.0
+"""Steps before the measured ones; how many of those at most, or after how many seconds no more."""
+SHOWN = {
+    "experts.html": "which expert took which token",
+    "loss.png": "the curve of the loss",
+    "expert_load.png": "how evenly the experts were used",
+    "samples.txt": "what it wrote on the way",
+}
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a small mixture of experts on real text",
-        description="Trains the recipe demo on the Python standard library's own sources into a "
-        "new folder below runs/, and says what to type next. Exit status as of `moefold train`.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as seed=2")
     parser.add_argument("--folder", metavar="OUT", help="where to (default: a new one in runs/)")
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.run import load_run
-
     run = load_run(RECIPE, args.overrides)
-    from moefold.cli._demo import demo
 
-    return demo(run, args)
+    from moefold.cli._training import ENDED, open_job, print_answer, train_to_end
+
+    folder = Path(args.folder or free_folder(run.name))
+    console = Console(stderr=args.json)
+    fits = None
+    if not any(override.startswith("train.steps") for override in args.overrides):
+        run, fits = fitted(run, folder, console)
+    with open_job(run, folder, console) as job:
+        status = train_to_end(job, console, [] if fits is None else [("steps", fits)])
+    if args.json:
+        print_answer(folder, status)
+    elif status == ENDED:
+        console.print(card(folder, summary(History.read(folder))))
+        console.print("type next", style="cyan")
+        for command in next_commands(folder):
+            # Not in the card: a line that is broken there cannot be copied.
+            console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
+    return status
+
+
+def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
+    """Return the run with as many of its steps as :data:`TOTAL_S` allows, and what to say of it.
+
+    A run that is in ``folder`` already keeps the number it has.
+    """
+    begun, asked = newest(folder), run.train.steps
+    if begun is not None:
+        steps, said = manifest.read(begun).meta["run"]["train"]["steps"], None
+    else:
+        cache = folder.parent / ".prepared"
+        with progress_bars(console) as told:
+            prepare(run.data, cache, told)
+        step_s = rehearsed(run, cache)
+        steps = fitting(asked, step_s)
+        said = f"{asked} fit into {clock(TOTAL_S)}, at {milliseconds(step_s)} a step as measured"
+        if steps < asked:
+            said = (
+                f"{steps} of the recipe's {asked}, to end within about {clock(TOTAL_S)} at "
+                f"{milliseconds(step_s)} a step as measured; train.steps={asked} takes them all"
+            )
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), said
+
+
+def fitting(asked: int, step_s: float) -> int:
+    """Return how many of ``asked`` steps of ``step_s`` seconds the demo takes."""
+    return min(asked, max(FEWEST, int(STEPS_S / step_s)))
+
+
+def rehearsed(run: Run, cache: Path) -> float:
+    """Return the median seconds of the run's first steps, taken in a scratch folder."""
+    from moefold.training.trainer import Trainer
+
+    with (
+        tempfile.TemporaryDirectory(prefix="moefold-demo-") as scratch,
+        Trainer(run, Path(scratch) / "run", cache=cache) as job,
+    ):
+        for _ in range(WARM_UP_STEPS):
+            job.step()
+        times: list[float] = []
+        while len(times) < MEASURED_STEPS and sum(times) < MEASURED_S:
+            started = time.perf_counter()
+            job.step()
+            times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def card(folder: Path, facts: dict[str, Any]) -> Panel:
+    """Return the card that a finished demo ends with."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for what, said in _rows(folder, facts):
+        table.add_row(what, said)
+    return Panel(
+        table, title="[bold]done[/]", title_align="left", border_style="green", expand=False
+    )
+
+
+def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, Text]]:
+    for key, value in facts.items():
+        if key.startswith("val/"):
+            yield (
+                "result",
+                Text.assemble((f"{value:.3f} bits per byte", "bold"), " on held-out files"),
+            )
+    beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
+    if beside:
+        yield "to beat", Text(", ".join(beside))
+    took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""
+    yield "trained", Text(f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}")
+    yield "folder", Text(str(folder))
+    for number, (file, what) in enumerate(SHOWN.items()):
+        if (folder / file).exists():
+            yield "look at" if number == 0 else "", Text(f"{folder / file}  ({what})")
+
+
+def next_commands(folder: Path) -> list[str]:
+    """Return four commands that go on from here, as they can be typed in this shell."""
+    moefold, where = program(), shlex.quote(str(folder))
+    bigger = shlex.quote(str(folder.parent / "bigger"))
+    return [
+        f"{moefold} sample {where} --prompt 'class Queue:'",
+        f"{moefold} report {where}",
+        f"{moefold} export {where} {shlex.quote(str(folder) + '-hf')}",
+        f"{moefold} train demo --folder {bigger} model.shape.layers=8 train.steps=3000",
+    ]
+
+
+def program() -> str:
+    """Return how this program is called here: by name where the shell finds it, else by path."""
+    beside = Path(sys.executable).parent / "moefold"
+    found = shutil.which("moefold")
+    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+        return "moefold"
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m moefold"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

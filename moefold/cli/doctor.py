@@ -1,45 +1,65 @@
-"""``moefold doctor``: each back end: found, version, chosen or why not."""
+"""``moefold doctor``: each back end: found, version, chosen or why not.
+
+Looks for every back end, tries it where that is cheap, and says what runs. Exit status 1 if one
+named by --need is missing or does not work; else 0.
+"""
 
 import argparse
 import difflib
-import json
+import importlib.util
+import os
+import platform
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 
-if TYPE_CHECKING:
-    from moefold.cli._probes import Finding
+from rich.console import Console
+from rich.text import Text
+
+from moefold.cli._common import add_json, plain_table, print_json
 
 MISSING = 1
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="each back end: found, version, chosen or why not",
-        description="Looks for every back end, tries it where that is cheap, and says what runs. "
-        "Exit status 1 if one named by --need is missing or does not work; else 0.",
-    )
-    parser.add_argument(
-        "--need",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="fail without it; repeatable (default: none)",
-    )
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+@dataclass(frozen=True)
+class Finding:
+    """One back end: whether it is there, which version, whether it is chosen, and why (not)."""
+
+    name: str
+    found: bool
+    version: str
+    chosen: bool
+    why: str
+
+
+REQUIRED = ("numpy", "pydantic", "tokenizers", "safetensors")
+OPTIONAL = {
+    "pyarrow": ("Parquet data", "pip install 'moefold[parquet]'"),
+    "transformers": ("comparisons", "pip install transformers"),
+    "wandb": ("metrics at Weights & Biases", "pip install 'moefold[wandb]'"),
+    "deep_ep": ("dispatch: deep_ep and hybrid_ep", "github.com/deepseek-ai/DeepEP"),
+    "transformer_engine": ("dispatch: nccl_ep", "pip install 'transformer-engine[pytorch]'"),
+    "tensorboard": ("event files", "pip install 'moefold[tensorboard]'"),
+}
+"""Packages that moefold can do without: what each is for and how to get it."""
+UNUSED = ("triton",)
+"""Reported for bug reports alone; every operation runs on PyTorch's own kernels."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    text = "fail without it; repeatable (default: none)"
+    parser.add_argument("--need", metavar="NAME", action="append", default=[], help=text)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, report, and judge what was asked for."""
-    from moefold.cli._probes import probe_all
-
     findings = probe_all()
     missing = lacking(findings, args.need)
     if args.json:
         backends = [asdict(finding) for finding in findings]
-        print(json.dumps({"backends": backends, "missing": missing}, indent=2))
+        print_json({"backends": backends, "missing": missing})
     else:
         _print_table(findings)
         for name in missing:
@@ -47,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return MISSING if missing else 0
 
 
-def lacking(findings: "list[Finding]", needed: list[str]) -> list[str]:
+def lacking(findings: list[Finding], needed: list[str]) -> list[str]:
     """Return which of the ``needed`` back ends are not chosen.
 
     Raises:
@@ -63,19 +83,148 @@ def lacking(findings: "list[Finding]", needed: list[str]) -> list[str]:
     return [name for name in needed if not known[name].chosen]
 
 
-def _print_table(findings: "list[Finding]") -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    for title in ("back end", "found", "version", "chosen", "why, or why not"):
-        table.add_column(title, overflow="fold")
+def _print_table(findings: list[Finding]) -> None:
+    table = plain_table("back end", "found", "version", "chosen", "why, or why not")
     for finding in findings:
         found, chosen = (
             Text("yes", "green") if flag else Text("no", "yellow")
             for flag in (finding.found, finding.chosen)
         )
         table.add_row(finding.name, found, finding.version, chosen, Text(finding.why))
-    console.print(table)
+    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+
+
+def probe_all() -> list[Finding]:
+    """Look for every back end, the general ones first."""
+    where = f"on {platform.system()} {platform.machine()}"
+    findings = [Finding("python", True, platform.python_version(), True, where)]
+    if is_there("torch"):
+        probes = (_torch, _threads, _bf16, _cuda, _mps, _gloo, _nccl, _grouped_mm)
+        findings += [probe() for probe in probes]
+    else:
+        findings.append(_package("torch"))
+    return findings + [_package(name) for name in (*REQUIRED, *OPTIONAL, *UNUSED)]
+
+
+def is_there(module: str) -> bool:
+    """Say whether a module can be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _package(name: str) -> Finding:
+    """Judge a package by whether it is installed."""
+    there = is_there(name)
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        installed = ""
+    if name in UNUSED:
+        return Finding(name, there, installed, False, "not used by this version")
+    purpose, remedy = OPTIONAL.get(name, ("", f"missing: pip install {name}"))
+    why = purpose if there else ": ".join(filter(None, (purpose, remedy)))
+    return Finding(name, there, installed, there, why)
+
+
+def _torch() -> Finding:
+    import torch
+
+    build = "CPU build"
+    if torch.version.cuda:
+        build = f"build for CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"build for ROCm {torch.version.hip}"
+    return Finding("torch", True, torch.__version__, True, build)
+
+
+def _threads() -> Finding:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    set_by = os.environ.get("OMP_NUM_THREADS")
+    why = f"of {cores} cores; " + (f"OMP_NUM_THREADS={set_by}" if set_by else "torch's own choice")
+    return Finding("threads", True, str(torch.get_num_threads()), True, why)
+
+
+def _bf16() -> Finding:
+    """Measure bf16 against fp32 products, since what a CPU lists is not what it is fast at."""
+    import torch
+
+    from moefold.layers.config import faster
+    from moefold.training.machine import machines
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rates = {name: one.flops_per_s for name, one in machines(device).items()}
+    chosen = faster(rates) == "bf16"
+    level = torch.backends.cpu.get_cpu_capability()
+    verdict = "faster than fp32" if chosen else "no faster than fp32"
+    figures = f"{rates['bf16'] / 1e9:,.0f} against {rates['fp32'] / 1e9:,.0f} GFLOP/s"
+    why = f"{verdict} on {device.type}, so precision: auto is {faster(rates)}: {figures}"
+    return Finding("bf16", True, level, chosen, why)
+
+
+def _cuda() -> Finding:
+    import torch
+
+    built = torch.version.cuda or torch.version.hip
+    if not built:
+        return Finding("cuda", False, "", False, "this build of torch has no accelerator support")
+    if not torch.cuda.is_available():
+        return Finding("cuda", False, built, False, "torch finds no device: is the driver loaded?")
+    properties = torch.cuda.get_device_properties(0)
+    memory = properties.total_memory / 2**30
+    text = f"{torch.cuda.device_count()} x {properties.name}, {memory:.0f} GiB each"
+    return Finding("cuda", True, f"{built}, sm_{properties.major}{properties.minor}", True, text)
+
+
+def _mps() -> Finding:
+    import torch
+
+    if torch.backends.mps.is_available():
+        return Finding("mps", True, platform.mac_ver()[0], True, "runs the reference path")
+    built = torch.backends.mps.is_built()
+    why = "needs a newer macOS or Apple silicon" if built else "this build of torch is not for Macs"
+    return Finding("mps", False, "", False, why)
+
+
+def _gloo() -> Finding:
+    import torch.distributed as dist
+
+    there = dist.is_available() and dist.is_gloo_available()
+    why = "processes on CPUs" if there else "this build of torch leaves it out"
+    return Finding("gloo", there, "", there, why)
+
+
+def _nccl() -> Finding:
+    import torch
+    import torch.cuda.nccl
+    import torch.distributed as dist
+
+    there = dist.is_available() and dist.is_nccl_available()
+    if not there:
+        return Finding("nccl", False, "", False, "this build of torch leaves it out")
+    number = ".".join(str(part) for part in torch.cuda.nccl.version())
+    live = torch.cuda.is_available()
+    return Finding("nccl", True, number, live, "processes on GPUs" if live else "no CUDA device")
+
+
+def _grouped_mm() -> Finding:
+    """Run a two-expert product and compare it with the plain loop."""
+    import torch
+
+    from moefold.kernels.grouped import grouped, loop
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    x_RI = torch.randn(24, 16, generator=generator).to(device, torch.bfloat16)
+    w_EOI = torch.randn(2, 32, 16, generator=generator).to(device, torch.bfloat16)
+    offs_E = torch.tensor([9, 24], dtype=torch.int32, device=device)
+    try:
+        fast, plain = grouped.product(x_RI, w_EOI, offs_E), loop.product(x_RI, w_EOI, offs_E)
+    except (RuntimeError, AttributeError) as error:
+        text = f"the loop runs instead: {str(error).splitlines()[0]}"
+        return Finding("grouped_mm", False, torch.__version__, False, text)
+    same = torch.allclose(fast.float(), plain.float(), rtol=2e-2, atol=2e-2)
+    why = f"equals the loop on {device}" if same else f"WRONG RESULT on {device}: use experts: loop"
+    if same and grouped.leaves_dirt(torch.device(device)):
+        why += "; gradients of experts without rows are not written, and cleared after it"
+    return Finding("grouped_mm", True, torch.__version__, same, why)

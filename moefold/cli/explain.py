@@ -1,32 +1,428 @@
-"""``moefold explain``: the resolved run, each value's origin, and what follows from it."""
+"""``moefold explain``: the resolved run, each value's origin, and what follows from it.
+
+Shows a run as it will be computed: every value with the file and line, base, override or default it
+comes from, then what follows from them, and where each rank of its layout stands. Needs no data and
+no GPU.
+"""
 
 import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="the resolved run: every value with its origin, and what follows from it",
-        description="Shows a run as it will be computed: every value with the file and line, base, "
-        "override or default it comes from, then what follows from them, and where each rank "
-        "of its layout stands. Needs no data and no GPU.",
-    )
-    parser.add_argument("source", metavar="RUN", help="run file, recipe, or Hugging Face folder")
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.steps=100")
-    parser.add_argument(
-        "--layout", metavar="SIZES", help='such as "tp2 pp2 ep4" (default: the run\'s)'
-    )
-    parser.add_argument(
-        "--world", metavar="N", type=int, help="ranks (default: the fewest that fit)"
-    )
+from moefold.cli._common import (
+    WRONG_INPUT,
+    add_json,
+    add_layout,
+    add_run,
+    add_world,
+    plain_table,
+    print_json,
+)
+from moefold.config.draft import Origin
+from moefold.config.dump import identity
+from moefold.config.load import Loaded
+from moefold.config.problems import RunError, Spot, Violation, describe, dotted
+from moefold.config.records import plain
+from moefold.config.schema import json_schema
+from moefold.mesh.config import ORDERS, Sizes
+from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
+from moefold.mesh.grid import Grid
+from moefold.mesh.legality import folding_violations, violations
+from moefold.mesh.pipeline import Place, Stages
+from moefold.planner.count import count
+from moefold.planner.notes import notes
+from moefold.run import IDENTITY, RECIPES, Run, loaded_run
+from moefold.spec.decoder import Model, needs
+from moefold.training import words
+
+FITTING: dict[Spot, str] = {
+    ("layout", "sizes"): '""',
+    ("layout", "order"): ORDERS[0],
+    ("layout", "stages"): "null",
+}
+"""The parts of a layout that can misfit a model, each with a value that fits every model."""
+ROWS, COLUMNS, GROUPS, RUNS = 16, 8, 4, 4
+"""How much is shown of a table, of a grid's row, of a kind's groups and of a group's ranks."""
+GRID_AXES = {ATTENTION: (("pp", "dp"), ("cp", "tp")), EXPERTS: (("pp", "edp"), ("ep", "etp"))}
+"""Axes of the rows and of the columns of each grid, the slowest first."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_run(parser, "train.steps=100", optional=True)
+    add_layout(parser)
+    add_world(parser)
     parser.add_argument("--given", action="store_true", help="leave defaults out")
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print the JSON schema of run files, with which editors complete and check them, and "
+        "nothing else; with RUN, also of the kinds that its plug-ins bring",
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.cli._explain import explain
+    if args.source is None and not args.schema:
+        raise ValueError("name a RUN, or give --schema for the JSON schema of run files")
+    loaded = None if args.source is None else _load(args)
+    if loaded is None or args.schema:
+        print_json(json_schema(Run, partial=True))
+        return 0
+    run, following = loaded.record, derived(loaded)
+    drawn = Picture.of(run, args.world)
+    if args.json:
+        origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
+        answer = {"run": plain(run), "origins": origins, "derived": following}
+        print_json(answer | {"layout": drawn.facts(), "notes": list(notes(run))})
+    else:
+        console = Console()
+        console.print(tree(loaded, args.given), soft_wrap=True)
+        console.print(_derived_table(run, following))
+        if args.layout is not None or args.world is not None or drawn.sizes != Sizes():
+            drawn.show(console)
+        for note in notes(run):
+            console.print(Text(note, style="yellow"), soft_wrap=True)
+    return WRONG_INPUT if drawn.violations else 0
 
-    return explain(args)
+
+def _load(args: argparse.Namespace) -> Loaded[Run]:
+    """Load the run, with a layout that is asked for even where the model does not allow it."""
+    overrides = list(args.overrides)
+    if args.layout is None:
+        return loaded_run(args.source, overrides)
+    asked = f"layout.sizes={json.dumps(args.layout)}"
+    try:
+        return loaded_run(args.source, [*overrides, asked])
+    except RunError as error:
+        if any(item.path not in FITTING or item.id != "relation" for item in error.violations):
+            raise
+        layout = error.data["layout"]
+    Sizes.parse(layout["sizes"])
+    fitting = (f"{dotted(path)}={value}" for path, value in FITTING.items())
+    loaded = loaded_run(args.source, [*overrides, *fitting])
+    kept = {str(path[-1]): layout[path[-1]] for path in FITTING if path[-1] in layout}
+    record = loaded.record.layout.model_copy(update=kept)
+    origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked)}
+    run = loaded.record.model_copy(update={"layout": record})
+    return replace(loaded, record=run, origins=origins)
+
+
+# --------------------------------------------------------------------------- values and origins
+
+
+def tree(loaded: Loaded[Run], given_only: bool = False) -> Tree:
+    """Return the run as a tree, each value with its origin; ``given_only`` leaves defaults out."""
+    root = Tree(Text(loaded.record.name, style="bold"))
+    _grow(root, plain(loaded.record), (), loaded.origins, given_only)
+    return root
+
+
+def _grow(
+    node: Tree, data: Any, path: Spot, origins: Mapping[Spot, Origin], given_only: bool
+) -> None:
+    items = data.items() if isinstance(data, Mapping) else enumerate(data)
+    for key, value in items:
+        here = (*path, key)
+        inside = [origin for spot, origin in origins.items() if spot[: len(here)] == here]
+        if given_only and all(origin.sort == "default" for origin in inside):
+            continue
+        name = f"[{key}]" if isinstance(key, int) else str(key)
+        if _is_leaf(value):
+            node.add(_leaf(name, value, inside[0] if inside else Origin("default")))
+        else:
+            _grow(node.add(Text(name, style="cyan")), value, here, origins, given_only)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value is written on one line: a scalar, or a list of scalars."""
+    if isinstance(value, Mapping):
+        return not value
+    return not isinstance(value, list) or not any(isinstance(v, list | Mapping) for v in value)
+
+
+def _leaf(name: str, value: Any, origin: Origin) -> Text:
+    """Return a line of the tree; a recipe goes by its name."""
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    where = origin.where.removeprefix(f"{RECIPES}/")
+    recipe = f"recipe {where.replace('.yaml:', ', line ')}"
+    said = str(origin) if where == origin.where else recipe
+    style = "dim" if origin.sort == "default" else "bold"
+    return Text.assemble((name, "cyan"), ": ", (text, style), (f"   {said}", "dim"))
+
+
+# ----------------------------------------------------------------------------- what follows
+
+
+def derived(loaded: Loaded[Run]) -> dict[str, Any]:
+    """Return what follows from a run's values: sizes, FLOPs, tokens, learning rates."""
+    run = loaded.record
+    decoder, train = run.decoder(), run.train
+    counts, seq = count(decoder), run.data.seq
+    tokens, flops = train.batch * seq, counts.flops_per_token(seq, causal=True)
+    places = {"first step": 0, "half way": train.steps // 2, "last step": train.steps - 1}
+    lr = {n: run.optim.lr * run.optim.schedule_lr.factor(s, train.steps) for n, s in places.items()}
+    layers, first = [], 0
+    for block, same in groupby(decoder.blocks):
+        last = first + len(list(same)) - 1
+        layers.append({"first": first, "last": last, **plain(block)})
+        first = last + 1
+    return {
+        "identity": identity(run, loaded.parts, only=IDENTITY),
+        "layers": layers,
+        "vocabulary": decoder.vocab,
+        "parameters": counts.parameters,
+        "active_parameters": counts.active_parameters,
+        "parts": {name: p.parameters for name, p in counts.parts.items() if p.parameters},
+        "flops_per_token": flops,
+        "flops_per_token_full_attention": counts.flops_per_token(seq, causal=False),
+        "tokens_per_step": tokens,
+        "tokens_in_all": tokens * train.steps,
+        "flops_in_all": tokens * train.steps * flops,
+        "micro_batches_per_step": train.batch // train.micro_batch,
+        "lr": lr,
+        "evaluation_sets": list(run.data.evaluation_sets),
+        "layout": str(run.layout.split),
+        "smallest_world": run.layout.split.smallest_world,
+    }
+
+
+def _derived_table(run: Run, facts: Mapping[str, Any]) -> Table:
+    table = plain_table("", "", header=False)
+    table.title, table.title_justify, table.title_style = "what follows", "left", "bold"
+    table.columns[0].style, table.columns[0].no_wrap = "cyan", True
+    for what, said in _derived_rows(run, facts):
+        table.add_row(what, Text(said))
+    return table
+
+
+def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for span in facts["layers"]:
+        yield f"layers {span['first']}–{span['last']}", f"attention {_one_line(span['attention'])}"
+        yield "", f"ffn {_one_line(span['ffn'])}"
+    total, active = facts["parameters"], facts["active_parameters"]
+    yield "parameters", f"{total:,}; {active:,} active per token ({100 * active / total:.1f} %)"
+    yield "", ", ".join(f"{name} {words.count(n)}" for name, n in facts["parts"].items())
+    causal, full = facts["flops_per_token"], facts["flops_per_token_full_attention"]
+    flops = f"{words.si(causal)}FLOP forward and backward"
+    yield "one token", f"{flops} ({words.si(full)}FLOP with full attention)"
+    batches = words.plural(facts["micro_batches_per_step"], "micro-batch", "es")
+    yield "one step", f"{facts['tokens_per_step']:,} tokens in {batches}"
+    whole = f"{words.count(facts['tokens_in_all'])} tokens, {words.si(facts['flops_in_all'])}FLOP"
+    yield "the run", f"{words.plural(run.train.steps, 'step')}: {whole}"
+    yield "lr", ", ".join(f"{name} {rate:.3g}" for name, rate in facts["lr"].items())
+    yield "held out", ", ".join(facts["evaluation_sets"]) or "nothing"
+    yield "layout", f"{facts['layout']}; at least {words.plural(facts['smallest_world'], 'rank')}"
+    yield "identity", facts["identity"][:16]
+
+
+def _one_line(data: Mapping[str, Any]) -> str:
+    """Write a record in one line, its kind first, without what is absent."""
+    parts = [str(data["kind"])] if "kind" in data else []
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{key} ({_one_line(value)})")
+        elif isinstance(value, list):
+            items = [_one_line(v) if isinstance(v, Mapping) else str(v) for v in value]
+            parts.append(f"{key} [{'; '.join(items)}]")
+        elif key != "kind" and value not in (None, False):
+            parts.append(key if value is True else f"{key} {value}")
+    return " ".join(parts)
+
+
+# ------------------------------------------------------------------------------- the layout
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A layout over a number of ranks, as far as it can be drawn, and what is wrong with it."""
+
+    sizes: Sizes
+    world: int
+    folding: Folding | None
+    """None where the sizes do not fit the ranks."""
+    stages: Stages | None
+    """None where they are no legal pipeline of the model."""
+    experts: tuple[Ranks, ...] | None
+    """Ids of one layer's experts for each ep coordinate; None without experts or a fitting ep."""
+    violations: tuple[Violation, ...]
+
+    @classmethod
+    def of(cls, run: Run, world: int | None = None) -> "Picture":
+        """Lay a run's layout, which may be illegal, over ``world`` ranks (default: the fewest)."""
+        layout, sizes = run.layout, run.layout.split
+        model = needs(run.decoder(), run.data.seq)
+        found = violations(sizes, model, world, layout.order, layout.stages)
+        world = sizes.smallest_world if world is None else world
+        fits = not folding_violations(sizes, world, layout.order)
+        experts = [number for number in model.experts if number % sizes.ep == 0]
+        return cls(
+            sizes,
+            world,
+            Folding(sizes, world, layout.order) if fits else None,
+            _stages(model, sizes, layout.stages),
+            _dealt(min(experts), sizes.ep) if experts else None,
+            tuple(v if v.path == ("world",) else v.under("layout") for v in found),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything for programs: every kind of group with all its ranks too."""
+        folding, stages = self.folding, self.stages
+        answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
+        answer["violations"] = [
+            {"path": list(v.path), "value": plain(v.value), "rule": v.rule}
+            | {"nearest": plain(v.nearest)}
+            for v in self.violations
+        ]
+        if folding is not None:
+            grids = {ATTENTION: folding.attention, EXPERTS: folding.experts}
+            answer |= {"order": folding.order, "dp": folding.dp, "edp": folding.edp}
+            answer["grids"] = {name: dict(grid.axes) for name, grid in grids.items()}
+            answer["groups"] = {kind: folding.groups(kind) for kind in KINDS}
+            answer["same_groups"] = folding.same()
+        if stages is not None:
+            answer["stages"] = {"text": stages.text, "table": stages.table(self.sizes.pp)}
+        if self.experts is not None:
+            answer["experts"] = self.experts
+        return answer
+
+    def show(self, console: Console) -> None:
+        """Print the layout: grids, stages, experts, kinds of groups, and what is wrong."""
+        for title, table in self._tables():
+            console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+            console.print(table)
+        if self.violations:
+            said = f"\nnot legal: {self.sizes} on {self.world:,} ranks"
+            console.print(Text(said, style="bold red"))
+        for line in (line for item in self.violations for line in describe(item)):
+            console.print(Text(line), soft_wrap=True)
+
+    def _tables(self) -> Iterator[tuple[str, Table]]:
+        """Yield what can be drawn, each with its title."""
+        folding, stages, sizes = self.folding, self.stages, self.sizes
+        if folding is not None:
+            yield _grid(ATTENTION, folding.attention)
+            yield _grid(EXPERTS, folding.experts)
+        if stages is not None and sizes.pp > 1:
+            dealt = stages.table(sizes.pp)
+            titles = [f"virtual {v}" for v in range(sizes.vpp)] if sizes.vpp > 1 else ["holds"]
+            rows = [(f"pp{rank}", *map(_places, parts)) for rank, parts in enumerate(dealt)]
+            yield f"stages: {stages.text}", _table(["", *titles], rows)
+        if self.experts is not None and sizes.ep > 1:
+            rows = [(f"ep{at}", ranks_text(held)) for at, held in enumerate(self.experts)]
+            yield "experts of a layer, by slot", _table(["", ""], rows)
+        if folding is not None:
+            title = f"groups of {folding.world:,} ranks, in the order {folding.order}"
+            yield title, _kinds(folding)
+
+
+def _dealt(experts: int, ep: int) -> tuple[Ranks, ...]:
+    """Return which experts live at each coordinate of ep: neighbours together, equally many."""
+    each = experts // ep
+    return tuple(tuple(range(at * each, (at + 1) * each)) for at in range(ep))
+
+
+def _stages(model: Model, sizes: Sizes, text: str | None) -> Stages | None:
+    number = sizes.pp * sizes.vpp
+    if text is None:
+        fits = number <= model.layers
+        return Stages.balanced(sizes.pp, sizes.vpp, model.layers) if fits else None
+    try:
+        stages = Stages.parse(text)
+    except ValueError:
+        return None
+    return None if stages.faults(number, model.mixtures) else stages
+
+
+def _table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    most: int = ROWS,
+) -> Table:
+    """Return a table whose first column names the rows; of more than ``most`` a part is shown."""
+    table = plain_table(*titles, right=right, header=any(titles))
+    table.columns[0].style, table.columns[0].no_wrap = "bold", True
+    for row in _some(rows, most):
+        table.add_row(*(["…"] * len(titles) if row is None else row))
+    return table
+
+
+def _grid(name: str, grid: Grid) -> tuple[str, Table]:
+    """Return a grid's title, and the grid with a rank in each cell; axes of size 1 are left out."""
+    down, across = GRID_AXES[name]
+    title = " ".join(f"{axis}{grid.sizes[axis]}" for axis in (*down, *across))
+
+    def place(rank: int | None, axes: Sequence[str]) -> str:
+        longer = [axis for axis in axes if grid.sizes[axis] > 1]
+        return "…" if rank is None else " ".join(f"{a}{grid.coordinate(rank, a)}" for a in longer)
+
+    columns = list(_some(grid.offsets(across), COLUMNS))
+    titles = [place(column, across) for column in columns]
+    rows = [
+        (place(row, down), *("…" if column is None else str(row + column) for column in columns))
+        for row in grid.offsets(down)
+    ]
+    return f"{name}: {title}", _table(["", *titles], rows, right=titles)
+
+
+def _kinds(folding: Folding) -> Table:
+    """Return every kind of group: how large, how many, the first ones, and what it is for."""
+    rows = []
+    for kind, first in folding.same().items():
+        groups = folding.groups(kind)
+        ranks = f"as {first}" if first != kind else groups_text(groups)
+        figures = str(len(groups[0])), f"{len(groups):,}"
+        rows.append((kind, *figures, ranks, KINDS[kind].purpose))
+    titles = ("kind", "size", "number", "ranks", "for")
+    table = _table(titles, rows, right=("size", "number"), most=len(rows))
+    table.columns[-1].style = "dim"
+    return table
+
+
+def _some(items: Sequence[Any], most: int) -> Iterator[Any]:
+    """Yield items; where there are more than ``most``, the first, a gap (None), and the last."""
+    if len(items) <= most:
+        yield from items
+        return
+    yield from items[: most - 2]
+    yield None
+    yield items[-1]
+
+
+def _places(stage: Sequence[Place]) -> str:
+    """Write what a stage holds: ``embedding, layers 0–1``."""
+    said = []
+    for kind, same in groupby(stage, key=lambda place: place.kind):
+        numbers = ranks_text(tuple(place.index for place in same))
+        numbered = {"layer": f"layers {numbers}", "multi_token": f"multi-token {numbers}"}
+        said.append(numbered.get(kind, kind))
+    return ", ".join(said) or "nothing"
+
+
+def groups_text(groups: Sequence[Ranks]) -> str:
+    """Write groups shortly: ``0–3 | 4–7 | … | 28–31``; alone, each rank by itself."""
+    if len(groups[0]) == 1:
+        return "each rank alone"
+    return " | ".join("…" if g is None else ranks_text(g) for g in _some(groups, GROUPS))
+
+
+def ranks_text(ranks: Ranks) -> str:
+    """Write ascending numbers shortly: ``0–3 8–11``, ``0 4 … 28`` where evenly spaced."""
+    first, second, last = ranks[0], ranks[min(1, len(ranks) - 1)], ranks[-1]
+    step = second - first
+    if step > 1 and len(ranks) > RUNS and list(ranks) == list(range(first, last + 1, step)):
+        return f"{first} {second} … {last}"
+    runs = groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    texts = [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans]
+    return " ".join("…" if text is None else text for text in _some(texts, RUNS))

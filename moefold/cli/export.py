@@ -1,38 +1,34 @@
-"""``moefold export``: a checkpoint becomes a Hugging Face folder for transformers."""
+"""``moefold export``: turn a checkpoint into a Hugging Face folder.
+
+Writes config.json, safetensors and the tokenizer's files.
+"""
 
 import argparse
-from typing import Any
+from pathlib import Path
 
-from moefold.cli._arguments import add_uses
+from moefold.cli._common import add_json, add_plugins, print_conversion
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "export",
-        help="turn a checkpoint into a Hugging Face folder",
-        description="Writes config.json, safetensors and the tokenizer's files.",
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run's folder")
-    parser.add_argument("folder", metavar="HF_FOLDER", help="a new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="type of the weights on disk; float32 rounds nothing",
-    )
-    parser.add_argument(
-        "--layout",
-        choices=("per_expert", "packed"),
-        default="per_expert",
-        help="experts each on their own, which most programs read, or all in one tensor",
-    )
-    add_uses(parser)
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    parser.add_argument("folder", metavar="HF_FOLDER", type=Path, help="a new folder")
+    text = "type of the weights on disk; float32 rounds nothing"
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help=text)
+    text = "experts each on their own, which most programs read, or all in one tensor"
+    layouts = ("per_expert", "packed")
+    parser.add_argument("--layout", choices=layouts, default="per_expert", help=text)
+    add_plugins(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder, and say what it cannot hold."""
-    from moefold.cli import _convert
+    from moefold.api import export
 
-    return _convert.hand_out(args)
+    notes = export(args.checkpoint, args.folder, args.dtype, args.layout, args.uses)
+    size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors"))
+    facts = {"folder": str(args.folder), "dtype": args.dtype, "layout": args.layout, "bytes": size}
+    print_conversion(facts | {"notes": notes}, args.json)
+    return 0

@@ -1,20 +1,33 @@
-"""``moefold import``: a Hugging Face folder becomes a checkpoint, no tensor overlooked."""
+"""``moefold import``: turn a Hugging Face folder into a checkpoint.
+
+Reads config.json, safetensors and tokenizer.json. Each tensor is used once or named as left out;
+code in the folder is never run, and pickles are read only where --weights names them, behind a list
+of what may be in them.
+"""
 
 import argparse
-from typing import Any
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moefold.checkpoint.folder import newest
+from moefold.cli._common import add_json, on_stderr, print_conversion, progress_bars
+from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.model.families.folder import read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moefold.convert.importer import Imported
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "import",
-        help="turn a Hugging Face folder into a checkpoint",
-        description="Reads config.json, safetensors and tokenizer.json. Each tensor is used once "
-        "or named as left out; code in the folder is never run, and pickles are read only where "
-        "--weights names them, behind a list of what may be in them.",
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "source", metavar="HF_FOLDER", type=Path, help="the folder with config.json"
     )
-    parser.add_argument("source", metavar="HF_FOLDER", help="the folder with config.json")
-    parser.add_argument("folder", metavar="CHECKPOINT", help="a new folder for the checkpoint")
+    text = "a new folder for the checkpoint"
+    parser.add_argument("folder", metavar="CHECKPOINT", type=Path, help=text)
     parser.add_argument(
         "--weights",
         metavar="PATH",
@@ -22,13 +35,61 @@ def add(subparsers: Any) -> None:
         "torch.distributed.checkpoint; names as in Hugging Face folders (default: HF_FOLDER's)",
     )
     for name, verb in (("end", "ends"), ("start", "begins")):
-        said = f"token that {verb} a document (default: the folder's)"
-        parser.add_argument(f"--{name}", metavar="TOKEN", help=said)
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+        text = f"token that {verb} a document (default: the folder's)"
+        parser.add_argument(f"--{name}", metavar="TOKEN", help=text)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the folder, write the checkpoint, say what was taken and what was left out."""
-    from moefold.cli import _convert
+    """Write the folder's model as a checkpoint of step 0; say what was left out."""
+    if newest(args.folder) is not None:
+        raise ValueError(f"{args.folder} holds a checkpoint already; name a new folder")
+    read_config(args.source)  # what is wrong with it is said before torch is loaded
 
-    return _convert.bring_in(args)
+    from moefold.checkpoint.save import save
+    from moefold.checkpoint.tensors import Unread
+    from moefold.convert.importer import import_folder
+    from moefold.training.model_checkpoint import MODEL, describe
+
+    with import_folder(args.source, args.weights) as found, progress_bars(on_stderr()) as show:
+        source, count = found.tensors, len(found.tensors)
+        meta = describe(found.decoder, _tokenizer(args, found))
+        meta |= {"special_tokens": dict(found.special_tokens)}
+
+        def unread(name: str, number: int) -> Unread:
+            """Return a tensor of the folder that is read when it is written."""
+
+            def read() -> "Tensor":
+                show("importing", number, count)
+                return source[name]
+
+            return Unread(source.dtype(name), source.shape(name), read)
+
+        tensors = {MODEL + name: unread(name, number) for number, name in enumerate(source, 1)}
+        path = save(args.folder, 0, tensors, meta)
+    facts = {
+        "checkpoint": str(path),
+        "family": found.model.model_type,
+        "parameters": sum(math.prod(t.shape) for t in tensors.values()),
+        "tensors": len(tensors),
+        "notes": list(found.notes),
+    }
+    print_conversion(facts, args.json)
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
+    """Return the folder's tokenizer, if it has one.
+
+    Raises:
+        ValueError: where no token ends a document, or tokens have no row of the embedding.
+    """
+    if found.tokenizer is None:
+        return None
+    tokenizer = from_path(str(args.source), args.end, args.start)
+    if tokenizer.size > found.decoder.vocab:
+        raise ValueError(
+            f"{args.source}: the tokenizer has ids up to {tokenizer.size - 1}, "
+            f"but the embedding has {found.decoder.vocab} rows"
+        )
+    return tokenizer

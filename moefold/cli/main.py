@@ -1,9 +1,10 @@
-"""The command line: finds the commands, hands over, and words what goes wrong.
+"""The command line's entry point: finds the command, parses its arguments, words its errors.
 
-A command is one file in this folder. The first line of its docstring is its line in the help;
-``add(subparsers)`` describes its arguments, ``run(args)`` carries it out and returns the exit
-status. Only the file of the command that is asked for is imported. Files whose name starts with
-``_`` are shared by commands.
+A command is one file in this folder. The docstring of the file is its help: the first line in the
+list of commands, the rest in ``moefold COMMAND --help``. ``add(parser)`` adds its arguments,
+``run(args)`` carries it out and returns the exit status. Only the file of the command that is asked
+for is imported. It loads without torch, which functions import once the arguments are checked.
+Files whose name starts with ``_`` are shared by commands.
 
 Exit status: what the command returns; 2 for wrong input, 130 after Ctrl-C, 1 for a fault of ours.
 """
@@ -21,30 +22,55 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
+from typing import Any
 
 import moefold
-from moefold.cli._arguments import Parser
 
 WRONG_INPUT, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 TRACEBACK = "--traceback"
 # What the system refuses is for people, but for lost connections and what a wrong program asks.
 OURS = {errno.EBADF, errno.EFAULT, errno.ECHILD, errno.ESRCH, errno.ENOTSOCK, errno.EDEADLK, None}
-_IN_THE_WAY = "something else stands where a file or folder should be: name another path"
-_DENIED = "choose another place, or change who may use this one"
-_FULL = "free some space, then give the command again"
-MENDED_BY = {
-    errno.EACCES: _DENIED,
-    errno.EPERM: _DENIED,
-    errno.EROFS: _DENIED,
-    errno.EEXIST: _IN_THE_WAY,
-    errno.ENOTDIR: _IN_THE_WAY,
-    errno.EISDIR: _IN_THE_WAY,
+REMEDIES = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "symbolic links lead in a circle: remove one of them",
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "choose another place, or change who may use this one",
+    ),
+    **dict.fromkeys(
+        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
+        "something else stands where a file or folder should be: name another path",
+    ),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then give the command again"),
 }
+
+
+class Help(argparse.HelpFormatter):
+    """Help that fits the terminal: paragraphs are wrapped, lists keep their lines, defaults stand.
+
+    A default that is a value is added to what is said of its option; one that is worked out when
+    the command runs is in that text itself.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = text.strip().split("\n\n")
+        return "\n\n".join(p if "\n  " in p else fill(p, width, indent) for p in parts)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said = action.help or ""
+        shown = action.option_strings and action.nargs != 0 and "default" not in said
+        if shown and action.default not in (None, [], argparse.SUPPRESS):
+            said += " (default: %(default)s)"
+        return said
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, of the program or of a command, whose help is laid out by :class:`Help`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=Help, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,15 +96,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(str(stopped) or "stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        return _unread()
+        return _broken_pipe()
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich turns the one into the other
-            return _unread()
+            return _broken_pipe()
         raise
     except (ValueError, OSError) as error:
         if traceback or isinstance(error, ConnectionError) or getattr(error, "errno", 0) in OURS:
             raise
-        _explain(error)
+        _print_error(error)
         return WRONG_INPUT
 
 
@@ -146,7 +172,8 @@ def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType
     for name, file in files.items():
         if name == asked:
             command = import_module(f"{__package__}.{file.stem}")
-            command.add(subparsers)
+            about = (command.__doc__ or "").partition("\n")[2]
+            command.add(subparsers.add_parser(name, description=about))
         else:
             subparsers.add_parser(name, add_help=False)
     return parser, command
@@ -164,14 +191,14 @@ def _summary(file: Path) -> str:
     return text.partition("\n")[0].partition("``: ")[2].rstrip(".")
 
 
-def _unread() -> int:
+def _broken_pipe() -> int:
     """Return the status for a reader of our output that left (`| head`)."""
     # Python would complain again while it exits.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE
 
 
-def _explain(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     """Show an error to a person: a red word, its text untouched, and where to see more."""
     from rich.console import Console
     from rich.text import Text
@@ -189,5 +216,5 @@ def _worded(error: Exception) -> str:
     if not isinstance(error, OSError):
         return str(error)
     where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
-    mended = MENDED_BY.get(error.errno or 0)
-    return f"{error.strerror}{where}" + (f"; {mended}" if mended else "")
+    remedy = REMEDIES.get(error.errno or 0)
+    return f"{error.strerror}{where}" + (f"; {remedy}" if remedy else "")

@@ -1,63 +1,301 @@
-"""``moefold plan``: memory, time and the best layouts of a run on any cluster."""
+"""``moefold plan``: memory, time and the best layouts of a run on any cluster.
+
+Plans a run on a cluster that need not exist: memory by part and time by part of its layout, what
+binds, the fastest layouts that fit, and what to change. Needs no GPU and allocates nothing.
+docs/plan.md says how to read it and how far to trust it.
+"""
 
 import argparse
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moefold.cli._common import add_json, add_layout, add_run, plain_table, print_json
+from moefold.files import write_text
+from moefold.planner.answer import GB, Layout, Plan, fragment
+from moefold.planner.answer import plan as planned
+from moefold.planner.from_run import LOAD
+from moefold.planner.goodput import goodput
+from moefold.planner.page import page
+from moefold.planner.page_data import facts
+from moefold.planner.scaling import Price, bill
+from moefold.training import words
+
+BAR = 24
+SMALL = 0.005
+"""Share of a whole below which a part is not listed."""
+TRILLION = 1e12
+LACKING = "training does not execute yet, or only with another package"
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="memory, time and the best layouts of a run on any cluster",
-        description="Plans a run on a cluster that need not exist: memory by part and time by part "
-        "of its layout, what binds, the fastest layouts that fit, and what to change. Needs no GPU "
-        "and allocates nothing. docs/plan.md says how to read it and how far to trust it.",
-    )
-    parser.add_argument(
-        "source", metavar="RUN", help="run file, recipe, Hugging Face folder, or published model"
-    )
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.micro_batch=2")
-    parser.add_argument(
-        "--cluster", metavar="NAME", required=True, help="device and number, such as h100x256"
-    )
-    parser.add_argument(
-        "--batch",
-        metavar="N",
-        type=int,
-        help="sequences per step, all devices (default: the run's; published models have none)",
-    )
-    parser.add_argument(
-        "--layout", metavar="SIZES", help='such as "tp2 pp2 ep4" (default: the run\'s)'
-    )
-    parser.add_argument(
-        "--seq",
-        metavar="N",
-        type=int,
-        help="tokens of a published model's sequence (default: 4096)",
-    )
-    parser.add_argument(
-        "--load", metavar="X", type=float, help="fullest expert rank over the mean (default: 1.2)"
-    )
-    parser.add_argument(
-        "--memory", metavar="GB", type=float, help="of a device (default: as it is sold)"
-    )
-    parser.add_argument(
-        "--price", metavar="X", type=float, help="of a device and hour (default: no money is named)"
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=float,
-        help="of the whole run, such as 15e12 (default: the run's, or 1e12)",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write a page that explains the plan (default: none)"
-    )
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    kinds = "run file, recipe, Hugging Face folder, or published model"
+    add_run(parser, "train.micro_batch=2", kinds)
+    text = "device and number, such as h100x256"
+    parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
+    text = "sequences per step, all devices (default: the run's; published models have none)"
+    parser.add_argument("--batch", metavar="N", type=int, help=text)
+    add_layout(parser)
+    text = "tokens of a published model's sequence (default: 4096)"
+    parser.add_argument("--seq", metavar="N", type=int, help=text)
+    text = f"fullest expert rank over the mean (default: {LOAD})"
+    parser.add_argument("--load", metavar="X", type=float, default=LOAD, help=text)
+    text = "of a device (default: as it is sold)"
+    parser.add_argument("--memory", metavar="GB", type=float, help=text)
+    text = "of a device and hour (default: no money is named)"
+    parser.add_argument("--price", metavar="X", type=float, help=text)
+    text = "of the whole run, such as 15e12 (default: the run's, or 1e12)"
+    parser.add_argument("--tokens", metavar="N", type=float, help=text)
+    text = "write a page that explains the plan (default: none)"
+    parser.add_argument("--html", metavar="FILE", help=text)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.cli._plan import plan
+    overrides = list(args.overrides)
+    if args.layout is not None:
+        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
+    found = planned(
+        args.source,
+        args.cluster,
+        batch=args.batch,
+        seq=args.seq,
+        load=args.load,
+        memory_gb=args.memory,
+        price=Price(args.price),
+        overrides=overrides,
+    )
+    tokens = args.tokens or found.task.tokens or TRILLION
+    if args.html:
+        write_text(Path(args.html), page(found, tokens))
+    if args.json:
+        print_json(facts(found, tokens))
+        return 0
+    console = Console(highlight=False)
+    for part in _said(found, tokens):
+        console.print(part, soft_wrap=isinstance(part, Text))
+    if args.html:
+        console.print(Text(args.html), soft_wrap=True)
+    return 0
 
-    return plan(args)
+
+def _said(found: Plan, tokens: float) -> Iterator[Text | Table]:
+    yield from _asked(found)
+    yield from _given(found)
+    if found.best is None:
+        yield Text("\nnothing fits: no legal layout leaves 5 % of memory free", style="bold red")
+    else:
+        yield Text("\nfastest layouts that fit, 5 % of memory left free", style="bold")
+        yield _table(_rows(found))
+        yield from _marks(found)
+        yield Text("")
+        yield from _close(found.best, "fastest")
+        yield from _run_file(found)
+        yield from _long(found, tokens)
+    yield from _next(found)
+
+
+def _run_file(found: Plan) -> Iterator[Text]:
+    """Yield the fastest layout that training executes, as a run file says it."""
+    best, today = found.best, found.today
+    if best and best.not_yet:
+        text = f"the fastest layout uses what {LACKING}: {', '.join(best.not_yet)}"
+        yield Text(f"\n{text}", style="yellow")
+    if today is None:
+        yield Text(f"no run file: {found.today_problem}", style="yellow")
+        return
+    yield Text.assemble(
+        ("\nin a run file", "bold"),
+        f"  the fastest that training executes: {_three(today.step_time_s)} s a step, "
+        f"{today.memory_gb:,.1f} of {_room(today):.1f} GB",
+    )
+    yield Text(yaml.safe_dump(fragment(today), sort_keys=False).rstrip())
+
+
+def _given(found: Plan) -> Iterator[Text | Table]:
+    """Yield the given layout: in full where it fits, or where there is none to look at instead."""
+    given = found.given
+    if given is None:
+        yield Text(f"\nno layout given: {found.given_problem}", style="yellow")
+    elif given.fits or found.best is None:
+        yield Text("")
+        yield from _close(given, "given")
+    else:
+        yield Text.assemble(
+            (f"\ngiven: {given.layout}", "bold"),
+            ("  does not fit: ", "bold red"),
+            f"{given.memory_gb:,.1f} GB on its fullest device, of {_room(given):.1f}",
+        )
+
+
+def _asked(found: Plan) -> Iterator[Text]:
+    task, device = found.task, found.task.cluster.device
+    yield Text.assemble(
+        (task.name, "bold"),
+        f" on {task.cluster.devices:,} {device.name}, "
+        f"{task.batch:,} sequences of {task.seq:,} tokens per step",
+    )
+    stack = f"{task.software.stack} {task.software.release}".strip()
+    inputs = (
+        f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes to allocate), "
+        f"{task.cluster.domain} to a fast domain",
+        f"expert load {task.load:g} (fullest rank over the mean)",
+        f"software {stack}, CUDA graphs {task.software.cuda_graphs}",
+    )
+    yield Text("  " + " · ".join(inputs), style="dim")
+    for note in task.assumed:
+        yield Text(f"  {note}", style="yellow")
+
+
+def _close(layout: Layout, name: str) -> Iterator[Text | Table]:
+    """Yield one layout in full: what it is, memory and time by part."""
+    yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {_policies(layout)}")
+    wall = "fits" if layout.fits else "does not fit"
+    style = "green" if layout.fits else "bold red"
+    sure = "" if layout.sure else ", within the error of planned memory: try it"
+    margin = f"{abs(layout.margin_gb):,.1f} GB {'free' if layout.fits else 'too much'}"
+    yield Text.assemble(
+        f"  {_three(layout.step_time_s)} s a step ±{layout.time.uncertainty:.0%}, "
+        f"{_three(layout.tflops_per_gpu)} TFLOP/s each, "
+        f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
+        f"{_room(layout):.1f} GB on pipeline rank {layout.memory.rank}: ",
+        (f"{wall}, {margin}{sure}", style),
+        f"; bound by {layout.binds}",
+    )
+    memory = {name: value / GB for name, value in layout.memory.parts.items()}
+    grid = Table.grid(padding=(0, 4))
+    grid.add_row(
+        _bars("memory, GB", memory, "{:,.1f}".format),
+        _bars("time, s", dict(layout.time.parts), _three),
+    )
+    yield grid
+
+
+def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
+    whole = sum(parts.values()) or 1.0
+    table = Table.grid(padding=(0, 1))
+    table.add_row(Text(title, style="cyan"))
+    for name, value in sorted(parts.items(), key=lambda item: -item[1]):
+        if value > SMALL * whole:
+            bar = "█" * max(1, round(BAR * value / whole))
+            table.add_row(name, Text(form(value), justify="right"), Text(bar, style="blue"))
+    return table
+
+
+def _three(value: float) -> str:
+    """Write a figure in three digits."""
+    return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
+
+
+def _room(layout: Layout) -> float:
+    """Return what a device can allocate, in GB."""
+    return layout.case.cluster.device.memory_bytes / GB
+
+
+def _policies(layout: Layout) -> str:
+    choice, keeping = layout.choice, layout.choice.keeping
+    said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
+    if choice.sizes.pp > 1 or choice.paired:
+        said.append(type(choice.schedule).model_fields["kind"].default)
+    if choice.sizes.ep * choice.sizes.etp > 1:
+        said.append(choice.dispatch)
+    if keeping.recompute:
+        said.append(f"recompute {'+'.join(sorted(keeping.recompute))}")
+    if keeping.offload:
+        said.append(f"offload {'+'.join(sorted(keeping.offload))}")
+    if keeping.optimizer_offload:
+        said.append("optimizer on the host")
+    return ", ".join(said)
+
+
+def _rows(found: Plan) -> Iterator[tuple[str, Layout]]:
+    """Yield every layout of the table with its name, each once."""
+    seen = set()
+    groups: list[tuple[str, Iterable[Layout]]] = [
+        ("", found.layouts),
+        ("same format", found.same_format),
+        ("today", filter(None, [found.today])),
+        ("given", filter(None, [found.given])),
+        ("published", found.published),
+    ]
+    for name, layouts in groups:
+        for n, layout in enumerate(layouts):
+            if layout.choice not in seen or name == "today":
+                seen.add(layout.choice)
+                yield name or f"{n + 1}", layout
+
+
+def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
+    titles = ("", "step s", "TFLOP/s", "GB", "bound by", "layout and policies")
+    table = plain_table(*titles, right=titles[1:4])
+    table.columns[0].no_wrap = table.columns[4].no_wrap = True
+    for name, layout in rows:
+        marked = f"{name} *" if layout.not_yet else name
+        table.add_row(
+            marked,
+            _three(layout.step_time_s),
+            _three(layout.tflops_per_gpu),
+            Text(f"{layout.memory_gb:,.0f}", style="" if layout.fits else "red"),
+            layout.binds,
+            Text.assemble((layout.layout, "bold"), (f"  {_policies(layout)}", "dim")),
+        )
+    return table
+
+
+def _marks(found: Plan) -> Iterator[Text]:
+    names = dict.fromkeys(policy for _, layout in _rows(found) for policy in layout.not_yet)
+    if names:
+        yield Text(f"* {LACKING}: {', '.join(names)}", style="yellow")
+    for layout in found.published:
+        if layout.published_tflops:
+            told = f"{layout.published_tflops:.0f} TFLOP/s measured with its own software"
+            yield Text(f"published {layout.layout}: {told}; {layout.source}", style="dim")
+
+
+def _long(found: Plan, tokens: float) -> Iterator[Text]:
+    """Yield what a long run of the fastest layout costs."""
+    best, task = found.best, found.task
+    assert best is not None
+    expected = goodput(task.cluster.devices, found.faults)
+    cost = bill(task, best.tokens_per_s * expected.ettr, tokens, found.price)
+    money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
+    yield Text.assemble(
+        ("\nover ", ""),
+        f"{words.count(tokens)} tokens in the fastest layout: {_days(cost.days)}, "
+        f"{cost.device_hours:,.0f} device hours, at most {cost.energy_mwh:,.0f} MWh{money}; "
+        f"save every {words.clock(min(expected.interval_s, 1e7))}, "
+        f"{expected.ettr:.1%} of time trains "
+        f"({found.faults.per_device_day:.1e} failures per device and day, "
+        f"{found.faults.restart_s:.0f} s to restart, {found.faults.stall_s:g} s per save)",
+    )
+
+
+def _days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else words.clock(days * 86400)
+
+
+def _next(found: Plan) -> Iterator[Text | Table]:
+    given = found.given
+    if given and not given.fits and not any(change.fits for change in found.changes):
+        yield Text("\nno single change makes the given layout fit", style="bold")
+        return
+    if not found.changes:
+        return
+    which = "given" if given else "fastest"
+    yield Text(f"\nwhat to change next in the {which} layout", style="bold")
+    table = plain_table("", "time", "memory", " ", right=("time", "memory"))
+    for change in found.changes:
+        table.add_row(
+            change.what,
+            f"{-change.faster:+.0%}",
+            f"{-change.saved_bytes / GB:+,.1f} GB",
+            "fits" if change.fits else "still does not fit",
+        )
+    yield table

@@ -1,24 +1,36 @@
-"""``moefold report``: a run's curves, expert health and time well spent, as a page."""
+"""``moefold report``: a run's curves and expert health as a self-contained page.
+
+Reads what a run wrote, finished or not, and makes one HTML file of it that needs no network.
+"""
 
 import argparse
-from typing import Any
+from pathlib import Path
+
+from moefold.cli._common import add_json, print_json
+from moefold.files import write_text
+from moefold.training.report import page, summary
+from moefold.training.run_folder import History
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "report",
-        help="a run's curves and expert health as a self-contained page",
-        description="Reads what a run wrote, finished or not, and makes one HTML file of it that "
-        "needs no network.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="a run's folder")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a run's folder")
     parser.add_argument("--html", metavar="FILE", help="where to (default: FOLDER/report.html)")
-    parser.add_argument("--json", action="store_true", help="answer in figures, write no page")
+    add_json(parser, "answer in figures, write no page")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.cli._report import report
-
-    return report(args)
+    folder: Path = args.folder
+    if not folder.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(folder))
+    history = History.read(folder)
+    if not history.lines:
+        raise ValueError(f"{folder}: has no metrics.jsonl with steps in it; is it a run's folder?")
+    if args.json:
+        print_json(summary(history))
+        return 0
+    path = Path(args.html) if args.html else folder / "report.html"
+    write_text(path, page(history, folder.resolve().name, str(folder)))
+    print(path)
+    return 0

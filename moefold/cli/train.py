@@ -1,63 +1,235 @@
-"""``moefold train``: trains a run, or continues it."""
+"""``moefold train``: train a run, or continue it.
 
-import argparse
-from typing import Any
+Output goes to a new folder runs/NAME, or to --folder, where a run found there is continued; RUN can
+then be left out.
 
-EXIT = """exit status:
+exit status:
   0   the run is at its last step, or --dry-run found nothing to mend
   2   wrong input
   3   a policy stopped it: a step that is not finite, or collapsed routing
-  75  a signal stopped it; it saved, and --folder goes on from there"""
+  75  a signal stopped it; it saved, and --folder goes on from there
+"""
+
+import argparse
+import json
+import tempfile
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from moefold.checkpoint.folder import newest
+from moefold.cli._common import add_json, add_layout, add_run, print_json
+from moefold.comm.environment import Spot, environment
+from moefold.config.load import load
+from moefold.files import free_folder
+from moefold.run import Run, demand_fit, load_run
+from moefold.training.hooks.logs import RUN_FILE
+
+if TYPE_CHECKING:
+    from moefold.comm.respawn_rank import Line
+    from moefold.comm.world import World
+    from moefold.training.recover import Keeper
+    from moefold.training.trainer import Trainer
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a run, or continue it",
-        description="Trains a run. Output goes to a new folder runs/NAME, or to --folder, where a "
-        "run found there is continued; RUN can then be left out.",
-        epilog=EXIT,
-    )
-    parser.add_argument(
-        "source", metavar="RUN", nargs="?", help="run file, recipe, or Hugging Face folder"
-    )
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as train.steps=100")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_run(parser, "train.steps=100", optional=True)
     parser.add_argument("--dry-run", action="store_true", help="stop after the banner")
-    parser.add_argument(
-        "--folder",
-        metavar="OUT",
-        help="where to; a run there is continued (default: a new one in runs/)",
-    )
-    parser.add_argument(
-        "--until", metavar="STEP", type=int, help="save and stop at this step (default: the last)"
-    )
+    text = "where to; a run there is continued (default: a new one in runs/)"
+    parser.add_argument("--folder", metavar="OUT", help=text)
+    text = "save and stop at this step (default: the last)"
+    parser.add_argument("--until", metavar="STEP", type=int, help=text)
     parser.add_argument(
         "--fork",
         metavar="NEW",
         help="start a new run here from the newest checkpoint of --folder, which may be an "
         "imported one (default: start none)",
     )
-    parser.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="with --fork: leave optimizer state and progress, begin at step 0",
-    )
-    parser.add_argument(
-        "--new-tokenizer", action="store_true", help="with --fork: allow another tokenizer"
-    )
-    parser.add_argument(
-        "--layout", metavar="SIZES", help='axis sizes, such as "tp2 pp2 ep4" (default: the run\'s)'
-    )
+    text = "with --fork: leave optimizer state and progress, begin at step 0"
+    parser.add_argument("--weights-only", action="store_true", help=text)
+    text = "with --fork: allow another tokenizer"
+    parser.add_argument("--new-tokenizer", action="store_true", help=text)
+    add_layout(parser)
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks started here (default: 1)")
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.cli._asked import asked
-
     run, spot = asked(args)
-    from moefold.cli._train import train
 
-    return train(run, spot, args)
+    from moefold.comm.join import join
+    from moefold.comm.launch import launch
+    from moefold.comm.respawn import survive
+    from moefold.training.distributed import WORDS, device_kind
+
+    time_out_s, record = run.watch.time_out_s, run.watch.survive
+    if spot is not None:
+        join(spot, time_out_s, device_kind())
+        return rank(spot, args)
+    nproc = args.nproc or 1
+    if nproc == 1:
+        return _train(run, args, None)
+    args.folder = args.folder or str(free_folder(run.name))
+    device = device_kind(nproc)
+    if record is None:
+        return launch(rank, nproc, args, time_out_s=time_out_s, device=device, words=WORDS)
+    if device == "cuda":
+        raise ValueError(
+            "watch.survive goes on over gloo, and ranks on CUDA devices speak over NCCL: leave it "
+            "out (the same command goes on from the newest checkpoint), or run on the CPU with "
+            "CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    how = {"record": record, "time_out_s": time_out_s, "words": WORDS}
+    return survive(surviving_rank, nproc, args, **how)
+
+
+# --------------------------------------------------------------------- before torch is imported
+
+
+def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
+    """Return the run, and this process's place among ranks that something else started.
+
+    Raises:
+        ValueError: for arguments that do not go together, and a run that is not legal.
+    """
+    spot = environment()
+    if args.fork is not None and args.folder is None:
+        raise ValueError("--fork NEW starts from another run: name its folder with --folder OLD")
+    if args.fork is not None and args.dry_run:
+        raise ValueError("--dry-run looks at one folder: leave --fork out")
+    for flag in ("weights_only", "new_tokenizer"):
+        if vars(args)[flag] and args.fork is None:
+            raise ValueError(f"--{flag.replace('_', '-')} says how to fork: give --fork NEW too")
+    if args.nproc is not None and args.nproc < 1:
+        raise ValueError(f"--nproc {args.nproc}: at least 1")
+    run = asked_run(args)
+    if spot is None or spot.world == 1:
+        demand_fit(run, args.nproc or 1)
+        return run, None
+    if args.nproc is not None:
+        raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
+    return run, spot
+
+
+def asked_run(args: argparse.Namespace) -> Run:
+    """Return the run that is asked for; without RUN the one whose folder is given."""
+    overrides, source = list(args.overrides), args.source
+    if source is not None and "=" in source and not Path(source).exists():
+        overrides.insert(0, source)  # it stands where RUN would
+        source = None
+    if args.layout is not None:
+        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
+    if source is not None:
+        return load_run(source, overrides)
+    # A run saved before paths were saved whole has them from the working folder.
+    return load(Run, _saved_run(args.folder), overrides, folder=Path.cwd()).record
+
+
+def _saved_run(folder: str | None) -> Path:
+    """Return the run file that a run keeps in its folder."""
+    if folder is None:
+        raise ValueError("name a RUN (a run file, recipe or Hugging Face folder), or --folder OUT")
+    path = Path(folder) / RUN_FILE
+    if path.is_file():
+        return path
+    held = Path(folder).is_dir() and newest(folder) is not None
+    what = "an imported model, and no run" if held else "no run to continue"
+    flags = f"--folder {folder} --fork NEW" if held else f"--folder {folder}"
+    raise ValueError(f"{folder} holds {what}: name one, moefold train RUN {flags}")
+
+
+# ------------------------------------------------------------------------------------ one rank
+
+
+def surviving_rank(line: "Line", args: argparse.Namespace) -> int:
+    """Carry out the command as a rank that goes on, from memory, when others were lost."""
+    from moefold.training.recover import Keeper
+
+    keeper = Keeper(line)
+    return line.through(lambda spot: rank(spot, args, keeper))
+
+
+def rank(spot: Spot, args: argparse.Namespace, keeper: "Keeper | None" = None) -> int:
+    """Carry out the command as one of several ranks, which have joined each other."""
+    from moefold.comm.agree import on_first
+    from moefold.training.distributed import world_of
+
+    run = asked_run(args)
+    folder = Path(args.fork or args.folder or f"runs/{run.name}")
+    with world_of(run, spot, folder) as world:
+        if args.folder is None:
+            args.folder = on_first(lambda: str(free_folder(run.name)), world.on_host)
+        return _train(run, args, world, keeper)
+
+
+def _train(
+    run: Run, args: argparse.Namespace, world: "World | None", keeper: "Keeper | None" = None
+) -> int:
+    from moefold.cli._training import open_job, print_answer, train_to_end
+    from moefold.training.fork import Fork
+
+    first = world is None or world.rank == 0
+    console = Console(stderr=args.json, file=None if first else StringIO())
+    folder = Path(args.fork or args.folder or free_folder(run.name))
+    if args.dry_run:
+        return _dry_run(run, folder, args, console, world)
+    fork = args.fork and Fork(Path(args.folder), args.weights_only, args.new_tokenizer)
+    how = {"world": world, "keeper": keeper, "forks": bool(fork)}
+    with open_job(run, folder, console, **how) as job:
+        began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
+        if fork and not began:
+            _print_fork(fork.into(job), console)
+        _set_last_step(job, args.until, began)
+        status = train_to_end(job, console)
+    if args.json and first:
+        print_answer(folder, status)
+    return status
+
+
+def _dry_run(
+    run: Run, folder: Path, args: argparse.Namespace, console: Console, world: "World | None"
+) -> int:
+    """Show the banner of the run as it would start in ``folder``, and write nothing there."""
+    from moefold.cli._training import open_job
+    from moefold.comm.agree import told_by_first
+    from moefold.training.banner import facts, panel
+
+    with tempfile.TemporaryDirectory(prefix="moefold-dry-run-") as own:
+        scratch = Path(own)
+        if world is not None:  # One for all ranks of a machine.
+            shared = Path(told_by_first(own, world.on_host))
+            scratch = shared if shared.is_dir() else scratch
+        with open_job(run, folder, console, world=world, scratch=scratch) as job:
+            _set_last_step(job, args.until)
+            if args.json and job.world.rank == 0:
+                print_json(facts(job, folder))
+            elif not args.json:
+                console.print(panel(job, folder))  # the other ranks' consoles show nothing
+    return 0
+
+
+def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> None:
+    """Let the run stop at ``--until``; ``began``: another rank's loss interrupted it on its way."""
+    if until is None:
+        return
+    if not began and not job.step_number < until <= job.last_step:
+        raise ValueError(
+            f"--until {until}: the run is at step {job.step_number} and its last is "
+            f"{job.last_step}; choose a step between, up to the last"
+        )
+    job.last_step = until
+
+
+def _print_fork(said: dict[str, Any], console: Console) -> None:
+    """Print what a new run has taken of another one, and where the two differ."""
+    lines = [
+        f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} taken; "
+        f"tokenizer {said['tokenizer']}",
+        *(f"  {line}" for line in said["changed"]),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)

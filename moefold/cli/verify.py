@@ -1,78 +1,85 @@
-"""``moefold verify``: proves that layouts do not change the maths of a run."""
+"""``moefold verify``: prove that layouts do not change the maths of a run.
 
-import argparse
-from typing import TYPE_CHECKING, Any
+Shrinks the run's model, keeps its kinds of parts, runs it in each layout on processes of this
+machine and on one rank in fp64, and compares the loss, every gradient, the norm and its clipping,
+and weights and optimizer state after three steps.
 
-if TYPE_CHECKING:
-    from moefold.run import Run
-
-EXIT = """exit status:
+exit status:
   0  every layout computes what one rank computes
   1  one does not, or with --controls a break went unnoticed
-  2  wrong input"""
+  2  wrong input
+"""
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from moefold.cli._common import add_json, add_run, add_world, plain_table, print_json
+from moefold.proof.matrix import RULES, matrix
+from moefold.run import Run, load_run
+
+if TYPE_CHECKING:
+    from moefold.proof.controls import Control
+    from moefold.proof.verify import Proof, Verdict
+
+FAILED = 1
+LINE = 160
+"""Letters of a problem that are shown on one line."""
 
 
-def add(subparsers: Any) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="prove that layouts do not change the maths of a run",
-        description="Shrinks the run's model, keeps its kinds of parts, runs it in each layout on "
-        "processes of this machine and on one rank in fp64, and compares the loss, every "
-        "gradient, the norm and its clipping, and weights and optimizer state after three steps.",
-        epilog=EXIT,
-    )
-    parser.add_argument(
-        "source", metavar="RUN", nargs="?", help="run file, recipe, or Hugging Face folder"
-    )
-    parser.add_argument("overrides", metavar="k=v", nargs="*", help="such as layout.zero=3")
-    parser.add_argument(
-        "--layout",
-        metavar="SIZES",
-        action="append",
-        help='axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)',
-    )
-    parser.add_argument(
-        "--world", metavar="N", type=int, help="ranks (default: the fewest that fit)"
-    )
-    parser.add_argument(
-        "--as-run",
-        action="store_true",
-        help="in the run's own number format: within ten times what reordered sums differ by",
-    )
-    parser.add_argument(
-        "--matrix",
-        metavar="RULE",
-        nargs="*",
-        help="the release's layouts instead of a run's: all, or those of some rules "
-        "(default: a run's)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "bf16"),
-        help="with --matrix: one step in this format, held against fp64 (default: three, in fp64)",
-    )
-    parser.add_argument(
-        "--controls",
-        action="store_true",
-        help="then break each exchange between ranks once, and show that this is noticed",
-    )
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_run(parser, "layout.zero=3", optional=True)
+    text = 'axis sizes, such as "tp2 pp2 ep4"; repeatable (default: the run\'s own)'
+    parser.add_argument("--layout", metavar="SIZES", action="append", help=text)
+    add_world(parser)
+    text = "in the run's own number format: within ten times what reordered sums differ by"
+    parser.add_argument("--as-run", action="store_true", help=text)
+    text = "the release's own layouts: all, or those of some rules (default: a run's)"
+    parser.add_argument("--matrix", metavar="RULE", nargs="*", help=text)
+    text = "with --matrix: one step in this format, held against fp64 (default: three, in fp64)"
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help=text)
+    text = "then break each exchange between ranks once, and show that this is noticed"
+    parser.add_argument("--controls", action="store_true", help=text)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    run = _asked(args)
-    from moefold.cli._verify import verify
+    run = _asked_run(args)
 
-    return verify(run, args)
+    from moefold.proof.lowered import lowered
+    from moefold.proof.verify import cases_of, controls_of, prove, within_spread
+
+    if run is None:
+        rules = args.matrix or list(RULES)
+        cases = [case for name, found in matrix().items() if name in rules for case in found]
+        cases = [case for case in cases if args.world in (None, case.world)]
+    else:
+        cases = cases_of(run, args.layout, args.world, args.as_run)
+    console = Console(soft_wrap=True)
+    progress = Progress(console, len(cases), quiet=args.json)
+    if args.precision is not None:
+        proof = lowered(cases, args.precision, progress.show)
+    elif args.as_run:
+        proof = within_spread(cases, progress.show)
+    else:
+        proof = prove(cases, progress.show)
+    controls = controls_of(cases, proof, progress.show_control) if args.controls else []
+    if args.json:
+        print_json(facts(proof, controls))
+    else:
+        _print_summary(console, proof, controls)
+    noticed = all(control.noticed for control in controls)
+    return 0 if proof.passed and noticed else FAILED
 
 
-def _asked(args: argparse.Namespace) -> "Run | None":
+def _asked_run(args: argparse.Namespace) -> Run | None:
     """Return the run to prove, or None for the matrix, whose arguments are right then."""
-    from moefold.proof.matrix import RULES
-    from moefold.run import load_run
-
     if args.matrix is None:
         if args.source is None:
             raise ValueError("name a RUN, or give --matrix for the release's own layouts")
@@ -85,3 +92,104 @@ def _asked(args: argparse.Namespace) -> "Run | None":
     if unknown:
         raise ValueError(f"--matrix {unknown[0]}: no such rule; there are {', '.join(RULES)}")
     return None
+
+
+class Progress:
+    """Prints each verdict as it comes."""
+
+    def __init__(self, console: Console, total: int, quiet: bool) -> None:
+        self._console, self._total, self._quiet, self._done = console, total, quiet, 0
+
+    def show(self, verdict: "Verdict") -> None:
+        """Print one line: passed or not, how near to its bound, and of what."""
+        self._done += 1
+        if self._quiet:
+            return
+        line = Text.assemble(
+            f"{self._done:>{len(str(self._total))}}/{self._total} ",
+            ("passed " if verdict.passed else "FAILED ", "green" if verdict.passed else "bold red"),
+            (verdict.layout, "bold"),
+        )
+        if verdict.worst is not None:
+            line.append(f"  {verdict.worst.quantity} {verdict.worst.max_relative_error:.1e}")
+        self._console.print(line.append(f"  {verdict.seconds:.1f} s", style="dim"))
+        for complaint in _complaints(verdict):
+            self._console.print(Text(f"    {complaint}", style="red"))
+
+    def show_control(self, control: "Control") -> None:
+        """Print one line: what was broken, whether the proof noticed, and by what."""
+        if not self._quiet:
+            said = ("noticed ", "green") if control.noticed else ("MISSED ", "bold red")
+            line = Text.assemble(said, control.broken.words)
+            line.append(f"  in {control.case}, by {_last_line(control.said)}", style="dim")
+            self._console.print(line)
+
+
+def _complaints(verdict: "Verdict") -> Iterator[str]:
+    """Yield what is wrong with a layout, a line each."""
+    for row in verdict.rows:
+        if not row.max_relative_error <= row.bound:  # NaN too
+            error = f"{row.max_relative_error:.1e} above {row.bound:.1e}"
+            yield f"{row.quantity}: {error}, worst {row.worst}"
+    yield from map(_last_line, verdict.problems)
+
+
+def _last_line(problem: str) -> str:
+    """Return the last line of a problem, which in a traceback is the error itself."""
+    line = problem.strip().splitlines()[-1]
+    return line if len(line) <= LINE else line[: LINE - 1] + "…"
+
+
+def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control]") -> None:
+    table = plain_table("quantity", "largest error", "in layout", "worst")
+    for name in dict.fromkeys(row.quantity for row in proof.rows):
+        rows = (row for row in proof.rows if row.quantity == name)
+        worst = max(rows, key=lambda row: _nan_last(row.max_relative_error))
+        error = f"{worst.max_relative_error:.1e}"
+        table.add_row(name, error, Text(worst.layout), Text(worst.worst))
+    console.print()
+    console.print(table)
+    floored = sorted({name for verdict in proof.verdicts for name in verdict.floored})
+    if floored:
+        console.print(Text(f"compared at the floor, being tiny: {', '.join(floored)}"))
+    zero = sorted({words for verdict in proof.verdicts for words in verdict.zero})
+    if zero:
+        console.print(Text(f"zero by the run's own maths: {'; '.join(zero)}"))
+    if controls:
+        seen = sum(control.noticed for control in controls)
+        style = "bold green" if seen == len(controls) else "bold red"
+        console.print(Text(f"broken on purpose: {seen} of {len(controls)} noticed", style=style))
+    failed = sum(not verdict.passed for verdict in proof.verdicts)
+    total = len(proof.verdicts)
+    words = f"{total} layouts, all as one rank" if not failed else f"{failed} of {total} failed"
+    console.print(Text(words, style="bold red" if failed else "bold green"))
+
+
+def _nan_last(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def facts(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
+    """Return everything for programs."""
+    layouts = [
+        {
+            "layout": verdict.layout,
+            "world": verdict.world,
+            "passed": verdict.passed,
+            "max_relative_error": {row.quantity: row.max_relative_error for row in verdict.rows},
+            "bound": {row.quantity: row.bound for row in verdict.rows},
+            "worst": {row.quantity: row.worst for row in verdict.rows},
+            "problems": list(verdict.problems),
+            "at_the_floor": list(verdict.floored),
+            "zero_by_maths": list(verdict.zero),
+            "seconds": verdict.seconds,
+        }
+        for verdict in proof.verdicts
+    ]
+    answer: dict[str, Any] = {"passed": proof.passed, "layouts": layouts}
+    if controls:
+        answer["controls"] = [
+            {"broken": c.broken.words, "layout": c.case, "noticed": c.noticed, "said": c.said}
+            for c in controls
+        ]
+    return answer

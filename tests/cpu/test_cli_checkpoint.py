@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress, TaskID
 
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.save import save
-from moefold.cli import checkpoint
 from moefold.cli.main import main
 from tests.cpu.checkpoint_tools import state
 
@@ -122,19 +123,19 @@ def test_a_long_verify_shows_a_bar(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bar counts every byte once, and comes on a terminal only."""
-    monkeypatch.setattr(checkpoint, "BAR_FROM_BYTES", 0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    counted: list[float] = []
-    advance = checkpoint.Progress.advance
+    shown: list[tuple[float, float]] = []
+    update = Progress.update
 
-    def counting(self: checkpoint.Progress, task: int, amount: float = 1) -> None:
-        counted.append(amount)
-        advance(self, task, amount)
+    def showing(self: Progress, task: TaskID, **what: Any) -> None:
+        update(self, task, **what)
+        shown.append((self.tasks[task].completed, self.tasks[task].total or 0))
 
-    monkeypatch.setattr(checkpoint.Progress, "advance", counting)
+    monkeypatch.setattr(Progress, "update", showing)
     assert moefold("verify", saved) == 0
-    assert sum(counted) == sum(p.stat().st_size for p in saved.glob("*.safetensors"))
-    counted.clear()
+    size = sum(p.stat().st_size for p in saved.glob("*.safetensors"))
+    assert shown[-1] == (size, size)
+    assert "verifying" in capsys.readouterr().err
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     assert moefold("verify", saved) == 0
-    assert counted == []
+    assert not capsys.readouterr().err

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.cli import _demo
+from moefold.cli import demo
 from moefold.cli.main import main
 from tests.cpu.test_cli_train import run_file
 
@@ -16,7 +16,7 @@ def here(tmp_path: Path, monkeypatch: Any) -> Path:
     """A folder to work in, where the demo's recipe is one of seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("moefold.cli.demo.RECIPE", str(run_file(tmp_path, name="demo")))
-    monkeypatch.setattr("moefold.cli._demo.program", lambda: "moefold")
+    monkeypatch.setattr("moefold.cli.demo.program", lambda: "moefold")
     return tmp_path
 
 
@@ -38,29 +38,29 @@ def test_the_demo_ends_with_a_card(here: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(("step_s", "steps"), [(0.2, 500), (0.45, 500), (0.9, 250), (9.0, 150)])
 def test_as_many_steps_as_fit(step_s: float, steps: int) -> None:
     """A fast machine takes all, a slower one fewer, and none fewer than 150."""
-    assert _demo.fitting(500, step_s) == steps
-    assert _demo.fitting(20, step_s) == 20
+    assert demo.fitting(500, step_s) == steps
+    assert demo.fitting(20, step_s) == 20
 
 
 def test_a_slow_machine_takes_fewer_steps_and_says_so(
     here: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The run that is trained, and saved, is the shorter one; it goes on as that one."""
-    monkeypatch.setattr(_demo, "rehearsed", lambda run, cache: 60.0)
-    monkeypatch.setattr(_demo, "FEWEST", 3)
+    monkeypatch.setattr(demo, "rehearsed", lambda run, cache: 60.0)
+    monkeypatch.setattr(demo, "FEWEST", 3)
     assert main(["demo", "--folder", "slow"]) == 0
     said = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
     asked = re.search(r"steps 3 of the recipe's (\d+), to end within about 5:00", said)
     assert asked and f"train.steps={asked[1]} takes them all" in said
     assert "done step 3," in said
-    monkeypatch.delattr(_demo, "rehearsed")  # what has begun is not measured again
+    monkeypatch.delattr(demo, "rehearsed")  # what has begun is not measured again
     assert main(["demo", "--folder", "slow"]) == 0
     assert "step 3 is done already" in capsys.readouterr().out
 
 
 def test_steps_that_are_asked_for_are_taken(here: Path, monkeypatch: Any, capsys: Any) -> None:
     """No machine overrules ``train.steps``."""
-    monkeypatch.setattr(_demo, "FEWEST", 1)
-    monkeypatch.setattr(_demo, "STEPS_S", 0)
+    monkeypatch.setattr(demo, "FEWEST", 1)
+    monkeypatch.setattr(demo, "STEPS_S", 0)
     assert main(["demo", "train.steps=4"]) == 0
     assert "done step 4," in re.sub(r"[│\s]+", " ", capsys.readouterr().out)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from moefold.cli import _probes, doctor
-from moefold.cli._probes import Finding
+from moefold.cli import doctor
+from moefold.cli.doctor import Finding
 from moefold.cli.main import main
 
 NAMES = ["torch", "threads", "bf16", "cuda", "mps", "gloo", "nccl", "grouped_mm", "triton"]
@@ -46,24 +46,24 @@ def test_an_unknown_need_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_grouped_product_that_is_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefold.kernels.grouped import grouped
 
-    assert _probes._grouped_mm().chosen
+    assert doctor._grouped_mm().chosen
     true_product = grouped.product
     monkeypatch.setattr(grouped, "product", lambda *args: true_product(*args) * 1.5)
-    found = _probes._grouped_mm()
+    found = doctor._grouped_mm()
     assert found.found and not found.chosen and "WRONG RESULT" in found.why
 
     def refuse(*args: object) -> None:
         raise RuntimeError("no kernel here\nlong story")
 
     monkeypatch.setattr(grouped, "product", refuse)
-    found = _probes._grouped_mm()
+    found = doctor._grouped_mm()
     assert not found.found and found.why == "the loop runs instead: no kernel here"
 
 
 def test_without_torch_the_rest_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = _probes.is_there
-    monkeypatch.setattr(_probes, "is_there", lambda name: name != "torch" and there(name))
-    by_name = {found.name: found for found in _probes.probe_all()}
+    there = doctor.is_there
+    monkeypatch.setattr(doctor, "is_there", lambda name: name != "torch" and there(name))
+    by_name = {found.name: found for found in doctor.probe_all()}
     assert not by_name["torch"].found and "pip install torch" in by_name["torch"].why
     assert by_name["numpy"].found and "cuda" not in by_name
 

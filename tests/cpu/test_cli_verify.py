@@ -6,7 +6,6 @@ import math
 import pytest
 
 import moefold
-from moefold.cli import _verify
 from moefold.cli.main import main
 from moefold.proof.case import Case
 from moefold.proof.verify import Proof, Row, Verdict
@@ -89,14 +88,14 @@ def test_what_fails_is_named_and_ends_in_one(
         told(failed)
         return Proof((failed,))
 
-    monkeypatch.setattr(_verify, "prove", prove)
+    monkeypatch.setattr("moefold.proof.verify.prove", prove)
     status, out, _ = asked(capsys, "tiny", "--layout", "tp2")
     assert status == 1 and "FAILED" in out and "1 of 1 failed" in out
     for row in failed.rows:
         if not row.max_relative_error <= row.bound:
             assert row.worst in out
     assert all(problem in out for problem in failed.problems)
-    monkeypatch.setattr(_verify, "prove", lambda cases, told: Proof((failed,)))
+    monkeypatch.setattr("moefold.proof.verify.prove", lambda cases, told: Proof((failed,)))
     assert asked(capsys, "tiny", "--layout", "tp2", "--json")[0] == 1
 
 

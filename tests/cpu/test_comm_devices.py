@@ -21,8 +21,8 @@ def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*args: Any, **how: Any) -> int:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("moefold.cli._train.launch", start)
-    monkeypatch.setattr("moefold.cli._train.survive", start)
+    monkeypatch.setattr("moefold.comm.launch.launch", start)
+    monkeypatch.setattr("moefold.comm.respawn.survive", start)
 
 
 @pytest.mark.usefixtures("eight_devices")

@@ -42,7 +42,7 @@ TORCHES = {"torch", "torchvision", "transformers", "triton", "torchao"}
 # and `doctor` asks which back ends are there.
 TALKS = "moefold/comm/"
 SHARDING = tuple(f"torch.distributed.{part}" for part in ("fsdp", "tensor", "device_mesh"))
-ASKS = {"moefold/cli/_probes.py"}
+ASKS = {"moefold/cli/doctor.py"}
 
 # Where a command may import the package when it runs, so that `--help` stays quick.
 LAUNCHERS = ("moefold/cli/", "moefold/__main__.py")

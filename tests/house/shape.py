@@ -12,8 +12,8 @@ FUNCTION_LINES_P90 = 40
 RECORD_FIELDS = 15
 RECORD_BOOLEANS = 4
 
-# What api.py offers to commands and as types, not as names of the package.
-NOT_HANDED_ON = {"Result", "free_folder"}
+# What api.py offers as a type, not as a name of the package.
+NOT_HANDED_ON = {"Result"}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = FunctionNode | ast.ClassDef

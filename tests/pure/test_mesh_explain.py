@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.cli._layout import groups_text, ranks_text
+from moefold.cli.explain import groups_text, ranks_text
 from moefold.cli.main import main
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import KINDS, Folding
