@@ -5,18 +5,18 @@ Makes and reads indexed token files (Megatron's .bin and .idx).
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
-from moefold.data.index import Indexed
-from moefold.data.inspect import Inspection, inspect
+from moefold.data.index import Corpus, Indexed, read_facts
 from moefold.data.prepare import Part, Prepared, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
@@ -24,6 +24,8 @@ from moefold.training.words import plural
 
 WHOLE, DAMAGED = 0, 1
 SHOWN_TOKENS = 200
+READ_TOKENS = 1 << 22
+"""How many tokens, or bytes of a digest, are read at once."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -167,8 +169,7 @@ def _inspect(args: argparse.Namespace) -> int:
     found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
     ids, text = _document(args, found[0])
     if args.json:
-        files = [asdict(each) | {"bin": str(each.bin)} for each in found]
-        print_json({"files": files} if folder else files[0] | {"text": text})
+        print_json({"files": found} if folder else found[0] | {"text": text})
     else:
         for line in (line for each in found for line in _lines(each)):
             console.print(line)
@@ -176,15 +177,67 @@ def _inspect(args: argparse.Namespace) -> int:
             more = " …" if len(ids) > SHOWN_TOKENS else ""
             shown = " ".join(map(str, ids[:SHOWN_TOKENS])) + more
             console.print(Text(shown if text is None else text))
-    return DAMAGED if any(each.as_written is False for each in found) else WHOLE
+    return DAMAGED if any(each["as_written"] is False for each in found) else WHOLE
 
 
-def _document(args: argparse.Namespace, found: Inspection) -> tuple[list[int], str | None]:
+def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """Read token files from end to end and return the facts about them.
+
+    ``lowest`` and ``highest`` are token ids, -1 where there is none; ``shortest``, ``median`` and
+    ``longest`` tokens of a document; ``said`` is what their maker wrote beside them, empty for
+    other makers' files; ``as_written`` says whether every byte has the digest that stands there,
+    None where there is none.
+
+    Args:
+        prefix: path of the files, with or without ``.bin`` or ``.idx``.
+        tokenizer: where given, every id must be one of its tokens.
+
+    Raises:
+        DataError: where the index is not sound, or an id is none of the tokenizer's.
+    """
+    indexed = Indexed(prefix)
+    lowest, highest = [], []
+    for start in range(0, indexed.tokens, READ_TOKENS):
+        ids = indexed.read(start, min(start + READ_TOKENS, indexed.tokens))
+        lowest.append(int(ids.min()))
+        highest.append(int(ids.max()))
+    if tokenizer is not None and lowest and (min(lowest) < 0 or max(highest) >= tokenizer.size):
+        for _ in Corpus(str(prefix), indexed, tokenizer.size).cut(0, indexed.tokens):
+            pass  # refuses the first id that is none, by its document and position
+    lengths, said = np.diff(indexed.rows_1), read_facts(prefix)
+    return {
+        "bin": str(indexed.bin),
+        "documents": len(indexed),
+        "empty": int(np.count_nonzero(lengths == 0)),
+        "tokens": indexed.tokens,
+        "dtype": indexed.dtype.name,
+        "lowest": min(lowest, default=-1),
+        "highest": max(highest, default=-1),
+        "shortest": int(lengths.min(initial=indexed.tokens)),
+        "median": float(np.median(lengths)) if len(lengths) else 0.0,
+        "longest": int(lengths.max(initial=0)),
+        "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,
+        "said": said,
+        "as_written": _digest(indexed) == said["digest"] if "digest" in said else None,
+    }
+
+
+def _digest(indexed: Indexed) -> str:
+    """Return the SHA-256 over every byte of both files, as their writer took it."""
+    seen = sha256()
+    for file in (indexed.bin, indexed.idx):
+        with file.open("rb") as content:
+            while chunk := content.read(READ_TOKENS):
+                seen.update(chunk)
+    return seen.hexdigest()
+
+
+def _document(args: argparse.Namespace, found: dict[str, Any]) -> tuple[list[int], str | None]:
     """Return the ids of the document that is asked for, and its text where a tokenizer is there."""
     if args.document is None:
         return [], None
-    if not 0 <= args.document < found.documents:
-        raise DataError(f"document {args.document} is not in [0, {found.documents})")
+    if not 0 <= args.document < found["documents"]:
+        raise DataError(f"document {args.document} is not in [0, {found['documents']})")
     ids = Indexed(args.prefix).document(args.document).tolist()
     tokenizer = _tokenizer(args, args.prefix)
     return ids, None if tokenizer is None else tokenizer.decode(ids, special=True)
@@ -198,16 +251,16 @@ def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:
     return from_path(str(beside)) if beside.is_file() else None
 
 
-def _lines(found: Inspection) -> Iterator[Text]:
-    counts = f"{found.documents:,} documents ({found.empty:,} empty) · {found.tokens:,} tokens"
-    lengths = f"{found.shortest:,} to {found.longest:,} tokens, median {found.median:,.0f}"
-    size = f"{found.file_bytes / 1e6:.1f} MB in both files"
-    yield Text(f"{found.bin.with_suffix('')}\n{counts}\ndocuments of {lengths}")
-    yield Text(f"ids {found.lowest} to {found.highest} as {found.dtype} · {size}")
-    if found.said.get("bytes"):
-        ratio = found.said["bytes"] / max(found.tokens, 1)
-        yield Text(f"{found.said['bytes']:,} bytes of text, {ratio:.3f} per token")
+def _lines(found: dict[str, Any]) -> Iterator[Text]:
+    yield Text(found["bin"].removesuffix(".bin"))
+    yield Text("{documents:,} documents ({empty:,} empty) · {tokens:,} tokens".format(**found))
+    lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}"
+    yield Text(lengths.format(**found))
+    size = f"{found['file_bytes'] / 1e6:.1f} MB in both files"
+    yield Text("ids {lowest} to {highest} as {dtype}".format(**found) + f" · {size}")
+    if n_bytes := found["said"].get("bytes"):
+        yield Text(f"{n_bytes:,} bytes of text, {n_bytes / max(found['tokens'], 1):.3f} per token")
     state = {None: "not known (no digest beside them)", True: "as written", False: "DAMAGED"}
-    yield Text(f"bytes: {state[found.as_written]}")
-    if found.as_written is False:
+    yield Text(f"bytes: {state[found['as_written']]}")
+    if found["as_written"] is False:
         yield Text("the files are not as they were written: make them again", style="red")

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moefold.data.config import DataError
+from moefold.data.index import Corpus
 from moefold.data.order import spread
 from moefold.data.prepare import Prepared
-from moefold.data.tokens import Corpus
 
 _TRAIN_TOKENS, _TEXT_BYTES = 20_000_000, 16_000_000
 _DENSE = 1 << 24  # cells of a table that is counted in place rather than by sorting

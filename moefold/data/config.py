@@ -114,7 +114,7 @@ class SourceRecord(Record):
 class PythonStdlib(SourceRecord):
     """The running interpreter's own standard library: real code, present wherever Python is."""
 
-    owner = "moefold.data.sources.python_stdlib:PythonStdlib"
+    owner = "moefold.data.sources:StdlibReader"
     source: Literal["python_stdlib"] = "python_stdlib"
 
 
@@ -131,7 +131,7 @@ class FileSource(SourceRecord):
 class Text(FileSource):
     """UTF-8 text files, also ``.gz``: each one document, or several told apart by ``split``."""
 
-    owner = "moefold.data.sources.text:Text"
+    owner = "moefold.data.sources:TextReader"
     source: Literal["text"] = "text"
     split: Annotated[str, Field(min_length=1)] | None = None
     """Text between two documents of a file; it belongs to neither."""
@@ -141,7 +141,7 @@ class Text(FileSource):
 class Jsonl(FileSource):
     """JSON lines, also ``.gz``: one object per line, the document in one of its fields."""
 
-    owner = "moefold.data.sources.jsonl:Jsonl"
+    owner = "moefold.data.sources:JsonlReader"
     source: Literal["jsonl"] = "jsonl"
     field: Annotated[str, Field(min_length=1)] = "text"
 
@@ -150,7 +150,7 @@ class Jsonl(FileSource):
 class Parquet(FileSource):
     """Parquet files, streamed: one document per row, in a column of strings."""
 
-    owner = "moefold.data.sources.parquet:Parquet"
+    owner = "moefold.data.sources:ParquetReader"
     source: Literal["parquet"] = "parquet"
     column: Annotated[str, Field(min_length=1)] = "text"
 
@@ -159,7 +159,7 @@ class Parquet(FileSource):
 class IndexedTokens(SourceRecord):
     """Ready token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
 
-    owner = "moefold.data.sources.indexed:IndexedTokens"
+    owner = "moefold.data.index:IndexedSource"
     source: Literal["indexed"] = "indexed"
     prefix: Annotated[str, Field(min_length=1, examples=["data/corpus"]), OnDisk()]
     other_tokenizer: Literal["refuse", "allow"] = "refuse"

@@ -1,6 +1,8 @@
-"""Indexed token files in Megatron's format: ``PREFIX.bin`` and ``PREFIX.idx``.
+"""Indexed token files in Megatron's format, and the documents in them as a ring of rows.
 
-``.bin`` holds the token ids one after another. ``.idx`` holds, little-endian: the magic
+Shape suffix: N tokens of a document or of a piece of one.
+
+``PREFIX.bin`` holds the token ids one after another. ``PREFIX.idx`` holds, little-endian: the magic
 ``MMIDIDX\\0\\0``, u64 version 1, u8 code of the ids' type, u64 number of sequences, u64 number of
 document marks, int32 length of each sequence, int64 byte offset of each in ``.bin``, int64 marks
 (the first sequence of each document, then the number of sequences), and optionally one int8 per
@@ -10,36 +12,37 @@ The writer streams, and publishes both files at once. The reader believes nothin
 length, offset and mark is checked against the files' sizes before any of it is used.
 """
 
+import json
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from moefold.data.config import DataError
+from moefold.data.config import DataError, IndexedTokens, read_json
+from moefold.data.order import key_of
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
-DTYPES: dict[int, type[np.number]] = {
+DTYPES: dict[int, type[np.integer]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
     4: np.int32,
     5: np.int64,
-    6: np.float64,
-    7: np.float32,
     8: np.uint16,
 }
+"""Types of the ids by their codes; the format's codes 6 and 7 are of floating-point numbers."""
 _HEADER = struct.Struct("<9sQBQQ")
 _UINT16_VOCAB = 65500  # the format's writers go over to int32 from here on
 _SAMPLE, _SAMPLES = 1 << 16, 64
 
 
-def dtype_for(vocab: int) -> type[np.number]:
+def dtype_for(vocab: int) -> type[np.integer]:
     """Return the type in which ids below ``vocab`` are stored."""
     return np.uint16 if vocab < _UINT16_VOCAB else np.int32
 
@@ -57,14 +60,11 @@ class IndexWriter:
     Args:
         prefix: the files' path without suffix.
         vocab: ids must lie in ``[0, vocab)``.
-        dtype: type of the stored ids (default: the smallest that fits).
     """
 
-    def __init__(
-        self, prefix: str | Path, vocab: int, dtype: type[np.number] | None = None
-    ) -> None:
+    def __init__(self, prefix: str | Path, vocab: int) -> None:
         self.vocab = vocab
-        self.dtype = np.dtype(dtype or dtype_for(vocab)).newbyteorder("<")
+        self.dtype = np.dtype(dtype_for(vocab)).newbyteorder("<")
         self.bin, self.idx = files_of(prefix)
         self.lengths = array("i")
         self.tokens = 0
@@ -140,9 +140,8 @@ class Indexed:
         self._read_index()
         self._check_sequences()
         self._check_documents()
-        sequence_ends = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
-        self._rows_1 = sequence_ends
-        self.rows_1 = sequence_ends[self.documents_1]
+        self._rows_1 = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
+        self.rows_1 = self._rows_1[self.documents_1]
         """int64 [documents + 1], first token of each document, then the number of tokens."""
         raw = self.bin.stat().st_size
         self._ids = np.memmap(self.bin, self.dtype, "r") if raw >= self.dtype.itemsize else None
@@ -150,21 +149,37 @@ class Indexed:
     def _refuse(self, field: str, byte: int, said: str, file: Path | None = None) -> NoReturn:
         raise DataError(f"{file or self.idx}: {field} at byte {byte}: {said}")
 
+    def _check(
+        self, wrong: np.ndarray, what: str, first: int, step: int, said: Callable[[int], str]
+    ) -> None:
+        """Refuse the first entry of an array of the index that is wrong.
+
+        Args:
+            wrong: bool, one for each entry.
+            what: the entries' name.
+            first: byte of the first entry.
+            step: bytes from one entry to the next.
+            said: what is wrong with entry i.
+        """
+        found = np.flatnonzero(wrong)
+        if len(found):
+            i = int(found[0])
+            self._refuse(f"{what} {i}", first + step * i, said(i))
+
     def _read_index(self) -> None:
-        size = self.idx.stat().st_size
-        if size < _HEADER.size:
-            self._refuse("header", 0, f"the file has {size} bytes, the header alone {_HEADER.size}")
+        size, at = self.idx.stat().st_size, _HEADER.size
+        if size < at:
+            self._refuse("header", 0, f"the file has {size} bytes, the header alone {at}")
         with self.idx.open("rb") as file:
-            magic, version, code, n, marks = _HEADER.unpack(file.read(_HEADER.size))
+            magic, version, code, n, marks = _HEADER.unpack(file.read(at))
         if magic != MAGIC:
             self._refuse("magic", 0, f"is {magic!r}, not {MAGIC!r}: this is no token index")
         if version != VERSION:
             self._refuse("version", 9, f"is {version}; only version {VERSION} is known")
-        if code not in DTYPES or not np.issubdtype(DTYPES[code], np.integer):
-            whole = [c for c, t in DTYPES.items() if np.issubdtype(t, np.integer)]
-            self._refuse("dtype", 17, f"is {code}; whole numbers have the codes {whole}")
+        if code not in DTYPES:
+            self._refuse("dtype", 17, f"is {code}; whole numbers have the codes {list(DTYPES)}")
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        need = _HEADER.size + 12 * n
+        need = at + 12 * n
         if need > size:
             self._refuse("sequence count", 18, f"{n} sequences need {need} bytes, it has {size}")
         need += 8 * marks
@@ -175,53 +190,50 @@ class Indexed:
         if marks < 1:
             self._refuse("document count", 26, "is 0; there is one mark more than documents")
         raw = np.memmap(self.idx, np.uint8, "r")
-        at = _HEADER.size
         self.lengths = raw[at : at + 4 * n].view("<i4")
         self.offsets = raw[at + 4 * n : at + 12 * n].view("<i8")
         self.documents_1 = raw[at + 12 * n : need].view("<i8")
 
     def _check_sequences(self) -> None:
         """Lengths are not negative; offsets are whole, in order, and inside ``.bin``."""
-        n, item, first = len(self.lengths), self.dtype.itemsize, _HEADER.size
-        i = _first(self.lengths < 0)
-        if i is not None:
-            self._refuse(f"length of sequence {i}", first + 4 * i, f"is {self.lengths[i]}")
-        first += 4 * n
-        offsets = self.offsets.astype(np.int64)
-        size = self.bin.stat().st_size
+        lengths, offsets = self.lengths, self.offsets.astype(np.int64)
+        item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
+        self._check(lengths < 0, "length of sequence", first, 4, lambda i: f"is {lengths[i]}")
+        first += 4 * len(lengths)
         for wrong, said in (
             (offsets < 0, "is negative"),
             (offsets % item != 0, f"is no multiple of {item}, the bytes of a token"),
             (offsets > size, f"lies outside {self.bin.name}, which has {size} bytes"),
         ):
-            i = _first(wrong)
-            if i is not None:
-                field = f"offset of sequence {i}"
-                self._refuse(field, first + 8 * i, f"{offsets[i]} {said}")
-        ends = offsets + self.lengths.astype(np.int64) * item
-        i = _first(offsets[1:] < ends[:-1])
-        if i is not None:
-            said = f"{offsets[i + 1]} lies before the end of the one before it, {ends[i]}"
-            self._refuse(f"offset of sequence {i + 1}", first + 8 * (i + 1), said)
-        i = _first(ends > size)
-        if i is not None:
+            self._check(
+                wrong, "offset of sequence", first, 8, lambda i, said=said: f"{offsets[i]} {said}"
+            )
+        ends = offsets + lengths.astype(np.int64) * item
+        ends_before = np.append(0, ends[:-1])[: len(ends)]
+
+        def overlaps(i: int) -> str:
+            return f"{offsets[i]} lies before the end of the one before it, {ends_before[i]}"
+
+        self._check(offsets < ends_before, "offset of sequence", first, 8, overlaps)
+        if len(ends) and ends.max() > size:
+            i = int(np.flatnonzero(ends > size)[0])
             said = f"sequence {i} ends at byte {ends[i]}; the file is cut off or of another index"
             self._refuse("end of file", size, said, self.bin)
 
     def _check_documents(self) -> None:
         """Marks begin at 0, do not go down, and end with the number of sequences."""
         marks, n = self.documents_1, len(self.lengths)
-        first = _HEADER.size + 12 * n
-        if marks[0] != 0:
-            self._refuse("document mark 0", first, f"is {marks[0]}, not 0")
-        i = _first(marks[1:] < marks[:-1])
-        if i is not None:
-            said = f"{marks[i + 1]} is below the one before it, {marks[i]}"
-            self._refuse(f"document mark {i + 1}", first + 8 * (i + 1), said)
+        first, what = _HEADER.size + 12 * n, "document mark"
+        self._check(marks[:1] != 0, what, first, 8, lambda i: f"is {marks[i]}, not 0")
+
+        def falls(i: int) -> str:
+            return f"{marks[i]} is below the one before it, {marks[i - 1]}"
+
+        self._check(marks < np.append(0, marks[:-1]), what, first, 8, falls)
         if marks[-1] != n:
             last = len(marks) - 1
             said = f"the last one is {marks[-1]}, not the number of sequences, {n}"
-            self._refuse(f"document mark {last}", first + 8 * last, said)
+            self._refuse(f"{what} {last}", first + 8 * last, said)
 
     def __len__(self) -> int:
         return len(self.documents_1) - 1
@@ -274,7 +286,119 @@ def check_ids(ids_N: np.ndarray, vocab: int, what: str, first: int = 0) -> None:
         )
 
 
-def _first(wrong: np.ndarray) -> int | None:
-    """Return the first place that is true."""
-    found = np.flatnonzero(wrong)
-    return int(found[0]) if len(found) else None
+def facts_file(prefix: str | Path) -> Path:
+    """Return the file beside token files that says which tokenizer made them."""
+    return files_of(prefix)[1].with_suffix(".json")
+
+
+def write_facts(prefix: Path, **facts: str | int) -> None:
+    """Write the facts about token files beside them."""
+    facts_file(prefix).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def read_facts(prefix: str | Path) -> dict:
+    """Return what their maker wrote beside token files; empty for files of other makers."""
+    file = facts_file(prefix)
+    return read_json(file) if file.is_file() else {}
+
+
+class IndexedSource:
+    """Ready token files as a source: checked, and used where they lie; nothing is tokenized."""
+
+    def __init__(self, record: IndexedTokens) -> None:
+        self._record = record
+        self.prefix = Path(record.prefix)
+        self.indexed = Indexed(record.prefix)
+        self.facts = read_facts(record.prefix)
+
+    def check_tokenizer(self, fingerprint: str) -> None:
+        """Refuse files that say another tokenizer made them, unless the record allows it."""
+        made_by = self.facts.get("tokenizer")
+        if made_by in (None, fingerprint) or self._record.other_tokenizer == "allow":
+            return
+        raise DataError(
+            f"{facts_file(self.prefix)}: these tokens were made by the tokenizer {made_by[:12]}…, "
+            f"the run's is {fingerprint[:12]}…; use that one, prepare the text again, or set "
+            "other_tokenizer: allow"
+        )
+
+    def split(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the documents for training and of those held out."""
+        numbers = np.arange(len(self.indexed))
+        if not self._record.holdout:
+            return numbers, numbers[:0]
+        limit = int(self._record.holdout * 2**64)
+        held = np.fromiter((key_of("holdout", int(n)) < limit for n in numbers), bool, len(numbers))
+        return numbers[~held], numbers[held]
+
+
+class Piece(NamedTuple):
+    """The part of a document that fell into a sequence."""
+
+    document: int
+    """Number of the document in its file."""
+    start: int
+    """First token of the piece inside the document."""
+    ids_N: np.ndarray
+    """int64 token ids."""
+    following: int | None
+    """The token after the piece in the same document, None at the document's end."""
+
+
+class Corpus:
+    """The documents of a token file, or a choice of them, one after another.
+
+    Args:
+        name: how messages call it.
+        indexed: the token file.
+        vocab: ids must lie in ``[0, vocab)``.
+        chosen: numbers of the documents that belong to it, ascending (default: all).
+    """
+
+    def __init__(
+        self, name: str, indexed: Indexed, vocab: int, chosen: np.ndarray | None = None
+    ) -> None:
+        self.name, self.indexed, self.vocab = name, indexed, vocab
+        lengths = np.diff(indexed.rows_1)
+        numbers = np.arange(len(indexed)) if chosen is None else chosen
+        self._numbers = numbers[lengths[numbers] > 0]
+        self._ends_1 = np.append(0, np.cumsum(lengths[self._numbers], dtype=np.int64))
+
+    @property
+    def documents(self) -> int:
+        """Number of documents with at least one token."""
+        return len(self._numbers)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all documents."""
+        return int(self._ends_1[-1])
+
+    def cut(self, start: int, rows: int) -> Iterator[Piece]:
+        """Yield the pieces of ``rows`` rows from ``start`` on; after the last comes the first."""
+        assert 0 <= start < self.tokens and 0 <= rows <= self.tokens, (start, rows, self.tokens)
+        d = int(np.searchsorted(self._ends_1, start, side="right")) - 1
+        while rows:
+            first, end = int(self._ends_1[d]), int(self._ends_1[d + 1])
+            taken = min(rows, end - start)
+            number = int(self._numbers[d])
+            base = int(self.indexed.rows_1[number]) + start - first
+            more = 1 if start + taken < end else 0
+            ids = self.indexed.read(base, base + taken + more)
+            check_ids(ids, self.vocab, f"{self.indexed.bin}: document {number}", start - first)
+            yield Piece(number, start - first, ids[:taken], int(ids[-1]) if more else None)
+            rows -= taken
+            d = (d + 1) % self.documents
+            start = int(self._ends_1[d])
+
+    def document(self, i: int) -> np.ndarray:
+        """Return int64 ids of the i-th document of the choice."""
+        return self.indexed.document(int(self._numbers[i]))
+
+    def check_length(self, seq: int) -> None:
+        """Refuse a corpus that does not fill one sequence."""
+        if self.tokens < seq:
+            raise DataError(
+                f"source {self.name}: {self.tokens} tokens in {self.documents} documents do not "
+                f"fill one sequence of {seq}; add text, or lower data.seq"
+            )

@@ -19,11 +19,16 @@ import numpy as np
 from moefold.config.records import plain
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, SourceRecord, read_json
-from moefold.data.index import Indexed, IndexWriter
-from moefold.data.sources.base import Document, Skipped, Source
-from moefold.data.sources.indexed import IndexedTokens, said_file, say
+from moefold.data.index import (
+    Corpus,
+    Indexed,
+    IndexedSource,
+    IndexWriter,
+    facts_file,
+    write_facts,
+)
+from moefold.data.sources import Document, Skipped, Source
 from moefold.data.tokenizer import Tokenizer, load
-from moefold.data.tokens import Corpus
 from moefold.files import folder_for, named
 
 FORMAT = 1
@@ -34,7 +39,7 @@ _PIECE = 1 << 14
 
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, and how many of how many bytes are done."""
-Built = tuple[SourceRecord, Source | IndexedTokens]
+Built = tuple[SourceRecord, Source | IndexedSource]
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def prepare(
     return _open(final, data, sources)
 
 
-def _build(record: SourceRecord) -> Source | IndexedTokens:
+def _build(record: SourceRecord) -> Source | IndexedSource:
     try:
         return build(record)
     except ModuleNotFoundError as error:
@@ -216,7 +221,7 @@ def _encode(
     for side, writer in writers.items():
         if not writer.lengths:
             raise DataError(_nothing(record, side, sum(len(w.lengths) for w in writers.values())))
-        say(
+        write_facts(
             _prefix(draft, record, side),
             tokenizer=tokenizer.fingerprint,
             documents=len(writer.lengths),
@@ -277,7 +282,7 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
     valid: list[Part] = []
     for i, (record, source) in enumerate(sources):
         first = train if i < len(data.train) else valid
-        if isinstance(source, IndexedTokens):
+        if isinstance(source, IndexedSource):
             source.check_tokenizer(tokenizer.fingerprint)
             for side, chosen in zip((first, valid), source.split(), strict=True):
                 if side is first or record.holdout:
@@ -293,19 +298,19 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
 
 def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> Part:
     prefix = _prefix(folder, record, side)
-    facts, indexed = read_json(said_file(prefix)), Indexed(prefix)
+    facts, indexed = read_json(facts_file(prefix)), Indexed(prefix)
     found, said = (len(indexed), indexed.tokens), (facts["documents"], facts["tokens"])
     if found != said or facts["tokenizer"] != tokenizer.fingerprint:
-        raise DataError(f"{said_file(prefix)}: does not belong to the token files beside it")
+        raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
     corpus = Corpus(record.label, indexed, tokenizer.size)
     ratio = facts["bytes"] / max(facts["token_bytes"], 1)
     return Part(record.label, record.weight, corpus, facts["digest"], facts["bytes"], ratio)
 
 
 def _ready_part(
-    record: SourceRecord, source: IndexedTokens, tokenizer: Tokenizer, chosen: np.ndarray
+    record: SourceRecord, source: IndexedSource, tokenizer: Tokenizer, chosen: np.ndarray
 ) -> Part:
-    facts, everything = source.facts(), len(chosen) == len(source.indexed)
+    facts, everything = source.facts, len(chosen) == len(source.indexed)
     corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
     if not corpus.documents:
         raise DataError(

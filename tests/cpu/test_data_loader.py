@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from moefold.config.load import load
 from moefold.data.batch import IGNORED, MicroBatch
 from moefold.data.config import Data, DataError
-from moefold.data.index import Indexed, IndexWriter
+from moefold.data.index import Corpus, Indexed, IndexWriter
 from moefold.data.loader import Loader
 from moefold.data.prepare import Part, Prepared, prepare
-from moefold.data.tokens import Corpus
 
 TENSORS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
 WORDS = ("queue", "class", "return", "none", "ü", "when", "it", "is", "empty")

@@ -12,7 +12,7 @@ from moefold.config.load import load
 from moefold.config.problems import RunError, repair
 from moefold.config.records import plain
 from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
-from moefold.data.sources.base import expand
+from moefold.data.sources import expand
 from moefold.run import Run
 from tests.mutations import Judge, mutations
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moefold.cli.data import inspect
 from moefold.config.load import load
 from moefold.data.baselines import baselines
 from moefold.data.config import Data, DataError
 from moefold.data.index import Indexed, IndexWriter
-from moefold.data.inspect import inspect
 from moefold.data.prepare import Part, Prepared, prepare
 
 WORDS = ("queue", "class", "return", "none", "when", "empty", "and", "raises", "else", "a", "of")
@@ -195,7 +195,6 @@ def test_a_missing_package_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    monkeypatch.delitem(sys.modules, "moefold.data.sources.parquet", raising=False)
     data = described(tmp_path, train=[{"source": "parquet", "files": ["x"]}])
     with pytest.raises(DataError, match=r"source parquet: needs pyarrow.*pip install pyarrow"):
         prepare(data, tmp_path / "out")
@@ -206,12 +205,12 @@ def test_inspect_finds_a_flipped_bit(tmp_path: Path) -> None:
     prepared = prepare(described(tmp_path), tmp_path / "out")
     file = prepared.train[0].corpus.indexed.bin
     found = inspect(file, prepared.tokenizer)
-    assert found.as_written is True and found.empty == 0
-    assert found.tokens == prepared.train[0].corpus.tokens == found.said["tokens"]
+    assert found["as_written"] is True and found["empty"] == 0
+    assert found["tokens"] == prepared.train[0].corpus.tokens == found["said"]["tokens"]
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    assert inspect(file).as_written is False
+    assert inspect(file)["as_written"] is False
 
 
 def test_inspect_names_an_id_that_is_no_token(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_inspect_names_an_id_that_is_no_token(tmp_path: Path) -> None:
     with IndexWriter(tmp_path / "x", 60_000) as writer:
         for ids in ([1, 2], [3, tokenizer.size, 4]):
             writer.add(ids)
-    assert inspect(tmp_path / "x").highest == tokenizer.size
+    assert inspect(tmp_path / "x")["highest"] == tokenizer.size
     with pytest.raises(DataError, match=rf"document 1, position 1: token id {tokenizer.size} "):
         inspect(tmp_path / "x", tokenizer)
 
@@ -229,7 +228,8 @@ def test_inspect_an_empty_file(tmp_path: Path) -> None:
     with IndexWriter(tmp_path / "x", 300):
         pass
     found = inspect(tmp_path / "x")
-    assert (found.documents, found.tokens, found.lowest, found.as_written) == (0, 0, -1, None)
+    facts = [found[name] for name in ("documents", "tokens", "lowest", "shortest", "as_written")]
+    assert facts == [0, 0, -1, 0, None]
     assert Indexed(tmp_path / "x").read(0, 0).tolist() == []
 
 

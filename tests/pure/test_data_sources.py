@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moefold.config.slot import build
+from moefold.data import sources
 from moefold.data.config import DataError, Jsonl, Parquet, PythonStdlib, SourceRecord, Text
-from moefold.data.sources import text as text_module
-from moefold.data.sources.base import Skipped
+from moefold.data.sources import Skipped
 
 
 def read(record: SourceRecord) -> tuple[list[tuple[str, str]], dict]:
@@ -42,7 +42,7 @@ def test_text_files_in_sorted_order_each_once(tmp_path: Path) -> None:
 def test_split_text_loses_nothing_at_chunk_ends(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_module, "_CHUNK", chunk)
+    monkeypatch.setattr(sources, "READ_BYTES", chunk)
     pieces = ["first", "", "zwei ü", "=", "==", "last"]
     file = tmp_path / "a.txt"
     file.write_text("=-=".join(pieces), encoding="utf-8")

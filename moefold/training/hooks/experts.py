@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moefold.data.batch import pack
-from moefold.data.tokens import Corpus
+from moefold.data.index import Corpus
 from moefold.files import write_text
 from moefold.layers.flow import Flow
 from moefold.model.decoder import DecoderModel

@@ -1,0 +1,306 @@
+"""Sources of documents: text, JSON lines and Parquet files, and the Python standard library.
+
+A source streams documents, always in the same order; what cannot be read is refused by name, or
+counted where the record says ``bad: skip``. Ready token files are in ``index.py``.
+"""
+
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
+
+NAMES_KEPT = 20
+READ_BYTES, READ_ROWS = 1 << 20, 1024
+"""How much of a split text file, and of a Parquet file, is read at once."""
+TESTS = {"test", "tests", "idle_test"}
+TABLES = {"encodings", "pydoc_data"}
+NOT_LIBRARY = TESTS | TABLES | {"site-packages", "dist-packages", "__pycache__"}
+"""Folders of the standard library that are left out, because they make text predictable rather
+than real: test suites (twice the library's size, much of it repeated) and generated tables."""
+
+
+class Document(NamedTuple):
+    """A document: a name that stays the same from run to run, and its text."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class Skipped:
+    """What was left out, by reason: how many, and the first names; nothing is lost silently."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, list[str]] = field(default_factory=dict)
+
+    def note(self, name: str, reason: str) -> None:
+        """Count one document that is left out."""
+        self.counts[reason] += 1
+        named = self.names.setdefault(reason, [])
+        if len(named) < NAMES_KEPT:
+            named.append(name)
+
+    def plain(self) -> dict[str, dict]:
+        """Return ``{reason: {count, first}}``."""
+        return {r: {"count": n, "first": self.names[r]} for r, n in self.counts.items()}
+
+
+class Source(ABC):
+    """Streams documents, always in the same order."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Return the files that are read, in order."""
+
+    @abstractmethod
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the documents; what is left out is noted in ``skipped``."""
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        """Return what changes when the files change: path, size and time of writing of each."""
+        stats = [(str(f), f.stat()) for f in self.files()]
+        return [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
+
+    def size(self) -> int:
+        """Return about how many bytes there are to read."""
+        return sum(size for _, size, _ in self.stamp())
+
+
+class FileReader(Source):
+    """Base of the sources that read files, with the one rule for what cannot be read."""
+
+    def __init__(self, record: FileSource) -> None:
+        self._patterns, self._bad = record.files, record.bad
+
+    def files(self) -> list[Path]:
+        """Return the files that the record's patterns match."""
+        return expand(self._patterns)
+
+    def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
+        """Stop at something that cannot be read, or note it where the record says ``skip``."""
+        if self._bad == "refuse":
+            skip = setting("bad", "skip")
+            raise DataError(f"{where}: {reason}: {said}; mend it, or leave such out with {skip}")
+        skipped.note(where, reason)
+
+
+class TextReader(FileReader):
+    """Each file is a document named by its path, or several numbered from 0 where it is split."""
+
+    def __init__(self, record: Text) -> None:
+        super().__init__(record)
+        self._split = record.split
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the documents of all files, line ends as they are."""
+        for path in self.files():
+            for name, start, data in self._pieces(path):
+                try:
+                    yield Document(name, data.decode() if start else decoded(data))
+                except UnicodeDecodeError as error:
+                    said = f"byte {start + error.start}: {error.reason}"
+                    self.refuse(name, "not UTF-8", said, skipped)
+
+    def _pieces(self, path: Path) -> Iterator[tuple[str, int, bytes]]:
+        """Yield name, first byte and content of each document of a file."""
+        with opened(path) as file:
+            if self._split is None:
+                yield path.as_posix(), 0, file.read()
+                return
+            mark, rest, start, number = self._split.encode(), b"", 0, 0
+            while True:
+                chunk = file.read(READ_BYTES)
+                *whole, rest = (rest + chunk).split(mark) if chunk else [rest]
+                for piece in whole:
+                    yield f"{path.as_posix()}#{number}", start, piece
+                    start, number = start + len(piece) + len(mark), number + 1
+                if not chunk:
+                    break
+            if rest:
+                yield f"{path.as_posix()}#{number}", start, rest
+
+
+class JsonlReader(FileReader):
+    """Each line is an object with the text in one field; lines of white space hold nothing."""
+
+    def __init__(self, record: Jsonl) -> None:
+        super().__init__(record)
+        self._field = record.field
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the lines of all files, named ``path:line`` with lines counted from 1."""
+        for path in self.files():
+            with opened(path) as file:
+                for number, line in enumerate(file, 1):
+                    if not line.strip():
+                        continue
+                    name = f"{path.as_posix()}:{number}"
+                    try:
+                        yield Document(name, self._text(line))
+                    except _BadLineError as error:
+                        self.refuse(name, *error.args, skipped)
+
+    def _text(self, line: bytes) -> str:
+        """Return the document of a line."""
+        try:
+            content = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            said = f"byte {error.start} of the line: {error.reason}"
+            raise _BadLineError("not UTF-8", said) from error
+        except (ValueError, RecursionError) as error:
+            raise _BadLineError("not JSON", str(error)) from error
+        if not isinstance(content, dict):
+            raise _BadLineError("no object", f"the line holds a {type(content).__name__}")
+        if self._field not in content:
+            said = f"the line has {sorted(content)[:20]}; name one with {setting('field', 'NAME')}"
+            raise _BadLineError(f"no field {self._field!r}", said)
+        text = content[self._field]
+        if not isinstance(text, str):
+            kind = "null" if text is None else f"a {type(text).__name__}"
+            raise _BadLineError(f"field {self._field!r} is no text", f"it holds {kind}")
+        try:
+            text.encode()  # JSON can spell half of a surrogate pair, which no text can hold
+        except UnicodeEncodeError as error:
+            said = f"character {error.start} is half of a surrogate pair"
+            raise _BadLineError("broken text", said) from error
+        return text
+
+
+class _BadLineError(ValueError):
+    """A line without a document: the reason, and the detail."""
+
+
+class ParquetReader(FileReader):
+    """Each row is a document, in a column of strings; files are streamed, never read whole."""
+
+    def __init__(self, record: Parquet) -> None:
+        super().__init__(record)
+        self._column = record.column
+        # An extra of the package: what is missing is said before anything is read.
+        self._arrow, self._parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the rows of all files, named ``path:row`` with rows counted from 0."""
+        for path in self.files():
+            try:
+                with self._parquet.ParquetFile(path) as file:
+                    self._check(path, file.schema_arrow)
+                    yield from self._rows(path, file, skipped)
+            except (self._arrow.ArrowException, OSError) as error:
+                raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+
+    def _check(self, path: Path, schema: Any) -> None:
+        if self._column not in schema.names:
+            raise DataError(
+                f"{path}: has no column {self._column!r}; its columns are {schema.names}: "
+                f"name one with {setting('column', 'NAME', 'field')}"
+            )
+        kind, types = schema.field(self._column).type, self._arrow.types
+        inner = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(inner) or types.is_large_string(inner)):
+            raise DataError(f"{path}: column {self._column!r} holds {kind}, not strings")
+
+    def _rows(self, path: Path, file: Any, skipped: Skipped) -> Iterator[Document]:
+        batches = file.iter_batches(batch_size=READ_ROWS, columns=[self._column])
+        values = (value for batch in batches for value in batch.column(0))
+        for number, value in enumerate(values):
+            name = f"{path.as_posix()}:{number}"
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                self.refuse(name, "not UTF-8", f"byte {error.start}: {error.reason}", skipped)
+                continue
+            if text is None:
+                self.refuse(name, f"column {self._column!r} is no text", "it holds null", skipped)
+            else:
+                yield Document(name, text)
+
+
+class StdlibReader(Source):
+    """Each ``.py`` file of the running interpreter's standard library: about 10 MB of real code.
+
+    A document is named by its path inside the library.
+    """
+
+    def __init__(self, record: PythonStdlib) -> None:
+        self._root = Path(sysconfig.get_path("stdlib"))
+
+    def files(self) -> list[Path]:
+        """Return the library's files in order of their path."""
+        kept = []
+        for folder, inside, names in os.walk(self._root):
+            inside[:] = [name for name in inside if name not in NOT_LIBRARY]
+            # The build's recorded settings are a generated table too.
+            sources = (name for name in names if not name.startswith("_sysconfigdata"))
+            kept += [Path(folder, name) for name in sources if name.endswith(".py")]
+        if not kept:
+            raise DataError(
+                f"{self._root}: holds no .py files, so this interpreter brings no sources; "
+                "use one that does, or a text source"
+            )
+        return sorted(kept, key=self._name)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self._root).as_posix()
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Yield the files; the few that are not UTF-8 are noted and left out."""
+        for file in self.files():
+            name = self._name(file)
+            try:
+                yield Document(name, decoded(file.read_bytes()))
+            except UnicodeDecodeError:
+                skipped.note(name, "not UTF-8")
+
+
+def expand(patterns: tuple[str, ...]) -> list[Path]:
+    """Return the files that paths and patterns stand for: sorted per pattern, each once."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        if Path(pattern).is_file():
+            found[Path(pattern)] = None
+            continue
+        names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        files = [Path(n) for n in names if Path(n).is_file()]
+        if not files:
+            where = "it is a folder; add a pattern such as /**/*.txt" if names else str(Path.cwd())
+            raise DataError(f"{pattern}: no file matches ({where})")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading bytes, unpacked where its name ends in ``.gz``."""
+    if path.suffix in (".zst", ".xz", ".bz2", ".zip"):
+        raise DataError(f"{path}: {path.suffix} is not read here; unpack it, or pack it as .gz")
+    try:
+        packed = path.suffix == ".gz"
+        with cast(IO[bytes], gzip.open(path) if packed else path.open("rb")) as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: is damaged: {error}; fetch it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def setting(field: str, value: str, flag: str | None = None) -> str:
+    """Name a field of a source as a run file writes it, and as ``data prepare`` takes it."""
+    return f"{field}: {value} at its source (data prepare: --{flag or field} {value})"
+
+
+def decoded(data: bytes) -> str:
+    """Return the UTF-8 text of a file; a byte order mark at its beginning is no part of it."""
+    return data.removeprefix(b"\xef\xbb\xbf").decode()
