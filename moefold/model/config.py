@@ -15,6 +15,9 @@ from moefold.config.slot import Slot
 from moefold.layers.config import ATTENTION, FFN, Size
 
 MODEL = Slot("model family", tag="family")
+MAX_LAYERS = 10_000
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+"""A number of layers; each one is written out, so that the memory bounds it."""
 
 
 class Block(Record):
@@ -27,7 +30,7 @@ class Block(Record):
 class Stack(Record):
     """A pattern of blocks, repeated."""
 
-    repeat: Size = 1
+    repeat: Layers = 1
     blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
 
 

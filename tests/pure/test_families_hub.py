@@ -425,3 +425,11 @@ def test_a_hostile_json_file_is_refused(tmp_path: Path, content: str, said: str)
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_more_layers_than_memory_holds_are_refused_before_they_are_written_out(name: str) -> None:
+    with pytest.raises(ValueError, match="num_hidden_layers is 2147483648, and the most are 10000"):
+        from_hf({**RELEASED[name], "num_hidden_layers": 2**31})
+    with pytest.raises(ValueError, match=r"model\.shape\.layers = 2147483648"):
+        load_run("tiny", ["model.shape.layers=2147483648"])

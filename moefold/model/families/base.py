@@ -16,7 +16,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.problems import PathPart, Spot, Violation, dotted
 from moefold.layers.config import Rope, Size
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, Layers, Stack
 from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
 from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Moe, Router, Z
@@ -29,7 +29,7 @@ class Sizes(Record):
     """Sizes that every family with routed experts has."""
 
     hidden: Size
-    layers: Size
+    layers: Layers
     heads: Size
     experts: Size
     top_k: Size

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moefold.model.config import MODEL, Decoder
+from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 
 # Imported because each registers itself when imported.
 from moefold.model.families import deepseek_v3, mixtral, olmoe, qwen3_moe  # noqa: F401
@@ -40,6 +40,11 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError("config.json: model_type is missing, so the family is unknown")
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ValueError(
+            f"config.json: num_hidden_layers is {layers}, and the most are {MAX_LAYERS}"
+        )
     return by_model_type(model_type).from_hf(config)
 
 
