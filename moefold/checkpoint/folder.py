@@ -116,6 +116,21 @@ def newest(
     return None
 
 
+def checkpoint_in(source: Path) -> Path:
+    """Return the checkpoint that a folder is, or the newest one of those that it holds.
+
+    Raises:
+        CheckpointError: where there is none.
+    """
+    path = source if (source / manifest.FILE).is_file() else newest(source)
+    if path is None:
+        hub = (source / "config.json").is_file()
+        hint = "moefold import makes a checkpoint of this Hugging Face folder"
+        hint = hint if hub else "give a run's folder or step-…"
+        raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
+    return path
+
+
 def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
     """Let the file ``latest`` name ``target``. It is for people; ``newest`` does not read it."""
     fresh = folder / f"{POINTER}.tmp-{uuid.uuid4().hex[:12]}"

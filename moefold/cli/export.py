@@ -6,6 +6,7 @@ Writes config.json, safetensors and the tokenizer's files.
 import argparse
 from pathlib import Path
 
+from moefold.checkpoint.folder import checkpoint_in
 from moefold.cli._common import add_json, add_plugins, print_conversion
 
 
@@ -25,9 +26,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the folder, and say what it cannot hold."""
+    path = checkpoint_in(Path(args.checkpoint))  # before torch is loaded: there may be none
+
     from moefold.api import export
 
-    notes = export(args.checkpoint, args.folder, args.dtype, args.layout, args.uses)
+    notes = export(path, args.folder, args.dtype, args.layout, args.uses)
     size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors"))
     facts = {"folder": str(args.folder), "dtype": args.dtype, "layout": args.layout, "bytes": size}
     print_conversion(facts | {"notes": notes}, args.json)

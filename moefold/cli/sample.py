@@ -5,11 +5,13 @@ Continues prompts with the model of a checkpoint, or of a run's newest one.
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from moefold.checkpoint.errors import CheckpointError
+from moefold.checkpoint.folder import checkpoint_in
 from moefold.cli._common import add_json, add_plugins, print_json
 from moefold.training.words import harmless
 
@@ -37,14 +39,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature {args.temperature}: 0 (the likeliest token) or more")
     if not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p {args.top_p}: above 0, and at most 1 (every token)")
+    path = checkpoint_in(Path(args.checkpoint))  # before torch is loaded: there may be none
     prompts = args.prompt or [""]
-    checkpoint, step, texts = _sample(args, prompts)
+    step, texts = _sample(args, path, prompts)
     if args.json:
         rows = [
             {"prompt": prompt, "text": text, "tokens": tokens}
             for prompt, (text, tokens) in zip(prompts, texts, strict=True)
         ]
-        print_json({"checkpoint": checkpoint, "step": step, "samples": rows})
+        print_json({"checkpoint": str(path), "step": step, "samples": rows})
         return 0
     console = Console(highlight=False, soft_wrap=True)
     for number, (prompt, (text, _)) in enumerate(zip(prompts, texts, strict=True)):
@@ -56,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample(
-    args: argparse.Namespace, prompts: list[str]
-) -> tuple[str, int | None, list[tuple[str, int]]]:
-    """Return the checkpoint's path and step, and each prompt's new text and number of tokens."""
+    args: argparse.Namespace, path: Path, prompts: list[str]
+) -> tuple[int | None, list[tuple[str, int]]]:
+    """Return the checkpoint's step, and each prompt's new text and number of tokens."""
     import torch
 
     from moefold.layers.cache import KeyValueCache
@@ -66,7 +69,7 @@ def _sample(
     from moefold.model.generate import generate
     from moefold.training.model_checkpoint import StoredModel
 
-    with StoredModel.open(args.checkpoint, args.uses) as stored:
+    with StoredModel.open(path, args.uses) as stored:
         tokenizer = stored.tokenizer
         if tokenizer is None:
             raise CheckpointError(
@@ -93,4 +96,4 @@ def _sample(
         window=run.get("data", {}).get("seq") or stored.decoder.context,
     )
     texts = [(tokenizer.decode(new), len(new)) for new in continued]
-    return str(stored.path), stored.meta.get("progress", {}).get("step"), texts
+    return stored.meta.get("progress", {}).get("step"), texts

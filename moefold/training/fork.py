@@ -8,12 +8,13 @@ from typing import Any
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, MismatchError
+from moefold.checkpoint.folder import checkpoint_in
 from moefold.comm.agree import on_first
 from moefold.config.records import plain
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_text
 from moefold.optim.base import PREFIX
-from moefold.training.model_checkpoint import checkpoint_in, tokenizer_of
+from moefold.training.model_checkpoint import tokenizer_of
 from moefold.training.resume import as_known_today, differences
 from moefold.training.run_folder import TOKENIZER_FILE
 from moefold.training.state import restore

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.folder import newest
+from moefold.checkpoint.folder import checkpoint_in
 from moefold.checkpoint.load import Reader
 from moefold.config.check import check
 from moefold.config.problems import RunError
@@ -54,21 +54,6 @@ def precision_of(meta: Mapping[str, Any]) -> Precision | None:
 def model_tensors(model: DecoderModel) -> dict[str, Tensor]:
     """Return a model's tensors by their names in a checkpoint: live tensors, not copies."""
     return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def checkpoint_in(source: Path) -> Path:
-    """Return the checkpoint that a folder is, or the newest one of those that it holds.
-
-    Raises:
-        CheckpointError: where there is none.
-    """
-    path = source if (source / "manifest.json").is_file() else newest(source)
-    if path is None:
-        hub = (source / "config.json").is_file()
-        hint = "moefold import makes a checkpoint of this Hugging Face folder"
-        hint = hint if hub else "give a run's folder or step-…"
-        raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")
-    return path
 
 
 @dataclass(frozen=True)

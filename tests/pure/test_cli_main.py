@@ -135,6 +135,9 @@ REFUSED = {
         ["verify"],
         ["verify", "--matrix", "nothing"],
         ["sample", "somewhere", "--tokens", "-1"],
+        ["sample", "somewhere"],
+        ["export", "somewhere", "new"],
+        ["import", "somewhere", "new"],
     ],
     ids=" ".join,
 )
