@@ -150,13 +150,10 @@ def load(path: Path) -> Tokenizer:
     """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
     beside_file = path.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file)
-    end, start, vocab = (
-        _named(beside, "eos_token"),
-        _named(beside, "bos_token"),
-        beside.get("vocab"),
-    )
+    end, vocab = _named(beside, "eos_token"), beside.get("vocab")
     if end is None or not isinstance(vocab, int):
         raise DataError(f"{beside_file}: has no eos_token and vocab, with which it was written")
+    start = _named(beside, "bos_token")
     return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path))
 
 
