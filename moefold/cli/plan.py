@@ -21,8 +21,7 @@ from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import goodput
-from moefold.planner.page import page
-from moefold.planner.page_data import facts
+from moefold.planner.page import facts, page
 from moefold.planner.scaling import Price, bill
 from moefold.training import words
 

@@ -56,8 +56,6 @@ class Device:
     """Of the board, at its limit."""
     sold_gb: float = 0.0
     """Memory by the name it is sold under; what can be allocated is counted in bytes."""
-    processors: int = 0
-    """Streaming multiprocessors; 0 where the notion does not apply."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field and where its number is from."""
 

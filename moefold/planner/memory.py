@@ -2,10 +2,11 @@
 
 State lasts; activations of a chunk live from its forward to its backward; what a pass works with
 comes and goes. Ranks of one stage differ only in their experts' load, so that one rank per pipeline
-rank is planned: the one whose experts get the most rows.
+rank is planned: the one whose experts get the most rows. A table repeats itself, so that of its
+thousands of steps few differ, and of those fewer can be the fullest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -16,12 +17,13 @@ from moefold.mesh.config import Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.model.config import Block, Decoder
 from moefold.planner import memory_kept, memory_megatron
-from moefold.planner.case import Case, Keeping, settled
+from moefold.planner.case import Case, Keeping, settled, table_of
 from moefold.planner.held import Held, kinds
 from moefold.planner.memory_kept import shape_of
 from moefold.planner.memory_state import Split, State, states_of
-from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
+from moefold.schedule.config import Schedule
+from moefold.schedule.table import Line, actions_of
 from moefold.spec.layer import Saved, Shape, activation_width, described
 
 MIB = 2**20
@@ -174,11 +176,6 @@ def shortened(case: Case) -> Case:
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
-def fits(case: Case, margin: float = 0.0) -> bool:
-    """Return whether every rank's total, and a share of margin, is within the device's memory."""
-    return peak_within(case, case.cluster.device.memory_bytes / (1 + margin)) is not None
-
-
 def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
     """Return what one block keeps for one micro-batch if nothing is recomputed."""
     return _layer_kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
@@ -234,6 +231,77 @@ def _reach(folding: Folding, kind: str) -> tuple[tuple[int, int], ...]:
         else:
             found.append((stride, size))
     return tuple(found)
+
+
+# ----------------------------------------------------------------------------- steps
+
+
+class Running(NamedTuple):
+    """A step of a rank's line, by what its memory depends on."""
+
+    forward: int | None
+    """The chunk that goes forward."""
+    backward: int | None
+    """The chunk that goes back."""
+    kind: str
+    """``B``, ``I`` or ``W`` of that."""
+    kept: tuple[int, ...]
+    """Micro-batches whose activations are there before the step, by chunk."""
+    begun: frozenset[int]
+    """Chunks whose gradients are there before the step."""
+
+    @property
+    def frees(self) -> bool:
+        """Whether activations go with the step, and gradients come."""
+        return self.kind in ("B", "W")
+
+    def covers(self, other: "Running") -> bool:
+        """Return whether another step that runs the same passes needs no more than this one."""
+        return self.begun >= other.begun and all(
+            mine >= theirs for mine, theirs in zip(self.kept, other.kept, strict=True)
+        )
+
+
+def steps_of(line: Line, chunks: int) -> Iterator[Running]:
+    """Yield the steps of a rank's line."""
+    kept, begun = [0] * chunks, frozenset[int]()
+    for step in line:
+        forward = backward = None
+        kind = ""
+        for action in actions_of(step):
+            if action.kind == "F":
+                forward = action.chunk
+            else:
+                backward, kind = action.chunk, action.kind
+        made = Running(forward, backward, kind, tuple(kept), begun)
+        yield made
+        if forward is not None:
+            kept[forward] += 1
+        if backward is not None and made.frees:
+            kept[backward] -= 1
+            begun |= {backward}
+
+
+@remembered(1024)
+def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
+    """Return of each rank the steps that no other covers: one of them is the fullest, most likely
+    one of the first.
+    """
+    table = table_of(schedule, p, v, m)
+    return tuple(_uncovered(steps_of(line, v)) for line in table.lines)
+
+
+def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
+    alike: dict[tuple[int | None, int | None, str], list[Running]] = {}
+    for step in dict.fromkeys(steps):
+        group = alike.setdefault(step[:3], [])
+        if not any(one.covers(step) for one in group):
+            group[:] = [one for one in group if not step.covers(one)] + [step]
+    found = (one for group in alike.values() for one in group)
+    return tuple(sorted(found, key=lambda one: -sum(one.kept)))
+
+
+# ----------------------------------------------------------------------------- chunks
 
 
 class _Chunk(NamedTuple):

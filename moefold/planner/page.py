@@ -1,13 +1,142 @@
-"""A plan as one self-contained page: no network, no library, light and dark."""
+"""A plan as JSON for programs, and as one self-contained page that needs no network or library."""
 
 import html
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from moefold.planner.answer import Plan
-from moefold.planner.page_data import drawn
+from moefold.mesh.grid import Grid
+from moefold.planner.answer import GB, Layout, Plan, fragment
+from moefold.planner.from_run import Task
+from moefold.planner.goodput import goodput
+from moefold.planner.memory import memory, shortened, totals
+from moefold.planner.scaling import Bill, Point, bill, curve
+from moefold.planner.time import BINDS, estimate
+from moefold.schedule.simulate import Costs, simulate
+from moefold.schedule.table import Pair, Step, Table, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
+LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+"""Rows of the fullest expert rank over the mean that sensitivity is shown at."""
+MOST_CELLS = 24
+"""Ranks along one side of a drawn grid; the rest is left out."""
+MOST_SPANS = 2600
+"""Actions of a drawn timeline; longer steps are shown from their start."""
+MOST_MOMENTS = 500
+EXCHANGES = ("tp", "cp", "dispatch", "offload")
+
+
+def facts(plan: Plan, tokens: float) -> dict[str, Any]:
+    """Return a plan as an object that JSON can hold. Times in seconds, memory in GB."""
+    task, best = plan.task, plan.best
+    expected = goodput(task.cluster.devices, plan.faults)
+    return {
+        "run": task.name,
+        "cluster": _cluster(task),
+        "inputs": _inputs(task),
+        "assumed": list(task.assumed),
+        "given": _layout(plan.given) if plan.given else None,
+        "given_problem": plan.given_problem,
+        "best": _layout(best) if best else None,
+        "layouts": [_layout(one) for one in plan.layouts],
+        "today": _layout(plan.today) if plan.today else None,
+        "today_problem": plan.today_problem,
+        "same_format": [_layout(one) for one in plan.same_format],
+        "published": [_layout(one) for one in plan.published],
+        "changes": [
+            {
+                "what": one.what,
+                "faster": one.faster,
+                "saved_gb": one.saved_bytes / GB,
+                "fits": one.fits,
+            }
+            for one in plan.changes
+        ],
+        "run_file": fragment(plan.today) if plan.today else None,
+        "goodput": {
+            "ettr": expected.ettr,
+            "save_every_s": finite(expected.interval_s),
+            "hours_between_failures": finite(expected.between_failures_s / 3600),
+            "lost": expected.lost,
+            **vars(plan.faults),
+        },
+        "whole_run": _bill(
+            bill(task, best.tokens_per_s * expected.ettr, tokens, plan.price)
+        ) if best and expected.ettr else None,
+    }  # fmt: skip
+
+
+def finite(value: float) -> float | None:
+    """Return a number that JSON can hold: None for what never comes."""
+    return value if value < float("inf") else None
+
+
+def _cluster(task: Task) -> dict[str, Any]:
+    cluster, device = task.cluster, task.cluster.device
+    return {
+        "device": device.name,
+        "devices": cluster.devices,
+        "memory": device.size,
+        "memory_gb": device.memory_bytes / GB,
+        "domain": cluster.domain,
+        "per_node": cluster.per_node,
+    }
+
+
+def _inputs(task: Task) -> dict[str, Any]:
+    software = task.software
+    return {
+        "batch": task.batch,
+        "seq": task.seq,
+        "load": task.load,
+        "stack": f"{software.stack} {software.release}".strip(),
+        "cuda_graphs": software.cuda_graphs,
+        "host_speed": software.host_speed,
+        "multi_token": task.multi_token,
+    }
+
+
+def _bill(one: Bill) -> dict[str, Any]:
+    return dict(vars(one))
+
+
+def _layout(one: Layout) -> dict[str, Any]:
+    choice, keeping, took = one.choice, one.choice.keeping, one.time
+    return {
+        "layout": one.layout,
+        "sizes": {**dict(choice.sizes), "dp": one.case.folding.dp, "edp": one.case.folding.edp},
+        "micro_batch": choice.micro_batch,
+        "micro_batches": one.case.micro_batches,
+        "schedule": type(choice.schedule).model_fields["kind"].default,
+        "stages": one.case.stages.text,
+        "precision": choice.recipe,
+        "dispatch": one.case.dispatch,
+        "zero": keeping.zero,
+        "recompute": sorted(keeping.recompute),
+        "offload": sorted(keeping.offload),
+        "optimizer_offload": keeping.optimizer_offload,
+        "step_time_s": one.step_time_s,
+        "uncertainty": took.uncertainty,
+        "tflops_per_gpu": one.tflops_per_gpu,
+        "tokens_per_s": one.tokens_per_s,
+        "memory_gb": one.memory_gb,
+        "margin_gb": one.margin_gb,
+        "fits": one.fits,
+        "sure": one.sure,
+        "binds": one.binds,
+        "not_yet": list(one.not_yet),
+        "source": one.source,
+        "published_tflops": one.published_tflops,
+        "fullest_rank": one.memory.rank,
+        "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
+        "time_parts_s": dict(took.parts),
+        "hidden_s": dict(took.hidden),
+    }
+
+
+# ----------------------------------------------------------------------------- for the page
 
 
 def page(plan: Plan, tokens: float) -> str:
@@ -24,3 +153,176 @@ def page(plan: Plan, tokens: float) -> str:
     title = f"{task.name} on {task.cluster.devices:,} {device}"
     text = TEMPLATE.read_text(encoding="utf-8").replace("__TITLE__", html.escape(title))
     return text.replace("__DATA__", packed)
+
+
+def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
+    """Return the same with what the page draws of the given and the best layout."""
+    close: dict[str, Layout] = {}
+    if plan.given is not None:
+        close["given"] = plan.given
+    if plan.best is not None:
+        close["fastest"] = plan.best
+    if plan.today is not None and plan.today.choice not in [one.choice for one in close.values()]:
+        close["fastest today"] = plan.today
+    return facts(plan, tokens) | {
+        "close": {name: _close(plan.task, one) for name, one in close.items()},
+        "scaling": _scaling(plan),
+    }
+
+
+def _close(task: Task, one: Layout) -> dict[str, Any]:
+    case = one.case
+    folding = case.folding
+    return {
+        **_layout(one),
+        "capacity_gb": case.cluster.device.memory_bytes / GB,
+        "walls": _walls(one),
+        "grids": {
+            "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
+            "experts": _grid(folding.experts, ("etp", "ep", "edp", "pp")),
+        },
+        "held": [[_letters(chunk) for chunk in rank] for rank in case.places],
+        "memory_ranks": [
+            {name: value / GB for name, value in rank.parts.items()}
+            for rank in memory(shortened(case))
+        ],
+        "memory_line": _line(one),
+        "timeline": _timeline(one),
+        "imbalance": list(_imbalance(task, one)),
+    }
+
+
+def _walls(one: Layout) -> dict[str, float]:
+    """Return the share of a step that each wall takes."""
+    parts, whole = one.time.parts, one.step_time_s
+    found = {wall: sum(parts.get(name, 0.0) for name in names) for wall, names in BINDS.items()}
+    found["memory bandwidth"] = found.pop("memory")
+    return {wall: seconds / whole for wall, seconds in found.items()}
+
+
+def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Return a grid as drawn: the last axis goes down, the others to the right."""
+    sizes = [grid.sizes[axis] for axis in axes]
+    kept, room = [], MOST_CELLS
+    for size in sizes[:3]:
+        kept.append(min(size, room))
+        room = max(1, room // kept[-1])
+    kept.append(min(sizes[3], MOST_CELLS))
+    ranks = [
+        [
+            grid.rank({axes[0]: a, axes[1]: b, axes[2]: c, axes[3]: d})
+            for c in range(kept[2])
+            for b in range(kept[1])
+            for a in range(kept[0])
+        ]
+        for d in range(kept[3])
+    ]
+    return {"axes": list(axes), "sizes": sizes, "kept": kept, "ranks": ranks}
+
+
+def _letters(chunk: Any) -> str:
+    kinds = [place.kind for place in chunk]
+    layers = [place.index for place in chunk if place.kind == "layer"]
+    said = ["embedding"] if "embedding" in kinds else []
+    if layers:
+        said.append(f"layers {layers[0]}–{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
+    said += ["multi-token"] if "multi_token" in kinds else []
+    return ", ".join([*said, *(["head, loss"] if "loss" in kinds else [])]) or "nothing"
+
+
+def _line(one: Layout) -> list[list[Any]]:
+    """Return the fullest rank's memory over the step: label, activations, working, gradients."""
+    moments = one.memory.moments
+    step = max(1, -(-len(moments) // MOST_MOMENTS))
+    kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
+    return [
+        [m.label, *(round(v / GB, 3) for v in (m.activations, m.working, m.gradients))]
+        for m in kept
+    ]
+
+
+def _timeline(one: Layout) -> dict[str, Any]:
+    """Return what each pipeline rank does when: a step of few micro-batches, stage by stage."""
+    case = one.case
+    rounds = max(3 * case.sizes.pp, 4)
+    short = min(case.micro_batches, rounds)
+    if any(case.schedule.misfits(case.sizes.pp, case.sizes.vpp, short)):
+        short = case.micro_batches
+    dp = case.folding.dp * case.micro_batch
+    table = replace(case, batch=dp * short).table
+    busy = sum(sum(span) for span in one.time.ranks) or 1.0
+    slow = max(sum(span) for span in one.time.ranks)
+    sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.micro_batches
+    share = min(0.9, sent / slow) if slow else 0.0
+    vpp = case.sizes.vpp
+    costs = []
+    for stage in range(table.stages):
+        ahead, back = one.time.ranks[table.home(stage)]
+        costs.append(Costs(ahead / vpp, back / vpp / 2, back / vpp / 2))
+    made = simulate(table, costs)
+    spans = [
+        [
+            [str(s.step), _kind(s.step), _chunk(s.step), round(s.start, 5), round(s.end, 5)]
+            for s in line
+        ]
+        for line in made.spans
+    ]
+    most = MOST_SPANS // max(1, len(spans))
+    return {
+        "spans": [line[:most] for line in spans],
+        "micro_batches": short,
+        "of": case.micro_batches,
+        "length": made.makespan,
+        "exchange_share": share,
+        "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
+        "busy": busy,
+        "transfers": _transfers(table),
+    }
+
+
+def _kind(step: Step) -> str:
+    return "P" if isinstance(step, Pair) else step.kind
+
+
+def _chunk(step: Step) -> int:
+    return actions_of(step)[0].chunk
+
+
+def _transfers(table: Table) -> int:
+    """Return how many activations and gradients go from rank to rank in the drawn step."""
+    count = 0
+    for rank in range(table.ranks):
+        for action in table.actions(rank):
+            result = table.gives(rank, action)
+            reader = table.reader(result) if result else None
+            count += reader is not None and reader != rank
+    return count
+
+
+def _imbalance(task: Task, one: Layout) -> Iterator[dict[str, float | bool]]:
+    room = task.cluster.device.memory_bytes
+    for load in LOADS:
+        case = replace(one.case, load=load)
+        needed = max(totals(case))
+        yield {
+            "load": load,
+            "step_time_s": estimate(case).seconds,
+            "memory_gb": needed / GB,
+            "fits": needed <= room,
+        }
+
+
+def _scaling(plan: Plan) -> Mapping[str, Any] | None:
+    if plan.best is None:
+        return None
+    strong = curve(plan.task, plan.best.choice, "strong", plan.faults)
+    weak = curve(plan.task, plan.best.choice, "weak", plan.faults)
+    return {"strong": [_point(p) for p in strong], "weak": [_point(p) for p in weak]}
+
+
+def _point(one: Point) -> dict[str, Any]:
+    return {
+        **vars(one),
+        "save_every_s": finite(one.save_every_s),
+        "good_tokens_per_s": one.good_tokens_per_s,
+    }

@@ -17,7 +17,7 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import Memory, fits, fullest, layer_kept, memory, totals
+from moefold.planner.memory import Memory, fullest, layer_kept, memory, totals
 from moefold.planner.memory_state import (
     State,
     elements_here,
@@ -202,7 +202,7 @@ def published(row: dict[str, Any]) -> Case:
 @pytest.mark.parametrize("row", DATA["published"]["rows"], ids=str)
 def test_published_rows_fit_or_do_not_as_they_did(row: dict[str, Any]) -> None:
     case = published(row)
-    assert fits(case) == row["fits"]
+    assert (max(totals(case)) <= case.cluster.device.memory_bytes) == row["fits"]
     if row["gb"] is not None:
         assert fullest(case).allocated / 1e9 == pytest.approx(row["gb"], rel=0.08)
 

@@ -10,7 +10,7 @@ from moefold.planner.answer import plan
 from moefold.planner.from_run import Published, Task, of_model, published_layouts
 from moefold.planner.hardware import catalogue, cluster
 from moefold.planner.memory import peak_within
-from moefold.planner.page_data import facts
+from moefold.planner.page import facts
 from moefold.planner.published import model, names
 from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_space import Space, everything, formats

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from plan_search import SAME, TASKS, Searched, recorded, search
 
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
@@ -155,6 +156,23 @@ def test_bounds_are_never_above() -> None:
         far = least_seconds(ideal, m, sizes.pp)
         assert max(near, far) + fixed <= seconds * (1 + 1e-9)
         assert bounds.least_bytes(shape, sizes.pp, m, keeping.zero, 0.0, kept) <= needed
+
+
+QUICK = ("laptop", "a100x4", "h100x16", "gb200x8")
+"""Clusters whose searches take seconds at most; ``bench/plan_search.py`` runs all."""
+
+
+@pytest.mark.parametrize(
+    "known", [one for one in recorded() if one.cluster in QUICK], ids=lambda one: one.name
+)
+def test_searches_find_what_is_on_record(known: Searched) -> None:
+    found, _ = search(known)
+    assert found.step_s <= known.step_s * SAME, f"{known.layout}: {known.policies}"
+
+
+def test_the_record_is_of_all_tasks() -> None:
+    kept = [(one.name, one.batch, one.memory_gb) for one in recorded()]
+    assert kept == [(one.name, one.batch, one.memory_gb) for one in TASKS] and len(kept) == 20
 
 
 def test_groups_of_a_rank_are_counted_without_making_them() -> None:
