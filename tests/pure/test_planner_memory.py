@@ -274,7 +274,7 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
         case = small(keeping=Keeping(zero=zero), software=MEGATRON)
         weights = [w for chunk in case.places[1] for p in chunk for w in place_weights(case, p)]
         copies = [case.folding.edp if w.expert else case.folding.dp for w in weights]
-        locals_ = [w.local(case) for w in weights]
+        locals_ = [elements_here(case, w) for w in weights]
         shared = sum(local / n for local, n in zip(locals_, copies, strict=True))
         found, whole = memory(case)[1].state, sum(locals_)
         assert found.weights == pytest.approx(2 * (shared if zero > 2 else whole))
