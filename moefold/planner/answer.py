@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def memory_gb(self) -> float:
-        """Of the fullest device, in GB of 10^9 bytes."""
+        """Peak memory of the fullest device, in GB of 10^9 bytes."""
         return self.memory.total / GB
 
     @property

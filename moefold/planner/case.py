@@ -50,11 +50,12 @@ class Numbers:
     recipe: Recipe = "bf16"
     optimizer: Optim = field(default_factory=lambda: AdamW(lr=3e-4))
     weight_bytes: float = 2
-    """Of the copy that products read; 0 where that is the master itself or is made on the way."""
+    """Bytes a parameter of the copy that products read; 0 where that is the master itself, or is
+    made on the way."""
     gradient_bytes: float = 4
     master_bytes: float = 4
     moment_bytes: float = 4
-    """Of each state tensor of the optimizer."""
+    """Bytes a parameter of each state tensor of the optimizer."""
     narrowed: frozenset[Literal["attention", "head"]] = frozenset()
     """What a narrow recipe computes in its format though recipes leave it in bfloat16."""
 
@@ -107,7 +108,7 @@ class Software:
 
     stack: Stack = "moefold"
     release: str = ""
-    """Of the stack, such as ``26.08``; empty where it is not known."""
+    """Release of the stack, such as ``26.08``; empty where it is not known."""
     cuda_graphs: Graphs = "none"
     overlaps: Overlaps = Overlaps()
     host_speed: float = 1.0
@@ -211,12 +212,12 @@ class Case:
 
     @cached_property
     def chunks(self) -> tuple[tuple[Held, ...], ...]:
-        """The same, counted."""
+        """Number of layers of each kind in each chunk of each pipeline rank: ``[rank][chunk]``."""
         return held.chunks(self.decoder, self.stages, self.sizes.pp, self.way)
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """The same of each pipeline rank over its chunks."""
+        """Number of layers of each kind on each pipeline rank, over all its chunks."""
         return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)
 
 

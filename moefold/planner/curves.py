@@ -74,9 +74,9 @@ class Rates:
     link: float
     """Share of link bandwidth that all-to-all reaches."""
     link_fused: float
-    """The same where rows are sent once per rank or node."""
+    """Share of link bandwidth that exchanges reach which send a row once per rank or node."""
     link_deepep: float
-    """The same of DeepEP."""
+    """Share of link bandwidth that DeepEP reaches."""
     nic: float
     hidden: float
     """Share of exchanges that overlap hides, where there is enough to hide under."""

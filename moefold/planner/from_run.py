@@ -76,7 +76,7 @@ class Task:
     notes: tuple[str, ...] = ()
     """What was assumed, and what of the run has no effect."""
     tokens: float | None = None
-    """Of the whole run, where it states its steps."""
+    """Tokens of the whole run, where it states its steps."""
 
     @property
     def foreign(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ FORMAT_OF = {
 }
 """The format whose peak a recipe's products have."""
 MACHINE_FORM = 1
-"""Of the file of a measured machine; another one is not read."""
+"""Version of the file of a measured machine; another one is not read."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Device:
     host_bandwidth: float
     """Bytes/s in one direction to host memory."""
     watts: float
-    """Of the board, at its limit."""
+    """Power of the board, at its limit."""
     sold_gb: float = 0.0
     """Memory by the name it is sold under; what can be allocated is counted in bytes."""
     sources: tuple[tuple[str, str], ...] = ()
@@ -155,7 +155,7 @@ GRACE = ("GB200", "GB300")
 
 
 def resized(one: Device, memory_bytes: int) -> Device:
-    """Return the same device with another memory, such as a 24 GB card of the same kind."""
+    """Return a device with another memory, such as a 24 GB card of the same kind."""
     return replace(one, memory_bytes=memory_bytes, sold_gb=memory_bytes / 1e9)
 
 

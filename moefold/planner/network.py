@@ -12,9 +12,9 @@ from moefold.planner.hardware import Cluster
 LATENCY_LINK = 8e-6
 """Seconds a collective needs within a domain before bytes flow (NCCL's order of magnitude)."""
 LATENCY_NIC = 25e-6
-"""The same across domains."""
+"""Seconds a collective needs across domains before bytes flow."""
 RING_SHARE = 0.85
-"""Of link bandwidth that large all-gathers and reduce-scatters reach (nccl-tests on H100 and
+"""Share of link bandwidth that large all-gathers and reduce-scatters reach (nccl-tests on H100 and
 NVL72: 370-380 of 450 and 700-800 of 900 GB/s)."""
 
 

@@ -22,7 +22,7 @@ def notes(run: Run) -> tuple[str, ...]:
 
 
 def notes_on_step(run: Run) -> tuple[str, ...]:
-    """Return those of the notes that hold whatever the run is trained on."""
+    """Return the notes that hold whatever data the run is trained on."""
     decoder = run.decoder()
     return (*_idle_recompute(run, decoder), *_beyond_context(run.data.seq, decoder))
 

@@ -156,7 +156,7 @@ def page(plan: Plan, tokens: float) -> str:
 
 
 def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
-    """Return the same with what the page draws of the given and the best layout."""
+    """Return the facts with what the page draws of the given and the best layout."""
     close: dict[str, Layout] = {}
     if plan.given is not None:
         close["given"] = plan.given

@@ -19,7 +19,7 @@ HOUR = 3600.0
 PUE = 1.25
 """Power of the building over that of its machines, where none is stated."""
 HOST_WATTS = 0.35
-"""Of the board's power, what hosts, fans and network take besides: an 8-GPU H100 server is rated
+"""Power of hosts, fans and network over that of the boards: an 8-GPU H100 server is rated
 10.2 kW for 5.6 kW of boards, with its NICs not at their limit all the time."""
 
 

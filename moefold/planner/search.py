@@ -43,7 +43,7 @@ class Found:
     case: Case = field(repr=False)
     seconds: float
     bytes: float
-    """Of the fullest rank."""
+    """Peak memory of the fullest rank."""
 
     @property
     def folding(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Search:
             yield bound, Shape(*grid, ep, etp, "local", False)
 
     def _fitting(self, space: Space, shape: Shape, room: float) -> Iterator[tuple[float, Any]]:
-        """Yield the same, bounded by what must be recomputed so that it could fit."""
+        """Yield a shape, bounded by what it must recompute so that it could fit."""
         least = self._least_kept(space, shape, room)
         if least:
             order = sorted(least, key=lambda kept: least[kept])
@@ -263,7 +263,7 @@ class _Depth(NamedTuple):
     m: int
     zero: int
     share: float
-    """Of the optimizer, on the host."""
+    """Share of the optimizer that lies on the host."""
     kept: list[Kept]
     at: int
 

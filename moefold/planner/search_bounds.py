@@ -117,7 +117,7 @@ class Bounds:
         return self._works[key]
 
     def ideal(self, grid: Grid, kept: Kept) -> float:
-        """Return the same without host and exchanges of rows, experts spread as far as can be."""
+        """Return the seconds of all layers without host and exchanges, experts spread widest."""
         key = grid, kept
         if key not in self._works:
             shape = Shape(*grid, self._most(grid), 1, "hybrid_ep", False)
@@ -273,7 +273,7 @@ class Bounds:
         return total
 
     def _state(self, shape: Shape, pp: int, keeping: Keeping, expert: bool) -> float:
-        """Return that of experts, or of all other weights: of either alone its own grid decides."""
+        """Return bytes of state of experts, or of all other weights: its own grid decides each."""
         case = self._sample(shape, keeping, pp)
         total = 0.0
         for kind, block in enumerate(self.blocks):

@@ -24,7 +24,7 @@ class Change:
     faster: float
     """Seconds saved over seconds of the step; below zero where it is slower."""
     saved_bytes: float
-    """Of the fullest device; below zero where it needs more."""
+    """Bytes saved on the fullest device; below zero where it needs more."""
     fits: bool
 
 

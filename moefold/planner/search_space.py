@@ -159,7 +159,7 @@ class Foldings:
 
     @classmethod
     def of(cls, task: Task) -> "Foldings":
-        """Return those of a task; ``spec.decoder`` states what a model asks."""
+        """Return the legal sizes of a task; ``spec.decoder`` states what a model asks."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
         sizes = {axis: _sizes(model, axis, world) for axis in ("tp", "cp", "ep", "etp")}
         pp = tuple(size for size in divisors(world) if size <= model.layers)
@@ -237,7 +237,7 @@ def _rank(stage: int, pp: int, way: Way) -> int:
 
 
 def apart(stages: Stages) -> Stages | None:
-    """Return the same stages with multi-token layers moved off the loss's stage, if they can be."""
+    """Return stages with multi-token layers moved off the loss's stage, None where none can."""
     last = stages.letters[-1]
     if "m" not in last or len(stages.letters) < 2 or any(x in last for x in LAYERS):
         return None

@@ -66,7 +66,7 @@ host that always runs ahead."""
 STEADY = (OneFOneB, Interleaved, Merged, GPipe)
 """Schedules whose ranks work without a gap once filled."""
 FILLING = 1 / 3
-"""Of a micro-batch's work, its forward: backward is taken as twice as long, half of that for
+"""Share of a micro-batch's work that is its forward: backward takes twice as long, half of that for
 gradients of weights."""
 IDLE: dict[type[Schedule], float] = {
     **dict.fromkeys(STEADY, 1.0),
@@ -74,7 +74,7 @@ IDLE: dict[type[Schedule], float] = {
     ZeroBubbleV: FILLING,
     DualPipeV: 2 * FILLING,
 }
-"""Of a chunk's work, what a rank is idle for each other rank that fills and drains before it."""
+"""Idle time of a rank, in a chunk's work, for each other rank that fills and drains before it."""
 LEAST = min(IDLE.values())
 
 

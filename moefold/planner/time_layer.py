@@ -68,7 +68,8 @@ RECOMPUTED = {
 NARROW_LAUNCHES = 1.5
 """Further launches per product of a narrow recipe: quantising, and its scales."""
 SM_COST = 0.2
-"""Of products' rate while an exchange runs beside them: DeepEP with 20 SMs (arXiv 2603.07685)."""
+"""Share of products' rate that an exchange beside them costs: DeepEP with 20 SMs (arXiv
+2603.07685)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +138,9 @@ class Took(NamedTuple):
     seconds: Mapping[str, tuple[float, float]]
     """Forward and backward, by what they count as."""
     kernels: float
-    """Of the device, for the kernels of its forward besides their work."""
+    """Device seconds for the kernels of its forward besides their work."""
     launches: float
-    """Of the host, to launch them."""
+    """Host seconds to launch them."""
     weights: float
     """Elements on the rank."""
 
@@ -155,7 +156,7 @@ class Time:
     weights: float = 0.0
     """Elements of weights on the rank."""
     experts: float = 0.0
-    """Of those, the routed experts'."""
+    """Elements of routed experts among them."""
 
     @property
     def device(self) -> float:

@@ -42,7 +42,7 @@ SHAPES = (
 )  # fmt: skip
 """Rows, outputs and inputs of the matrix products that are timed."""
 LENGTHS, HEADS, HEAD_DIM = (64, 256, 512, 1024), 4, 64
-"""Of the attention that is timed."""
+"""Tokens, heads and dims of a head of the attention that is timed."""
 LOSS_CHUNK = 1024
 PARTS = {
     # lowest factor, and how sure 1 is beforehand: products in a step are never faster than alone
