@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -55,8 +56,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, report, and judge what was asked for."""
+    check_names(args.need)
     findings = probe_all()
-    missing = lacking(findings, args.need)
+    chosen = {finding.name for finding in findings if finding.chosen}
+    missing = [name for name in args.need if name not in chosen]
     if args.json:
         backends = [asdict(finding) for finding in findings]
         print_json({"backends": backends, "missing": missing})
@@ -67,20 +70,14 @@ def run(args: argparse.Namespace) -> int:
     return MISSING if missing else 0
 
 
-def lacking(findings: list[Finding], needed: list[str]) -> list[str]:
-    """Return which of the ``needed`` back ends are not chosen.
-
-    Raises:
-        ValueError: for a name that no back end has; it offers the nearest one.
-    """
-    known = {finding.name: finding for finding in findings}
+def check_names(needed: list[str]) -> None:
+    """Refuse a name that no back end has, with the nearest one."""
+    known = ["python", *PROBES, *REQUIRED, *OPTIONAL, *UNUSED]
     for name in needed:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ValueError(
-                f"--need {name}: no such back end; nearest: {near[0]}; all: {', '.join(known)}"
-            )
-    return [name for name in needed if not known[name].chosen]
+            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            said = f"nearest: {near}; all: {', '.join(known)}"
+            raise ValueError(f"--need {name}: no such back end; {said}")
 
 
 def _print_table(findings: list[Finding]) -> None:
@@ -99,8 +96,7 @@ def probe_all() -> list[Finding]:
     where = f"on {platform.system()} {platform.machine()}"
     findings = [Finding("python", True, platform.python_version(), True, where)]
     if is_there("torch"):
-        probes = (_torch, _threads, _bf16, _cuda, _mps, _gloo, _nccl, _grouped_mm)
-        findings += [probe() for probe in probes]
+        findings += [probe() for probe in PROBES.values()]
     else:
         findings.append(_package("torch"))
     return findings + [_package(name) for name in (*REQUIRED, *OPTIONAL, *UNUSED)]
@@ -228,3 +224,16 @@ def _grouped_mm() -> Finding:
     if same and grouped.leaves_dirt(torch.device(device)):
         why += "; gradients of experts without rows are not written, and cleared after it"
     return Finding("grouped_mm", True, torch.__version__, same, why)
+
+
+PROBES: dict[str, Callable[[], Finding]] = {
+    "torch": _torch,
+    "threads": _threads,
+    "bf16": _bf16,
+    "cuda": _cuda,
+    "mps": _mps,
+    "gloo": _gloo,
+    "nccl": _nccl,
+    "grouped_mm": _grouped_mm,
+}
+"""What is tried through torch, by the name of its finding."""

@@ -26,6 +26,7 @@ def test_every_back_end_is_judged_with_a_reason(capsys: pytest.CaptureFixture[st
     assert by_name["torch"]["version"] == torch.__version__
     assert by_name["threads"]["version"] == str(torch.get_num_threads())
     assert by_name["cuda"]["chosen"] == torch.cuda.is_available()
+    assert set(doctor.PROBES) < set(by_name), "each finding has the name that --need takes"
     for found in by_name.values():
         assert found["chosen"] <= found["found"]
         assert found["chosen"] or found["why"], found
@@ -60,12 +61,16 @@ def test_a_grouped_product_that_is_wrong_is_not_chosen(monkeypatch: pytest.Monke
     assert not found.found and found.why == "the loop runs instead: no kernel here"
 
 
-def test_without_torch_the_rest_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_rest_is_still_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = doctor.is_there
     monkeypatch.setattr(doctor, "is_there", lambda name: name != "torch" and there(name))
     by_name = {found.name: found for found in doctor.probe_all()}
     assert not by_name["torch"].found and "pip install torch" in by_name["torch"].why
     assert by_name["numpy"].found and "cuda" not in by_name
+    status, answer = report(capsys, "--need", "cuda")
+    assert (status, answer["missing"]) == (doctor.MISSING, ["cuda"])
 
 
 def test_the_table_shows_remedies_untouched(capsys: pytest.CaptureFixture[str]) -> None:

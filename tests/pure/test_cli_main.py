@@ -137,6 +137,7 @@ REFUSED = {
         ["sample", "somewhere", "--tokens", "-1"],
         ["sample", "somewhere"],
         ["export", "somewhere", "new"],
+        ["doctor", "--need", "cude"],
         ["import", "somewhere", "new"],
     ],
     ids=" ".join,

@@ -1,16 +1,20 @@
 """JSON schemas: they accept what loads, refuse what does not, and know every kind."""
 
+import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
+from moefold.cli.main import main
 from moefold.config.base import Record
 from moefold.config.records import plain
 from moefold.config.schema import json_schema
 from moefold.config.slot import Slot
-from moefold.run import Run, load_run, recipes
+from moefold.run import RECIPES, Run, load_run, recipes
 from tests.config_toys import Train, full, smallest
 
 TREE = Slot("tree")
@@ -106,6 +110,32 @@ def test_a_partial_file_needs_nothing_and_may_have_a_base() -> None:
     for wrong in ({"base": 3}, {"engine": {"no_such_key": 1}}, {"crew": "x"}, {"bse": "demo"}):
         with pytest.raises(ValidationError):
             checked(schema, wrong)
+
+
+PLUG_IN = """
+from typing import Literal
+from moefold.data.config import SOURCE, SourceRecord
+
+@SOURCE.register
+class Brought(SourceRecord):
+    "Of the test."
+    source: Literal["brought_by_a_plug_in"] = "brought_by_a_plug_in"
+"""
+
+
+def test_the_command_line_prints_the_schema_of_run_files(capsys: Any, tmp_path: Path) -> None:
+    """With a run, the kinds that its plug-in brings are in it too."""
+    assert main(["explain", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for name in recipes():
+        checked(schema, yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+    with pytest.raises(ValidationError):
+        checked(schema, {"train": {"steps": 0}})
+    (tmp_path / "plug_in.py").write_text(PLUG_IN)
+    assert "brought_by_a_plug_in" not in json.dumps(schema)
+    uses = f"uses={json.dumps([str(tmp_path / 'plug_in.py')])}"
+    assert main(["explain", "tiny", uses, "--schema"]) == 0
+    assert "brought_by_a_plug_in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", recipes())
