@@ -15,8 +15,7 @@ from torch import Tensor
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import Local
-from moefold.moe.dispatch.base import Dispatched
-from moefold.moe.dispatch.local import LocalDispatch
+from moefold.moe.dispatch.base import Dispatched, LocalDispatch
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Flow:
         training: whether counters count.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
         context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
-        excess: int64 rows that each dispatch of stated room could not take; looked at by the step.
+        overflow: int64 rows beyond the capacity of each dispatch that has one; checked by the step.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
         weights: brings weights that do not stay on this rank.
         cache: keys and values of texts that are being written.
@@ -57,7 +57,7 @@ class Flow:
     training: bool = True
     world: World = field(default_factory=World.single)
     context: Record | None = None
-    excess: list[Tensor] = field(default_factory=list)
+    overflow: list[Tensor] = field(default_factory=list)
     piece: MicroBatch | None = None
     weights: Weights = HERE
     cache: KeyValueCache | None = None

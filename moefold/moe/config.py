@@ -238,7 +238,7 @@ class Local(Dispatch):
 
     kind: Literal["local"] = "local"
 
-    owner = "moefold.moe.dispatch.local:LocalDispatch"
+    owner = "moefold.moe.dispatch.base:LocalDispatch"
 
     def misfits(self, sizes: Sizes) -> Iterator[Violation]:
         """Experts on other ranks need rows to be sent."""
@@ -262,7 +262,7 @@ class AllToAllOnce(Dispatch):
 
     kind: Literal["alltoall_once"] = "alltoall_once"
 
-    owner = "moefold.moe.dispatch.once:OnceDispatch"
+    owner = "moefold.moe.dispatch.alltoall:DeduplicatedDispatch"
 
 
 @DISPATCH.register

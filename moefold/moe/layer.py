@@ -61,10 +61,10 @@ class MoeFfn(nn.Module):
         weights_TK: Tensor,
         experts_TK: Tensor,
     ) -> tuple[Tensor, ...]:
-        complete = self._complete(flow)
-        sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, complete, flow.world)
-        if sent.excess is not None:
-            flow.excess.append(sent.excess)
+        no_drop = self._no_drop(flow)
+        sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, no_drop, flow.world)
+        if sent.overflow is not None:
+            flow.overflow.append(sent.overflow)
         return x_TD, y_TD, terms_N, sent.x_RD, sent.offs_E, sent.probs_R, *sent.handle
 
     def _experts(
@@ -86,9 +86,9 @@ class MoeFfn(nn.Module):
     def _combine(
         self, flow: Flow, x_TD: Tensor, terms_N: Tensor, y_RD: Tensor, *handle: Tensor
     ) -> tuple[Tensor, ...]:
-        out_TD = self._dispatcher.combine(y_RD, handle, self._complete(flow), flow.world)
+        out_TD = self._dispatcher.combine(y_RD, handle, self._no_drop(flow), flow.world)
         return x_TD + out_TD, terms_N
 
-    def _complete(self, flow: Flow) -> bool:
+    def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""
         return flow.valid_T is None and self.record.capacity is None

@@ -32,12 +32,12 @@ def check_even_rows(placed: Placed, batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
+def check_overflow(placed: Placed, overflow: Sequence[Tensor]) -> None:
     """Refuse passes in which a dispatch of stated room left rows out; all ranks do alike.
 
     Args:
         placed: the model's parts on this rank.
-        excess: of every such dispatch here, the rows that it could not take.
+        overflow: of every such dispatch here, the rows that it could not take.
 
     Raises:
         ValueError: names the room that would have been enough.
@@ -48,7 +48,7 @@ def check_room(placed: Placed, excess: Sequence[Tensor]) -> None:
         return
     most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     with placed.world.recorder.module("room"):
-        most = max_(torch.stack([most, *excess]).amax(), placed.world.group("world"))
+        most = max_(torch.stack([most, *overflow]).amax(), placed.world.group("world"))
     (missing,) = read_scalars(most)
     if missing:
         needed = room + round(missing)

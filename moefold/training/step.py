@@ -21,7 +21,7 @@ from moefold.moe.balance import sum_counters
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import Placed
 from moefold.parallel.data.sharding import Data
-from moefold.parallel.limits import check_even_rows, check_room
+from moefold.parallel.limits import check_even_rows, check_overflow
 from moefold.parallel.pipeline.executor import Executor, Ran
 from moefold.parallel.pipeline.score import score
 
@@ -78,7 +78,7 @@ def gradients(
     flows = [flow_of(placed, batch) for batch in batches]
     with module("pipeline"):
         ran = Executor(placed, flows, shares, loss).run()
-    check_room(placed, [count for flow in flows for count in flow.excess])
+    check_overflow(placed, [count for flow in flows for count in flow.overflow])
     with module("gradients"):
         norm_squared = data.finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
@@ -147,16 +147,16 @@ def evaluate(
     gives as many, its own; the figures are those of all.
     """
     figures = torch.zeros(3, dtype=torch.float64, device=placed.world.device)
-    excess: list[Tensor] = []
+    overflow: list[Tensor] = []
     for batch in batches:
         flow = flow_of(placed, batch, training=False)
         with placed.world.recorder.module("evaluation"):
             figures[0] += score(placed, flow, loss_chunk)
-        excess += flow.excess
+        overflow += flow.overflow
         spot = placed.world.attention
         if spot.pp == spot.cp == spot.tp == 0:
             figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
-    check_room(placed, excess)
+    check_overflow(placed, overflow)
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
     total, labels, n_bytes = read_scalars(*figures.unbind())

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from moefold.kernels.grouped import grouped, loop
 from moefold.kernels.grouped.choose import choose
-from moefold.moe.dispatch.local import permute
+from moefold.moe.dispatch.base import permute
+from moefold.moe.dispatch.routing_plan import RoutedTokens
 
 EXPERTS = 4
 
@@ -22,7 +23,7 @@ def test_b33_offsets_end_where_rows_end(chosen: list[int], top_k: int) -> None:
     experts_TK = torch.tensor([[(e + k) % (EXPERTS + 1) for k in range(top_k)] for e in chosen])
     x_TD = torch.randn(len(chosen), 8, requires_grad=True)
     weights_TK = torch.rand(len(chosen), top_k)
-    sent = permute(x_TD, weights_TK, experts_TK, EXPERTS, False)
+    sent = permute(RoutedTokens(x_TD, weights_TK, experts_TK), EXPERTS)
     wanted = [int((experts_TK == e).sum()) for e in range(EXPERTS)]
     assert sent.offs_E.diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist() == wanted
     rows = [x_TD[(experts_TK == e).any(1).nonzero()[:, 0]] for e in range(EXPERTS)]

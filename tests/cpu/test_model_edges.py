@@ -17,7 +17,7 @@ from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe.config import Capacity, Local, Shared
-from moefold.moe.dispatch.local import LocalDispatch
+from moefold.moe.dispatch.base import LocalDispatch
 from moefold.parallel.apply import alone
 from moefold.training.step import evaluate
 from tests.cpu.small import (

@@ -95,7 +95,7 @@ def test_micro_batches_that_are_done_keep_their_rows_alone(layout: dict[str, Any
     def note(*_: Any) -> None:
         kept.append(sum(n for ref, n in made.storages.values() if not ref.expired()))
 
-    with apart(), mock.patch.object(step, "check_room", note):
+    with apart(), mock.patch.object(step, "check_overflow", note):
         data = data_of(RECORD, Layout(**layout), 1)
         for micro_batches in (2, 2, 8):
             batches = [micro_batch(rows) for _ in range(micro_batches)]

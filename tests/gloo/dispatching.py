@@ -50,7 +50,7 @@ class Routed:
     cotangent_TD: Tensor
 
     @property
-    def complete(self) -> bool:
+    def no_drop(self) -> bool:
         """Whether no entry says "none"."""
         return bool((self.experts_TK < E).all())
 
@@ -135,11 +135,11 @@ class Results:
     dweights_TK: Tensor
     dw_in: Tensor
     dw_out: Tensor
-    excess: Tensor | None = None
+    overflow: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
         """Return the tensors by name."""
-        return {name: value for name, value in vars(self).items() if name != "excess"}
+        return {name: value for name, value in vars(self).items() if name != "overflow"}
 
 
 def there_and_back(
@@ -151,14 +151,14 @@ def there_and_back(
     x_TD = rows.x_TD.clone().requires_grad_()
     weights_TK = rows.weights_TK.clone().requires_grad_()
     w_in, w_out = (w.clone().requires_grad_() for w in (w_in, w_out))
-    sent = dispatcher.dispatch(x_TD, weights_TK, rows.experts_TK, rows.complete, world)
+    sent = dispatcher.dispatch(x_TD, weights_TK, rows.experts_TK, rows.no_drop, world)
     y_RD = run_experts(sent.x_RD, sent.offs_E, sent.probs_R, w_in, w_out)
-    out_TD = dispatcher.combine(y_RD, sent.handle, rows.complete, world)
+    out_TD = dispatcher.combine(y_RD, sent.handle, rows.no_drop, world)
     (out_TD * rows.cotangent_TD).sum().backward()
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (w_in, w_out)]
     assert x_TD.grad is not None and weights_TK.grad is not None
     dw_in, dw_out = grads
-    return Results(out_TD.detach(), x_TD.grad, weights_TK.grad, dw_in, dw_out, sent.excess)
+    return Results(out_TD.detach(), x_TD.grad, weights_TK.grad, dw_in, dw_out, sent.overflow)
 
 
 def sources(world: World) -> tuple[int, ...]:

@@ -44,8 +44,8 @@ def compare(rank: int, sizes: str, ranks: int) -> dict[tuple[str, str], tuple[fl
             ours = there_and_back(WAYS[way], rows, *weights, world)
             again = there_and_back(WAYS[way], rows, *weights, world)
             same = all(torch.equal(ours.named()[n], t) for n, t in again.named().items())
-            if ours.excess is not None:
-                assert int(ours.excess) == 0
+            if ours.overflow is not None:
+                assert int(ours.overflow) == 0
             found[case, way] = (gap(ours, want), same)
     return found
 

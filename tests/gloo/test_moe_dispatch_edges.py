@@ -114,12 +114,12 @@ def test_the_host_reads_once_a_layer_and_never_with_stated_room() -> None:
 
 
 def without_room(rank: int) -> tuple[int, str, str]:
-    """Return the excess that a dispatch states, and what a step and an evaluation say of theirs."""
+    """Return the overflow of a dispatch, and what a step and an evaluation say of theirs."""
     world = open_world("ep4", 4)
     weights = here(world, *expert_weights())
     rows = routed("one_rank", rank)
     sent = there_and_back(Padded(max_rows=2), rows, *weights, world)
-    assert sent.excess is not None and bool(torch.isfinite(sent.out_TD).all())
+    assert sent.overflow is not None and bool(torch.isfinite(sent.out_TD).all())
     folding = Folding(Sizes.parse("ep2"), 4)
     layout = Layout(sizes="ep2", dispatch=Padded(max_rows=1), zero=0)
     placed = build(small(), "fp64", layout, World.open(folding, "cpu", 20))
@@ -130,16 +130,16 @@ def without_room(rank: int) -> tuple[int, str, str]:
         gradients(Data(placed), mine, 16)
     with pytest.raises(ValueError, match="max_rows") as evaluation:
         evaluate(placed, mine, 16)
-    return int(sent.excess), str(step.value), str(evaluation.value)
+    return int(sent.overflow), str(step.value), str(evaluation.value)
 
 
 def test_a_step_without_room_ends_with_the_number_that_is_enough() -> None:
     """Every rank says the same, whichever of them lacked room."""
     answers = run_ranks(without_room, 4)
-    for rank, (excess, step, evaluation) in enumerate(answers):
+    for rank, (overflow, step, evaluation) in enumerate(answers):
         # Three choices of each of 3 + 2 * rank tokens are among four experts of two ranks.
         experts = routed("one_rank", rank).experts_TK
         fullest = max(int((experts // 2 == target).sum()) for target in range(4))
-        assert excess == fullest - 2
+        assert overflow == fullest - 2
         assert (step, evaluation) == answers[0][1:]
     assert "is 1, and a rank had" in answers[0][1]

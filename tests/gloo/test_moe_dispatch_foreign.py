@@ -19,7 +19,7 @@ import torch
 from moefold.config import slot
 from moefold.data.batch import assemble
 from moefold.moe.config import DeepEp, Foreign, HybridEp, Local, NcclEp
-from moefold.moe.dispatch.foreign import check_rows
+from moefold.moe.dispatch.third_party import check_rows
 from moefold.parallel.config import Layout
 from moefold.training import step
 from tests.gloo.dispatch_stubs import KNOWN, Call, stub
@@ -56,7 +56,7 @@ def installed(record: Foreign, module: ModuleType) -> Iterator[None]:
     outer = {".".join(names[:n]): ModuleType(names[n - 1]) for n in range(1, len(names))}
     with (
         mock.patch.dict(sys.modules, outer | {record.module: module}),
-        mock.patch("moefold.moe.dispatch.foreign.DEVICE", "cpu"),
+        mock.patch("moefold.moe.dispatch.third_party.DEVICE", "cpu"),
     ):
         yield
 
@@ -158,7 +158,7 @@ def test_a_package_whose_functions_take_something_else_is_refused(
 @pytest.mark.parametrize("fault", [AssertionError("No libnccl.so found"), AssertionError()])
 def test_a_package_that_breaks_while_it_is_imported_is_named(fault: Exception) -> None:
     with (
-        mock.patch("moefold.moe.dispatch.foreign.import_module", side_effect=fault),
+        mock.patch("moefold.moe.dispatch.third_party.import_module", side_effect=fault),
         pytest.raises(ValueError, match=r"No libnccl\.so|import ends in"),
     ):
         slot.build(DeepEp(), E)

@@ -15,8 +15,8 @@ HOT = ("moefold/moe/", "moefold/kernels/")
 NARROW = {"int32", "int16", "int8", "uint8", "uint16", "uint32"}
 # The functions that make narrow integers, because row numbers and keys are what they make.
 MAKES_NARROW: set[str] = {
-    "moefold/moe/dispatch/order.py::sort_copies",
-    "moefold/moe/dispatch/foreign.py::ends_of",
+    "moefold/moe/dispatch/routing_plan.py::sort_copies",
+    "moefold/moe/dispatch/third_party.py::row_ends",
     "moefold/kernels/grouped/grouped.py::leaves_dirt",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.

@@ -20,7 +20,7 @@ WAITING_CALLS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "maske
 MAY_WAIT: set[str] = {
     "moefold/kernels/grouped/grouped.py::leaves_dirt",
     "moefold/kernels/grouped/loop.py::spans",
-    "moefold/moe/dispatch/counts.py::host_counts",
+    "moefold/moe/dispatch/routing_plan.py::host_counts",
 }
 # Names of tensors carry their dims: x_TD, offs_E.
 TENSOR_NAME = re.compile(r"[a-z0-9]_[A-Z][A-Za-z]*$")

@@ -20,7 +20,7 @@ PLANTS = (
         "b01",
         "rows are sent and results brought back, and gradients stay where they are",
         GRADIENTS,
-        "moe/dispatch/counts.py",
+        "moe/dispatch/routing_plan.py",
         "return gather_rows(all_to_all(x_ND, group, self.send, self.receive), etp, self.slices)",
         "x_ND = all_to_all(x_ND, group, self.send, self.receive)\n"
         "        return gather_rows(x_ND * len(self.send) - x_ND.detach() * (len(self.send) - 1), "
@@ -30,7 +30,7 @@ PLANTS = (
         "b02",
         "slices of an expert see their own rows alone",
         GRADIENTS,
-        "moe/dispatch/counts.py",
+        "moe/dispatch/routing_plan.py",
         "return all_to_all(scatter_rows(y_RD, etp, self.slices), group, self.receive, self.send)",
         "y_RD = y_RD.split(self.slices)[etp.index]\n"
         "        return all_to_all(y_RD, group, self.receive, self.send)",
@@ -64,27 +64,27 @@ PLANTS = (
         "b21",
         "weights that went to other ranks get no gradient",
         EDGES + "test_b21_the_router_is_fed_through_every_way",
-        "moe/dispatch/hop.py",
-        "torch.where(there_NK, order.rows(parcel.weights_TK), 0)",
-        "torch.where(there_NK, parcel.weights_TK.detach()[order.token_R], 0)",
+        "moe/dispatch/routing_plan.py",
+        "torch.where(there_NK, order.rows(tokens.weights_TK), 0)",
+        "torch.where(there_NK, tokens.weights_TK.detach()[order.token_R], 0)",
     ),
     Plant(
         "b32",
         "a rank that has nothing to send goes on without the others",
         BYTES + "test_b32_ranks_talk_in_one_order",
         "moe/dispatch/allgather.py",
-        "        told_PSC = everyone(",
-        "        if x_TD.shape[0] == 0:\n"
-        "            return self._local.dispatch(x_TD, weights_TK, experts_TK, complete)\n"
-        "        told_PSC = everyone(",
+        "        counts_PSC = gather_counts(",
+        "        if tokens.x_TD.shape[0] == 0:\n"
+        "            return self._local.dispatch(*tokens)\n"
+        "        counts_PSC = gather_counts(",
     ),
     Plant(
         "b40",
         "every rank is taken to have as many rows as this one",
         EDGES + "test_b40_ranks_with_different_numbers_of_rows",
         "moe/dispatch/allgather.py",
-        "        parts = (x_TD, weights_TK, experts_TK)\n",
-        "        parts = (x_TD, weights_TK, experts_TK)\n"
-        "        rows = [x_TD.shape[0]] * ranks.size\n",
+        "        x_AD, weights_AK, experts_AK = (gather_rows(",
+        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n"
+        "        x_AD, weights_AK, experts_AK = (gather_rows(",
     ),
 )

@@ -87,10 +87,10 @@ PLANTS = (
         "b33",
         "experts end at a multiple of eight rows",
         UNEVEN + "test_b33_offsets_end_where_rows_end",
-        "moe/dispatch/order.py",
-        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
+        "moe/dispatch/routing_plan.py",
+        "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
         "    offs_B = (offs_B + 7) // 8 * 8\n"
-        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
+        "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
     ),
     Plant(
         "b33",

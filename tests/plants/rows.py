@@ -108,16 +108,16 @@ PLANTS = (
         "b31",
         "places of elements come from 32-bit offsets",
         B31_STATIC,
-        "moe/dispatch/order.py",
-        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
-        "    places_B = offs_B * entries\n"
-        "    return Order(token_R, copy_R, row_TK.view(tokens, entries), places_B // entries)\n",
+        "moe/dispatch/routing_plan.py",
+        "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
+        "    offs_B = offs_B * entries // entries\n"
+        "    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)\n",
     ),
     Plant(
         "b31",
         "the dispatcher hands on 32-bit indices",
         B31_RUNNING,
-        "moe/dispatch/order.py",
+        "moe/dispatch/routing_plan.py",
         "token_R = copy_R // entries",
         "token_R = (copy_R // entries).to(torch.int32)",
     ),

@@ -12,39 +12,36 @@ from moefold.comm.collectives import gather_rows, scatter_rows
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllGather
-from moefold.moe.dispatch.across import Across
-from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import everyone, host_counts
-from moefold.moe.dispatch.hop import ranks_of
-from moefold.moe.dispatch.local import permute
+from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.routing_plan import (
+    RoutedTokens,
+    gather_counts,
+    host_counts,
+    rank_of_expert,
+)
 from moefold.moe.router import count
 
 
-class AllGatherDispatch(Across[AllGather]):
-    """All rows to all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
+class AllGatherDispatch(EpDispatcher[AllGather]):
+    """Gathers all rows on all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
 
-    def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
-    ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
-        ranks = world.group("tp_ep")
-        ep = world.group("ep")
-        each = self._experts // ep.size
-        copies_P = count(ranks_of(experts_TK, each), ep.size)
-        told_PSC = everyone(torch.cat([copies_P.new_full((1,), x_TD.shape[0]), copies_P]), world)
-        rows_PS, copies_PS = told_PSC[..., 0], told_PSC[..., 1 + ep.index]
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Gather counts and all rows, and sort the copies of the experts that are here."""
+        ranks, ep = world.group("tp_ep"), world.group("ep")
+        per_rank = self._experts // ep.size
+        copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)
+        rows_1 = copies_P.new_full((1,), tokens.x_TD.shape[0])
+        counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
+        rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
         *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))
-        parts = (x_TD, weights_TK, experts_TK)
-        x_AD, weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in parts)
-        slots_AK = experts_AK - ep.index * each
-        here_AK = (slots_AK >= 0) & (slots_AK < each)
-        slots_AK = torch.where(here_AK, slots_AK, each)
-        here = permute(x_AD, weights_AK, slots_AK, each, False, copies)
-        handle = (*here.handle, rows)
-        return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
+        x_AD, weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in tokens[:3])
+        slots_AK = experts_AK - ep.index * per_rank
+        here_AK = (slots_AK >= 0) & (slots_AK < per_rank)
+        slots_AK = torch.where(here_AK, slots_AK, per_rank)
+        here = permute(RoutedTokens(x_AD, weights_AK, slots_AK), per_rank, copies)
+        return here._replace(handle=(*here.handle, rows))
 
-    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
-        ranks = world.group("tp_ep")
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Add up results here, then over all ranks, each of which keeps its own rows."""
         token_R, row_AK, rows = handle
-        return scatter_rows(collect(y_RD, token_R, row_AK), ranks, rows)
+        return scatter_rows(collect(y_RD, token_R, row_AK), world.group("tp_ep"), rows)

@@ -1,4 +1,4 @@
-"""Dispatch by one all-to-all over the expert-parallel group: each copy goes to its expert's rank.
+"""Dispatch by one all-to-all over the expert-parallel group: each row to its experts' ranks.
 
 T rows, D hidden, K experts per token, E experts, e of them here, R rows after dispatch, N rows
 sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same experts, so each
@@ -10,41 +10,77 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import AllToAll
-from moefold.moe.dispatch.across import Across
-from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.counts import Plan, everyone, host_counts, slots_of
-from moefold.moe.dispatch.local import permute
-from moefold.moe.dispatch.order import sort_copies
+from moefold.moe.config import AllToAll, AllToAllOnce
+from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.routing_plan import (
+    ExchangePlan,
+    RoutedTokens,
+    experts_of_rows,
+    gather_counts,
+    host_counts,
+    pack,
+    rank_of_expert,
+    sort_copies,
+    sort_tokens,
+)
+from moefold.moe.router import count
 
 
-class AllToAllDispatch(Across[AllToAll]):
-    """Token copies over ``ep``."""
+class AllToAllDispatch(EpDispatcher[AllToAll]):
+    """Sends each copy of a token to the rank of its expert."""
 
-    def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
-    ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Exchange counts, then copies; sort what arrives by expert."""
+        x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, etp = world.group("ep"), world.group("etp")
-        order = sort_copies(experts_TK, self._experts, complete)
-        counts_PSPe = everyone(order.counts_B, world).unflatten(2, (ep.size, -1))
+        order = sort_copies(experts_TK, self._experts, no_drop)
+        counts_PSPe = gather_counts(order.counts_B, world).unflatten(2, (ep.size, -1))
         coming_SPe = counts_PSPe[:, :, ep.index].transpose(0, 1)
         going_P = order.counts_B.view(ep.size, -1).sum(1)
         numbers = host_counts(torch.cat([going_P, coming_SPe.sum(2).flatten()]))
-        plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
+        plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
-        x_RD = plan.out(order.rows(x_TD, complete), ep, etp)
+        x_RD = plan.out(order.rows(x_TD, no_drop), ep, etp)
         p_R = plan.out(order.entries(weights_TK), ep, etp)
-        slots_R = slots_of(coming_SPe.flatten(0, 1), sum(plan.slices))
-        experts = self._experts // ep.size
-        here = permute(x_RD, p_R[:, None], slots_R[:, None], experts, True)
-        handle = (order.token_R, order.row_TK, *here.handle, numbers)
-        return Dispatched(here.x_RD, here.offs_E, here.probs_R, handle)
+        slots_R = experts_of_rows(coming_SPe.flatten(0, 1), sum(plan.slices))
+        arrived = RoutedTokens(x_RD, p_R[:, None], slots_R[:, None], no_drop=True)
+        here = permute(arrived, self._experts // ep.size)
+        return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
-    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Send each copy's result back, and add up each token's."""
+        token_N, row_TK, token_R, row_R1, plan = handle
+        y_RD = collect(y_RD, token_R, row_R1, True)
+        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"))
+        return collect(y_ND, token_N, row_TK, no_drop)
+
+
+class DeduplicatedDispatch(EpDispatcher[AllToAllOnce]):
+    """Sends a token once to each rank that has any of its experts, and copies it there.
+
+    Rows sent are exactly the sum over tokens of their distinct ranks.
+    """
+
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Exchange counts of rows and copies, then rows; copy and sort what arrives."""
         ep, etp = world.group("ep"), world.group("etp")
-        token_N, row_TK, token_R, row_R1, numbers = handle
-        plan = Plan.of(numbers[: ep.size], numbers[ep.size :], etp.index)
-        y_ND = plan.back(collect(y_RD, token_R, row_R1, True), ep, etp)
-        return collect(y_ND, token_N, row_TK, complete)
+        per_rank = self._experts // ep.size
+        order, rank_TK = sort_tokens(tokens, per_rank, ep.size)
+        copies_P = count(rank_of_expert(tokens.experts_TK, per_rank), ep.size)
+        counts = gather_counts(torch.cat([order.counts_B, copies_P]), world)
+        rows_PS, copies_PS = counts.unflatten(2, (2, -1))[:, :, :, ep.index].unbind(2)
+        parts = [order.counts_B, rows_PS.t().flatten(), copies_PS.sum()[None]]
+        *numbers, copies = host_counts(torch.cat(parts))
+        plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
+        order = order.first(sum(plan.send))
+        sent = pack(tokens, order, rank_TK, per_rank)
+        arrived = RoutedTokens(*(plan.out(part, ep, etp) for part in sent[:3]))
+        here = permute(arrived, per_rank, copies)
+        return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
+
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Add up a token's results on each rank, send them back, and add up those."""
+        token_N, row_TK, token_R, row_NK, plan = handle
+        y_RD = collect(y_RD, token_R, row_NK)
+        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"))
+        return collect(y_ND, token_N, row_TK)

@@ -6,20 +6,23 @@ A dispatcher keeps nothing between the two calls: what ``combine`` needs travels
 that the two calls can be run, recomputed and scheduled apart.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from moefold.comm.world import World
+from moefold.config.base import Record
+from moefold.kernels.permute.gather import collect
+from moefold.moe.dispatch.routing_plan import RoutedTokens, sort_copies
 
-ALONE = World.single()
+SINGLE_RANK = World.single()
 Handle = tuple[Any, ...]
 """Tensors, on the rows' device as whatever streams hand on, and values that the host knows."""
+Config = TypeVar("Config", bound=Record)
 
 
-@dataclass(frozen=True)
-class Dispatched:
+class Dispatched(NamedTuple):
     """Rows sorted by local expert."""
 
     x_RD: Tensor
@@ -29,9 +32,9 @@ class Dispatched:
     probs_R: Tensor
     """Routing weight of each row, differentiable; unspecified past the last offset."""
     handle: Handle
-    excess: Tensor | None = None
-    """int64: by how many rows the fullest pair of ranks exceeds the stated room, whose rows are
-    missing then; None where there is always room."""
+    overflow: Tensor | None = None
+    """int64: by how many rows the fullest pair of ranks exceeds the stated capacity, whose rows are
+    missing then; None where there is no limit."""
 
 
 class Dispatcher(Protocol):
@@ -42,21 +45,111 @@ class Dispatcher(Protocol):
         x_TD: Tensor,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        complete: bool,
-        world: World = ALONE,
+        no_drop: bool,
+        world: World = SINGLE_RANK,
     ) -> Dispatched:
         """Send each row to its experts.
 
         Args:
             x_TD: token rows.
             weights_TK: routing weights, differentiable.
-            experts_TK: int64 expert ids in the order of their seats, rank by rank; E, one past the
-                last, for a dropped copy and padding.
-            complete: the host knows that no entry says "none".
+            experts_TK: int64 expert ids in the order of their ranks; E, one past the last, for a
+                dropped copy and padding.
+            no_drop: the host knows that no entry says "none".
             world: the groups; rows go over ``ep``, and over ``etp`` whose ranks share each expert.
         """
         ...
 
-    def combine(self, y_RD: Tensor, handle: Handle, complete: bool, world: World = ALONE) -> Tensor:
+    def combine(
+        self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
+    ) -> Tensor:
         """Return ``out_TD``, the sum of each token's copies; weights are applied already."""
         ...
+
+
+class LocalDispatch:
+    """Dispatch where all experts are here: a permutation, no host read, no communication.
+
+    Copies are sorted by expert; inside an expert they stand in the order of tokens.
+    """
+
+    def __init__(self, record: Record, experts: int) -> None:
+        self._experts = experts
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        no_drop: bool,
+        world: World = SINGLE_RANK,
+    ) -> Dispatched:
+        """Sort copies of the rows by expert."""
+        assert world.group("tp_ep").size == 1, "experts live on other ranks"
+        return permute(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), self._experts)
+
+    def combine(
+        self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
+    ) -> Tensor:
+        """Gather each token's copies and add them up."""
+        token_R, row_TK = handle
+        return collect(y_RD, token_R, row_TK, no_drop)
+
+
+class EpDispatcher(ABC, Generic[Config]):
+    """Base of dispatchers over ``ep`` and ``etp``: where one rank has all experts, none is sent.
+
+    A subclass says how rows go to other ranks (``send``) and how they return (``fetch``).
+    """
+
+    def __init__(self, record: Config, experts: int) -> None:
+        self._record, self._experts = record, experts
+        self._local = LocalDispatch(record, experts)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        no_drop: bool,
+        world: World = SINGLE_RANK,
+    ) -> Dispatched:
+        """Send rows to their experts' ranks, or permute them where one rank has all experts."""
+        if world.group("tp_ep").size == 1:
+            return self._local.dispatch(x_TD, weights_TK, experts_TK, no_drop)
+        return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
+
+    def combine(
+        self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
+    ) -> Tensor:
+        """Bring results back and add up each token's."""
+        if world.group("tp_ep").size == 1:
+            return self._local.combine(y_RD, handle, no_drop)
+        return self.fetch(y_RD, handle, no_drop, world)
+
+    @abstractmethod
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Dispatch where experts are on other ranks too."""
+
+    @abstractmethod
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Combine where experts are on other ranks too."""
+
+
+def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Dispatched:
+    """Sort copies by the experts that are here: the last part of every dispatch.
+
+    Args:
+        tokens: rows; ``experts`` stands for an entry whose expert is not here.
+        experts: number of experts here.
+        rows: how many copies there are, where the host knows; T * K rows otherwise.
+
+    Returns:
+        Rows and the handle (token_R, row_TK) that ``collect`` brings their results back with.
+    """
+    x_TD, weights_TK, experts_TK, no_drop = tokens
+    order = sort_copies(experts_TK, experts, no_drop)
+    order = order if rows is None else order.first(rows)
+    handle = (order.token_R, order.row_TK)
+    x_RD = order.rows(x_TD, no_drop)
+    return Dispatched(x_RD, order.offs_B, order.entries(weights_TK), handle)

@@ -18,38 +18,32 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import DeepEp
-from moefold.moe.dispatch.across import Across
-from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.foreign import check_rows, load
-from moefold.moe.dispatch.local import permute
+from moefold.moe.dispatch.base import Dispatched, Handle, permute
+from moefold.moe.dispatch.routing_plan import RoutedTokens
+from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows
 
 LEAST_BYTES = 2
 """Per element: buffers are sized for bf16."""
 
 
-class DeepEpDispatch(Across[DeepEp]):
-    """Tokens over ``ep``, copied where they arrive."""
+class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
+    """Sends a token once to each rank, and copies it where it arrives."""
 
-    def __init__(self, record: DeepEp, experts: int) -> None:
-        super().__init__(record, experts)
-        self._module = load(record)
-
-    def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
-    ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Send rows with their weights and ids; copy and sort what arrives."""
+        x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
-        buffer, each = self._buffer(x_TD, world), self._experts // world.group("ep").size
+        buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
         weights_TK = weights_TK.float()
         sent = _Send.apply(x_TD.contiguous(), weights_TK, ids_TK, buffer, self._experts)
         copies, x_ND, weights_NK, ids_NK, *native = sent  # type: ignore[misc]
-        slots_NK = torch.where(ids_NK < 0, each, ids_NK.to(torch.int64))
-        here = permute(x_ND, weights_NK, slots_NK, each, False, copies)
-        return Dispatched(here.x_RD, here.offs_E, here.probs_R, (*here.handle, *native))
+        slots_NK = torch.where(ids_NK < 0, per_rank, ids_NK.to(torch.int64))
+        here = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
+        return here._replace(handle=(*here.handle, *native))
 
-    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Add up a token's results on each rank, and send them back to be added up."""
         token_R, row_NK, *native = handle
         y_ND = collect(y_RD, token_R, row_NK)
         return _Return.apply(y_ND, self._buffer(y_ND, world), *native)  # type: ignore[return-value]

@@ -17,22 +17,17 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.world import World
 from moefold.moe.config import HybridEp
-from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.foreign import check_rows, ends_of, load
+from moefold.moe.dispatch.routing_plan import RoutedTokens
+from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows, row_ends
 
 
-class HybridEpDispatch(Across[HybridEp]):
-    """Tokens over ``ep``, sorted by expert on the way."""
+class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
+    """Sends tokens over ``ep``, sorted by expert on the way."""
 
-    def __init__(self, record: HybridEp, experts: int) -> None:
-        super().__init__(record, experts)
-        self._module = load(record)
-
-    def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
-    ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Send rows with a map of the routing and their weights in its form."""
+        x_TD, weights_TK, experts_TK, _ = tokens
         check_rows(self._record, x_TD)
         rows, buffer = x_TD.shape[0], self._buffer(x_TD, world)
         chosen_TE = torch.zeros(rows, self._experts + 1, dtype=torch.bool, device=x_TD.device)
@@ -42,10 +37,10 @@ class HybridEpDispatch(Across[HybridEp]):
         here = self._experts // world.group("ep").size
         sent = _Send.apply(x_TD.contiguous(), probs_TE, chosen_TE, buffer, here)
         x_RD, probs_R, counts_E, *handle = sent  # type: ignore[misc]
-        return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, tuple(handle))
+        return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, tuple(handle))
 
-    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Send each copy's result back, where a token's are added up."""
         return _Return.apply(y_RD, self._buffer(y_RD, world), *handle)  # type: ignore[return-value]
 
     def _buffer(self, x_XD: Tensor, world: World) -> Any:
@@ -66,14 +61,14 @@ class HybridEpDispatch(Across[HybridEp]):
         )
 
 
-def _apart(native: tuple[Any, ...]) -> tuple[Any, ...]:
+def _split(native: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return settings and tensors of the back end's handle; settings have None for each tensor."""
     settings = tuple(None if isinstance(part, Tensor) else (part,) for part in native)
     return settings, *(part for part in native if isinstance(part, Tensor))
 
 
-def _together(settings: tuple[Any, ...], tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Return the handle that ``_apart`` took apart."""
+def _join(settings: tuple[Any, ...], tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Return the handle that ``_split`` took apart."""
     left = iter(tensors)
     return tuple(next(left) if part is None else part[0] for part in settings)
 
@@ -89,7 +84,7 @@ class _Send(Function):
             probs=probs_TE,
             num_of_experts_per_rank=here,
         )
-        settings, *tensors = _apart(native)
+        settings, *tensors = _split(native)
         ctx.buffer, ctx.settings = buffer, settings
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(counts_E, *tensors)
@@ -101,7 +96,7 @@ class _Send(Function):
         dx_TD, dprobs_TE = ctx.buffer.combine_with_unpermute(
             hidden=dx_RD.contiguous(),
             probs=dprobs_R.float().contiguous(),
-            handle=_together(ctx.settings, ctx.saved_tensors),
+            handle=_join(ctx.settings, ctx.saved_tensors),
         )
         return dx_TD, dprobs_TE, None, None, None
 
@@ -113,7 +108,7 @@ class _Return(Function):
     ) -> Tensor:
         ctx.buffer, ctx.settings, ctx.copies = buffer, settings, y_RD.shape[0]
         ctx.save_for_backward(*tensors)
-        handle = _together(settings, tensors)
+        handle = _join(settings, tensors)
         out_TD, _ = buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=handle)
         return out_TD
 
@@ -122,7 +117,7 @@ class _Return(Function):
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Any, ...]:
         dy_RD, *_ = ctx.buffer.dispatch_with_permute(
             hidden=dout_TD.contiguous(),
-            handle=_together(ctx.settings, ctx.saved_tensors),
+            handle=_join(ctx.settings, ctx.saved_tensors),
             num_permuted_tokens=ctx.copies,
         )
         return (dy_RD, None, None, *[None] * len(ctx.saved_tensors))

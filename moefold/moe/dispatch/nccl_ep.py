@@ -14,28 +14,23 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.moe.config import NcclEp
-from moefold.moe.dispatch.across import Across
 from moefold.moe.dispatch.base import Dispatched, Handle
-from moefold.moe.dispatch.foreign import check_rows, ends_of, load
+from moefold.moe.dispatch.routing_plan import RoutedTokens
+from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows, row_ends
 
 
-class NcclEpDispatch(Across[NcclEp]):
-    """Tokens over ``ep``, sorted by expert on the way, in shapes known beforehand."""
+class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
+    """Sends tokens over ``ep``, sorted by expert on the way, in shapes known beforehand."""
 
-    def __init__(self, record: NcclEp, experts: int) -> None:
-        super().__init__(record, experts)
-        self._module = load(record)
-
-    def send(
-        self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, complete: bool, world: World
-    ) -> Dispatched:
-        """Send rows; see :class:`~moefold.moe.dispatch.across.Across`.
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Send rows with their weights and experts.
 
         Raises:
             ValueError: where there are more rows than stated, or entries that go nowhere.
         """
+        x_TD, weights_TK, experts_TK, no_drop = tokens
         check_rows(self._record, x_TD)
-        self._check(x_TD.shape[0], complete)
+        self._check_capacity(x_TD.shape[0], no_drop)
         top_k = experts_TK.shape[1]
         buffer = self._buffer(x_TD.shape[1], top_k, world)
         x_RD, probs_R, counts_E = self._module.ep_dispatch(
@@ -45,10 +40,10 @@ class NcclEpDispatch(Across[NcclEp]):
             topk_weights=weights_TK.float(),
         )
         handle = (x_TD.shape[0], top_k, buffer.handle_mem)
-        return Dispatched(x_RD, ends_of(counts_E, x_TD.device), probs_R, handle)
+        return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, handle)
 
-    def fetch(self, y_RD: Tensor, handle: Handle, complete: bool, world: World) -> Tensor:
-        """Bring results back; see :class:`~moefold.moe.dispatch.across.Across`."""
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Send each copy's result back, where a token's are added up."""
         rows, top_k, memory = handle
         buffer = self._buffer(y_RD.shape[1], top_k, world)
         buffer.handle_mem = memory
@@ -56,13 +51,13 @@ class NcclEpDispatch(Across[NcclEp]):
             buffer=buffer, expert_out=y_RD.contiguous(), num_local_tokens=rows
         )
 
-    def _check(self, rows: int, complete: bool) -> None:
+    def _check_capacity(self, rows: int, no_drop: bool) -> None:
         if rows > self._record.max_rows:
             raise ValueError(
                 f"layout.dispatch.max_rows is {self._record.max_rows}, and a rank has {rows} rows: "
                 f"set it to {rows} or more"
             )
-        if not complete:
+        if not no_drop:
             raise ValueError(
                 "layout.dispatch: nccl_ep sends every row to top_k experts: pack sequences without "
                 "padding and leave capacity out, or choose dispatch: padded"

@@ -1,17 +1,27 @@
-"""Dispatchers from other packages: found when chosen, and what all of them ask for."""
+"""Dispatchers from other packages: imported when chosen, and what all of them ask for."""
 
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefold.moe.config import Foreign
+from moefold.moe.dispatch.base import EpDispatcher
 
 DEVICE = "cuda"
 """Where the back ends run."""
+Backend = TypeVar("Backend", bound=Foreign)
+
+
+class ThirdPartyDispatch(EpDispatcher[Backend]):
+    """A dispatcher over ``ep`` by another package, which sends bf16 rows of GPUs."""
+
+    def __init__(self, record: Backend, experts: int) -> None:
+        super().__init__(record, experts)
+        self._module = load(record)
 
 
 def load(record: Foreign) -> Any:
@@ -22,7 +32,7 @@ def load(record: Foreign) -> Any:
     """
     try:
         module = import_module(record.module)
-        why = "; ".join(filter(None, (_misfit(module, *call) for call in record.calls)))
+        why = "; ".join(filter(None, (_mismatch(module, *call) for call in record.calls)))
     except Exception as error:  # packages look for their libraries here, each in its own way
         why = str(error).partition("\n")[0] or f"its import ends in a {type(error).__name__}"
     if why:
@@ -33,7 +43,7 @@ def load(record: Foreign) -> Any:
     return module
 
 
-def _misfit(module: Any, name: str, arguments: str) -> str:
+def _mismatch(module: Any, name: str, arguments: str) -> str:
     """Say why a function of a module does not take arguments of some names; empty if it does."""
     try:
         takes = signature(attrgetter(name)(module))
@@ -50,7 +60,7 @@ def _misfit(module: Any, name: str, arguments: str) -> str:
     return ""
 
 
-def ends_of(counts_E: Tensor, device: torch.device) -> Tensor:
+def row_ends(counts_E: Tensor, device: torch.device) -> Tensor:
     """Return int32 end rows of experts on a device from counts, which may be on the host."""
     return counts_E.to(device).cumsum(0, dtype=torch.int64).to(torch.int32)
 

@@ -1,0 +1,158 @@
+"""Which row goes to which rank: copies sorted by destination, and the counts that ranks exchange.
+
+T token rows, D hidden, K experts per token, B buckets (experts, ranks or nodes), R = T * K copies,
+N rows sent, P ranks of ``ep``, S of ``etp``, C counts, X senders, E experts here.
+
+De-duplicated sends carry a token once to each rank that has any of its experts. With the row travel
+its weights and its experts, numbered from the first of the rank (or node) that it goes to; copies
+are made on arrival, and results are added up before they return.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import all_to_all, gather, gather_rows, scatter_rows
+from moefold.comm.group import Group
+from moefold.comm.world import World
+from moefold.kernels.permute.gather import pick, spread
+
+
+class RoutedTokens(NamedTuple):
+    """Token rows, each with its routing weights and experts."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    """Differentiable; 0 for an entry that is "none"."""
+    experts_TK: Tensor
+    """int64, numbered from the first expert that can be reached; their number says "none"."""
+    no_drop: bool = False
+    """The host knows that no entry says "none"."""
+
+
+class Permutation(NamedTuple):
+    """Copies sorted by bucket, inside a bucket by token; those for no bucket stand last."""
+
+    token_R: Tensor
+    """The token of each copy; T where it goes nowhere."""
+    copy_R: Tensor
+    """The entry ``t * K + k`` of each copy."""
+    row_TK: Tensor
+    """Where each entry's copy stands; R where there is none."""
+    offs_B: Tensor
+    """int32 end of each bucket."""
+
+    @property
+    def counts_B(self) -> Tensor:
+        """int64 copies of each bucket."""
+        ends_B = self.offs_B.to(torch.int64)
+        return torch.diff(ends_B, prepend=ends_B.new_zeros(1))
+
+    def first(self, rows: int) -> "Permutation":
+        """Leave out the copies that stand last, as many as go nowhere."""
+        return self._replace(token_R=self.token_R[:rows], copy_R=self.copy_R[:rows])
+
+    def rows(self, x_TD: Tensor, no_drop: bool = False) -> Tensor:
+        """Return the tokens' rows in this order; ``no_drop`` says that no copy goes nowhere."""
+        return spread(x_TD, self.token_R, self.row_TK, no_drop)
+
+    def entries(self, values_TK: Tensor) -> Tensor:
+        """Return the entries' values in this order, differentiable."""
+        return pick(values_TK, self.copy_R, self.row_TK)
+
+
+def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Permutation:
+    """Sort copies by bucket.
+
+    Args:
+        buckets_TK: int64 bucket of each entry; ``buckets``, one past the last, for none.
+        buckets: their number B.
+        no_drop: the host knows that no entry says "none".
+    """
+    tokens, entries = buckets_TK.shape
+    flat = buckets_TK.reshape(-1)
+    # Narrow keys sort several times faster than int64 on every device.
+    key = torch.int16 if buckets <= torch.iinfo(torch.int16).max else torch.int32
+    sorted_R, copy_R = flat.to(key).sort(stable=True)
+    row_TK = torch.empty_like(flat)
+    row_TK[copy_R] = torch.arange(tokens * entries, device=flat.device)
+    token_R = copy_R // entries
+    if not no_drop:
+        row_TK = torch.where(flat < buckets, row_TK, tokens * entries)
+        token_R = torch.where(sorted_R < buckets, token_R, tokens)
+    ids = torch.arange(buckets, dtype=key, device=flat.device)
+    offs_B = torch.searchsorted(sorted_R, ids, right=True).to(torch.int32)
+    return Permutation(token_R, copy_R, row_TK.view(tokens, entries), offs_B)
+
+
+def gather_counts(counts_C: Tensor, world: World) -> Tensor:
+    """Return int64 [P, S, C]: the counts of every rank that shares this rank's experts."""
+    sizes = world.folding.sizes
+    return gather(counts_C, world.group("tp_ep")).view(sizes.ep, sizes.etp, -1)
+
+
+def host_counts(counts: Tensor) -> list[int]:
+    """Return counts as numbers: the one host read of an exact dispatch."""
+    return counts.tolist()
+
+
+def experts_of_rows(counts_XE: Tensor, rows: int) -> Tensor:
+    """Return int64 [rows]: the expert of each row, where rows lie by sender and then by expert."""
+    senders, experts = counts_XE.shape
+    ids_X = torch.arange(experts, device=counts_XE.device).repeat(senders)
+    return ids_X.repeat_interleave(counts_XE.flatten(), output_size=rows)
+
+
+class ExchangePlan(NamedTuple):
+    """How many rows go to each rank of experts and, where these are sliced, to all slices."""
+
+    send: list[int]
+    """Rows for each rank of the group."""
+    receive: list[int]
+    """Rows from each."""
+    slices: list[int]
+    """Rows that come to each rank of ``etp``, all of which each of them needs."""
+
+    @classmethod
+    def of(cls, send: list[int], coming: list[int], etp: Group) -> "ExchangePlan":
+        """Read a plan from counts: ``coming`` holds, slice by slice, the rows from each rank."""
+        ranks = len(send)
+        slices = [coming[i : i + ranks] for i in range(0, len(coming), ranks)]
+        return cls(send, slices[etp.index], [sum(rows) for rows in slices])
+
+    def out(self, x_ND: Tensor, group: Group, etp: Group) -> Tensor:
+        """Send rows, differentiable; returns the rows that come to any slice of the experts."""
+        return gather_rows(all_to_all(x_ND, group, self.send, self.receive), etp, self.slices)
+
+    def back(self, y_RD: Tensor, group: Group, etp: Group) -> Tensor:
+        """Add up the slices' shares of each row, and send the rows back."""
+        return all_to_all(scatter_rows(y_RD, etp, self.slices), group, self.receive, self.send)
+
+
+def rank_of_expert(experts_TK: Tensor, per_rank: int) -> Tensor:
+    """Return each expert's rank, neighbours sitting ``per_rank`` to a rank; P for "none"."""
+    return experts_TK.div(per_rank, rounding_mode="floor")
+
+
+def distinct(rank_TK: Tensor, ranks: int) -> Tensor:
+    """Return each token's ranks; ``ranks``, which says "none", for all but a first mention."""
+    entries = range(rank_TK.shape[1])
+    again = [(rank_TK[:, :k] == rank_TK[:, k : k + 1]).any(1) for k in entries]
+    return torch.where(torch.stack(again, 1), ranks, rank_TK)
+
+
+def sort_tokens(tokens: RoutedTokens, per_rank: int, ranks: int) -> tuple[Permutation, Tensor]:
+    """Return rows by rank, each token once for each of its ranks, and the ranks [T, K] named so."""
+    rank_TK = distinct(rank_of_expert(tokens.experts_TK, per_rank), ranks)
+    return sort_copies(rank_TK, ranks), rank_TK
+
+
+def pack(tokens: RoutedTokens, order: Permutation, rank_TK: Tensor, per_rank: int) -> RoutedTokens:
+    """Return the rows to send in an order whose last rows, which go nowhere, are left out."""
+    rank_N = rank_TK.flatten().index_select(0, order.copy_R)
+    slot_NK = tokens.experts_TK.index_select(0, order.token_R) - rank_N[:, None] * per_rank
+    there_NK = (slot_NK >= 0) & (slot_NK < per_rank)
+    weights_NK = torch.where(there_NK, order.rows(tokens.weights_TK), 0)
+    slot_NK = torch.where(there_NK, slot_NK, per_rank)
+    return RoutedTokens(order.rows(tokens.x_TD), weights_NK, slot_NK)
