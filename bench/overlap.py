@@ -31,6 +31,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import matplotlib
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moefold.comm import plain
 from moefold.comm.launch import all_answers
@@ -162,8 +163,10 @@ def paced(segments: Sequence[Segment], seconds: float) -> tuple[Segment, ...]:
     """Return segments of which those that compute take a stated time more."""
 
     def slow(segment: Segment) -> Segment:
-        def run(flow: Flow, x_TD: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            return segment(flow, _Pace.apply(x_TD, seconds), *rest)  # type: ignore[arg-type]
+        def run(state: Any, flow: Flow) -> Any:
+            values, form = tree_flatten(state)
+            values[0] = _Pace.apply(values[0], seconds)
+            return segment(tree_unflatten(values, form), flow)
 
         return run
 

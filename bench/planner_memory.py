@@ -118,7 +118,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
     batches = [from_ids(torch.randint(recipe.vocab, shape)) for _ in range(recipe.micro_batches)]
     layout = Layout(recompute=recipe.recompute)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        model = DecoderModel(recipe.decoder, recipe.precision, layout)
+        model = DecoderModel(recipe.decoder, recipe.precision)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         data = Data(alone(model, layout))

@@ -1,11 +1,10 @@
-"""The dense SwiGLU feed-forward, as a block's half and as a mixture's shared expert."""
+"""The dense SwiGLU feed-forward, of a block, or as a MoE layer's shared expert."""
 
 import torch
 from torch import Tensor, nn
 
-from moefold.config.base import Record
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
-from moefold.layers.flow import Flow, Segment
+from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Linear
 
@@ -34,11 +33,7 @@ class SwiGlu(nn.Module):
 
         return flow.recompute.run(self._kind, ffn, x_TD)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """One segment: from residual and normed rows to the block's output."""
-        return (lambda flow, x_TD, y_TD: (x_TD + self(y_TD, flow),),)
 
-
-def dense_ffn(record: Dense, hidden: int, layer: int, layout: Record) -> SwiGlu:
-    """Build the dense half of block number ``layer``; where it runs makes no difference to it."""
+def dense_ffn(record: Dense, hidden: int) -> SwiGlu:
+    """Build the dense feed-forward of a block."""
     return SwiGlu(hidden, record.width)

@@ -11,6 +11,7 @@ T rows, D hidden.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,9 +128,19 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
     return piece.part(band(piece.rows, spot.tp, sizes.tp)), piece
 
 
-Segment = Callable[..., tuple[Tensor, ...]]
-"""A piece of a block: ``segment(flow, *tensors) -> tensors``. Schedules, graph capture and
-compilation work on segments; running a block's segments one after another is its forward."""
+class BlockOutput(NamedTuple):
+    """What a decoder layer returns."""
+
+    x_TD: Tensor
+    """The residual rows."""
+    terms_N: Tensor
+    """Values of the router's loss terms, without coefficients; empty where there are none."""
+
+
+Segment = Callable[[Any, Flow], Any]
+"""A piece of a block: ``segment(state, flow) -> state``, where a state is a tensor or a NamedTuple
+of tensors, such tuples and values of the host. Running a block's segments one after another is its
+forward; a schedule may run other work between them."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,6 @@ class Exchange:
 
     run: Segment
 
-    def __call__(self, flow: Flow, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, state: Any, flow: Flow) -> Any:
         """Run the segment."""
-        return self.run(flow, *tensors)
+        return self.run(state, flow)

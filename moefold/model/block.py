@@ -4,58 +4,73 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
-from moefold.layers.flow import Exchange, Flow, Segment
+from moefold.layers.flow import BlockOutput, Flow, Segment
 from moefold.layers.norm import RmsNorm
 from moefold.model.config import Block
-from moefold.spec.decoder import half_name
+from moefold.moe.layer import MoeFfn, MoeInput
+from moefold.spec.decoder import has_routing
 
 
 class DecoderBlock(nn.Module):
     """Block number ``layer``. T rows, D hidden.
 
-    Its second half is registered as ``moe`` (a mixture, kinds from outside that inherit from it
-    among them) or ``ffn``, which is how parameters get their global names.
+    Its feed-forward is ``moe`` (a MoE layer, kinds from outside that inherit from it among them) or
+    ``ffn``, which is how parameters get their global names.
+
+    Args:
+        record: the block's description.
+        hidden: D.
+        epsilon: of its norms.
+        layer: its number.
+        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        expert_kernel: ``auto``, ``grouped`` or ``loop``.
     """
 
     def __init__(
-        self, record: Block, hidden: int, epsilon: float, layer: int, layout: Record
+        self,
+        record: Block,
+        hidden: int,
+        epsilon: float,
+        layer: int,
+        dispatch: Record,
+        expert_kernel: str,
     ) -> None:
         super().__init__()
         self.attention_norm = RmsNorm(hidden, epsilon)
         self.attention = build(record.attention, hidden, epsilon)
         self.ffn_norm = RmsNorm(hidden, epsilon)
-        self._name, self._half = f"layers.{layer}", half_name(record.ffn, "ffn")
-        self.add_module(self._half, build(record.ffn, hidden, layer, layout))
+        self.moe: MoeFfn | None = None
+        if has_routing(record.ffn):
+            self.moe = build(record.ffn, hidden, layer, dispatch, expert_kernel)
+        else:
+            self.ffn = build(record.ffn, hidden)
+        self._name = f"layers.{layer}"
+
+    def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
+        """Return the rows after both halves, and the router's terms."""
+        x_TD = self._attend(x_TD, flow)
+        with flow.world.recorder.module(f"{self._name}.{'ffn' if self.moe is None else 'moe'}"):
+            normed_TD = self.ffn_norm(x_TD, flow)
+            if self.moe is not None:
+                return self.moe(MoeInput(x_TD, normed_TD), flow)
+            return BlockOutput(x_TD + self.ffn(normed_TD, flow), x_TD.new_zeros(0))
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the block as functions from a flat tuple of tensors to a tuple.
+        """Return the steps of ``forward``, from rows to :class:`BlockOutput`.
 
-        The first takes ``x_TD``; the last returns ``x_TD`` and, from a mixture, its router terms.
+        A block without experts is one segment.
         """
-        first, *rest = self.get_submodule(self._half).segments()  # type: ignore[operator]
+        if self.moe is None:
+            return (self.forward,)
+        route, *rest = self.moe.segments()
 
-        def attend(flow: Flow, x_TD: Tensor) -> tuple[Tensor, ...]:
-            with flow.world.recorder.module(f"{self._name}.attention"):
-                x_TD = x_TD + self.attention(self.attention_norm(x_TD, flow), flow)
-            with flow.world.recorder.module(f"{self._name}.{self._half}"):
-                return first(flow, x_TD, self.ffn_norm(x_TD, flow))
+        def start(x_TD: Tensor, flow: Flow) -> Tensor:
+            x_TD = self._attend(x_TD, flow)
+            with flow.world.recorder.module(f"{self._name}.moe"):
+                return route(MoeInput(x_TD, self.ffn_norm(x_TD, flow)), flow)
 
-        return (attend, *(self._labelled(segment) for segment in rest))
+        return (start, *rest)
 
-    def _labelled(self, segment: Segment) -> Segment:
-        """Let what a segment says to other ranks go by its name in records and reports."""
-        inner = segment.run if isinstance(segment, Exchange) else segment
-        label = f"{self._name}.{self._half}.{getattr(inner, '__name__', 'segment').strip('_')}"
-
-        def run(flow: Flow, *state: Tensor) -> tuple[Tensor, ...]:
-            with flow.world.recorder.module(label):
-                return inner(flow, *state)
-
-        return Exchange(run) if isinstance(segment, Exchange) else run
-
-    def forward(self, x_TD: Tensor, flow: Flow) -> tuple[Tensor, ...]:
-        """Run the segments in order."""
-        state: tuple[Tensor, ...] = (x_TD,)
-        for segment in self.segments():
-            state = segment(flow, *state)
-        return state
+    def _attend(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        with flow.world.recorder.module(f"{self._name}.attention"):
+            return x_TD + self.attention(self.attention_norm(x_TD, flow), flow)

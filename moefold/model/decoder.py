@@ -27,10 +27,10 @@ from moefold.layers.precision import PrecisionPolicy
 from moefold.layers.weights import EMBEDDING, entering, leaving
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
+from moefold.moe.config import AllToAll
 from moefold.moe.layer import MoeFfn
-from moefold.parallel.config import Layout
 
-LAYOUT = Layout()
+DISPATCH = AllToAll()
 LOSS_CHUNK = 1024
 """Rows whose logits exist at once in :meth:`DecoderModel.loss`."""
 
@@ -53,7 +53,8 @@ class DecoderModel(nn.Module):
     Args:
         record: the description.
         precision: number format of products; parameters are its master dtype.
-        layout: where parts run and which kernels they use.
+        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        expert_kernel: ``auto``, ``grouped`` or ``loop``.
         device: where parameters are made (``meta`` allocates nothing); values are uninitialised.
     """
 
@@ -61,7 +62,8 @@ class DecoderModel(nn.Module):
         self,
         record: Decoder,
         precision: Precision = "fp32",
-        layout: Record = LAYOUT,
+        dispatch: Record = DISPATCH,
+        expert_kernel: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -69,9 +71,10 @@ class DecoderModel(nn.Module):
         self.recipe = PrecisionPolicy(precision)
         with torch.device(device or torch.get_default_device()):
             self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
+            epsilon, more = record.norm_epsilon, (dispatch, expert_kernel)
             self.layers = nn.ModuleDict(
                 {
-                    str(i): DecoderBlock(block, record.hidden, record.norm_epsilon, i, layout)
+                    str(i): DecoderBlock(block, record.hidden, epsilon, i, *more)
                     for i, block in enumerate(record.blocks)
                 }
             )
@@ -92,11 +95,10 @@ class DecoderModel(nn.Module):
         return EMBEDDING if self.head is None else "head"
 
     def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
-        """Yield the number and the mixture of each layer that has one."""
-        for number, layer in self.layers.items():
-            mixture = layer.get_submodule("moe") if "moe" in layer._modules else None
-            if isinstance(mixture, MoeFfn):
-                yield int(number), mixture
+        """Yield the number and the MoE layer of each block that has one."""
+        for number, block in self.layers.items():
+            if isinstance(block, DecoderBlock) and block.moe is not None:
+                yield int(number), block.moe
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
@@ -124,9 +126,9 @@ class DecoderModel(nn.Module):
 
                 (x_TD,) = entering(flow.weights, f"layers.{number}", x_TD)
                 outputs = flow.recompute.run("block", block, x_TD)
-                x_TD, *router = leaving(flow.weights, f"layers.{number}", *outputs)
-                if router:
-                    terms[int(number)] = router[0]
+                x_TD, terms_N = leaving(flow.weights, f"layers.{number}", *outputs)
+                if terms_N.numel():
+                    terms[int(number)] = terms_N
         return x_TD, terms
 
     def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:

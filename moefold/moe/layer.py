@@ -1,40 +1,95 @@
-"""The mixture-of-experts half of a block: route, dispatch, experts, combine.
+"""The mixture-of-experts layer: route, dispatch, experts, combine.
 
-T rows, D hidden, K experts per token, E experts, R rows after dispatch, N router terms.
+T rows, D hidden, K experts per token, E experts, R rows after dispatch, N router terms. What
+travels from one part to the next is a record; the names of its tensors say their dims.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
-from moefold.layers.flow import Exchange, Flow, Segment
+from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment
 from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
-from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
-from moefold.parallel.config import Layout
+
+
+class MoeInput(NamedTuple):
+    """What the layer takes."""
+
+    residual_TD: Tensor
+    """What the layer's output is added to."""
+    x_TD: Tensor
+    """Normed rows, which router and experts read."""
+
+
+class RoutedRows(NamedTuple):
+    """What ``route`` hands to ``dispatch``."""
+
+    residual_TD: Tensor
+    x_TD: Tensor
+    terms_N: Tensor
+    """Values of the router's loss terms, without coefficients."""
+    weights_TK: Tensor
+    experts_TK: Tensor
+    """int64; E for copies that are not sent."""
+
+
+class DispatchedRows(NamedTuple):
+    """What ``dispatch`` hands to the experts."""
+
+    residual_TD: Tensor
+    x_TD: Tensor
+    """Rows of this rank, which the shared expert reads."""
+    terms_N: Tensor
+    sent: Dispatched
+    """Rows of the experts here, from all ranks."""
+
+
+class ExpertRows(NamedTuple):
+    """What the experts hand to ``combine``."""
+
+    residual_TD: Tensor
+    """With the shared expert's output."""
+    terms_N: Tensor
+    y_RD: Tensor
+    handle: Handle
 
 
 class MoeFfn(nn.Module):
-    """Routed experts and an optional shared one: four segments that a schedule can interleave."""
+    """Routed experts and an optional shared one: four segments that a schedule can interleave.
+
+    Args:
+        record: the layer's description.
+        hidden: D.
+        layer: number of the block.
+        dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
+        expert_kernel: ``auto``, ``grouped`` or ``loop``.
+    """
 
     router_type: type[Router] = Router
     """What a layer from outside replaces; ``docs/extending.md`` shows how."""
 
-    def __init__(self, record: Moe, hidden: int, layer: int, layout: Layout) -> None:
+    def __init__(
+        self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
+    ) -> None:
         super().__init__()
         self.record = record
         self.router = self.router_type(record.router, hidden, record.capacity)
-        self.experts = Experts(record.router.experts, hidden, record.width, layout.experts)
+        self.experts = Experts(record.router.experts, hidden, record.width, expert_kernel)
         self.shared = (
             None
             if record.shared is None
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
         self.balance = Balance(record)
-        self._dispatcher: Dispatcher = build(layout.dispatch, record.router.experts)
+        self._dispatcher: Dispatcher = build(dispatch, record.router.experts)
         self._key = f"layers.{layer}"
 
     @property
@@ -42,52 +97,52 @@ class MoeFfn(nn.Module):
         """Coefficient of each router term by its name, in the order of ``terms_N``."""
         return self.balance.coefficients
 
+    def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput:
+        """Return the residual with the experts' output added, and the router's terms."""
+        routed = self.route(rows, flow)
+        dispatched = self.dispatch(routed, flow)
+        done = self.run_experts(dispatched, flow)
+        return self.combine(done, flow)
+
     def segments(self) -> tuple[Segment, ...]:
-        """From residual and normed rows to (x_TD, terms_N)."""
-        return (self._route, Exchange(self._dispatch), self._experts, Exchange(self._combine))
+        """Return the steps of ``forward``: a schedule may run other work between them."""
+        return (self.route, Exchange(self.dispatch), self.run_experts, Exchange(self.combine))
 
-    def _route(self, flow: Flow, x_TD: Tensor, y_TD: Tensor) -> tuple[Tensor, ...]:
-        routed = self.router(y_TD, flow, flow.decisions.get(self._key))
+    def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
+        """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
+        routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
         flow.decisions[self._key], terms = self.balance(routed, flow)
-        terms_N = torch.stack(list(terms.values())) if terms else y_TD.new_zeros(0)
-        return x_TD, y_TD, terms_N, routed.routing.weights_TK, routed.routing.sent_TK
+        terms_N = torch.stack(list(terms.values())) if terms else rows.x_TD.new_zeros(0)
+        routing = routed.routing
+        return RoutedRows(*rows, terms_N, routing.weights_TK, routing.sent_TK)
 
-    def _dispatch(
-        self,
-        flow: Flow,
-        x_TD: Tensor,
-        y_TD: Tensor,
-        terms_N: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-    ) -> tuple[Tensor, ...]:
-        no_drop = self._no_drop(flow)
-        sent = self._dispatcher.dispatch(y_TD, weights_TK, experts_TK, no_drop, flow.world)
+    def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:
+        """Send copies of the rows to the ranks of their experts."""
+        residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
+        with flow.world.recorder.module(f"{self._key}.moe.dispatch"):
+            sent = self._dispatcher.dispatch(
+                x_TD, weights_TK, experts_TK, self._no_drop(flow), flow.world
+            )
         if sent.overflow is not None:
             flow.overflow.append(sent.overflow)
-        return x_TD, y_TD, terms_N, sent.x_RD, sent.offs_E, sent.probs_R, *sent.handle
+        return DispatchedRows(residual_TD, x_TD, terms_N, sent._replace(overflow=None))
 
-    def _experts(
-        self,
-        flow: Flow,
-        x_TD: Tensor,
-        y_TD: Tensor,
-        terms_N: Tensor,
-        x_RD: Tensor,
-        offs_E: Tensor,
-        probs_R: Tensor,
-        *handle: Tensor,
-    ) -> tuple[Tensor, ...]:
-        y_RD = self.experts(x_RD, offs_E, probs_R, flow)
-        if self.shared is not None:
-            x_TD = x_TD + self.shared(y_TD, flow)
-        return x_TD, terms_N, y_RD, *handle
+    def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
+        """Run the experts that are here, and the shared one on the rows that are here."""
+        residual_TD, sent = rows.residual_TD, rows.sent
+        with flow.world.recorder.module(f"{self._key}.moe.experts"):
+            y_RD = self.experts(sent.x_RD, sent.offs_E, sent.probs_R, flow)
+            if self.shared is not None:
+                residual_TD = residual_TD + self.shared(rows.x_TD, flow)
+        return ExpertRows(residual_TD, rows.terms_N, y_RD, sent.handle)
 
-    def _combine(
-        self, flow: Flow, x_TD: Tensor, terms_N: Tensor, y_RD: Tensor, *handle: Tensor
-    ) -> tuple[Tensor, ...]:
-        out_TD = self._dispatcher.combine(y_RD, handle, self._no_drop(flow), flow.world)
-        return x_TD + out_TD, terms_N
+    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput:
+        """Bring the experts' results back to their rows, and add them up."""
+        with flow.world.recorder.module(f"{self._key}.moe.combine"):
+            out_TD = self._dispatcher.combine(
+                rows.y_RD, rows.handle, self._no_drop(flow), flow.world
+            )
+        return BlockOutput(rows.residual_TD + out_TD, rows.terms_N)
 
     def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""

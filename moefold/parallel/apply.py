@@ -96,7 +96,7 @@ def build(
     Raises:
         ValueError: where an axis does not divide what it cuts.
     """
-    model = DecoderModel(decoder, precision, layout, "meta")
+    model = DecoderModel(decoder, precision, layout.dispatch, layout.experts, "meta")
     placed = place_model(model, layout, world)
     model.to_empty(device=device)
     return placed

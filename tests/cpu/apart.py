@@ -35,7 +35,7 @@ def data_of(
     """Return a rank's share of a model; call it inside :func:`apart`."""
     world = World(Folding(layout.split, ranks), rank, META, 1.0)
     world._make_all()
-    model = DecoderModel(record, precision, layout, "meta")  # type: ignore[arg-type]
+    model = DecoderModel(record, precision, layout.dispatch, layout.experts, "meta")  # type: ignore[arg-type]
     return Data(place_model(model, layout, world))
 
 

@@ -1,5 +1,7 @@
 """Mixture layers of every kind of routing, and one run of their segments forward and backward."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from moefold.kernels.gradients import Accumulated
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.config import Capacity, Moe, Shared
-from moefold.moe.layer import MoeFfn
+from moefold.moe.layer import MoeFfn, MoeInput
 from tests.cpu.small import DEEP, moe
 
 MIXTURES: dict[str, Moe] = {
@@ -24,9 +26,9 @@ def run_mixture(mixture: MoeFfn, recipe: PrecisionPolicy, rows: MicroBatch, x_TD
     flow = Flow(rows, recipe, Accumulated())
     mixture.balance.start_step()
     x_TD = x_TD.detach().requires_grad_()
-    state: tuple[Tensor, ...] = (x_TD, x_TD)
+    state: Any = MoeInput(x_TD, x_TD)
     for segment in mixture.segments():
-        state = segment(flow, *state)
+        state = segment(state, flow)
     kept = [t for t in state if t.requires_grad]
     torch.autograd.backward(kept, [torch.ones_like(t) for t in kept])
     assert x_TD.grad is not None

@@ -56,11 +56,11 @@ def decoder(attention: Record = GQA, *ffns: Record, **more: Any) -> Decoder:
 
 
 def model_of(
-    record: Decoder, precision: str = "fp64", seed: int = 1, **layout: Any
+    record: Decoder, precision: str = "fp64", seed: int = 1, experts: str = "auto"
 ) -> DecoderModel:
     """Return a model with values large enough that every part matters."""
     record = record.model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
-    model = DecoderModel(record, precision, Layout(**layout))  # type: ignore[arg-type]
+    model = DecoderModel(record, precision, expert_kernel=experts)  # type: ignore[arg-type]
     initialise(model, record, seed)
     for _, mixture in model.mixtures():
         if mixture.router.selection_bias is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
@@ -402,7 +403,7 @@ def test_every_expert_starts_different() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_block_is_its_segments(shape: str) -> None:
-    """Functions from a flat tuple of tensors to a tuple, four of them in a mixture."""
+    """Functions from a record of tensors to the next, four of them where there are experts."""
     model: DecoderModel = model_of(SHAPES[shape])
     record: Decoder = SHAPES[shape]
     flow = Flow(from_ids(ids_of(2, 8)), model.recipe)
@@ -410,9 +411,9 @@ def test_a_block_is_its_segments(shape: str) -> None:
     for layer, block in zip(model.layers.values(), record.blocks, strict=True):
         segments = layer.segments()  # type: ignore[operator]
         assert len(segments) == (1 if isinstance(block.ffn, Dense) else 4)
-        state: tuple[Tensor, ...] = (x_TD,)
+        state: Any = x_TD
         for segment in segments:
-            state = segment(flow, *state)
-            assert all(isinstance(t, Tensor) for t in state)
-        fresh = Flow(flow.rows, model.recipe)
-        assert torch.equal(state[0], layer(x_TD, fresh)[0])
+            state = segment(state, flow)
+            assert all(isinstance(t, Tensor | None) for t in tree_leaves(state))
+        fresh = layer(x_TD, Flow(flow.rows, model.recipe))
+        assert torch.equal(state.x_TD, fresh.x_TD) and torch.equal(state.terms_N, fresh.terms_N)

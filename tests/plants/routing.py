@@ -116,8 +116,8 @@ PLANTS = (
         "each run of the layer decides anew",
         MODEL + "test_b16_recompute_never_routes_again",
         "moe/layer.py",
-        "routed = self.router(y_TD, flow, flow.decisions.get(self._key))",
-        "routed = self.router(y_TD, flow)",
+        "routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))",
+        "routed = self.router(rows.x_TD, flow)",
     ),
     Plant(
         "b16",

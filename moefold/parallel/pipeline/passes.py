@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.comm.world import World
 from moefold.layers.flow import Exchange, Flow, Segment
@@ -22,6 +23,8 @@ from moefold.parallel.pipeline.parts import Part, detached
 
 Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
 """``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
+LEAF = tree_flatten(0)[1]
+"""The form of what a block takes: one tensor."""
 
 
 class Pass:
@@ -115,40 +118,46 @@ class Pass:
 
     def _block(self, number: str) -> list[Task]:
         """Return the tasks of one layer; the last one also notes its router terms."""
-        segments = self._model.layers[number].segments()  # type: ignore[operator]
+        parts = self._parts(self._model.layers[number].segments())  # type: ignore[operator]
         weights, unit = self._flow.weights, f"layers.{number}"
         self._stretches.append(_Told(weights.returned, unit))
         if self._flow.recompute.block:
-            again = _Again(self._parts(segments))
+            again = _Again(parts)
             self._stretches.append(again)
             tasks, last = again.forward(), again.last
         else:
-            parts = self._parts(segments)
-            self._stretches += [_Apart(part, exchanges) for part, exchanges in parts]
+            self._stretches += parts
             tasks = [Task(part.forward, exchanges) for part, exchanges in parts]
             last = parts[-1].part
         self._stretches.append(_Told(weights.returns, unit))
 
-        def close(*left: Tensor) -> State:
+        def close(x_TD: Tensor, terms_N: Tensor) -> State:
             weights.leave(unit)
-            x_TD, *terms = left
-            last.seeds = self._seeds(dict.fromkeys([int(number)] if terms else [], *terms))
+            last.seeds = self._seeds({int(number): terms_N})
             return (x_TD,)
 
         return [Task(_Told(weights.enter, unit).run), *tasks, Task(close)]
 
     def _parts(self, segments: Sequence[Segment]) -> list["_Apart"]:
+        """Return segments as parts: what is a record in a layer is its tensors between parts."""
         assert self._beside is not None
+        forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
+
+        def run(at: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
+            with flow.recompute.keeping():
+                state = segments[at](tree_unflatten(values, forms[at]), flow)
+            values, forms[at + 1] = tree_flatten(state)
+            return tuple(values)
+
+        exchanges = [isinstance(segment, Exchange) for segment in segments]
+        flows = [self._beside if away else self._flow for away in exchanges]
         return [
-            _Apart(Part(partial(_kept, s, self._beside)), True)
-            if isinstance(s, Exchange)
-            else _Apart(Part(partial(_kept, s, self._flow)))
-            for s in segments
+            _Apart(Part(partial(run, at, flows[at])), away) for at, away in enumerate(exchanges)
         ]
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Note router terms [N] by layer, and return the gradient of the step's loss by each."""
-        self.terms += [(number, values.detach()) for number, values in terms.items()]
+        self.terms += [(at, values.detach()) for at, values in terms.items() if values.numel()]
         _, weighted = self._model.router_terms(terms)
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
@@ -232,8 +241,3 @@ def _bare(part: Part, *given: Tensor) -> State:
     """Run a part without a graph; what follows still asks for gradients."""
     outputs = part.bare(*given)
     return tuple(detached(y, isinstance(y, Tensor) and y.is_floating_point()) for y in outputs)
-
-
-def _kept(segment: Segment, flow: Flow, *given: Tensor) -> tuple[Tensor, ...]:
-    with flow.recompute.keeping():
-        return segment(flow, *given)
