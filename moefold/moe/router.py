@@ -1,7 +1,6 @@
 """The router: which experts take a token, and with which weights.
 
-T token rows, D hidden, E experts, K experts per token, G groups of e = E / G experts each,
-C = T * K copies (a token beside one of its experts).
+T token rows, D hidden, E experts, K experts per token.
 
 The *decision* (experts and drops) is made once per micro-batch and kept; a second run of the layer
 is given it and computes only scores and weights anew, so the router's gradient is the same.
@@ -18,8 +17,9 @@ from moefold.comm.collectives import gather
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
-from moefold.moe.config import Capacity, Groups
+from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
+from moefold.moe.topk import count, drop, select
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -186,59 +186,6 @@ def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: RouterRecord) ->
     return scores_TE / total_T1.clamp(min=torch.finfo(scores_TE.dtype).tiny)
 
 
-@torch.no_grad()
-def select(
-    scores_TE: Tensor,
-    top_k: int,
-    *,
-    bias_E: Tensor | None = None,
-    groups: Groups | None = None,
-    valid_T: Tensor | None = None,
-) -> Tensor:
-    """Return the ids [T, K] of the best experts, best first, by score plus bias within groups.
-
-    Equal experts, and equal groups, are taken by lowest id. NaN counts as the largest. Rows that
-    are not valid hold E.
-    """
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if groups is not None:
-        choice_TE = _within_groups(choice_TE, groups)
-    experts_TK = best(choice_TE, top_k)
-    if valid_T is None:
-        return experts_TK
-    return torch.where(valid_T[:, None], experts_TK, scores_TE.shape[1])
-
-
-def _within_groups(choice_TE: Tensor, groups: Groups) -> Tensor:
-    choice_TGe = choice_TE.unflatten(1, (groups.count, choice_TE.shape[1] // groups.count))
-    if groups.score == "max":
-        score_TG = choice_TGe.amax(2)
-    else:
-        score_TG = choice_TGe.topk(groups.best, dim=2).values.sum(2)
-    chosen_TG = torch.zeros_like(score_TG, dtype=torch.bool)
-    chosen_TG.scatter_(1, best(score_TG, groups.keep), True)
-    return torch.where(chosen_TG[:, :, None], choice_TGe, -torch.inf).flatten(1)
-
-
-@torch.no_grad()
-def best(values_TE: Tensor, k: int) -> Tensor:
-    """Return the ids [T, k] of the k largest of each row, largest first, ties by lowest id.
-
-    ``torch.topk`` leaves ties open. On a CPU k maxima (whose first index torch promises) take as
-    long as one ``topk`` and a third of a stable sort; on a device one sort is fewer launches.
-    """
-    if values_TE.device.type != "cpu":
-        return values_TE.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
-    # What was taken becomes -inf, below all that is left.
-    left_TE = values_TE.clamp(min=torch.finfo(values_TE.dtype).min)
-    picks = []
-    for _ in range(k):
-        pick_T1 = left_TE.max(dim=1, keepdim=True).indices
-        left_TE.scatter_(1, pick_T1, -torch.inf)
-        picks.append(pick_T1)
-    return torch.cat(picks, dim=1)
-
-
 def weights(scores_TE: Tensor, experts_TK: Tensor, record: RouterRecord) -> Tensor:
     """Return the weights [T, K] of the chosen experts, differentiable in the scores.
 
@@ -252,45 +199,3 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: RouterRecord) -> Tens
         total_T1 = weights_TK.sum(1, keepdim=True)
         weights_TK = weights_TK / (total_T1 + record.epsilon if record.epsilon else total_T1)
     return weights_TK if record.scale == 1.0 else weights_TK * record.scale
-
-
-@torch.no_grad()
-def drop(
-    experts_TK: Tensor, weights_TK: Tensor | None, token_T: Tensor, limit: int, experts: int
-) -> Tensor:
-    """Return which copies [T, K] stay when no expert takes more than ``limit`` of them.
-
-    Args:
-        experts_TK: expert ids; copies of the sentinel ``experts`` never stay.
-        weights_TK: the largest stay, ties by lowest global token id; None keeps the lowest ids.
-        token_T: global token ids.
-        limit: copies per expert, over all rows.
-        experts: number of experts E.
-    """
-    top_k = experts_TK.shape[1]
-    # Stable sorts from the least significant key to the most: token, weight, expert.
-    row_T = token_T.argsort(stable=True)
-    copy_C = (row_T[:, None] * top_k + torch.arange(top_k, device=row_T.device)).flatten()
-    if weights_TK is not None:
-        weight_C = weights_TK.flatten().index_select(0, copy_C)
-        copy_C = copy_C.index_select(0, weight_C.argsort(descending=True, stable=True))
-    expert_C, order_C = experts_TK.flatten().index_select(0, copy_C).sort(stable=True)
-    first_C = torch.searchsorted(expert_C, expert_C)
-    rank_C = torch.arange(expert_C.shape[0], device=expert_C.device) - first_C
-    stays_C = (rank_C < limit) & (expert_C < experts)
-    return (
-        torch.zeros_like(stays_C)
-        .scatter_(0, copy_C.index_select(0, order_C), stays_C)
-        .view_as(experts_TK)
-    )
-
-
-@torch.no_grad()
-def count(experts_TK: Tensor, experts: int) -> Tensor:
-    """Return int64 [E]: how many copies name each expert, those of the sentinel E left out.
-
-    Integer sums are exact in any order, so atomics on a device change nothing.
-    """
-    expert_C = experts_TK.flatten()
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert_C.device)
-    return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts]

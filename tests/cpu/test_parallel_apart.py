@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moefold.moe.router import best
+from moefold.moe.topk import best
 from moefold.parallel.config import Layout
 from moefold.parallel.pipeline import lanes
 from moefold.training import step

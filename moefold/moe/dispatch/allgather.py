@@ -19,7 +19,7 @@ from moefold.moe.dispatch.routing_plan import (
     host_counts,
     rank_of_expert,
 )
-from moefold.moe.router import count
+from moefold.moe.topk import count
 
 
 class AllGatherDispatch(EpDispatcher[AllGather]):

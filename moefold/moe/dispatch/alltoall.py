@@ -23,7 +23,7 @@ from moefold.moe.dispatch.routing_plan import (
     sort_copies,
     sort_tokens,
 )
-from moefold.moe.router import count
+from moefold.moe.topk import count
 
 
 class AllToAllDispatch(EpDispatcher[AllToAll]):

@@ -26,7 +26,7 @@ from moefold.moe.dispatch.routing_plan import (
     rank_of_expert,
     sort_tokens,
 )
-from moefold.moe.router import count
+from moefold.moe.topk import count
 
 
 class TwoLevelDispatch(EpDispatcher[TwoLevel]):
