@@ -10,16 +10,15 @@ import yaml
 
 from moefold.config.uses import OUTSIDE
 from moefold.data.config import SOURCE
-from moefold.layers.config import FFN
 from moefold.model.config import MODEL
-from moefold.moe.config import BALANCE, DISPATCH
+from moefold.moe.config import BALANCE, DISPATCH, ROUTER
 from moefold.optim.config import OPTIMIZER
 from moefold.training.hooks.config import HOOKS
 from tests.cpu.runs import WORDS, corpus
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-SLOTS = (BALANCE, DISPATCH, FFN, HOOKS, MODEL, OPTIMIZER, SOURCE)
+SLOTS = (BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
 
 
 def blocks(text: str, language: str) -> list[str]:

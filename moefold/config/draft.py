@@ -192,9 +192,9 @@ class Draft:
 
 def _other_kind(place: Place, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
     slot = slot_at(place)
-    if slot is None or slot.tag not in under:
+    if slot is None or slot.tag not in slot.completed(under):
         return False
-    return _changes(slot, under, over.get(slot.tag))
+    return _changes(slot, slot.completed(under), over.get(slot.tag))
 
 
 def _changes(slot: Slot, under: Mapping[str, Any], kind: Any) -> bool:

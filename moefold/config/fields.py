@@ -160,7 +160,9 @@ def record_at(place: Place, value: Any) -> type[BaseModel] | None:
         if option.what == "record":
             choices.append(option.of)
         elif option.what == "slot":
-            kind = value if isinstance(value, str) else given.get(option.of.tag)
+            kind = (
+                value if isinstance(value, str) else option.of.completed(given).get(option.of.tag)
+            )
             found = option.of.lookup(kind)
             choices += [found] if found is not None else []
     if len(choices) < 2:

@@ -82,7 +82,10 @@ def _choice(slot: Slot, refs: dict[type[Record], JsonSchemaValue]) -> JsonSchema
     if not slot.kinds:
         return {"not": {}}
     mapping = {kind: refs[record]["$ref"] for kind, record in slot.kinds.items()}
-    implied = set(slot.implied.values())  # its key says the kind, so the tag may be left out
+    implied = {
+        *slot.implied.values(),
+        slot.default,
+    }  # its key says the kind, so the tag may be left out
     choices: list[JsonSchemaValue] = [
         {"$ref": ref} if kind in implied else {"$ref": ref, "required": [slot.tag]}
         for kind, ref in mapping.items()

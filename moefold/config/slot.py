@@ -23,9 +23,13 @@ class Slot:
     later are chosen exactly like ours.
     """
 
-    def __init__(self, name: str, tag: str = "kind", folder: str | None = None) -> None:
+    def __init__(
+        self, name: str, tag: str = "kind", folder: str | None = None, default: str | None = None
+    ) -> None:
         self.name = name
         self.tag = tag
+        self.default = default
+        """The kind of a mapping without its tag; None asks for the tag."""
         self._folder = folder
         """A package whose modules register kinds; they are imported when a kind is first asked."""
         self._kinds: dict[str, type[Record]] = {}
@@ -80,8 +84,8 @@ class Slot:
         return record.model_validate(value, context=info.context)
 
     def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a mapping with its tag, put in where a key implies it."""
-        kind = next((self.implied[key] for key in value if key in self.implied), None)
+        """Return a mapping with its tag, put in where a key or the default implies it."""
+        kind = next((self.implied[key] for key in value if key in self.implied), self.default)
         return value if kind is None or self.tag in value else {self.tag: kind, **value}
 
     def lookup(self, kind: Any) -> type[Record] | None:

@@ -14,6 +14,7 @@ from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes
 from moefold.moe.describe import MoeSpec
 
+ROUTER = Slot("router", default="topk")
 BALANCE = Slot("balance term")
 DISPATCH = Slot("dispatcher")
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -38,11 +39,15 @@ class Groups(Record):
             yield Violation(("keep",), self.keep, f"at most count ({self.count})", self.count)
 
 
+@ROUTER.register
 class Router(Record):
-    """How a token chooses its experts and with which weights."""
+    """How a token chooses its experts and with which weights; base of every router's record."""
 
-    experts: Size
-    top_k: Size
+    kind: Literal["topk"] = "topk"
+    experts: Annotated[int, Field(ge=0)] = 0
+    """Under a family 0: its shape says how many there are."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Experts of a token; under a family 0, as its shape says."""
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     order: Literal["score_first", "topk_first"] = "score_first"
     """Whether scores are taken over all experts or only over the chosen ones."""
@@ -58,8 +63,12 @@ class Router(Record):
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
+    owner = "moefold.moe.router:Router"
+
     def rules(self) -> Iterator[Violation]:
         """Top-k fits the experts, and the groups that are kept."""
+        if not self.experts:
+            return
         if self.top_k > self.experts:
             rule = f"must be at most experts ({self.experts})"
             yield Violation(("top_k",), self.top_k, rule, self.experts)
@@ -159,7 +168,7 @@ class Moe(MoeSpec):
 
     kind: Literal["moe"] = "moe"
     width: Size
-    router: Router
+    router: Annotated[Router, ROUTER]
     shared: Shared | None = None
     capacity: Capacity | None = None
     """None is dropless."""
@@ -193,7 +202,10 @@ class Moe(MoeSpec):
             yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:
-        """A bias update needs a bias; each term stands once."""
+        """Experts are counted; a bias update needs a bias; each term stands once."""
+        for name in ("experts", "top_k"):
+            if not getattr(self.router, name):
+                yield Violation(("router", name), 0, "must be at least 1", 1)
         seen: list[Record] = []
         for i, term in enumerate(self.balance):
             if isinstance(term, Bias) and not self.router.selection_bias:

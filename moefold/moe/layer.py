@@ -73,15 +73,16 @@ class MoeFfn(nn.Module):
         expert_kernel: ``auto``, ``grouped`` or ``loop``.
     """
 
-    router_type: type[Router] = Router
-    """What a layer from outside replaces; ``docs/extending.md`` shows how."""
+    router_type: type[Router] | None = None
+    """A router in place of the one that the record names."""
 
     def __init__(
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
         self.record = record
-        self.router = self.router_type(record.router, hidden, record.capacity)
+        make = self.router_type or build
+        self.router: Router = make(record.router, hidden, record.capacity)
         self.experts = Experts(record.router.experts, hidden, record.width, expert_kernel)
         self.shared = (
             None

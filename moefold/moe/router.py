@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.comm.collectives import gather
+from moefold.comm.collectives import gather, sum_
+from moefold.comm.group import Group
+from moefold.data.batch import MicroBatch
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
@@ -68,11 +70,38 @@ class Routed:
     scores_TE: Tensor
 
 
-class Router(ExactBuffers):
-    """Scores of tokens against experts, and the choice among them.
+@dataclass(frozen=True)
+class RoutingContext:
+    """What a router may look at beside its scores when it chooses experts."""
 
-    ``weight`` [E, D] is the master parameter. ``selection_bias`` [E] (where the record has one) is
-    a float32 buffer that stays float32 when the model is cast; it moves choices, never weights.
+    record: RouterRecord
+    bias_E: Tensor | None
+    """float32 selection bias; None where the record has none."""
+    rows: MicroBatch
+    """The rows of this rank; those that are valid come first."""
+    ranks: Group
+    """The ranks that share the micro-batch's rows."""
+
+    @property
+    def valid_T(self) -> Tensor | None:
+        """bool mask of rows that are tokens; None where all are."""
+        return None if self.rows.n_valid == self.rows.rows else self.rows.valid_T
+
+    def valid(self, values_TX: Tensor) -> Tensor:
+        """Return the rows that are tokens."""
+        return values_TX[: self.rows.n_valid]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all ranks that share the micro-batch; all of them have to ask."""
+        return sum_(values.clone(), self.ranks)
+
+
+class Router(ExactBuffers):
+    """Scores of tokens against experts, and the choice among them; base of every router.
+
+    A router from outside replaces :meth:`scores`, :meth:`choose` or both. ``weight`` [E, D] is the
+    master parameter. ``selection_bias`` [E] (where the record has one) is a float32 buffer that
+    stays float32 when the model is cast; it moves choices, never weights.
     """
 
     def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
@@ -93,7 +122,7 @@ class Router(ExactBuffers):
         scores_TE = self.scores(logits_TE)
         fresh = decision is None
         if decision is None:
-            decision = self._choose(scores_TE, flow.valid_T)
+            decision = self._decide(scores_TE, flow)
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
@@ -101,8 +130,21 @@ class Router(ExactBuffers):
         return Routed(routing, decision, logits_TE, scores_TE)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores [T, E] that experts are chosen and weighed by; made to be replaced."""
+        """Return the scores [T, E] that experts are chosen and weighed by."""
         return scores(logits_TE, self.record)
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Return int64 ids [T, K] of the experts, best first; E in rows that are not valid.
+
+        Called once per micro-batch and layer, without gradients.
+        """
+        return select(
+            scores_TE,
+            self.record.top_k,
+            bias_E=context.bias_E,
+            groups=self.record.groups,
+            valid_T=context.valid_T,
+        )
 
     def _logits(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return [T, E] in the wider of the record's and the rows' dtype."""
@@ -114,10 +156,12 @@ class Router(ExactBuffers):
         # Selection, not multiplication: a NaN in a padding row must not reach any sum or gradient.
         return torch.where(flow.valid_T[:, None], logits_TE, 0)
 
-    def _choose(self, scores_TE: Tensor, valid_T: Tensor | None) -> Decision:
-        top_k, groups, bias_E = self.record.top_k, self.record.groups, self.selection_bias
-        experts_TK = select(scores_TE, top_k, bias_E=bias_E, groups=groups, valid_T=valid_T)
-        plain = bias_E is None and groups is None
+    @torch.no_grad()
+    def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
+        bias_E, ranks = self.selection_bias, flow.world.group("tp_cp")
+        experts_TK = self.choose(scores_TE, RoutingContext(self.record, bias_E, flow.rows, ranks))
+        by_scores_alone = type(self).choose is Router.choose and self.record.groups is None
+        plain = by_scores_alone and bias_E is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:

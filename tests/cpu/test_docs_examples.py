@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import moefold
 from moefold.cli.main import main
+from moefold.comm.world import World
+from moefold.data.batch import from_ids
+from moefold.moe.router import Router, RoutingContext
 from moefold.training.run_folder import History
 from tests.cpu.runs import corpus
 from tests.examples import EXAMPLES, ROOT, blocks, forget, written
@@ -50,7 +54,7 @@ def test_the_page_has_a_part_of_each_sort() -> None:
     """No section loses its example."""
     used = " ".join(code for code, _ in EXAMPLES.values())
     assert all(f"@{slot}.register" in used for slot in (
-        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "FFN", "MODEL"))  # fmt: skip
+        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "ROUTER", "MODEL"))  # fmt: skip
 
 
 def test_the_term_and_the_hook_are_in_the_figures(prepared: Path, tmp_path: Path) -> None:
@@ -72,16 +76,32 @@ def test_the_dispatcher_changes_nothing(tmp_path: Path) -> None:
         assert one == pytest.approx(other, abs=1e-4)
 
 
-def test_the_cap_is_felt(tmp_path: Path) -> None:
-    """The family differs from the one it inherits from in its routers alone; its terms count."""
-    run = moefold.load_run(written(tmp_path, "capped.py"))
+def test_the_router_spreads_tokens(tmp_path: Path) -> None:
+    """Of rows that all like the same experts it sends some elsewhere; its terms count."""
+    run = moefold.load_run(written(tmp_path, "sinkhorn.py"))
     ffn: Any = run.decoder().blocks[0].ffn
-    assert ffn.kind == "capped_moe" and ffn.router.experts == 4
+    assert ffn.kind == "moe" and ffn.router.experts == 4 and ffn.router.rounds == 4
     with moefold.open(run, tmp_path / "open") as job:
         router = next(mixture for _, mixture in job.model.mixtures()).router
-        weight = router.weight
-        assert router.scores(weight.new_tensor([[1e4, 0, 0, 0]]))[0, 0] < 0.9999
+        logits_TE = torch.tensor([2.0, 1.0, 0.0, 0.0]) + torch.eye(4).repeat(16, 1)
+        rows = from_ids(torch.zeros(1, 64, dtype=torch.int64))
+        context = RoutingContext(router.record, None, rows, World.single().group("tp_cp"))
+        scores_TE = logits_TE.softmax(1)
+        assert (
+            Router.choose(router, scores_TE, context).flatten().bincount(minlength=4)[2:].sum() == 0
+        )
+        assert router.choose(scores_TE, context).flatten().bincount(minlength=4).min() >= 16
         assert "router/aux_micro_batch" in job.step()
+
+
+def test_the_family_has_what_it_adds(tmp_path: Path) -> None:
+    """A shared expert in each layer, and all else as in the family that it inherits from."""
+    blocks = moefold.load_run(written(tmp_path, "shared_qwen.py")).decoder().blocks
+    plain = moefold.load_run("tiny").decoder().blocks
+    for block, other in zip(blocks, plain, strict=True):
+        ffn: Any = block.ffn
+        assert ffn.shared.width == ffn.width == 32
+        assert ffn.model_copy(update={"shared": None}) == other.ffn
 
 
 def test_a_checkpoint_names_parts_and_runs_none_of_their_code(tmp_path: Path, capsys: Any) -> None:

@@ -15,8 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from moefold.moe.config import Capacity, Groups
+from moefold.moe.config import Capacity, Groups, Local, Moe
 from moefold.moe.config import Router as RouterRecord
+from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Decision, Routed, Router, probabilities
 from moefold.moe.topk import best, count, drop, select
 from tests.cpu.routing import (
@@ -28,6 +29,26 @@ from tests.cpu.routing import (
     router_of,
     rows_of,
 )
+
+
+class ReversedRouter(Router):
+    """A router from outside: it likes what others do not."""
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        return super().scores(-logits_TE)
+
+
+class OlderFfn(MoeFfn):
+    """A feed-forward of the form that came before routers had records of their own."""
+
+    router_type = ReversedRouter
+
+
+def test_a_feed_forward_may_still_bring_its_router() -> None:
+    record = Moe(width=8, router=RouterRecord(experts=4, top_k=2))
+    assert isinstance(OlderFfn(record, 8, 0, Local(), "loop").router, ReversedRouter)
+    assert type(MoeFfn(record, 8, 0, Local(), "loop").router) is Router
+
 
 SETTINGS = {
     "softmax": {},

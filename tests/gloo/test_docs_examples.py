@@ -20,7 +20,8 @@ LAYOUTS = {
     "lion.py": ["tp2", "layout.zero=1"],
     "csv_notes.py": ["cp2"],
     "plain_dispatch.py": ["cp2"],
-    "capped.py": ["ep2"],
+    "sinkhorn.py": ["tp2"],
+    "shared_qwen.py": ["ep2"],
 }
 """Sizes that cut what the example is about, and what else goes with them."""
 
@@ -67,7 +68,7 @@ def test_a_term_divided_by_the_rows_of_a_rank_is_noticed(tmp_path: Path, capsys:
     assert not found["passed"] and found["max_relative_error"]["router/entropy"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["entropy.py", "capped.py"])
+@pytest.mark.parametrize("name", ["entropy.py", "sinkhorn.py"])
 def test_a_run_in_its_own_format_reaches_the_ranks_too(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:

@@ -18,8 +18,8 @@ PLANTS = (
         "padding rows choose experts",
         B12_ROUTER,
         "moe/router.py",
-        "bias_E=bias_E, groups=groups, valid_T=valid_T)",
-        "bias_E=bias_E, groups=groups)",
+        "            valid_T=context.valid_T,\n",
+        "",
     ),
     Plant(
         "b12",
@@ -124,8 +124,8 @@ PLANTS = (
         "the router does not heed the decision it is given",
         BALANCE + "test_b16_a_rerun_counts_the_same_choices_for_the_terms",
         "moe/router.py",
-        "        if decision is None:\n            decision = self._choose",
-        "        if decision is not self:\n            decision = self._choose",
+        "        if decision is None:\n            decision = self._decide",
+        "        if decision is not self:\n            decision = self._decide",
     ),
     Plant(
         "b16",

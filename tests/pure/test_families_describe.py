@@ -17,7 +17,7 @@ from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry  # noqa: F401  (they register themselves)
 from moefold.model.families.base import Family
 from moefold.model.families.names import choose_layout, find, pieces
-from moefold.moe.config import Aux, Bias, Moe
+from moefold.moe.config import Aux, Bias, Moe, Router
 from moefold.run import Run, load_run
 
 SIZES = {"hidden": 32, "layers": 3, "heads": 4, "experts": 4, "top_k": 2, "expert_width": 12}
@@ -116,6 +116,15 @@ def test_impossible_sizes_are_refused_with_one_that_is_possible(
 
 
 CLASHES = [
+    ("qwen3_moe", {"router": {"experts": 4}}, ("router", "experts")),
+    ("qwen3_moe", {"router": {}, "renormalise": False}, ("renormalise",)),
+    ("deepseek_v3", {"router": {}, "groups": None}, ("balance", 0)),
+    ("olmoe", {"router": {"groups": {"count": 3, "keep": 1}}}, ("router", "groups", "count")),
+    (
+        "mixtral",
+        {"router": {}, "shape": {**SIZES, "kv_heads": 2, "top_k": 1}},
+        ("router", "renormalise"),
+    ),
     ("mixtral", {"balance": [{"kind": "bias"}]}, ("balance", 0)),
     ("olmoe", {"balance": [{"kind": "z"}, {"kind": "z"}]}, ("balance", 1)),
     ("mixtral", {"rope": {"layout": "interleaved"}}, ("rope", "layout")),
@@ -137,6 +146,24 @@ def test_what_a_family_does_not_have_is_refused(
     verdict = check(MODEL.kinds[family], data)
     assert path in [v.path for v in verdict.violations]
     assert check(MODEL.kinds[family], repair(data, verdict.violations)).record is not None
+
+
+def test_a_router_in_place_of_the_family_s_keeps_its_sizes_and_is_no_longer_the_family_s() -> None:
+    """Any score under any family; a folder of the family cannot hold it, and says so."""
+    decoder = model_of("qwen3_moe", router={"score": "sigmoid", "renormalise": False}).describe(9)
+    moe: Any = decoder.blocks[1].ffn
+    wanted = Router(experts=4, top_k=2, score="sigmoid", renormalise=False)
+    assert moe.router == wanted
+    with pytest.raises(ValueError, match=r"router\.score is 'sigmoid' where the family has"):
+        registry.family_of(decoder)
+
+
+def test_a_router_without_its_kind_is_the_one_that_older_descriptions_mean() -> None:
+    decoder = model_of("mixtral").describe(9)
+    plain = decoder.model_dump()
+    for block in plain["stacks"][0]["blocks"]:
+        assert block["ffn"]["router"].pop("kind") == "topk"
+    assert Decoder.model_validate(plain) == decoder
 
 
 def test_a_decoder_of_no_family_is_told_why() -> None:

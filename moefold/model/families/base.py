@@ -19,7 +19,7 @@ from moefold.layers.config import Rope, Size
 from moefold.model.config import Block, Decoder, Layers, Stack
 from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
-from moefold.moe.config import BALANCE, Aux, Bias, Capacity, Moe, Router, Z
+from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Z
 
 _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
 Balance = tuple[Annotated[Record, BALANCE], ...]
@@ -54,6 +54,8 @@ class Reading:
 class Family(Record):
     """A model family; final classes add ``family``, ``shape`` and what is theirs alone."""
 
+    router: Annotated[Router, ROUTER] | None = None
+    """A router in place of the family's; its experts and top_k are those of ``shape``."""
     balance: Balance = (Aux(),)
     capacity: Capacity | None = None
     """None is dropless."""
@@ -81,8 +83,16 @@ class Family(Record):
         """The record under ``shape``."""
 
     @abstractmethod
-    def router(self) -> Router:
-        """The router of the layers with experts."""
+    def own_router(self) -> Router:
+        """The family's router, for layers with experts."""
+
+    @property
+    def chosen_router(self) -> Router:
+        """The router of the layers with experts: the family's, or the one in its place."""
+        if self.router is None:
+            return self.own_router()
+        sizes = {"experts": self.sizes.experts, "top_k": self.sizes.top_k}
+        return self.router.model_copy(update=sizes)
 
     @abstractmethod
     def blocks(self) -> Sequence[Block]:
@@ -202,7 +212,7 @@ class Family(Record):
         """The feed-forward with experts, ``own`` being what only some families have."""
         return Moe(
             width=self.sizes.expert_width,
-            router=self.router(),
+            router=self.chosen_router,
             capacity=self.capacity,
             balance=self.balance,
             **own,
@@ -215,14 +225,20 @@ class Family(Record):
         ("groups", "keep"): ("groups", "keep"),
         ("groups", "best"): ("groups", "best"),
     }
-    """Where what the router's rules speak of stands in the family's record."""
+    """Where what the own router's rules speak of stands in the family's record."""
+    router_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the record that only the own router reads."""
 
     def rules(self) -> Iterator[Violation]:
         """The router's rules at the family's own paths; each balance term once; rotary layout."""
-        router = self.router()
+        router = self.chosen_router
         for broken in router.rules():
-            path = self.router_paths.get(broken.path, broken.path)
-            yield Violation(path, broken.value, broken.rule, broken.nearest)
+            if self.router is None or broken.path == ("top_k",):
+                path = self.router_paths.get(broken.path, broken.path)
+                yield Violation(path, broken.value, broken.rule, broken.nearest)
+            else:
+                yield broken.under("router")
+        yield from self._replaced()
         yield from balance_rules(self.balance, router.selection_bias)
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
             rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
@@ -232,6 +248,19 @@ class Family(Record):
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
+
+    def _replaced(self) -> Iterator[Violation]:
+        """Yield what a router in place of the family's leaves without effect."""
+        if self.router is None:
+            return
+        for name in ("experts", "top_k"):
+            if value := getattr(self.router, name):
+                yield Violation(("router", name), value, f"shape.{name} says it; leave it out", 0)
+        for name in self.router_fields:
+            value, unset = getattr(self, name), type(self).model_fields[name].default
+            if value != unset:
+                rule = "is read by the family's own router alone; say it under router"
+                yield Violation((name,), value, rule, unset)
 
 
 def too_few_rows(path: Spot, rows: int | None, vocab: int) -> Iterator[Violation]:

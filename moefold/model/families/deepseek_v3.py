@@ -97,6 +97,7 @@ class DeepseekV3(Family):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     fixed_rope = None
+    router_fields = ("renormalise", "scale", "groups")
     hf_sizes = {
         "vocab_size": "vocab",
         "hidden_size": "hidden",
@@ -134,7 +135,7 @@ class DeepseekV3(Family):
         """The record under ``shape``."""
         return self.shape
 
-    def router(self) -> Router:
+    def own_router(self) -> Router:
         """Sigmoid scores; the choice, in groups too, is by score plus bias, the weights without."""
         return Router(
             experts=self.shape.experts,

@@ -36,12 +36,14 @@ class Olmoe(Family):
     hf_sizes = {**HF_SIZES, "num_experts": "experts", "intermediate_size": "expert_width"}
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())
 
+    router_fields = ("renormalise",)
+
     @property
     def sizes(self) -> Shape:
         """The record under ``shape``."""
         return self.shape
 
-    def router(self) -> Router:
+    def own_router(self) -> Router:
         """Softmax over all experts, then top-k."""
         return Router(
             experts=self.shape.experts, top_k=self.shape.top_k, renormalise=self.renormalise
