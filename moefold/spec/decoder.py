@@ -159,9 +159,3 @@ def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:
     cut = ((0, Units("tp", hidden, "hidden features")),)
     join = Weight(f"{at}.join.weight", (hidden, 2 * hidden), cut)
     return (*block_weights(decoder.blocks[-1], hidden, layer), join, *norms)
-
-
-def half_name(record: Record, half: str) -> str:
-    """Return what the module of a half is called in its block."""
-    prefix = record.prefix if isinstance(record, LayerSpec) else None
-    return prefix or half
