@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ class _Pace(torch.autograd.Function):
         return grad, None
 
 
-def paced(segments: Sequence[Segment], seconds: float) -> tuple[Segment, ...]:
+def paced(segments: Callable[[], Sequence[Segment]], seconds: float) -> tuple[Segment, ...]:
     """Return segments of which those that compute take a stated time more."""
 
     def slow(segment: Segment) -> Segment:
@@ -170,7 +171,15 @@ def paced(segments: Sequence[Segment], seconds: float) -> tuple[Segment, ...]:
 
         return run
 
-    return tuple(s if isinstance(s, Exchange) else slow(s) for s in segments)
+    return tuple(s if isinstance(s, Exchange) else slow(s) for s in segments())
+
+
+def in_turn(segments: Callable[[], Sequence[Segment]], x_TD: Tensor, flow: Flow) -> Any:
+    """Run a block's segments one after another, as its forward does its steps."""
+    state: Any = x_TD
+    for segment in segments():
+        state = segment(state, flow)
+    return state
 
 
 def delay_exchanges(trial: Trial, sound: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -201,10 +210,9 @@ def build(trial: Trial, schedule: str, world: World) -> Data:
     record = decoder(trial)
     placed = apply.build(record, "fp32", layout, world)
     initialise(placed.model, record, 1, placed.shards)
-    for layer in placed.model.layers.values():
-        segments = layer.segments  # type: ignore[attr-defined]
-        if trial.compute_s:
-            layer.segments = lambda segments=segments: paced(segments(), trial.compute_s)  # type: ignore[assignment]
+    for layer in placed.model.layers.values() if trial.compute_s else ():
+        slow = partial(paced, layer.segments, trial.compute_s)  # type: ignore[arg-type]
+        layer.segments, layer.forward = slow, partial(in_turn, slow)  # type: ignore[assignment]
     return Data(placed)
 
 
