@@ -27,7 +27,7 @@ from moefold.layers.config import Rope
 from moefold.layers.precision import PrecisionPolicy
 from moefold.layers.recompute import Decisions, Recompute
 from moefold.layers.rope import Angles
-from moefold.layers.weights import HERE, Weights
+from moefold.layers.unshard import RESIDENT, UnshardHooks
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Flow:
         context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
         overflow: int64 rows beyond the capacity of each dispatch that has one; checked by the step.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
-        weights: brings weights that do not stay on this rank.
+        unshard: hooks that gather weights which are shared out over data ranks.
         cache: keys and values of texts that are being written.
         dropless: whether experts take all rows: texts that are written do not compete.
     """
@@ -60,14 +60,14 @@ class Flow:
     context: Record | None = None
     overflow: list[Tensor] = field(default_factory=list)
     piece: MicroBatch | None = None
-    weights: Weights = HERE
+    unshard: UnshardHooks = RESIDENT
     cache: KeyValueCache | None = None
     dropless: bool = False
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
-    def begun(self, sink: GradientSink, weights: Weights) -> "Flow":
+    def begun(self, sink: GradientSink, unshard: UnshardHooks) -> "Flow":
         """Return the pass through one chunk; its decisions and angles are let go with it."""
-        return replace(self, sink=sink, weights=weights, decisions=Decisions(), _angles={})
+        return replace(self, sink=sink, unshard=unshard, decisions=Decisions(), _angles={})
 
     @property
     def n_valid(self) -> int | None:

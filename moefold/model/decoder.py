@@ -24,7 +24,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
 from moefold.layers.precision import PrecisionPolicy
-from moefold.layers.weights import EMBEDDING, entering, leaving
+from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.moe.config import AllToAll
@@ -108,9 +108,9 @@ class DecoderModel(nn.Module):
     def start(self, flow: Flow) -> Tensor:
         """Return the embedded rows ``x_TD``."""
         assert self.embed is not None, "the embedding is not on this rank"
-        entering(flow.weights, EMBEDDING)
+        begin_unit(flow.unshard, EMBEDDING)
         with flow.world.recorder.module("embed"):
-            (x_TD,) = leaving(flow.weights, EMBEDDING, self.embed(flow))
+            (x_TD,) = end_unit(flow.unshard, EMBEDDING, self.embed(flow))
         return x_TD
 
     def run(
@@ -124,9 +124,9 @@ class DecoderModel(nn.Module):
                 def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
                     return layer(x_TD, flow)
 
-                (x_TD,) = entering(flow.weights, f"layers.{number}", x_TD)
+                (x_TD,) = begin_unit(flow.unshard, f"layers.{number}", x_TD)
                 outputs = flow.recompute.run("block", block, x_TD)
-                x_TD, terms_N = leaving(flow.weights, f"layers.{number}", *outputs)
+                x_TD, terms_N = end_unit(flow.unshard, f"layers.{number}", *outputs)
                 if terms_N.numel():
                     terms[int(number)] = terms_N
         return x_TD, terms
@@ -134,9 +134,9 @@ class DecoderModel(nn.Module):
     def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:
         """Return the normed rows ``x_TD`` that the head takes."""
         assert self.norm is not None, "the last norm is not on this rank"
-        (x_TD,) = entering(flow.weights, "norm", x_TD)
+        (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
         with flow.recompute.keeping():
-            (x_TD,) = leaving(flow.weights, "norm", self.norm(x_TD, flow))
+            (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return x_TD
 
     def head_operand(self) -> Operand:

@@ -14,7 +14,7 @@ from torch import nn
 from moefold.comm.world import World
 from moefold.layers.config import Precision
 from moefold.layers.placement import Shard, placements, shard
-from moefold.layers.weights import HERE, Weights
+from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import Place, Stages
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
@@ -34,18 +34,18 @@ class Chunk:
     """Whether it ends with norm, head and loss."""
 
 
-class WeightsFor(Protocol):
-    """Returns what brings the weights of a chunk for one micro-batch's way through it.
+class HooksFor(Protocol):
+    """Returns the unshard hooks for one micro-batch on a chunk.
 
     ``training``: a backward follows. ``deferred``: weights' products wait for their own action.
     """
 
-    def __call__(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights: ...
+    def __call__(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks: ...
 
 
-def stay(chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights:
+def resident(chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
     """All weights stay where they are."""
-    return HERE
+    return RESIDENT
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Placed:
     """How many layers of the whole model have each router term."""
     beside: World | None
     """The same ranks with groups for the exchanges of pairs, where the schedule has any."""
-    weights_for: WeightsFor = stay
+    hooks_for: HooksFor = resident
 
     def table(self, micro_batches: int) -> Table:
         """Return the pipeline's table for so many micro-batches on each data rank."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, pack
 from moefold.layers.placement import Box
-from moefold.layers.weights import unit_of
+from moefold.layers.unshard import unit_of
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import start_value

@@ -63,15 +63,15 @@ PLANTS = (
         "the sums of the last step stay",
         B30,
         BUCKET,
-        "        self.summed_L = None\n        self.close()\n",
-        "        self.close()\n",
+        "        self.summed_L = None\n        self.free_gradients()\n",
+        "        self.free_gradients()\n",
     ),
     Plant(
         "b30",
         "whole gradients that are summed stay and are summed again",
         B30,
         BUCKET,
-        "self.summed_L.add_(part_L)\n        self.close()\n",
+        "self.summed_L.add_(part_L)\n        self.free_gradients()\n",
         "self.summed_L.add_(part_L)\n",
     ),
 )

@@ -80,7 +80,7 @@ PLANTS = (
         BUGS + "test_b30_each_pass_is_summed_over_ranks_once",
         "parallel/data/bucket.py",
         "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n"
-        "        self.close()\n",
+        "        self.free_gradients()\n",
         "self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)\n",
     ),
     Plant(

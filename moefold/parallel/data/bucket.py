@@ -91,23 +91,23 @@ class Bucket:
 
     # Weights
 
-    def acquire(self) -> None:
+    def unshard(self) -> None:
         """Count a user, and start to gather the weights where they are not whole."""
         self._users += 1
         if self._users == 1 and not self.keeps:
-            self.gather()
+            self.all_gather()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Take a user away, and let the weights go where nobody is left."""
         self._users -= 1
         assert self._users >= 0, f"{self.unit} was let go more often than it was taken"
         if not self._users and not self.keeps:
-            self.ready()
+            self.wait_unshard()
             self._resize(0)
 
-    def gather(self) -> None:
-        """Start to gather the weights of all runs; :meth:`ready` waits for them."""
-        self.ready()
+    def all_gather(self) -> None:
+        """Start to gather the weights of all runs; :meth:`wait_unshard` waits for them."""
+        self.wait_unshard()
         self._resize(self.values.numel())
         # What a forward pass has kept for its backward is this memory, filled again alike.
         unchanged = _unsafe_preserve_version_counter(self.values)
@@ -116,7 +116,7 @@ class Bucket:
             pending = all_gather_into(self.values, run_L, self.inside, asynchronous=True)
         self._gathering = pending, unchanged
 
-    def ready(self) -> None:
+    def wait_unshard(self) -> None:
         """Return when the weights may be read."""
         if self._gathering is not None:
             pending, unchanged = self._gathering
@@ -132,9 +132,9 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget the sums of the last step."""
         self.summed_L = None
-        self.close()
+        self.free_gradients()
 
-    def open(self) -> None:
+    def open_gradients(self) -> None:
         """Let the parameters' gradients add up in place, from zero where none are there yet."""
         if self.gradients is not None or not self.trained:
             return
@@ -142,23 +142,23 @@ class Bucket:
         for slot in self.slots:
             self.handles[slot.name].grad = self._whole(slot, self.gradients)
 
-    def close(self) -> None:
+    def free_gradients(self) -> None:
         """Let the whole gradients go."""
         self.gradients = None
         for handle in self.handles.values():
             handle.grad = None
 
     def reduce(self) -> None:
-        """Start to sum the whole gradients over the ranks; :meth:`settle` waits for it."""
+        """Start to sum the whole gradients over the ranks; :meth:`wait_reduce` waits for it."""
         if self.gradients is None:
             return
-        self.settle()
+        self.wait_reduce()
         part_L = torch.empty_like(self.master_L)
         with self.inside.recorder.module("gradients"):
             pending = reduce_scatter_into(part_L, self.gradients, self.inside, asynchronous=True)
         self._scattering = part_L, pending
 
-    def settle(self) -> None:
+    def wait_reduce(self) -> None:
         """Wait for a sum under way, add it to this rank's, and let the whole gradients go."""
         if self._scattering is None:
             return
@@ -166,7 +166,7 @@ class Bucket:
         self._scattering = None
         pending.wait()
         self.summed_L = part_L if self.summed_L is None else self.summed_L.add_(part_L)
-        self.close()
+        self.free_gradients()
 
     def finish(self) -> None:
         """Complete this rank's sums: of all passes, and of the ranks that share the run."""
@@ -174,7 +174,7 @@ class Bucket:
             return
         if self._scattering is None:
             self.reduce()
-        self.settle()
+        self.wait_reduce()
         if self.summed_L is None:
             self.summed_L = torch.zeros_like(self.master_L)
         with self.inside.recorder.module("gradients"):

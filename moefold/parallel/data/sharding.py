@@ -19,14 +19,14 @@ from moefold.config.base import Record
 from moefold.config.problems import RunError
 from moefold.config.slot import build
 from moefold.layers.placement import Box, Shard
-from moefold.layers.weights import EMBEDDING, HERE, Weights, unit_of
+from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
 from moefold.optim.base import PREFIX, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, Placed
 from moefold.parallel.data.bucket import Bucket
+from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.runs import boxes, moved, size_of
-from moefold.parallel.data.visit import Reduction, Visit
 from moefold.parallel.data.wholes import Source, Wholes
 
 TABLE = f"{EMBEDDING}.weight"
@@ -66,7 +66,7 @@ class Data:
 
         Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
         """
-        self.placed = replace(placed, weights_for=self.weights_for)
+        self.placed = replace(placed, hooks_for=self.hooks_for)
         world, layout = placed.world, placed.layout
         if broken := list(layout.misfits_over(world.size)):
             raise RunError(broken, source="layout")
@@ -81,7 +81,7 @@ class Data:
         self._bucket: dict[str, Bucket] = {}
         self.params: dict[str, Tensor] = {}
         self._share_out()
-        self._reduction = Reduction({}, {}, False)
+        self._reducer = GradReducer({}, {}, False)
         self.renew()
 
     # Making the shares
@@ -168,14 +168,14 @@ class Data:
         for chunk in self.placed.chunks:
             for unit in [*self._order(chunk), *([self._head] if chunk.scores else [])]:
                 uses[unit] += micro_batches
-        self._reduction = Reduction(self._units, uses, self.placed.layout.zero >= 2)
+        self._reducer = GradReducer(self._units, uses, self.placed.layout.zero >= 2)
 
-    def weights_for(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> Weights:
-        """Return what brings the weights for one micro-batch's way through a chunk."""
+    def hooks_for(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
+        """Return the hooks that unshard a chunk's weights for one micro-batch."""
         if not self._units:
-            return HERE
-        reduction = self._reduction if training else None
-        return Visit(self._units, self._order(chunk), reduction, deferred)
+            return RESIDENT
+        reducer = self._reducer if training else None
+        return FsdpHooks(self._units, self._order(chunk), reducer, deferred)
 
     @property
     def _head(self) -> str:
@@ -224,7 +224,7 @@ class Data:
         """
         for bucket in self.buckets:
             if bucket.keeps:
-                bucket.gather()
+                bucket.all_gather()
 
     # What is here
 

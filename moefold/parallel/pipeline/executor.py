@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
-from moefold.layers.weights import Weights
+from moefold.layers.unshard import UnshardHooks
 from moefold.parallel.apply import Placed
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.mail import Mail
@@ -39,7 +39,7 @@ class Held:
 
     way: Pass
     sink: Deferred | Accumulated
-    weights: Weights
+    hooks: UnshardHooks
     gradient: Tensor | None = None
     """Of the output rows, where the chunk ends with the loss."""
 
@@ -102,7 +102,7 @@ class Executor:
         held = self._held[stage, micro]
         if action.kind == "W":
             assert isinstance(held.sink, Deferred)
-            held.weights.collect()
+            held.hooks.pre_weight_gradients()
             held.sink.drain()
             return Chain((), ())
         gradient, held.gradient = held.gradient, None
@@ -110,7 +110,7 @@ class Executor:
             gradient = self._mail.take(Result("gradient", stage + 1, micro))
         drain = held.sink.drain if isinstance(held.sink, Deferred) else None
         if drain is not None and action.kind == "B":
-            held.weights.collect()
+            held.hooks.pre_weight_gradients()
         return Chain((gradient,), held.way.backward(drain if action.kind == "B" else None))
 
     def _start(self, action: Action) -> Held:
@@ -120,10 +120,10 @@ class Executor:
         sink = Deferred() if apart else Accumulated()
         placed, micro = self._placed, action.micro
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
-        weights = placed.weights_for(chunk, training=True, deferred=apart)
-        flow = self._flows[micro].begun(sink, weights)
+        hooks = placed.hooks_for(chunk, training=True, deferred=apart)
+        flow = self._flows[micro].begun(sink, hooks)
         way = Pass(placed.model, chunk, flow, share, self._loss, self._beside)
-        return Held(way, sink, weights)
+        return Held(way, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:
         """Hand on what an action left, and forget what nothing needs any more."""
@@ -136,7 +136,7 @@ class Executor:
                 self._ran.losses.append(way.summed)
                 held.gradient = left[0]
         if action.kind in "BW":
-            held.weights.end()
+            held.hooks.post_weight_gradients()
             del self._held[stage, micro]
         given = self.plan.table.gives(self.plan.rank, action)
         if given is not None and self.plan.table.reader(given) is not None:

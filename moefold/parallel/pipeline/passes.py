@@ -106,7 +106,7 @@ class Pass:
 
     def _end(self, x_TD: Tensor) -> State:
         """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
-        with self._flow.weights.using(self._model.head_unit):
+        with self._flow.unshard.unsharded(self._model.head_unit):
             self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
         return (dx_TD,)
 
@@ -119,8 +119,8 @@ class Pass:
     def _block(self, number: str) -> list[Task]:
         """Return the tasks of one layer; the last one also notes its router terms."""
         parts = self._parts(self._model.layers[number].segments())  # type: ignore[operator]
-        weights, unit = self._flow.weights, f"layers.{number}"
-        self._stretches.append(_Told(weights.returned, unit))
+        hooks, unit = self._flow.unshard, f"layers.{number}"
+        self._stretches.append(_Told(hooks.post_backward, unit))
         if self._flow.recompute.block:
             again = _Again(parts)
             self._stretches.append(again)
@@ -129,14 +129,14 @@ class Pass:
             self._stretches += parts
             tasks = [Task(part.forward, exchanges) for part, exchanges in parts]
             last = parts[-1].part
-        self._stretches.append(_Told(weights.returns, unit))
+        self._stretches.append(_Told(hooks.pre_backward, unit))
 
         def close(x_TD: Tensor, terms_N: Tensor) -> State:
-            weights.leave(unit)
+            hooks.post_forward(unit)
             last.seeds = self._seeds({int(number): terms_N})
             return (x_TD,)
 
-        return [Task(_Told(weights.enter, unit).run), *tasks, Task(close)]
+        return [Task(_Told(hooks.pre_forward, unit).run), *tasks, Task(close)]
 
     def _parts(self, segments: Sequence[Segment]) -> list["_Apart"]:
         """Return segments as parts: what is a record in a layer is its tensors between parts."""

@@ -98,7 +98,7 @@ def forward(placed: Placed, flow: Flow) -> Tensor | None:
             x_TD = torch.empty(shape, dtype=model.recipe.dtype, device=placed.world.device)
             receive(x_TD, ranks.ranks[source], ranks).wait()
         chunk = here[stage]
-        flow = replace(flow, weights=placed.weights_for(chunk, training=False))
+        flow = replace(flow, unshard=placed.hooks_for(chunk, training=False))
         x_TD = model.start(flow) if chunk.embeds else x_TD
         assert x_TD is not None
         x_TD, _ = model.run(flow, x_TD, chunk.layers)
@@ -109,8 +109,8 @@ def forward(placed: Placed, flow: Flow) -> Tensor | None:
 
 def _head(placed: Placed) -> AbstractContextManager[None]:
     """Have the head's matrix here while the context is open."""
-    last = placed.weights_for(placed.chunks[-1], training=False)
-    return last.using(placed.model.head_unit)
+    last = placed.hooks_for(placed.chunks[-1], training=False)
+    return last.unsharded(placed.model.head_unit)
 
 
 def _rows(x_TD: Tensor, flow: Flow, places_P: Tensor) -> Tensor:

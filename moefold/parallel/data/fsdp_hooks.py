@@ -1,0 +1,147 @@
+"""FSDP hooks for one micro-batch: all-gather a unit's weights before use, free them after.
+
+The next unit's weights are on their way while one computes. Gradients are reduce-scattered when a
+unit's backward has run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from moefold.layers.unshard import EMBEDDING, UnshardHooks
+from moefold.parallel.data.bucket import Bucket
+
+Units = Mapping[str, Sequence[Bucket]]
+
+
+class GradReducer:
+    """When the gradients of a unit are summed: after each of its passes, or after the last.
+
+    Args:
+        units: buckets by unit.
+        uses: how often each unit is part of a step.
+        each_pass: whether sums are made after each pass, and whole gradients then freed.
+    """
+
+    def __init__(self, units: Units, uses: Mapping[str, int], each_pass: bool) -> None:
+        self._units, self._left, self._each_pass = units, dict(uses), each_pass
+        self._reducing: Sequence[Bucket] = ()
+
+    def completed(self, unit: str) -> None:
+        """Note that one use of a unit has added all its gradients."""
+        self._left[unit] = self._left.get(unit, 0) - 1
+        if not self._each_pass and self._left[unit]:
+            return
+        # One at a time: whole gradients of more than two units never exist at once.
+        for bucket in self._reducing if self._each_pass else ():
+            bucket.wait_reduce()
+        self._reducing = self._units.get(unit, ())
+        for bucket in self._reducing:
+            bucket.reduce()
+
+
+class FsdpHooks(UnshardHooks):
+    """Unshards and reshards the units of a chunk for one micro-batch's forward and backward.
+
+    Args:
+        units: buckets by unit.
+        order: the chunk's units in the order of forward.
+        reducer: told of units whose gradients are complete; None outside training.
+        deferred: whether weights' products wait for :meth:`pre_weight_gradients`.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        order: Sequence[str],
+        reducer: GradReducer | None = None,
+        deferred: bool = False,
+    ) -> None:
+        self._units, self._order = units, order
+        self._reducer, self._deferred = reducer, deferred
+        self._prefetched: set[str] = set()
+        self._awaited: list[str] = []
+        self._in_backward: set[str] = set()
+
+    def pre_forward(self, unit: str) -> None:
+        """Unshard the unit, and prefetch the next."""
+        self._unshard_and_prefetch(unit, 1)
+
+    def post_forward(self, unit: str) -> None:
+        """Reshard the unit; its gradients are awaited from now on."""
+        self._reshard(unit)
+        if self._reducer is not None:
+            self._awaited.append(unit)
+
+    @contextmanager
+    def unsharded(self, unit: str) -> Iterator[None]:
+        """Unshard the unit while open; its gradients are complete as it closes."""
+        self._unshard(unit)
+        if self._reducer is not None:
+            self._open_gradients(unit)
+        yield
+        self._reshard(unit)
+        if self._reducer is not None:
+            self._reducer.completed(unit)
+
+    def pre_backward(self, unit: str) -> None:
+        """Unshard the unit, and prefetch the one whose backward comes next."""
+        if unit != EMBEDDING:  # adding rows to a table reads none of it
+            self._unshard_and_prefetch(unit, -1)
+            self._in_backward.add(unit)
+        if not self._deferred:
+            self._open_gradients(unit)
+
+    def post_backward(self, unit: str) -> None:
+        """Reshard the unit, and reduce its gradients where none of its products are deferred."""
+        self._in_backward.discard(unit)
+        self._reshard(unit)
+        if not self._deferred:
+            self._complete(unit)
+
+    def pre_weight_gradients(self) -> None:
+        """Allocate the whole gradients of the units that have run."""
+        for unit in self._awaited:
+            self._open_gradients(unit)
+
+    def post_weight_gradients(self) -> None:
+        """Reshard what is left, and reduce what was deferred."""
+        # Also of units whose inputs had no use for a gradient.
+        for unit in [*self._in_backward, *self._prefetched]:
+            self._reshard(unit)
+        self._in_backward, self._prefetched = set(), set()
+        for unit in list(self._awaited):
+            self._complete(unit)
+
+    def _unshard_and_prefetch(self, unit: str, step: int) -> None:
+        """Unshard a unit, and begin to unshard the next (step 1) or the last (-1)."""
+        self._unshard(unit)
+        place = self._order.index(unit) + step
+        follows = self._order[place] if 0 <= place < len(self._order) else EMBEDDING
+        if follows != EMBEDDING and follows not in self._prefetched:
+            self._start_unshard(follows)
+            self._prefetched.add(follows)
+
+    def _unshard(self, unit: str) -> None:
+        if unit not in self._prefetched:
+            self._start_unshard(unit)
+        self._prefetched.discard(unit)
+        for bucket in self._units.get(unit, ()):
+            bucket.wait_unshard()
+
+    def _start_unshard(self, unit: str) -> None:
+        for bucket in self._units.get(unit, ()):
+            bucket.unshard()
+
+    def _reshard(self, unit: str) -> None:
+        for bucket in self._units.get(unit, ()):
+            bucket.reshard()
+
+    def _open_gradients(self, unit: str) -> None:
+        for bucket in self._units.get(unit, ()):
+            bucket.wait_reduce()
+            bucket.open_gradients()
+
+    def _complete(self, unit: str) -> None:
+        assert self._reducer is not None, "backward belongs to training"
+        self._awaited.remove(unit)
+        self._reducer.completed(unit)
