@@ -52,8 +52,9 @@ class Reading:
 
 
 class Family(Record):
-    """A model family; final classes add ``family``, ``shape`` and what is theirs alone."""
+    """A model family; final classes add ``family``, their kind of ``shape`` and what is theirs."""
 
+    shape: Sizes
     router: Annotated[Router, ROUTER] | None = None
     """A router in place of the family's; its experts and top_k are those of ``shape``."""
     balance: Balance = (Aux(),)
@@ -77,21 +78,17 @@ class Family(Record):
     fixed_rope: ClassVar[str | None] = "half"
     """The rotary layout the family is tied to; None allows either."""
 
-    @property
-    @abstractmethod
-    def sizes(self) -> Sizes:
-        """The record under ``shape``."""
-
-    @abstractmethod
     def own_router(self) -> Router:
-        """The family's router, for layers with experts."""
+        """The family's router: softmax over all experts, then top-k, where it says nothing else."""
+        own = {name: getattr(self, name) for name in self.router_fields}
+        return Router(experts=self.shape.experts, top_k=self.shape.top_k, **own)
 
     @property
     def chosen_router(self) -> Router:
         """The router of the layers with experts: the family's, or the one in its place."""
         if self.router is None:
             return self.own_router()
-        sizes = {"experts": self.sizes.experts, "top_k": self.sizes.top_k}
+        sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
         return self.router.model_copy(update=sizes)
 
     @abstractmethod
@@ -114,9 +111,36 @@ class Family(Record):
         return None
 
     @classmethod
-    @abstractmethod
+    def shape_of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the fields of ``shape`` that a decoder's blocks show.
+
+        Raises:
+            AttributeError: where its blocks are of another kind.
+            StopIteration: where no block has experts.
+        """
+        moe = first_moe(decoder)
+        return {
+            "vocab": decoder.vocab,
+            "hidden": decoder.hidden,
+            "layers": len(decoder.blocks),
+            "heads": decoder.blocks[0].attention.heads,  # type: ignore[attr-defined]
+            "experts": moe.router.experts,
+            "top_k": moe.router.top_k,
+            "expert_width": moe.width,
+        }
+
+    @classmethod
     def guess(cls, decoder: Decoder) -> Self:
-        """The record that ``decoder`` may come from, read off its blocks and not yet checked."""
+        """Return the record that a decoder may come from, read off its blocks, not yet checked."""
+        moe, shape = first_moe(decoder), cls.shape_of(decoder)
+        own = {name: getattr(moe.router, name) for name in cls.router_fields}
+        fields = {
+            "balance": moe.balance,
+            "capacity": moe.capacity,
+            "rope": decoder.blocks[0].attention.rope,  # type: ignore[attr-defined]
+            **{n: getattr(decoder, n) for n in ("norm_epsilon", "tied", "init_std", "context")},
+        }
+        return cls(shape=shape, **own, **fields)  # type: ignore[arg-type]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Reading:
@@ -139,9 +163,9 @@ class Family(Record):
         tokens, block = reader.special_tokens(), reader.quantised()
         reader.finish()
         model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
-        refuse((b.under("shape") for b in model.sizes.rules()), "config.json describes a model:")
+        refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model:")
         refuse(model.rules(), "config.json describes a model:")
-        decoder = model.describe(model.sizes.vocab or 2)
+        decoder = model.describe(model.shape.vocab or 2)
         return Reading(model, decoder, tokens, tuple(reader.notes), block)
 
     @classmethod
@@ -182,7 +206,7 @@ class Family(Record):
             "tie_word_embeddings": model.tied,
             "output_router_logits": False,
             "use_cache": True,
-            **{theirs: getattr(model.sizes, ours) for theirs, ours in cls.hf_sizes.items()},
+            **{theirs: getattr(model.shape, ours) for theirs, ours in cls.hf_sizes.items()},
             **rope_fields(model.rope, model.context),
             **model.write(),
         }
@@ -195,8 +219,8 @@ class Family(Record):
         """
         refuse(self.misfits(vocab))
         return Decoder(
-            vocab=self.sizes.vocab or vocab,
-            hidden=self.sizes.hidden,
+            vocab=self.shape.vocab or vocab,
+            hidden=self.shape.hidden,
             stacks=patterns(self.blocks()),
             norm_epsilon=self.norm_epsilon,
             tied=self.tied,
@@ -206,12 +230,12 @@ class Family(Record):
 
     def misfits(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
-        yield from too_few_rows(("shape", "vocab"), self.sizes.vocab, vocab)
+        yield from too_few_rows(("shape", "vocab"), self.shape.vocab, vocab)
 
     def moe(self, **own: Any) -> Moe:
         """The feed-forward with experts, ``own`` being what only some families have."""
         return Moe(
-            width=self.sizes.expert_width,
+            width=self.shape.expert_width,
             router=self.chosen_router,
             capacity=self.capacity,
             balance=self.balance,
@@ -315,20 +339,6 @@ def first_moe(decoder: Decoder) -> Moe:
         StopIteration: where there is none.
     """
     return next(b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe))
-
-
-def common(decoder: Decoder) -> dict[str, Any]:
-    """Return the values of ``Family``'s own fields that a decoder holds."""
-    moe = first_moe(decoder)
-    return {
-        "balance": moe.balance,
-        "capacity": moe.capacity,
-        "rope": decoder.blocks[0].attention.rope,  # type: ignore[attr-defined]
-        "norm_epsilon": decoder.norm_epsilon,
-        "tied": decoder.tied,
-        "init_std": decoder.init_std,
-        "context": decoder.context,
-    }
 
 
 def _plain(decoder: Decoder) -> dict[str, Any]:

@@ -6,7 +6,7 @@ transformers. Layers for multi-token prediction are not part of the description.
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Block, Decoder
-from moefold.model.families.base import Balance, Family, Sizes, common, first_moe
+from moefold.model.families.base import Balance, Family, Sizes, first_moe
 from moefold.model.families.hub import ConfigReader, read_rope
 from moefold.model.families.names import entry, expert_names, llama_names
 from moefold.moe.config import Aux, Bias, Groups, Router, Shared
@@ -130,11 +130,6 @@ class DeepseekV3(Family):
         entry("layers.{i}.moe.shared.w_out", f"{_MLP}.shared_experts.down_proj.weight"),
     )
 
-    @property
-    def sizes(self) -> Shape:
-        """The record under ``shape``."""
-        return self.shape
-
     def own_router(self) -> Router:
         """Sigmoid scores; the choice, in groups too, is by score plus bias, the weights without."""
         return Router(
@@ -230,31 +225,18 @@ class DeepseekV3(Family):
         return super().ignores(name)
 
     @classmethod
-    def guess(cls, decoder: Decoder) -> Self:
-        """The DeepSeek-V3 that ``decoder`` may come from."""
+    def shape_of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, those of its latents and dense layers too."""
         mla: Any = decoder.blocks[0].attention
         moe: Any = first_moe(decoder)
         dense = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Dense)]
-        shape = Shape(
-            vocab=decoder.vocab,
-            hidden=decoder.hidden,
-            layers=len(decoder.blocks),
-            heads=mla.heads,
-            experts=moe.router.experts,
-            top_k=moe.router.top_k,
-            expert_width=moe.width,
-            dense_layers=len(dense),
-            dense_width=dense[0].width if dense else None,
-            shared_width=moe.shared.width,
-            **{n: getattr(mla, n) for n in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")},
-        )
-        return cls(
-            shape=shape,
-            renormalise=moe.router.renormalise,
-            scale=moe.router.scale,
-            groups=moe.router.groups,
-            **common(decoder),
-        )
+        latent = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")
+        return super().shape_of(decoder) | {
+            "dense_layers": len(dense),
+            "dense_width": dense[0].width if dense else None,
+            "shared_width": moe.shared.width,
+            **{name: getattr(mla, name) for name in latent},
+        }
 
 
 def _read_balance(config: ConfigReader) -> Balance:

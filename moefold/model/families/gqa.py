@@ -9,7 +9,7 @@ from moefold.config.problems import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Decoder
-from moefold.model.families.base import Sizes, first_moe
+from moefold.model.families.base import Family, Sizes
 from moefold.model.families.hub import ConfigReader
 
 HF_SIZES = {
@@ -95,24 +95,15 @@ def read_heads(config: ConfigReader) -> dict[str, int]:
     return read_kv_heads(config) | ({} if head_dim is None else {"head_dim": head_dim})
 
 
-def sizes_of(decoder: Decoder) -> dict[str, Any]:
-    """Return the sizes that a decoder of such a family shows in its blocks.
+class GqaFamily(Family):
+    """A family whose layers have grouped-query attention."""
 
-    Raises:
-        AttributeError: where the first block has another kind of attention.
-        StopIteration: where no block has experts.
-    """
-    attention: Any = decoder.blocks[0].attention
-    moe = first_moe(decoder)
-    natural = attention.head_dim * attention.heads == decoder.hidden
-    sizes = {} if natural else {"head_dim": attention.head_dim}
-    return sizes | {
-        "vocab": decoder.vocab,
-        "hidden": decoder.hidden,
-        "layers": len(decoder.blocks),
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "experts": moe.router.experts,
-        "top_k": moe.router.top_k,
-        "expert_width": moe.width,
-    }
+    shape: GqaSizes
+
+    @classmethod
+    def shape_of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, dims per head where they are not natural."""
+        attention: Any = decoder.blocks[0].attention
+        natural = attention.head_dim * attention.heads == decoder.hidden
+        sizes = {} if natural else {"head_dim": attention.head_dim}
+        return super().shape_of(decoder) | sizes | {"kv_heads": attention.kv_heads}

@@ -1,18 +1,18 @@
 """Mixtral (arXiv 2401.04088): grouped-query attention, weights always renormalised."""
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from moefold.config.problems import Violation
 from moefold.layers.config import Rope
-from moefold.model.config import MODEL, Block, Decoder
-from moefold.model.families.base import Balance, Family, common
-from moefold.model.families.gqa import HF_SIZES, FreeGqaSizes, gqa, read_heads, sizes_of
+from moefold.model.config import MODEL, Block
+from moefold.model.families.base import Balance
+from moefold.model.families.gqa import HF_SIZES, FreeGqaSizes, GqaFamily, gqa, read_heads
 from moefold.model.families.hub import ConfigReader, aux_coefficient, read_aux, read_rope
 from moefold.model.families.names import entry, gqa_names, llama_names
-from moefold.moe.config import Aux, Router
+from moefold.moe.config import Aux
 
 _APART = "model.layers.{i}.block_sparse_moe"
 _PACKED = "model.layers.{i}.mlp"
@@ -25,7 +25,7 @@ class Shape(FreeGqaSizes):
 
 
 @MODEL.register
-class Mixtral(Family):
+class Mixtral(GqaFamily):
     """A Mixtral."""
 
     family: Literal["mixtral"] = "mixtral"
@@ -55,15 +55,6 @@ class Mixtral(Family):
             packed=f"{_PACKED}.experts.down_proj",
         ),
     )
-
-    @property
-    def sizes(self) -> Shape:
-        """The record under ``shape``."""
-        return self.shape
-
-    def own_router(self) -> Router:
-        """Softmax over all experts, then top-k, then division by the sum."""
-        return Router(experts=self.shape.experts, top_k=self.shape.top_k)
 
     def blocks(self) -> Sequence[Block]:
         """Equal blocks throughout."""
@@ -97,8 +88,3 @@ class Mixtral(Family):
             "router_jitter_noise": 0.0,
             "router_aux_loss_coef": aux_coefficient(self.balance),
         }
-
-    @classmethod
-    def guess(cls, decoder: Decoder) -> Self:
-        """The Mixtral that ``decoder`` may come from."""
-        return cls(shape=Shape(**sizes_of(decoder)), **common(decoder))

@@ -1,16 +1,16 @@
 """OLMoE (arXiv 2409.02060): q/k norms over whole projections, weights not renormalised."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moefold.model.config import MODEL, Block, Decoder
-from moefold.model.families.base import Balance, Family, common, first_moe
-from moefold.model.families.gqa import HF_SIZES, GqaSizes, gqa, read_kv_heads, sizes_of
+from moefold.model.config import MODEL, Block
+from moefold.model.families.base import Balance
+from moefold.model.families.gqa import HF_SIZES, GqaFamily, GqaSizes, gqa, read_kv_heads
 from moefold.model.families.hub import ConfigReader, aux_coefficient, read_aux, read_rope
 from moefold.model.families.names import expert_names, gqa_names, llama_names
-from moefold.moe.config import Aux, Router, Z
+from moefold.moe.config import Aux, Z
 
 _THETA = 1e4
 _AUX = 1e-2  # the default of transformers' class, and the coefficient of the report
@@ -21,7 +21,7 @@ class Shape(GqaSizes):
 
 
 @MODEL.register
-class Olmoe(Family):
+class Olmoe(GqaFamily):
     """An OLMoE, by default with the report's z-loss too."""
 
     family: Literal["olmoe"] = "olmoe"
@@ -37,17 +37,6 @@ class Olmoe(Family):
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())
 
     router_fields = ("renormalise",)
-
-    @property
-    def sizes(self) -> Shape:
-        """The record under ``shape``."""
-        return self.shape
-
-    def own_router(self) -> Router:
-        """Softmax over all experts, then top-k."""
-        return Router(
-            experts=self.shape.experts, top_k=self.shape.top_k, renormalise=self.renormalise
-        )
 
     def blocks(self) -> Sequence[Block]:
         """Equal blocks throughout."""
@@ -75,9 +64,3 @@ class Olmoe(Family):
             "norm_topk_prob": self.renormalise,
             "router_aux_loss_coef": aux_coefficient(self.balance),
         }
-
-    @classmethod
-    def guess(cls, decoder: Decoder) -> Self:
-        """The OLMoE that ``decoder`` may come from."""
-        renormalise = first_moe(decoder).router.renormalise
-        return cls(shape=Shape(**sizes_of(decoder)), renormalise=renormalise, **common(decoder))

@@ -1,17 +1,17 @@
 """Qwen3-MoE (arXiv 2505.09388): norms on each query and key head, and dense layers where asked."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from moefold.config.problems import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import MODEL, Block, Decoder
-from moefold.model.families.base import Balance, Family, common, first_moe
-from moefold.model.families.gqa import HF_SIZES, FreeGqaSizes, gqa, read_heads, sizes_of
+from moefold.model.families.base import Balance
+from moefold.model.families.gqa import HF_SIZES, FreeGqaSizes, GqaFamily, gqa, read_heads
 from moefold.model.families.hub import ConfigReader, aux_coefficient, read_aux, read_rope
 from moefold.model.families.names import expert_names, gqa_names, llama_names
-from moefold.moe.config import Aux, Router
+from moefold.moe.config import Aux
 
 _AUX = 1e-3  # the default of transformers' class
 
@@ -42,7 +42,7 @@ class Shape(FreeGqaSizes):
 
 
 @MODEL.register
-class Qwen3Moe(Family):
+class Qwen3Moe(GqaFamily):
     """A Qwen3-MoE."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
@@ -58,17 +58,6 @@ class Qwen3Moe(Family):
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())
 
     router_fields = ("renormalise",)
-
-    @property
-    def sizes(self) -> Shape:
-        """The record under ``shape``."""
-        return self.shape
-
-    def own_router(self) -> Router:
-        """Softmax over all experts, then top-k."""
-        return Router(
-            experts=self.shape.experts, top_k=self.shape.top_k, renormalise=self.renormalise
-        )
 
     def blocks(self) -> Sequence[Block]:
         """Blocks with experts, those named in ``dense_layers`` without."""
@@ -119,10 +108,9 @@ class Qwen3Moe(Family):
         }
 
     @classmethod
-    def guess(cls, decoder: Decoder) -> Self:
-        """The Qwen3-MoE that ``decoder`` may come from."""
+    def shape_of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, and which of its layers are dense."""
         dense = {n: b.ffn for n, b in enumerate(decoder.blocks) if isinstance(b.ffn, Dense)}
         width = next(iter(dense.values())).width if dense else None
-        shape = Shape(**sizes_of(decoder), dense_layers=tuple(dense), dense_width=width)
-        renormalise = first_moe(decoder).router.renormalise
-        return cls(shape=shape, renormalise=renormalise, **common(decoder))
+        own = {"dense_layers": tuple(dense), "dense_width": width}
+        return super().shape_of(decoder) | own
