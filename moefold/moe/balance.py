@@ -32,7 +32,8 @@ from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Aux, Bias, Moe, Z
-from moefold.moe.router import Decision, Routed, Router, probabilities
+from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 
 Population = Literal["micro_batch", "sequence", "global_batch"]

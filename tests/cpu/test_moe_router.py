@@ -18,7 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from moefold.moe.config import Capacity, Groups, Local, Moe
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.layer import MoeFfn
-from moefold.moe.router import Decision, Routed, Router, probabilities
+from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.scoring import probabilities
 from moefold.moe.topk import best, count, drop, select
 from tests.cpu.routing import (
     distribution_by_loop,

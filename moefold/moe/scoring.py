@@ -1,0 +1,65 @@
+"""Scores that experts are chosen by, probabilities that loss terms read, weights of the chosen.
+
+T token rows, E experts, K experts per token. All are differentiable in the logits.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.moe.config import Router
+
+
+def scores(logits_TE: Tensor, record: Router) -> Tensor:
+    """Return the scores [T, E] that experts are chosen by, in the logits' dtype.
+
+    Where the softmax comes after the choice, these are the logits themselves.
+    """
+    if record.order == "topk_first":
+        return logits_TE
+    match record.score:
+        case "softmax":
+            return logits_TE.softmax(1)
+        case "sigmoid":
+            return _in_whole_vectors(torch.sigmoid, logits_TE)
+        case "sqrt_softplus":
+            # The bound keeps the gradient finite where softplus underflows.
+            soft_TE = _in_whole_vectors(F.softplus, logits_TE)
+            return soft_TE.clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+
+def _in_whole_vectors(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply an elementwise function so that no value's bits depend on how many there are.
+
+    On a CPU torch computes what is left over after the last whole vectors by another formula.
+    """
+    left_over = -values.numel() % 32  # two vectors of the widest CPU, as torch steps
+    if left_over == 0 or values.device.type != "cpu":
+        return function(values)
+    padded = F.pad(values.flatten(), (0, left_over))
+    return function(padded)[: values.numel()].view_as(values)
+
+
+def probabilities(logits_TE: Tensor, scores_TE: Tensor, record: Router) -> Tensor:
+    """Return each row's distribution over all experts: softmax, or the scores over their sum."""
+    if record.score == "softmax":
+        return scores_TE if record.order == "score_first" else logits_TE.softmax(1)
+    total_T1 = scores_TE.sum(1, keepdim=True)
+    return scores_TE / total_T1.clamp(min=torch.finfo(scores_TE.dtype).tiny)
+
+
+def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
+    """Return the weights [T, K] of the chosen experts, differentiable in the scores.
+
+    A softmax over the chosen ones sums to one already, so ``renormalise`` and ``epsilon`` do
+    nothing where the order is ``topk_first``. Rows of the sentinel E hold some finite weight.
+    """
+    weights_TK = scores_TE.gather(1, experts_TK.clamp(max=scores_TE.shape[1] - 1))
+    if record.order == "topk_first":
+        weights_TK = weights_TK.softmax(1)
+    elif record.renormalise:
+        total_T1 = weights_TK.sum(1, keepdim=True)
+        weights_TK = weights_TK / (total_T1 + record.epsilon if record.epsilon else total_T1)
+    return weights_TK if record.scale == 1.0 else weights_TK * record.scale
