@@ -232,7 +232,7 @@ class Dispatch(Record):
         return ()
 
     @property
-    def room(self) -> int | None:
+    def capacity(self) -> int | None:
         """Most rows from one rank to another in a pass (``max_rows``), where there is a limit.
 
         The step looks whether it was enough, so that no pass has to wait for the answer.
@@ -322,8 +322,8 @@ class Padded(Dispatch):
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
 
     @property
-    def room(self) -> int:
-        """As it says."""
+    def capacity(self) -> int:
+        """The rows that are stated."""
         return self.max_rows
 
 

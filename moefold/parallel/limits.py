@@ -1,4 +1,4 @@
-"""What a dispatcher demands of a step's rows: as many on every rank, or no more than its room."""
+"""What a dispatcher demands of a step's rows: as many on every rank, or no more than fit."""
 
 from collections.abc import Sequence
 
@@ -33,26 +33,26 @@ def check_even_rows(placed: Placed, batches: Sequence[MicroBatch]) -> None:
 
 
 def check_overflow(placed: Placed, overflow: Sequence[Tensor]) -> None:
-    """Refuse passes in which a dispatch of stated room left rows out; all ranks do alike.
+    """Refuse passes in which a dispatch of stated capacity left rows out; all ranks do alike.
 
     Args:
         placed: the model's parts on this rank.
         overflow: of every such dispatch here, the rows that it could not take.
 
     Raises:
-        ValueError: names the room that would have been enough.
+        ValueError: names the capacity that would have been enough.
     """
     dispatch = placed.layout.dispatch
-    room = dispatch.room if isinstance(dispatch, Dispatch) else None
-    if room is None:
+    capacity = dispatch.capacity if isinstance(dispatch, Dispatch) else None
+    if capacity is None:
         return
     most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     with placed.world.recorder.module("room"):
         most = max_(torch.stack([most, *overflow]).amax(), placed.world.group("world"))
     (missing,) = read_scalars(most)
     if missing:
-        needed = room + round(missing)
+        needed = capacity + round(missing)
         raise ValueError(
-            f"layout.dispatch.max_rows is {room}, and a rank had {needed} rows for another. "
+            f"layout.dispatch.max_rows is {capacity}, and a rank had {needed} rows for another. "
             f"Set max_rows to {needed} or more, or choose dispatch: alltoall"
         )

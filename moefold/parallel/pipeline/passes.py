@@ -146,8 +146,8 @@ class Pass:
         def run(at: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
             with flow.recompute.keeping():
                 state = segments[at](tree_unflatten(values, forms[at]), flow)
-            values, forms[at + 1] = tree_flatten(state)
-            return tuple(values)
+            flat, forms[at + 1] = tree_flatten(state)
+            return tuple(flat)
 
         exchanges = [isinstance(segment, Exchange) for segment in segments]
         flows = [self._beside if away else self._flow for away in exchanges]
