@@ -81,7 +81,7 @@ class Flow:
 
     @property
     def whole(self) -> "Flow":
-        """The same pass for a layer that sees all rows of the tensor group."""
+        """Return the pass for a layer that sees all rows of the tensor group."""
         # Kept apart: a pass that held itself would wait for the garbage collector, rows and all.
         return self if self.piece is None else self._whole
 

@@ -49,9 +49,9 @@ class Routing:
     """What dispatch and experts need of a routed micro-batch."""
 
     experts_TK: Tensor
-    """As in :class:`Decision`."""
+    """int64 ids of the chosen experts; E in rows that are not valid."""
     kept_TK: Tensor | None
-    """As in :class:`Decision`."""
+    """bool, False for copies that are not sent; None if dropless."""
     sent_TK: Tensor
     """``experts_TK`` with E for dropped copies too: what dispatch sends."""
     weights_TK: Tensor

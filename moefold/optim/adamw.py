@@ -137,7 +137,7 @@ class AdamWOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
-        """See ``Optimizer.step``."""
+        """Update every parameter by AdamW."""
         grads = self._gradients(scale)
         for count in self._steps.values():
             count += 1
@@ -160,11 +160,11 @@ class AdamWOptimizer(Optimizer):
             )
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """See ``Optimizer.lr``."""
+        """Return the learning rate of this step."""
         return {self.rule.kind: self.rule.lr * lr_factor}
 
     def describe(self) -> dict[str, str]:
-        """See ``Optimizer.describe``."""
+        """Return in words how the update is computed."""
         plain = len(self.params) - len(self._fused)
         words = [f"{len(self._fused)} tensors fused"] if self._fused else []
         words += [f"{plain} tensors by the reference"] if plain or not self._fused else []

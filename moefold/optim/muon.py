@@ -214,7 +214,7 @@ class MuonOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
-        """See ``Optimizer.step``."""
+        """Update matrices by Muon, and the rest by the optimizer for it."""
         grads = self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
         lr = self.rule.lr * lr_factor
@@ -269,15 +269,15 @@ class MuonOptimizer(Optimizer):
             apply_update_(piece.view(self.params[piece.name]), update, self.rule, lr=lr, size=size)
 
     def state(self) -> dict[str, Tensor]:
-        """See ``Optimizer.state``."""
+        """Return the state of both optimizers by its names in a checkpoint."""
         return {**self._state, **self._rest.state()}
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
-        """See ``Optimizer.lr``."""
+        """Return both learning rates of this step."""
         return {self.rule.kind: self.rule.lr * lr_factor, **self._rest.lr(lr_factor)}
 
     def describe(self) -> dict[str, str]:
-        """See ``Optimizer.describe``."""
+        """Return in words how either update is computed."""
         if self._wholes is not None:
             line = f"{len(self._wholes.matrices)} whole matrices of other ranks' and own pieces"
             return {self.rule.kind: line, **self._rest.describe()}

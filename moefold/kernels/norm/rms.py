@@ -44,7 +44,7 @@ def rms_norm(
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """The same by autograd, in fp64."""
+    """Compute the norm by autograd, in fp64."""
     wide = x.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return (normed * weight_D.double()).to(x.dtype)

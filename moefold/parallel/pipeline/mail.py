@@ -1,4 +1,6 @@
-"""What crosses between stages: receives are posted a step ahead, sends are waited for late.
+"""Point-to-point sends and receives between pipeline stages, without blocking the host.
+
+Receives are posted a step ahead, sends are waited for late.
 
 T rows here, D hidden.
 """

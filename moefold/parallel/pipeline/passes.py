@@ -1,4 +1,4 @@
-"""One micro-batch's way through one chunk, there and back, as chains of tasks.
+"""Forward and backward of one micro-batch on one model chunk, as task lists.
 
 T rows here, D hidden. Without pairs in the table the whole chunk is one part. With pairs each
 segment of a block is one, so that the exchanges of one micro-batch run beside the computing of
