@@ -6,10 +6,13 @@ later, as its action W. Whatever the sink, each product runs exactly once.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.operand import Operand
 
 Product = Callable[[Tensor | None], Tensor]
 """``product(into)``: the weight's gradient, added to ``into`` in place where that is given."""
@@ -68,3 +71,26 @@ def accumulate(weight: Tensor, product: Product) -> None:
 
 
 RETURNED = Returned()
+
+
+def read_parameter(weight: Operand, sink: GradientSink) -> Tensor:
+    """Return a parameter's values to compute with freely; the gradient goes to the sink.
+
+    For small parameters that no product of the kernels reads, such as a logit of each head.
+    """
+    return _Read.apply(weight.master, weight.value, sink)  # type: ignore[return-value]
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, value: Tensor, sink: GradientSink) -> Tensor:
+        ctx.master, ctx.sink = master, sink
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        def product(into: Tensor | None) -> Tensor:
+            return grad if into is None else into.add_(grad)
+
+        return ctx.sink.deliver(ctx.master, product), None, None

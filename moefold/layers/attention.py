@@ -6,6 +6,7 @@ T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value
 import torch
 from torch import Tensor, nn
 
+from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rope.rotate import rotate
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend
@@ -40,8 +41,12 @@ class GroupedQueryAttention(nn.Module):
         k_TGd = self._heads(self.k(x_TD, whole), self.k_norm, whole)
         v_TGd = self.v(x_TD, whole).unflatten(1, (-1, self.record.head_dim))
         q_THd, k_TGd = (_turned(x, self.record.rope, whole) for x in (q_THd, k_TGd))
-        out_THd = _attend(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, whole)
+        out_THd = self.attend(q_THd, k_TGd, v_TGd, whole)
         return flow.scatter(self.o(out_THd.flatten(1), whole))
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
+        """Return what rows of turned queries see; kinds that see otherwise replace this."""
+        return attended(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
 
     def _heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads and norm them, per head or before the cut."""
@@ -90,7 +95,7 @@ class LatentAttention(nn.Module):
         q_THd, k_THd, v_THv = flow.recompute.run("mla_up", expand, q, kv, k_rope)
         factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
-        out_THv = _attend(self, q_THd, k_THd, v_THv, scale, whole)
+        out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
         return flow.scatter(self.o(out_THv.flatten(1), whole))
 
     def _expand(
@@ -114,12 +119,37 @@ def _turned(x_THd: Tensor, rope: Rope, flow: Flow) -> Tensor:
     return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
 
 
-def _attend(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, flow: Flow) -> Tensor:
-    seen = None if flow.cache is None else flow.cache.attend(layer, q, k, v, scale)
-    if seen is not None:
-        return seen
+def attended(
+    layer: nn.Module,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    flow: Flow,
+    window: int | None = None,
+    sinks: nn.Parameter | None = None,
+) -> Tensor:
+    """Return ``out_THv`` of causal attention, from the cache where texts are being written.
 
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, scale, flow)
+    Args:
+        layer: whose keys and values the cache keeps.
+        q_THd: turned queries of the tensor group's rows.
+        k_TGd: turned keys.
+        v_TGv: values.
+        scale: factor on the scores.
+        flow: the pass.
+        window: rows that a row sees, itself among them; None is all before it.
+        sinks: a learned logit of each head whose value is zero.
+    """
+    given = [q_THd, k_TGd, v_TGv]
+    if sinks is not None:
+        given.append(read_parameter(flow.operand(sinks, sinks.dtype), flow.sink))
+    if flow.cache is not None:
+        seen = flow.cache.attend(layer, q_THd, k_TGd, v_TGv, scale, window, *given[3:])
+        if seen is not None:
+            return seen
 
-    return flow.recompute.run("attention", core, q, k, v)
+    def core(q: Tensor, k: Tensor, v: Tensor, *sinks_H: Tensor) -> Tensor:
+        return attend(q, k, v, scale, flow, window, *sinks_H)
+
+    return flow.recompute.run("attention", core, *given)

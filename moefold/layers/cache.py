@@ -48,11 +48,19 @@ class KeyValueCache:
         return replace(rows, positions_T=positions_T)
 
     def attend(
-        self, layer: nn.Module, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float
+        self,
+        layer: nn.Module,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor | None:
         """Keep a layer's keys and values of this pass, and return what its rows see of all.
 
-        Returns None in a pass of whole texts, whose rows see no others.
+        Rows see the last ``window`` of a text; ``sinks_H`` is a logit of each head whose value is
+        zero. Returns None in a pass of whole texts, whose rows see no others.
         """
         kept = self._kept.get(layer)
         lengths = [len(text) if kept is None else 1 for text in self._texts]
@@ -62,14 +70,24 @@ class KeyValueCache:
             self._kept[layer] = new
             return None
         self._kept[layer] = [
-            (torch.cat([k, k_1]), torch.cat([v, v_1]))
+            (_joined(k, k_1, window), _joined(v, v_1, window))
             for (k, v), (k_1, v_1) in zip(kept, new, strict=True)
         ]
         out_THv = q_THd.new_zeros(*q_THd.shape[:2], v_TGv.shape[2])
         for row, (k_LGd, v_LGv) in enumerate(self._kept[layer]):
             q_GRd = q_THd[row].unflatten(0, (k_LGd.shape[1], -1))
             logits_GRL = torch.einsum("grd,lgd->grl", q_GRd, k_LGd) * scale
+            if sinks_H is not None:
+                sinks_GR1 = sinks_H.to(logits_GRL.dtype).view(*logits_GRL.shape[:2], 1)
+                logits_GRL = torch.cat([logits_GRL, sinks_GR1], -1)
             wide = torch.promote_types(logits_GRL.dtype, torch.float32)
             weights_GRL = logits_GRL.softmax(-1, dtype=wide).to(v_LGv.dtype)
-            out_THv[row] = torch.einsum("grl,lgv->grv", weights_GRL, v_LGv).flatten(0, 1)
+            seen_GRL = weights_GRL[..., : len(v_LGv)]
+            out_THv[row] = torch.einsum("grl,lgv->grv", seen_GRL, v_LGv).flatten(0, 1)
         return out_THv
+
+
+def _joined(old_LGd: Tensor, new_LGd: Tensor, window: int | None) -> Tensor:
+    """Return a text's keys or values with those of its new row, of a window the last ones."""
+    joined = torch.cat([old_LGd, new_LGd])
+    return joined if window is None else joined[-window:]

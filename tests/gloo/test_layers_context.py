@@ -3,6 +3,7 @@
 T rows of a rank, H query heads, G key-value heads, d and v dims per head.
 """
 
+import itertools
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -251,3 +252,43 @@ def test_a_ring_with_one_document_sends_three_quarters_of_what_a_whole_one_would
 def test_documents_inside_pieces_send_nothing(cp: int) -> None:
     for found in finds(cp):
         assert not any(found["ring", "shorter than a piece", "grouped", "fp64"].sent.values())
+
+
+def rank_finds_windows(rank: int, cp: int) -> dict[Any, tuple[float, Tensor, Tensor]]:
+    """Attend in windows with sinks; of every kind the largest error here, the gradient of the sinks
+    from the rows here, and from all rows on one rank.
+    """
+    found = {}
+    names = ("one document", "a segment over every border", "shorter than a piece", "padded")
+    with World.open(Folding(Sizes(cp=cp), cp), "cpu", 20) as world:
+        for name in kinds_of(cp):
+            for group, inner in KINDS[name].splits(world.folding.sizes):
+                world.split(group, inner)
+        for name, case, window in itertools.product(kinds_of(cp), names, (1, 5, None)):
+            batch = batch_of(case, cp)
+            given = values(batch.rows, "grouped")
+            sinks = torch.linspace(-1, 2, HEADS["grouped"][0], dtype=torch.float64)
+            fresh = [x.clone().requires_grad_() for x in (*given[:3], sinks)]
+            q, k, v, sinks_H = fresh
+            out = reference.attention(q, k, v, batch.lengths, SCALE, window, sinks_H)
+            expected = [out, *torch.autograd.grad(out, fresh, given[3])]
+            part = batch.part(zigzag(batch.rows, world.attention.cp, cp))
+            assert part.row_T is not None
+            mine = [x[part.row_T].requires_grad_() for x in given[:3]]
+            sinks_H = sinks.clone().requires_grad_()
+            flow = Flow(part, PrecisionPolicy("fp64"), world=world, context=KINDS[name])
+            out = attend(mine[0], mine[1], mine[2], SCALE, flow, window, sinks_H)
+            grads = torch.autograd.grad(out, (*mine, sinks_H), given[3][part.row_T])
+            pairs = zip((out, *grads[:3]), expected[:4], strict=True)
+            error = max(float((x - y[part.row_T]).abs().max().detach()) for x, y in pairs)
+            found[name, case, window] = (error, grads[3].detach(), expected[4].detach())
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_windows_and_sinks_equal_one_rank_in_every_kind(cp: int) -> None:
+    ranks = run_ranks(rank_finds_windows, cp, cp, time_out_s=60)
+    for key in ranks[0]:
+        assert max(found[key][0] for found in ranks) < 1e-13, key
+        summed = torch.stack([found[key][1] for found in ranks]).sum(0)
+        assert torch.allclose(summed, ranks[0][key][2], rtol=1e-12, atol=1e-13), key

@@ -6,6 +6,9 @@ kernel N segments of S rows.
 With ``lse`` the logarithm of a row's denominator over the keys of one block, two blocks make
 ``lse = log(e^lse_1 + e^lse_2)`` and ``out = out_1 e^(lse_1 - lse) + out_2 e^(lse_2 - lse)``.
 Backward needs no order: given the whole row's ``out`` and ``lse``, each block gives its share.
+
+A sink is one more logit of each head, learned, whose value is zero: it only takes weight away
+(gpt-oss). So a row begins with the sink as its denominator and an output of zeros.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,14 +26,28 @@ from moefold.kernels.attention import block_fused, block_plain
 Backend = Literal["auto", "plain", "fused"]
 
 
+class Band(NamedTuple):
+    """A diagonal stripe: query a sees key b where ``0 <= behind + a - b < window``."""
+
+    behind: int
+    """How far the first query lies behind the first key."""
+    window: int
+
+
 class Tile(NamedTuple):
-    """Which rows see which: no tile needs a mask of its own."""
+    """Which rows see which."""
 
     queries: slice
     keys: slice
     segments: int = 0
     """Queries and keys are so many segments of one length, each causal inside; with 0 every query
     sees every key."""
+    band: Band | None = None
+    """What a query sees of its segment where a window ends in it."""
+
+    def moved(self, keys: int) -> "Tile":
+        """Return the tile over keys that lie so many rows further on."""
+        return self._replace(keys=slice(self.keys.start + keys, self.keys.stop + keys))
 
 
 def causal_tiles(lengths: Iterable[int], first_key: int = 0) -> list[Tile]:
@@ -67,24 +84,38 @@ def choose(q_NHSd: Tensor, v_NGUv: Tensor, backend: Backend = "auto") -> ModuleT
 class Merged:
     """What rows have seen so far; a row that has seen nothing gives zeros."""
 
-    def __init__(self, q_THd: Tensor, v_dim: int, scale: float, backend: Backend = "auto") -> None:
-        """Begin with nothing seen, in fp32 or wider."""
+    def __init__(
+        self,
+        q_THd: Tensor,
+        v_dim: int,
+        scale: float,
+        backend: Backend = "auto",
+        sinks_H: Tensor | None = None,
+    ) -> None:
+        """Begin with nothing seen but each head's sink, in fp32 or wider."""
         wide = torch.promote_types(q_THd.dtype, torch.float32)
         self._q_THd, self._scale = q_THd, scale
         self._backend: Backend = backend
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
+        if sinks_H is not None:
+            self.lse_TH.copy_(sinks_H)
 
     def see(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
         """Let the tile's queries see its keys."""
         q, k, v = _of_kernel(tile, self._q_THd, k_UGd, v_UGv)
-        kernel = choose(q, v, self._backend)
-        part, lse = kernel.forward(q, k, v, self._scale, tile.segments > 0)
+        if tile.band is not None:
+            part, lse = block_plain.forward(q, k, v, self._scale, False, tile.band)
+        else:
+            kernel = choose(q, v, self._backend)
+            part, lse = kernel.forward(q, k, v, self._scale, tile.segments > 0)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
-        out_SHv.mul_((lse_SH - merged_SH).exp_()[..., None])
-        out_SHv.add_(_rows(part) * (lse - merged_SH).exp_()[..., None])
+        # A row that has seen nothing yet has no statistics to come from.
+        base_SH = merged_SH.masked_fill(merged_SH == float("-inf"), 0.0)
+        out_SHv.mul_((lse_SH - base_SH).exp_()[..., None])
+        out_SHv.add_(_rows(part) * (lse - base_SH).exp_()[..., None])
         lse_SH.copy_(merged_SH)
 
 
@@ -103,10 +134,22 @@ class Seen(NamedTuple):
         q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
         grad, out = (_cut(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
         lse_NHS = _cut(self.lse_TH[tile.queries], tile)
-        kernel = choose(q, v, self.backend)
-        causal = tile.segments > 0
-        shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, causal)
+        if tile.band is not None:
+            args = (grad, q, k, v, out, lse_NHS, self.scale, False)
+            shares = block_plain.backward(*args, tile.band)
+        else:
+            kernel = choose(q, v, self.backend)
+            causal = tile.segments > 0
+            shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, causal)
         return tuple(_rows(x) for x in shares)  # type: ignore[return-value]
+
+    def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
+        """Return the gradient of sinks: each takes its weight times what the row's output gives."""
+        if sinks_H is None:
+            return None
+        weights_TH = (sinks_H.to(self.lse_TH.dtype) - self.lse_TH).exp()
+        towards_TH = (self.grad_THv.to(self.lse_TH.dtype) * self.out_THv).sum(-1)
+        return -(weights_TH * towards_TH).sum(0).to(sinks_H.dtype)
 
 
 class Sums:
@@ -139,29 +182,30 @@ class _Tiled(Function):
         q_THd: Tensor,
         k_UGd: Tensor,
         v_UGv: Tensor,
+        sinks_H: Tensor | None,
         tiles: Sequence[Tile],
         scale: float,
         backend: Backend,
     ) -> Tensor:
-        merged = Merged(q_THd, v_UGv.shape[-1], scale, backend)
+        merged = Merged(q_THd, v_UGv.shape[-1], scale, backend, sinks_H)
         for tile in tiles:
             merged.see(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
-        ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH)
+        ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH, sinks_H)
         ctx.tiles, ctx.scale, ctx.backend = tiles, scale, backend
         return out_THv
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q_THd, k_UGd, v_UGv, out_THv, lse_TH = ctx.saved_tensors
+    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
+        q_THd, k_UGd, v_UGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
         seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale, ctx.backend)
         sums = Sums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
         for tile in ctx.tiles:
             dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, dk, dv)
-        return *sums.gradients(), None, None, None
+        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None, None
 
 
 def attention(
@@ -171,6 +215,7 @@ def attention(
     tiles: Sequence[Tile],
     scale: float,
     backend: Backend = "auto",
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv``: each row sees the keys that the tiles say; a row of no tile gives zeros.
 
@@ -180,9 +225,10 @@ def attention(
         v_UGv: their values.
         tiles: who sees whom, each pair of rows at most once.
         scale: factor on the scores.
-        backend: kernels; ``auto`` is fused ones where they fit.
+        backend: kernels; ``auto`` is fused ones where they fit. Bands are written out.
+        sinks_H: a logit of each head that takes weight and gives nothing.
     """
-    args = (q_THd, k_UGd, v_UGv, tuple(tiles), scale, backend)
+    args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale, backend)
     return _Tiled.apply(*args)  # type: ignore[return-value]
 
 

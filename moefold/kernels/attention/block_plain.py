@@ -8,14 +8,24 @@ from torch import Tensor
 
 
 def forward(
-    q_NHSd: Tensor, k_NGUd: Tensor, v_NGUv: Tensor, scale: float, causal: bool
+    q_NHSd: Tensor,
+    k_NGUd: Tensor,
+    v_NGUv: Tensor,
+    scale: float,
+    causal: bool,
+    band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out_NHSv`` and the logarithm of each row's softmax denominator, fp32 or wider."""
+    """Return ``out_NHSv`` and the logarithm of each row's softmax denominator, fp32 or wider.
+
+    With ``band = (behind, window)`` query a sees key b where ``0 <= behind + a - b < window``; a
+    row that sees nothing gives zeros and minus infinity.
+    """
     wide = torch.promote_types(q_NHSd.dtype, torch.float32)
     q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
-    scores_NHSU = _scores(q, k, scale, causal)
+    scores_NHSU = _scores(q, k, scale, causal, band)
     lse_NHS = scores_NHSU.logsumexp(-1)
-    return (scores_NHSU - lse_NHS[..., None]).exp() @ v, lse_NHS
+    base_NHS = lse_NHS.masked_fill(lse_NHS == float("-inf"), 0.0)
+    return (scores_NHSU - base_NHS[..., None]).exp() @ v, lse_NHS
 
 
 def backward(
@@ -27,6 +37,7 @@ def backward(
     lse_NHS: Tensor,
     scale: float,
     causal: bool,
+    band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, fp32 or wider.
 
@@ -36,7 +47,7 @@ def backward(
     kv_heads = k_NGUd.shape[1]
     q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
     grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
-    weights_NHSU = (_scores(q, k, scale, causal) - lse_NHS[..., None]).exp()
+    weights_NHSU = (_scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
     dv_NHUv = weights_NHSU.mT @ grad
     towards_NHS1 = (grad * out).sum(-1, keepdim=True)
     dscores_NHSU = weights_NHSU * (grad @ v.mT - towards_NHS1) * scale
@@ -52,8 +63,21 @@ def _alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return q.to(dtype), k, v
 
 
-def _scores(q_NHSd: Tensor, k_NHUd: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(
+    q_NHSd: Tensor,
+    k_NHUd: Tensor,
+    scale: float,
+    causal: bool,
+    band: tuple[int, int] | None,
+) -> Tensor:
     scores_NHSU = q_NHSd @ k_NHUd.mT * scale
+    if band is not None:
+        behind, window = band
+        query_S = torch.arange(scores_NHSU.shape[-2], device=scores_NHSU.device)
+        key_U = torch.arange(scores_NHSU.shape[-1], device=scores_NHSU.device)
+        distance_SU = behind + query_S[:, None] - key_U
+        hidden_SU = (distance_SU < 0) | (distance_SU >= window)
+        return scores_NHSU.masked_fill(hidden_SU, float("-inf"))
     if not causal:
         return scores_NHSU
     sees_SU = torch.ones(scores_NHSU.shape[-2:], dtype=torch.bool, device=scores_NHSU.device)

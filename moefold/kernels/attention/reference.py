@@ -8,11 +8,24 @@ from torch import Tensor
 
 
 def attention(
-    q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, lengths: tuple[int, ...], scale: float
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv``; each row sees the rows of its own segment up to itself.
 
-    ``lengths`` are the segments' row counts in order; rows beyond their sum give zeros.
+    Args:
+        q_THd: queries.
+        k_TGd: keys.
+        v_TGv: values.
+        lengths: the segments' row counts in order; rows beyond their sum give zeros.
+        scale: factor on the scores.
+        window: rows that a row sees, itself among them; None is all before it.
+        sinks_H: a logit of each head whose value is zero.
     """
     rows, heads = q_THd.shape[:2]
     repeat = heads // k_TGd.shape[1]
@@ -23,7 +36,12 @@ def attention(
     # Made on the host, where the lengths are known, and carried over once.
     segment = numbers.repeat_interleave(counts, output_size=covered).to(place.device)
     sees = (segment[:, None] == segment[None]) & (place[:, None] >= place[None])
+    if window is not None:
+        sees &= place[:, None] - place[None] < window
     scores = torch.einsum("qhd,khd->hqk", q_THd[:covered], k[:covered]) * scale
-    weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~sees, float("-inf"))
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, covered, 1)], -1)
+    weights = scores.softmax(-1)[..., :covered]
     out = torch.einsum("hqk,khv->qhv", weights, v[:covered])
     return torch.cat([out, out.new_zeros(rows - covered, heads, v.shape[-1])])

@@ -6,13 +6,32 @@ T rows here, H query heads, G key-value heads, d query-key dims and v value dims
 from torch import Tensor
 
 from moefold.config.slot import build
-from moefold.kernels.attention.sdpa import attention
+from moefold.layers.context.ulysses import on_one_rank
 from moefold.layers.flow import Flow
 
 
-def attend(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow) -> Tensor:
-    """Return ``out_THv``; each row sees the rows of its own segment up to itself, on any rank."""
+def attend(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    flow: Flow,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return ``out_THv``; each row sees the rows of its own segment up to itself, on any rank.
+
+    Args:
+        q_THd: queries.
+        k_TGd: keys.
+        v_TGv: values.
+        scale: factor on the scores.
+        flow: the pass, which knows the segments and the context ranks.
+        window: rows that a row sees, itself among them; None is all before it.
+        sinks_H: a logit of each head here that takes weight and gives nothing.
+    """
     if flow.world.group("cp").size == 1:
-        return attention(q_THd, k_TGd, v_TGv, flow.rows.lengths, scale)
+        return on_one_rank(q_THd, k_TGd, v_TGv, flow.rows.lengths, scale, window, sinks_H)
     assert flow.context is not None, "context ranks share rows and no kind says how"
-    return build(flow.context, q_THd, k_TGd, v_TGv, scale, flow)
+    limits = {} if window is None and sinks_H is None else {"window": window, "sinks_H": sinks_H}
+    return build(flow.context, q_THd, k_TGd, v_TGv, scale, flow, **limits)

@@ -14,22 +14,30 @@ from moefold.layers.flow import Flow
 
 
 def attend(
-    record: Gathered, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
+    record: Gathered,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    flow: Flow,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv`` of this rank's rows; gradients of keys and values are summed at home."""
     ranks = flow.world.group("cp")
     kv_UW = all_gather(torch.cat([k_TGd.flatten(1), v_TGv.flatten(1)], 1), ranks)
     k_UG, v_UG = kv_UW.split([k_TGd[0].numel(), v_TGv[0].numel()], 1)
     k_UGd, v_UGv = k_UG.unflatten(1, k_TGd.shape[1:]), v_UG.unflatten(1, v_TGv.shape[1:])
-    sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size)
-    return attention(q_THd, k_UGd, v_UGv, tiles_of(sight, ranks.index), scale)
+    sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
+    tiles = tiles_of(sight, ranks.index)
+    return attention(q_THd, k_UGd, v_UGv, tiles, scale, sinks_H=sinks_H)
 
 
 def tiles_of(sight: Sight, rank: int) -> list[Tile]:
     """Return what a rank's rows see where the ranks' rows lie one rank after the other."""
-    tiles = sight.own(rank, first_key=rank * sight.rows)
-    for owner in range(sight.ranks):
-        view = sight.view(rank, owner) if owner != rank else None
-        if view is not None and view.keys:
-            tiles.append(view.tile(owner * sight.rows + view.keys.start))
-    return tiles
+    others = (owner for owner in range(sight.ranks) if owner != rank)
+    return [
+        tile.moved(owner * sight.rows)
+        for owner in (rank, *others)
+        for tile in sight.tiles(rank, owner)
+    ]

@@ -19,17 +19,25 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.group import Group
 from moefold.comm.plain import Pending, shift
-from moefold.kernels.attention.block import Merged, Seen, Sums
+from moefold.kernels.attention.block import Merged, Seen, Sums, Tile
 from moefold.layers.config import Ring
 from moefold.layers.context.sight import Sight, View
 from moefold.layers.flow import Flow
 
 
 def attend(
-    record: Ring, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
+    record: Ring,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    flow: Flow,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv`` of this rank's rows; keys and values visit all ranks that see them."""
-    return ring_attention(q_THd, k_TGd, v_TGv, scale, flow.rows.lengths, flow.world.group("cp"))
+    ranks, lengths = flow.world.group("cp"), flow.rows.lengths
+    return ring_attention(q_THd, k_TGd, v_TGv, scale, lengths, ranks, window, sinks_H)
 
 
 def ring_attention(
@@ -39,10 +47,13 @@ def ring_attention(
     scale: float,
     lengths: tuple[int, ...],
     ranks: Group,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv``; ``ranks`` hold the micro-batch of these segments in zigzag pieces."""
-    sight = Sight(lengths, q_THd.shape[0], ranks.size)
-    return _Ring.apply(q_THd, k_TGd, v_TGv, scale, sight, ranks)  # type: ignore[return-value]
+    sight = Sight(lengths, q_THd.shape[0], ranks.size, window)
+    args = (q_THd, k_TGd, v_TGv, sinks_H, scale, sight, ranks)
+    return _Ring.apply(*args)  # type: ignore[return-value]
 
 
 class _Passing(NamedTuple):
@@ -66,6 +77,12 @@ class _Rounds:
         """Return what this rank sees of the rank ``by`` places back."""
         at, size = self._ranks.index, self._ranks.size
         return self._sight.view(at, (at - by) % size)
+
+    def tiles(self, by: int) -> list[Tile]:
+        """Return what rows here see of the visitors from the rank ``by`` places back."""
+        at, first = self._ranks.index, self.view(by).keys.start
+        owner = (at - by) % self._ranks.size
+        return [tile.moved(-first) for tile in self._sight.tiles(at, owner)]
 
     def lent(self, by: int) -> slice:
         """Return the rows here that the rank ``by`` places on sees."""
@@ -108,34 +125,35 @@ class _Ring(Function):
         q_THd: Tensor,
         k_TGd: Tensor,
         v_TGv: Tensor,
+        sinks_H: Tensor | None,
         scale: float,
         sight: Sight,
         ranks: Group,
     ) -> Tensor:
         rounds = _Rounds(k_TGd, v_TGv, sight, ranks, None)
-        merged = Merged(q_THd, v_TGv.shape[-1], scale)
+        merged = Merged(q_THd, v_TGv.shape[-1], scale, sinks_H=sinks_H)
         arriving = rounds.start(1)
-        for tile in sight.own(ranks.index):
+        for tile in sight.tiles(ranks.index, ranks.index):
             merged.see(tile, k_TGd, v_TGv)
         for by in range(1, ranks.size):
             k_UGd, v_UGv = rounds.arrived(arriving)
             arriving = rounds.start(by + 1)
-            if len(k_UGd):
-                merged.see(rounds.view(by).tile(), k_UGd, v_UGv)
+            for tile in rounds.tiles(by):
+                merged.see(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
-        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH)
+        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, merged.lse_TH, sinks_H)
         ctx.scale, ctx.sight, ctx.ranks, ctx.label = scale, sight, ranks, ranks.recorder.label
         return out_THv
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q_THd, k_TGd, v_TGv, out_THv, lse_TH = ctx.saved_tensors
+    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
+        q_THd, k_TGd, v_TGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
         rounds = _Rounds(k_TGd, v_TGv, ctx.sight, ctx.ranks, ctx.label)
         seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
         sums = Sums(q_THd, k_TGd, v_TGv, lse_TH.dtype)
         arriving = rounds.start(1)
-        for tile in ctx.sight.own(ctx.ranks.index):
+        for tile in ctx.sight.tiles(ctx.ranks.index, ctx.ranks.index):
             dq, *dkv = seen.gradients(tile, k_TGd, v_TGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, *dkv)
@@ -143,14 +161,15 @@ class _Ring(Function):
         for by in range(1, ctx.ranks.size):
             k_UGd, v_UGv = rounds.arrived(arriving)
             arriving = rounds.start(by + 1)
-            dkv = [k_UGd, v_UGv]
-            if len(k_UGd):
-                tile = rounds.view(by).tile()
-                dq, *dkv = seen.gradients(tile, k_UGd, v_UGv)
+            dkv = [torch.zeros_like(x, dtype=lse_TH.dtype) for x in (k_UGd, v_UGv)]
+            for tile in rounds.tiles(by):
+                dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
                 sums.add_queries(tile.queries, dq)
+                dkv[0][tile.keys] += dk
+                dkv[1][tile.keys] += dv
             if returning is not None:
                 sums.add_keys(rounds.lent(by - 1), *rounds.arrived(returning))
             returning = rounds.send_home(by, *dkv)
         if returning is not None:
             sums.add_keys(rounds.lent(ctx.ranks.size - 1), *rounds.arrived(returning))
-        return *sums.gradients(), None, None, None
+        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None, None

@@ -8,18 +8,51 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
 from moefold.comm.group import Group
+from moefold.kernels.attention.block import attention as tiled
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.config import Ulysses
+from moefold.layers.context.sight import Sight
 from moefold.layers.flow import Flow
 
 
 def attend(
-    record: Ulysses, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, scale: float, flow: Flow
+    record: Ulysses,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    scale: float,
+    flow: Flow,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv`` of this rank's rows; in between each rank has all rows in order."""
     ranks = flow.world.group("cp")
     q, k, v = to_heads((q_THd, k_TGd, v_TGv), ranks)
-    return to_rows(attention(q, k, v, flow.rows.lengths, scale), ranks)
+    sinks_h = heads_here(sinks_H, ranks)
+    return to_rows(on_one_rank(q, k, v, flow.rows.lengths, scale, window, sinks_h), ranks)
+
+
+def on_one_rank(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    lengths: tuple[int, ...],
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return ``out_THv`` of rows that are all here, tile by tile where a window or sinks ask it."""
+    if window is None and sinks_H is None:
+        return attention(q_THd, k_TGd, v_TGv, lengths, scale)
+    tiles = Sight(lengths, q_THd.shape[0], 1, window).tiles(0, 0)
+    return tiled(q_THd, k_TGd, v_TGv, tiles, scale, sinks_H=sinks_H)
+
+
+def heads_here(sinks_H: Tensor | None, ranks: Group) -> Tensor | None:
+    """Return the sinks of the heads that this rank gets by :func:`to_heads`."""
+    if sinks_H is None or ranks.size == 1:
+        return sinks_H
+    return sinks_H.unflatten(0, (ranks.size, -1))[ranks.index]
 
 
 def to_heads(rows: tuple[Tensor, ...], ranks: Group) -> tuple[Tensor, ...]:
