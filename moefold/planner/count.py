@@ -6,10 +6,10 @@ norms, embedding look-up, router and the gate of a shared expert (the convention
 published figures).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moefold.model.config import Decoder, Stack
+from moefold.model.config import Block, Decoder, Stack
 from moefold.spec.decoder import halves
 from moefold.spec.layer import Attention, LayerSpec
 
@@ -25,7 +25,7 @@ class Part:
     multiplied: int = 0
     """Of the others, those that enter a matrix product counted in FLOPs."""
     attended: int = 0
-    """Multiply-adds per token and per token it attends to."""
+    """Multiply-adds per token and per token it attends to, where it attends to all before it."""
     experts: int = 0
     """Of the parameters, those of routed experts."""
 
@@ -44,6 +44,8 @@ class Counts:
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head."""
+    windows: Sequence[tuple[Attention, int]] = ()
+    """Attention within windows, and how many layers have it."""
 
     @property
     def total(self) -> Part:
@@ -70,7 +72,12 @@ class Counts:
         total = self.total
         products = total.multiplied * sum(lengths)
         pairs = total.attended * sum(length**2 for length in lengths)
-        return 6 * products + (3 if causal else 6) * pairs
+        seen = sum(
+            layers * core.query_width * length * (core.pairs(length) if causal else length)
+            for core, layers in self.windows
+            for length in lengths
+        )
+        return 6 * products + (3 if causal else 6) * pairs + round(6 * seen)
 
     def flops_per_token(self, seq: int, causal: bool = True) -> float:
         """Return the FLOPs of one sequence of ``seq`` tokens, see :meth:`flops`, per token."""
@@ -100,7 +107,18 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
                 parts[name] = parts.get(name, Part()) + part.times(stack.repeat)
     if multi_token:
         parts["multi_token"] = _multi_token(decoder).times(multi_token)
-    return Counts(parts)
+    layers = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
+    layers.append((decoder.blocks[-1], multi_token))
+    windows = tuple((core, n) for block, n in layers if n for core in _windows(block, decoder))
+    return Counts(parts, windows)
+
+
+def _windows(block: Block, decoder: Decoder) -> Iterator[Attention]:
+    """Yield a block's attention where it sees a window of what is before it."""
+    for _, spec in halves(block):
+        for one in spec.operations(decoder.hidden):
+            if isinstance(one.core, Attention) and one.core.window is not None:
+                yield one.core
 
 
 def _multi_token(decoder: Decoder) -> Part:
@@ -129,7 +147,7 @@ def _layer(spec: LayerSpec, hidden: int) -> dict[str, Part]:
         part = Part(size, size - used, used if counted else 0, 0, size if weight.expert else 0)
         found[weight.counted] = found.get(weight.counted, Part()) + part
     for one in operations:
-        if isinstance(one.core, Attention):
+        if isinstance(one.core, Attention) and one.core.window is None:
             part = Part(attended=one.core.query_width)
             found["attention"] = found.get("attention", Part()) + part
     return found

@@ -12,8 +12,9 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.families.deepseek_v3 import DeepseekV3
 from moefold.model.families.mixtral import Mixtral
 from moefold.moe.config import Moe, Router, Shared
-from moefold.planner.count import count
+from moefold.planner.count import Counts, count
 from moefold.run import load_run
+from moefold.spec.layer import Attention
 from tests.published import FAMILIES, decoder, latents, qk_norms, reference
 
 MODELS = reference()["models"]
@@ -178,3 +179,13 @@ def test_a_kind_from_outside_is_counted_as_what_it_inherits_from() -> None:
         else:
             found[type(ffn)] = count(described)
     assert found[Dense] == found[Widened] and found[Dense].parts["ffn"].parameters == 3 * 4 * 7
+
+
+def test_attention_within_a_window_counts_the_pairs_that_it_sees() -> None:
+    """Of a sequence of seven and a window of three, a row sees 3 - 9 / 14 on average."""
+    core = Attention(heads=2, kv_heads=1, qk_dim=4, v_dim=6, window=3)
+    counts = Counts(windows=((core, 2),))
+    pairs = 7 * (3 - 9 / 14)
+    assert counts.flops([7]) == round(6 * 2 * 2 * 10 * pairs)
+    assert counts.flops([7], causal=False) == 6 * 2 * 2 * 10 * 49
+    assert counts.flops([2]) == 6 * 2 * 2 * 10 * 2
