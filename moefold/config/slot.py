@@ -38,11 +38,15 @@ class Slot:
 
     @property
     def kinds(self) -> dict[str, type[Record]]:
-        """Record classes by the value of their tag field, in the order of their registration."""
+        """Record classes by the value of their tag field: the folder's by name, then the others."""
         folder, self._folder = self._folder, None
         if folder is not None:
             for module in iter_modules(import_module(folder).__path__):
                 import_module(f"{folder}.{module.name}")
+            ours = [item for item in self._kinds.items() if item[1].__module__.startswith(folder)]
+            others = [item for item in self._kinds.items() if item not in ours]
+            self._kinds.clear()
+            self._kinds.update(sorted(ours, key=lambda item: item[1].__module__) + others)
         return self._kinds
 
     def register(self, record: RecordClass) -> RecordClass:
@@ -51,7 +55,8 @@ class Slot:
         kind = None if field is None else field.default
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
-        present = self.kinds.get(kind)
+        inside = self._folder is not None and record.__module__.startswith(self._folder)
+        present = (self._kinds if inside else self.kinds).get(kind)
         if present is not None and not _same_part(present, record):
             raise ValueError(
                 f"{self.name} {kind!r} is already taken by {present.__module__}.{present.__name__}"
