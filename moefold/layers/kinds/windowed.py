@@ -1,0 +1,53 @@
+"""Grouped-query attention within a window and with sinks: its record and what it is."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from moefold.layers.config import ATTENTION, Size
+from moefold.layers.kinds.gqa import Gqa
+from moefold.mesh.config import Sizes
+from moefold.spec.layer import STATISTIC, Attention, Saved, Shape, Units, Weight
+
+SMALL_WINDOW = 4
+"""Window of the small models that ``verify`` computes: shorter than their documents."""
+
+
+@ATTENTION.register
+class Windowed(Gqa):
+    """Grouped-query attention to the last ``window`` tokens, with a learned sink of each head.
+
+    A sink is a logit that takes part in the softmax and has no value (gpt-oss, arXiv 2508.10925).
+    """
+
+    kind: Literal["windowed"] = "windowed"  # type: ignore[assignment]
+    window: Size | None = None
+    """Tokens that a token sees, itself among them; None is all before it."""
+    sinks: bool = True
+
+    owner = "moefold.layers.windowed:WindowedAttention"
+    caches = True
+
+    @property
+    def core(self) -> Attention:
+        """Attention within the window."""
+        dim, normed = self.head_dim, self.qk_norm != "none"
+        return Attention(self.heads, self.kv_heads, dim, dim, self.window, normed)
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield the sinks, cut by heads, and the weights of grouped-query attention."""
+        if self.sinks:
+            heads = Units("tp", self.heads, "attention heads", heads=True)
+            yield Weight("sinks", (self.heads,), ((0, heads),), product=False)
+        yield from super().weights(hidden)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield what grouped-query attention saves, and the sinks."""
+        yield from super().saved(shape)
+        if self.sinks:
+            yield Saved("sinks", self.heads // shape.tp * STATISTIC, module="attention")
+
+    def shrunk(self, by: Sizes) -> "Windowed":
+        """Return a small one of the same kind whose window ends within documents."""
+        small = self.model_copy(update=dict(super().shrunk(by)))
+        window = None if self.window is None else min(self.window, SMALL_WINDOW)
+        return small.model_copy(update={"window": window})
