@@ -1,0 +1,115 @@
+"""Each kind of layer says once what it is: nobody but its own package names it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from moefold.layers.config import ATTENTION, FFN
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.kinds.gqa import Gqa
+from moefold.mesh.config import Sizes
+from moefold.model.config import Block, Decoder, Stack
+from moefold.planner import foreign
+from moefold.planner.count import count
+from moefold.planner.memory_kept import kept
+from moefold.planner.time_work import Share, half
+from moefold.proof.models import kinds
+from moefold.proof.shrink import Asked, small_part
+from moefold.spec.decoder import model_weights, needs
+from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight, described
+from tests.house.tree import Module, modules
+
+ROOT = Path(__file__).parents[2]
+PLANNED = [v for v in vars(foreign).values() if isinstance(v, type) and issubclass(v, LayerSpec)]
+KINDS = {*ATTENTION.kinds.values(), *FFN.kinds.values(), *PLANNED} - {LayerSpec}
+MAKES_DECODERS = {
+    "moefold/model/families/": "turn a few sizes into a description",
+    "moefold/planner/published.py": "describes published models",
+    "moefold/planner/foreign.py": "kinds that are planned build on kinds that are trained",
+    "moefold/training/calibrate.py": "describes what is timed",
+    "moefold/proof/models.py": "the small models of the matrix",
+}
+"""Who names kinds to describe models, and why."""
+
+
+def named(module: Module) -> Iterator[tuple[str, int]]:
+    """Yield each name that a module uses or imports, and its line."""
+    for node in ast.walk(module.syntax):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+
+
+def test_no_package_names_the_kinds_of_another() -> None:
+    found = []
+    homes = {kind.__name__: f"moefold/{kind.__module__.split('.')[1]}/" for kind in KINDS}
+    assert {"Gqa", "Mla", "Dense", "Moe", "Mamba2"} <= set(homes)
+    for module in modules(ROOT).values():
+        if module.path.startswith(tuple(MAKES_DECODERS)):
+            continue
+        for name, line in named(module):
+            if name in homes and not module.path.startswith(homes[name]):
+                found.append(module.at(line, f"names {name}"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("slot", [ATTENTION, FFN], ids=lambda slot: slot.name)
+def test_every_kind_answers_the_three_questions(slot: object) -> None:
+    sizes = {"head_dim": 4, "experts": 8}
+    for record in kinds(slot, **sizes) if slot is ATTENTION else [Dense(width=8)]:  # type: ignore[arg-type]
+        spec = described(record)
+        weights = {weight.name: weight for weight in spec.weights(16)}
+        operations = list(spec.operations(16))
+        read = [n for one in operations for m in one.matmuls for n in m.weights]
+        assert set(read) <= set(weights) and len(read) == len(set(read))
+        assert set(read) == {n for n, w in weights.items() if w.product}
+        assert sum(saved.bytes for saved in spec.saved(Shape(16, 8))) > 0
+        assert spec.shrunk(Sizes(tp=2)).units(16)
+
+
+class Diagonal(LayerSpec):
+    """A mixer from outside: a number for each feature, in one file."""
+
+    kind: Literal["diagonal"] = "diagonal"
+    features: int = 100
+
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield one matrix, cut by its rows."""
+        units = Units("tp", self.features, "the mixer's features")
+        yield Weight("in.weight", (self.features, hidden), ((0, units),))
+
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield nothing that takes time."""
+        yield Operation("attention")
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield its rows."""
+        yield Saved("rows", shape.row)
+
+
+def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
+    block = Block.model_construct(attention=Diagonal(), ffn=Dense(width=8))
+    stacks = (Stack.model_construct(repeat=3, blocks=(block,)),)
+    decoder = Decoder.model_construct(vocab=8, hidden=4, tied=False, stacks=stacks)
+    assert ("tp", 100, "tp divides the mixer's features (100)", False) in needs(decoder).needs
+    assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
+    assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
+    assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]
+    share = Share(4, 8, 1, 1, 1, 1, 1, 1.0, False)
+    assert half(Diagonal(), share)["attention"].products == ()
+    small = small_part(Diagonal(), Asked(tp=3, cp=2))
+    assert isinstance(small, Diagonal) and small.features == 18
+    assert small_part(Diagonal(features=6), Asked(tp=3)) == Diagonal(features=6)
+
+
+def test_a_subclass_is_described_as_what_it_inherits_from() -> None:
+    class Other(Gqa):
+        """Attention of another package."""
+
+    one, other = (kind(heads=4, kv_heads=2, head_dim=8) for kind in (Gqa, Other))
+    assert list(one.weights(16)) == list(other.weights(16))
+    assert list(one.saved(Shape(16, 8))) == list(other.saved(Shape(16, 8)))
