@@ -10,9 +10,10 @@ from moefold.config.base import Record
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
+from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Groups, Moe, Router, Shared
-from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, Windowed, block
+from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, block
 
 FILE = Path(__file__).parents[1] / "data" / "published_models.json"
 NEMOTRON_VOCAB = 131072
@@ -90,7 +91,7 @@ def _attentions(name: str, entry: dict[str, Any]) -> list[Record]:
     norm = "head" if name.startswith("Qwen3") else "none"
     full = Gqa(**sizes, qk_norm=norm)
     if "sliding window 128" in entry["attention"] and entry["attention"].startswith("GQA"):
-        return [Windowed(**sizes, window=128), full]
+        return [Windowed(**sizes, window=128, sinks=False), full]
     if "delta net" in entry["attention"]:
         linear = DeltaNet(key_heads=16, value_heads=32)
         return [linear, linear, linear, full]

@@ -11,12 +11,10 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.layers.config import Size
-from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block
 from moefold.moe.config import Moe
 from moefold.spec.layer import (
     STATISTIC,
-    Attention,
     LayerSpec,
     Matmul,
     Operation,
@@ -28,20 +26,6 @@ from moefold.spec.layer import (
     Weight,
     norm,
 )
-
-
-class Windowed(Gqa):
-    """Grouped-query attention to the last ``window`` tokens."""
-
-    window: Size
-
-    untrained = "windows of attention"
-
-    @property
-    def core(self) -> Attention:
-        """Attention within the window."""
-        dim = self.head_dim
-        return Attention(self.heads, self.kv_heads, dim, dim, self.window, self.qk_norm != "none")
 
 
 class Recurrent(LayerSpec):
