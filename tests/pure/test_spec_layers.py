@@ -24,7 +24,9 @@ from tests.house.tree import Module, modules
 
 ROOT = Path(__file__).parents[2]
 PLANNED = [v for v in vars(foreign).values() if isinstance(v, type) and issubclass(v, LayerSpec)]
-KINDS = {*ATTENTION.kinds.values(), *FFN.kinds.values(), *PLANNED} - {LayerSpec}
+REGISTERED = (*ATTENTION.kinds.values(), *FFN.kinds.values())
+KINDS = {kind for kind in (*REGISTERED, *PLANNED) if kind.__module__.startswith("moefold.")}
+KINDS -= {LayerSpec}
 MAKES_DECODERS = {
     "moefold/model/families/": "turn a few sizes into a description",
     "moefold/planner/published.py": "describes published models",

@@ -1,7 +1,7 @@
 """The dense SwiGLU feed-forward: its record and what it is."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes
@@ -63,6 +63,6 @@ class Dense(LayerSpec):
         yield Saved("ffn_norm.output", shape.row, NORMS, only=only, module="norms")
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
-    def shrunk(self, by: Sizes) -> "Dense":
+    def shrunk(self, by: Sizes) -> Self:
         """Return a small width that tp divides."""
         return self.model_copy(update={"width": rounded_up(SMALL_WIDTH, by.tp)})

@@ -1,7 +1,7 @@
 """Grouped-query attention: its record and what it is."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -112,7 +112,7 @@ class Gqa(LayerSpec):
                 yield Saved(f"{name}_norm.statistic", shape.piece * per_row * STATISTIC)
         yield from saved_attention(self.core, shape)
 
-    def shrunk(self, by: Sizes) -> "Gqa":
+    def shrunk(self, by: Sizes) -> Self:
         """Return at most two query heads for each of few key-value heads, of four dims."""
         kv_heads, shared = small_heads(self.kv_heads, by), min(self.heads // self.kv_heads, 2)
         changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": SMALL_HEAD}

@@ -1,7 +1,7 @@
 """Multi-head latent attention: its record and what it is."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -121,7 +121,7 @@ class Mla(LayerSpec):
             latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
             yield Saved("latents.gathered", shape.piece * latent * shape.width)
 
-    def shrunk(self, by: Sizes) -> "Mla":
+    def shrunk(self, by: Sizes) -> Self:
         """Return few heads of four dims, values of six, and latents of rank eight."""
         changed = {
             "heads": small_heads(self.heads, by),

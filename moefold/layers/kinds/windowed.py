@@ -1,7 +1,7 @@
 """Grouped-query attention within a window and with sinks: its record and what it is."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, Self
 
 from moefold.layers.config import ATTENTION, Size
 from moefold.layers.kinds.gqa import Gqa
@@ -46,8 +46,7 @@ class Windowed(Gqa):
         if self.sinks:
             yield Saved("sinks", self.heads // shape.tp * STATISTIC, module="attention")
 
-    def shrunk(self, by: Sizes) -> "Windowed":
+    def shrunk(self, by: Sizes) -> Self:
         """Return a small one of the same kind whose window ends within documents."""
-        small = self.model_copy(update=dict(super().shrunk(by)))
         window = None if self.window is None else min(self.window, SMALL_WINDOW)
-        return small.model_copy(update={"window": window})
+        return super().shrunk(by).model_copy(update={"window": window})
