@@ -171,7 +171,9 @@ def test_killed_at_random_moments(quick: Path) -> None:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdin is not None and parent.stdout is not None
-        for _ in range(8):
+        for attempt in range(100):
+            if attempt >= 8 and steps[-1] > 8:
+                break
             print(flush=True, file=parent.stdin)
             pid = int(parent.stdout.readline())
             time.sleep(random.uniform(0.02, 0.25))
