@@ -26,14 +26,11 @@ Row = tuple[str, str]
 
 def rows(job: Trainer, folder: Path) -> list[Row]:
     """Return the banner's lines as (what, said); an empty ``what`` goes on with the line above."""
-    return [
-        *_model(job),
-        *_cost(job),
-        *_paths(job),
-        ("balance", _balance(job)),
-        *_data(job),
-        *_folder(job, folder),
-    ]
+    said = [*_model(job), *_cost(job), *_paths(job), ("balance", _balance(job)), *_data(job)]
+    said.append(("folder", str(folder)))
+    if job.resumed_from is not None:
+        said.append(("goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"))
+    return said
 
 
 def facts(job: Trainer, folder: Path) -> dict[str, Any]:
@@ -118,6 +115,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
         f"{si(causal)}FLOP per token, forward and backward ({si(full)}FLOP with full attention)",
     )
     parts = run.train.batch // run.train.micro_batch
+    on_all = "" if job.world.size == 1 else f" on all {job.world.size} ranks"
     yield (
         "",
         f"{run.train.batch} sequences of {seq} = {tokens:,} tokens a step, in "
@@ -127,7 +125,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
     yield (
         "time",
         f"at least {milliseconds(least)} a step and {clock(steps * least)} in all, with every "
-        f"product at the best rate{_on_all(job)}; the real time is measured after 3 steps",
+        f"product at the best rate{on_all}; the real time is measured after 3 steps",
     )
     yield (
         "memory",
@@ -136,27 +134,15 @@ def _cost(job: Trainer) -> Iterator[Row]:
     )
 
 
-def _threads() -> str:
-    """Say how many threads compute, and whether they spin while they wait."""
+def _device(job: Trainer) -> str:
+    """Name the device; for a CPU also how many threads compute, and whether they spin."""
+    if job.device.type == "cuda":
+        return torch.cuda.get_device_name(job.device)
     threads, policy = torch.get_num_threads(), os.environ.get("OMP_WAIT_POLICY", "")
-    said = plural(threads, "thread")
+    said = f"CPU ({platform.machine()}), {plural(threads, 'thread')}"
     if threads == 1 or policy.lower() == "passive":
         return said
     return f"{said} that spin while they wait (OMP_WAIT_POLICY=passive before torch is loaded)"
-
-
-def _on_all(job: Trainer) -> str:
-    return "" if job.world.size == 1 else f" on all {job.world.size} ranks"
-
-
-def _ranks(job: Trainer) -> Iterator[Row]:
-    """Say how many ranks compute, in which layout, and over what they talk."""
-    world, layout = job.world, job.run.layout.split.text or "data ranks alone"
-    if world.size == 1:
-        yield "ranks", "one"
-    else:
-        over = "NCCL" if job.device.type == "cuda" else "gloo"
-        yield "ranks", f"{world.size}, layout {layout}, over {over}"
 
 
 def _paths(job: Trainer) -> Iterator[Row]:
@@ -165,13 +151,11 @@ def _paths(job: Trainer) -> Iterator[Row]:
     if job.utilisation.peak is not None:
         rate += f" of {si(job.utilisation.peak)}FLOP/s that the chip is sold with"
     rate += " each" if job.world.size > 1 else ""
-    yield from _ranks(job)
-    device = str(job.device)
-    if job.device.type == "cuda":
-        device = torch.cuda.get_device_name(job.device)
-    elif job.device.type == "cpu":
-        device = f"CPU ({platform.machine()}), {_threads()}"
-    yield "device", f"{device}; {rate}"
+    layout = job.run.layout.split.text or "data ranks alone"
+    over = "NCCL" if job.device.type == "cuda" else "gloo"
+    several = f"{job.world.size}, layout {layout}, over {over}"
+    yield "ranks", "one" if job.world.size == 1 else several
+    yield "device", f"{_device(job)}; {rate}"
     master = str(job.model.recipe.master_dtype).removeprefix("torch.")
     masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
     settled = f"{job.precision.why}; here {job.precision.said}"
@@ -230,9 +214,8 @@ def _data(job: Trainer) -> Iterator[Row]:
             f"{ends[part.name] - begins[part.name]:.2g} times in {plural(steps, 'step')}",
         )
     for part in prepared.valid:
-        corpus = part.corpus
-        held = f"{part.name}: {corpus.documents:,} documents, {count(corpus.tokens)} tokens"
-        yield "held out", held
+        documents, tokens = part.corpus.documents, count(part.corpus.tokens)
+        yield "held out", f"{part.name}: {documents:,} documents, {tokens} tokens"
     for name, reasons in prepared.skipped.items():
         for reason, found in reasons.items():
             first = ", ".join(found["first"][:2])
@@ -240,9 +223,3 @@ def _data(job: Trainer) -> Iterator[Row]:
     tokenizer = job.tokenizer
     kind = getattr(job.run.data.tokenizer, "kind", "")
     yield "tokenizer", f"{kind}, {tokenizer.size:,} tokens, embedding of {tokenizer.vocab:,} rows"
-
-
-def _folder(job: Trainer, folder: Path) -> Iterator[Row]:
-    yield "folder", str(folder)
-    if job.resumed_from is not None:
-        yield "goes on", f"from {job.resumed_from.name}: step {job.step_number:,}"

@@ -51,11 +51,6 @@ def precision_of(meta: Mapping[str, Any]) -> Precision | None:
     return (meta.get("run") or {}).get("train", {}).get("precision")
 
 
-def model_tensors(model: DecoderModel) -> dict[str, Tensor]:
-    """Return a model's tensors by their names in a checkpoint: live tensors, not copies."""
-    return {MODEL + name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
 @dataclass(frozen=True)
 class StoredModel:
     """A checkpoint opened for its model; a context manager that closes the files."""

@@ -1,4 +1,4 @@
-"""Writing a run's checkpoints: while it waits, or from copies behind its steps.
+"""Saving of a run's checkpoints, synchronous or asynchronous (behind the steps, from copies).
 
 Behind the steps a thread of each rank writes what was copied. It speaks to no other rank: at the
 beginning of each step all ranks ask whether all are done, and go on to the save's next part.
@@ -45,7 +45,10 @@ class Saver:
     def __init__(self, folder: Path, policy: Policy, lock: FolderLock, world: World) -> None:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
         self._ranks = world.on_host
-        self._flight: _Flight | None = None
+        # The save under way, what this rank does for it in a thread, and whether that is the last.
+        self._saving: Together | None = None
+        self._thread: threading.Thread | None = None
+        self._publishes = False
         self._copies: dict[tuple[str, int], Tensor] = {}
 
     def prepare(self, tensors: Callable[[], Boxes]) -> None:
@@ -68,7 +71,7 @@ class Saver:
             work = Work.of(self._folder, step, copied, meta, policy, _log.warning)
             saving = Together(work, policy, self._lock, ranks)
             saving.begin()
-            self._flight = _Flight(saving)
+            self._saving, self._thread = saving, behind(saving.write)
             return work.final
         if ranks.size == 1:
             return save(self._folder, step, tensors, meta, policy, lock=self._lock)
@@ -78,22 +81,21 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
-        return self._flight is not None
+        return self._saving is not None
 
     def poll(self) -> None:
-        """See whether the save under way has come further; called at the beginning of a step.
+        """Go on with the save under way where all ranks are ready; called as a step begins.
 
         Raises:
             SaveError: on all ranks, where it failed and the policy is to stop then.
         """
-        flight = self._flight
-        if flight is None:
+        if not self.busy:
             return
-        done = sum_(torch.tensor([int(flight.idle)]), self._ranks)
-        if int(done) < self._ranks.size:
+        idle = self._thread is not None and not self._thread.is_alive()
+        if int(sum_(torch.tensor([int(idle)]), self._ranks)) < self._ranks.size:
             return
         try:
-            self._go_on(flight)
+            self._go_on()
         except SaveError as error:
             if self._policy.on_failure == "stop":
                 raise
@@ -106,23 +108,29 @@ class Saver:
         Raises:
             SaveError: on all ranks, where it failed.
         """
-        while (flight := self._flight) is not None:
-            flight.join()
-            self._go_on(flight)
+        while self.busy:
+            self._join()
+            self._go_on()
 
     def drop(self) -> None:
         """Let the thread of this rank end and publish nothing; for a run that failed."""
-        if self._flight is not None:
-            self._flight.join()
-            self._flight = None
+        self._join()
+        self._saving, self._publishes = None, False
 
-    def _go_on(self, flight: "_Flight") -> None:
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _go_on(self) -> None:
         """Begin the next part of a save whose present one is done on all ranks."""
-        if flight.last:
-            self._flight = None
-            flight.saving.conclude()
+        saving = self._saving
+        assert saving is not None
+        if self._publishes:
+            self._saving, self._publishes = None, False
+            saving.conclude()
         else:
-            flight.publish()
+            saving.collect()
+            self._publishes, self._thread = True, behind(saving.publish)
 
     def _copied(self, tensors: Boxes) -> dict[str, list[Part]]:
         """Copy the state to the host, into the memory of the copies before."""
@@ -147,8 +155,10 @@ class Saver:
 
 
 def behind(function: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a function in a thread that leaves cores to the steps: with all of them busy it gets
-    about a tenth of one, with one idle that whole one."""
+    """Start a function in a thread of low priority, which leaves cores to the steps.
+
+    With all cores busy it gets about a tenth of one, with one idle that whole one.
+    """
 
     def yielding() -> None:
         if sys.platform == "linux":  # Elsewhere threads have no priorities of their own.
@@ -159,27 +169,3 @@ def behind(function: Callable[..., None], *args: Any) -> threading.Thread:
     thread = threading.Thread(target=yielding, name="moefold checkpoint", daemon=True)
     thread.start()
     return thread
-
-
-class _Flight:
-    """A save under way, its present part in a thread."""
-
-    def __init__(self, saving: Together) -> None:
-        """Begin to write."""
-        self.saving, self.last = saving, False
-        self._thread = behind(saving.write)
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank's part is done."""
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Wait until this rank's part is done."""
-        self._thread.join()
-
-    def publish(self) -> None:
-        """Collect what all wrote; begin the last part."""
-        self.saving.collect()
-        self.last = True
-        self._thread = behind(self.saving.publish)

@@ -193,8 +193,10 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
     """Return where each mixture sends the tokens of the pieces, each piece on its own."""
     device = model.head_weight.device
     with _listening(model) as heard:
-        for group in _groups(pieces):
-            model(Flow(pack(group).to(device), model.recipe, training=False))
+        each = max(1, ROWS // max(map(len, pieces)))
+        for at in range(0, len(pieces), each):
+            rows = pack(pieces[at : at + each]).to(device)
+            model(Flow(rows, model.recipe, training=False))
     layers = []
     for i, mixture in model.mixtures():
         ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))
@@ -223,14 +225,3 @@ def _listening(model: DecoderModel) -> Iterator[dict[int, list[tuple[np.ndarray,
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _groups(pieces: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    group: list[Sequence[int]] = []
-    for piece in pieces:
-        if group and sum(map(len, group)) + len(piece) > ROWS:
-            yield group
-            group = []
-        group.append(piece)
-    if group:
-        yield group
