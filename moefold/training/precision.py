@@ -103,6 +103,5 @@ class PrecisionChoice:
     @property
     def said(self) -> str:
         """The rates, in words."""
-        return ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items()) + (
-            " GFLOP/s"
-        )
+        rates = (f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items())
+        return f"{', '.join(rates)} GFLOP/s"

@@ -118,9 +118,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | bool | int) or value is None:
         return value
     number = float(value)
-    if not math.isfinite(number):
-        return None
-    return number
+    return number if math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,10 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> "History":
         """Read a run's folder; files that are not there leave their part empty."""
-        path = folder / BASELINES_FILE
         return cls(
             [_possible(line) for line in read_lines(folder / METRICS_FILE)],
             read_lines(folder / LOAD_FILE),
-            read_baselines(path),
+            read_baselines(folder / BASELINES_FILE),
             _read_events(folder / EVENTS_FILE),
         )
 

@@ -213,10 +213,9 @@ def _listening(model: DecoderModel) -> Iterator[dict[int, list[tuple[np.ndarray,
         heard[i] = []
 
         def note(module: Any, given: Any, routed: Routed, into: list = heard[i]) -> None:
-            routing = routed.routing
+            routing, kept_TK = routed.routing, routed.routing.kept_TK
             ids_TK = routing.experts_TK
-            if routing.kept_TK is not None:
-                ids_TK = torch.where(routing.kept_TK, ids_TK, -1)
+            ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
             into.append((ids_TK.cpu().numpy(), routing.weights_TK.float().cpu().numpy()))
 
         handles.append(mixture.router.register_forward_hook(note))

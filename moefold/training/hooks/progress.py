@@ -51,31 +51,18 @@ class ProgressHook(Hook):
         style = record.style
         if style == "auto":
             style = "bar" if console.is_terminal else "lines"
-        self._style = style
-        self._seconds = record.seconds
-        self._console = console
-        self._bar: Bar | None = None
+        self._style, self._seconds, self._console = style, record.seconds, console
+        self._bar = _bar(console) if style == "bar" else None
         self._time = TimeLeft()
         self._shown = float("-inf")
 
     def on_start(self, job: JobView) -> None:
         """Show the bar at the step the run continues from."""
         self._time.start(time.monotonic())
-        if self._style == "bar":
-            bar = self._bar = Bar(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[facts]}"),
-                TextColumn("[dim]{task.fields[left]} left"),
-                console=self._console,
-                expand=True,
-                refresh_per_second=4,
-            )
-            self._task = bar.add_task(
-                job.run.name, total=job.last_step, completed=job.step_number, facts="", left="–"
-            )
-            bar.start()
+        if self._bar is not None:
+            total, done = job.last_step, job.step_number
+            self._bar.add_task(job.run.name, total=total, completed=done, facts="", left="–")
+            self._bar.start()
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Move the bar, or print a line where the last one is old enough."""
@@ -84,7 +71,8 @@ class ProgressHook(Hook):
         left = self._time.left(job.last_step - job.step_number)
         facts = describe(metrics)
         if self._bar is not None:
-            self._bar.update(self._task, completed=job.step_number, facts=facts, left=left)
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=job.step_number, facts=facts, left=left)
         elif self._style == "lines":
             due = now - self._shown >= self._seconds or job.step_number >= job.last_step
             if due:
@@ -102,6 +90,19 @@ class ProgressHook(Hook):
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def _bar(console: Console) -> Bar:
+    return Bar(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TextColumn("[dim]{task.fields[left]} left"),
+        console=console,
+        expand=True,
+        refresh_per_second=4,
+    )
 
 
 def describe(metrics: Figures) -> str:
