@@ -60,7 +60,7 @@ def train(
     Raises:
         ValueError: where the run cannot be trained here, or the folder holds another one.
     """
-    _demand_run(run)
+    _check_run(run)
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: at least 1")
     demand_fit(run, nproc)
@@ -92,11 +92,11 @@ def open(run: Run, folder: str | Path | None = None, hooks: Sequence[Hook] = ())
 
     Use it as a context manager, or call ``job.close()`` at the end. See :func:`train`.
     """
-    _demand_run(run)
+    _check_run(run)
     return Trainer(run, folder or free_folder(run.name), assemble(run.watch, outside=hooks))
 
 
-def _demand_run(run: object) -> None:
+def _check_run(run: object) -> None:
     if not isinstance(run, Run):
         raise TypeError(f"run is {run!r}; pass what moefold.load_run(...) returns")
 

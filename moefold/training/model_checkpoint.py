@@ -82,7 +82,7 @@ class StoredModel:
                 raise CheckpointError(f"{path} holds no model that moefold wrote")
             verdict = check(Decoder, meta["decoder"])
             if verdict.record is None:
-                _demand_parts(path, meta)
+                _check_parts(path, meta)
                 raise RunError(verdict.violations, meta["decoder"], str(path))
             return cls(path, meta, verdict.record, tokenizer_of(meta), reader)
         except BaseException:
@@ -142,12 +142,12 @@ def fill(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: listing what is missing and what is not the model's.
     """
-    demand_names(model, tensors)
+    check_names(model, tensors)
     for name, target in model.state_dict().items():
         target.copy_(tensors[name])
 
 
-def demand_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool = True) -> None:
+def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool = True) -> None:
     """Refuse tensors that are not the model's by their names.
 
     ``whole``: the model is all of what the tensors are of, so that none may be left over.
@@ -163,7 +163,7 @@ def demand_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool
         raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
 
 
-def _demand_parts(path: Path, meta: Mapping[str, Any]) -> None:
+def _check_parts(path: Path, meta: Mapping[str, Any]) -> None:
     """Refuse a model with parts from outside that were not named."""
     files = (meta.get("run") or {}).get("uses") or []
     if files:
@@ -195,6 +195,6 @@ def start_values(run: Run, decoder: Decoder, data: Data, replaced: bool) -> tupl
         return ()
     with import_folder(source.path) as imported:
         tensors = imported.tensors
-        demand_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
+        check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
         data.fill(lambda piece: tensors.part(piece.name, piece.box), buffers=True)
     return imported.left_out

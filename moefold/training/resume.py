@@ -47,7 +47,7 @@ def parts_from_outside(run: Run) -> dict[str, str]:
     return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
 
 
-def demand_same_run(
+def check_same_run(
     path: Path, meta: Mapping[str, Any], run: Run, parts: Mapping[str, str], data: str
 ) -> None:
     """Refuse a checkpoint of a run that computes something else, and say what.
@@ -83,7 +83,7 @@ def demand_same_run(
         )
 
 
-def demand_agreement(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:
+def check_ranks_agree(run: Run, parts: Mapping[str, str], data: str, world: World) -> None:
     """Refuse ranks that were started with different things.
 
     Raises:

@@ -50,12 +50,7 @@ from moefold.training.nonfinite import Decision, NonFinitePolicy
 from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice
 from moefold.training.recover import Keeper, Past
-from moefold.training.resume import (
-    demand_agreement,
-    demand_same_run,
-    identity,
-    parts_from_outside,
-)
+from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore
 from moefold.training.step import StepFigures, evaluate, gradients
@@ -130,7 +125,7 @@ class Trainer:
                 data = _prepared(partial(prepare, run.data, cache, told, scratch), world, keeper)
                 self.tokenizer, self.loader = data.tokenizer, _loader(run, data, world)
                 self.feed = DataParallelLoader(self.loader, world)
-                demand_agreement(run, self.parts, self.loader.fingerprint(), world)
+                check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 dtype = self.precision.precision
                 self.data = Data(build_parts(self.decoder, dtype, run.layout, world, "meta"))
@@ -198,7 +193,7 @@ class Trainer:
         path = self._newest()
         while path is not None:
             stored = manifest.read(path)
-            demand_same_run(path, stored.meta, self.run, self.parts, self.loader.fingerprint())
+            check_same_run(path, stored.meta, self.run, self.parts, self.loader.fingerprint())
             damage: DamagedError | None = None
             try:
                 self.progress = restore(path, self.data, self.optimizer)
