@@ -1,38 +1,61 @@
-"""The fastest layouts of a task: best-first branch and bound over foldings, schedules, policies.
+"""Search for the fastest layouts of a task that fit: an enumeration pruned by cheap lower bounds.
 
-The most promising grids come first and are bounded from below by ``search_bounds``; only of those
-that could still win are experts, pipelines and what is kept gone through, then priced, and only the
-fastest of what is priced is asked whether it fits. So the first that fits is the fastest. Every
-time is :func:`moefold.planner.time.estimate`'s own, and memory is ``planner.memory``'s.
+A layout is decided in four steps: the two grids with micro-batch and number format, then the
+pipeline's depth with what is sharded, recomputed and offloaded, then schedule and dispatcher, then
+stages. Each step bounds the seconds of what it has decided so far and drops what cannot fit, and
+the next step is taken for whatever has the lowest bound. So few of millions of layouts are priced
+by :func:`moefold.planner.time.estimate` and ``planner.memory``, and the first priced one that fits
+is the fastest.
 """
 
 import heapq
-import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import cached_property, lru_cache
+from itertools import count, product
 from typing import Any, NamedTuple
 
+from moefold.config.base import Record
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.planner.case import Case, Keeping
+from moefold.model.config import Block
+from moefold.planner.case import Case, Dispatcher, Keeping, Recipe
+from moefold.planner.curves import constants
+from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import PAIRED, Choice, Task
-from moefold.planner.memory import peak_within
-from moefold.planner.search_bounds import NOTHING, Bounds, Grid, Kept, Shape, least_seconds
-from moefold.planner.search_space import VIRTUAL, Foldings, Space, apart, weighted
-from moefold.planner.time import StepTime, estimate, pipeline_seconds
-from moefold.schedule.config import (
-    Interleaved,
-    OneFOneB,
-    Schedule,
-    Vee,
-    ZeroBubbleH1,
+from moefold.planner.held import Held, kinds
+from moefold.planner.memory import layer_kept, peak_within, software_of
+from moefold.planner.memory_state import Split, states_of
+from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
+from moefold.planner.search_space import VIRTUAL, Foldings, Modules, Space, apart, weighted
+from moefold.planner.time import HOST_ADAM, LEAST, Pass, StepTime, estimate, pipeline_seconds
+from moefold.planner.time_layer import (
+    SM_COST,
+    Policy,
+    Setting,
+    dispatch_seconds,
+    half_seconds,
+    layer_time,
+    loss_chunk_of,
+    rows_sent,
+    setting_of,
 )
+from moefold.planner.time_work import PERMUTING, Share
+from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
+from moefold.spec.decoder import has_routing, model_weights
+from moefold.spec.layer import described
 
 RESERVE = 0.05
 """Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""
+
+Kept = tuple[Modules, Modules]
+"""What is recomputed, and what is offloaded to the host."""
+NOTHING: Kept = (frozenset(), frozenset())
+_Bounded = tuple[float, int, int, Any]
+"""What is decided so far: a bound of its seconds, a number, the next step, and itself."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +66,7 @@ class Found:
     case: Case = field(repr=False)
     seconds: float
     bytes: float
-    """Peak memory of the fullest rank."""
+    """Of the fullest rank."""
 
     @property
     def folding(self) -> tuple[int, ...]:
@@ -55,14 +78,44 @@ def _folding(sizes: Sizes) -> tuple[int, ...]:
     return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
 
 
+class Grids(NamedTuple):
+    """What the work of a micro-batch depends on besides its dispatcher and what is kept."""
+
+    recipe: Recipe
+    micro_batch: int
+    tp: int
+    cp: int
+    ep: int = 1
+    etp: int = 1
+
+
+class Depth(NamedTuple):
+    """Grids in a pipeline of some depth, with what could be kept, by rising work."""
+
+    grids: Grids
+    pp: int
+    m: int
+    """Micro-batches of a data rank."""
+    zero: int
+    on_host: float
+    """Share of the optimizer on the host."""
+    kept: tuple[Kept, ...]
+    """What it keeps, then what keeps less and takes longer."""
+
+
 class Search:
     """Searches of one task, which share what they have priced."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.foldings = task, Foldings.of(task)
-        self.bounds = Bounds(task, self.foldings)
         self.priced = 0
         """Layouts whose whole step was priced."""
+        self.blocks, order = kinds(task.decoder)
+        self.layers = Counter(order)
+        """Layers of each kind."""
+        self.common = self.layers.most_common(1)[0]
+        self.whole = Held(tuple(sorted(self.layers.items())), task.multi_token, True, True)
+        self._known: dict[Any, Any] = {}
 
     def best(self, space: Space, top: int = 5, limit: float | None = None) -> list[Found]:
         """Return the fastest layouts that fit, each of another folding, the fastest first.
@@ -74,132 +127,124 @@ class Search:
         """
         room = limit or self.task.cluster.device.memory_bytes * (1 - RESERVE)
         found: dict[tuple[int, ...], Found] = {}
+        steps = (self.depths, self.schedules, self.stages)
+        heap: list[_Bounded] = []
         tie = count()
-        heap: list[tuple[float, int, str, Any]] = []
 
-        def push(level: str, items: Iterator[tuple[float, Any]]) -> None:
-            for bound, item in items:
-                heapq.heappush(heap, (bound, next(tie), level, item))
+        def push(items: Iterator[tuple[float, int, Any]]) -> None:
+            for bound, step, item in items:
+                heapq.heappush(heap, (bound, next(tie), step, item))
 
-        push("grid", self._grids(space))
+        push(self.grids(space))
         while heap and len(found) < top:
-            bound, _, level, item = heapq.heappop(heap)
-            if level == "grid":
-                push("experts", self._experts(item))
-            elif level == "experts":
-                push("fitting", self._fitting(space, item, room))
-            elif level == "fitting":
-                push("shape", self._shapes(space, *item))
-            elif level == "shape":
-                push("depth", self._depths(space, item, room))
-            elif level == "depth":
-                push("depth", self._kept(space, item._replace(at=item.at + 1)))
-                push("open", self._schedules(space, item))
-            elif level == "open":
-                choice = item.choice()
-                if _folding(choice.sizes) not in found:
-                    push("priced", self._priced(choice, room))
-            elif _folding(item.sizes) not in found:
-                case = item.case(self.task)
-                needed = peak_within(case, room)
-                if needed is not None:
-                    found[_folding(item.sizes)] = Found(item, case, bound, needed)
+            bound, _, step, item = heapq.heappop(heap)
+            if step >= 2 and _folding(item.sizes) in found:
+                continue
+            if step < len(steps):
+                push(steps[step](space, item, room))
+                continue
+            case = item.case(self.task)
+            needed = peak_within(case, room)
+            if needed is not None:
+                found[_folding(item.sizes)] = Found(item, case, bound, needed)
         return list(found.values())
 
-    # --------------------------------------------------------------------------- levels
+    # --------------------------------------------------------------------------- steps
 
-    def _grids(self, space: Space) -> Iterator[tuple[float, Grid]]:
-        """Yield every attention grid, micro-batch and format, with a bound."""
-        for recipe in space.recipes:
-            for size in space.micro_batches:
-                for tp, cp in self.foldings.attention:
-                    grid = Grid(recipe, size, tp, cp)
-                    if any(self.bounds.steps(grid, pp) for pp in self.foldings.pp):
-                        bound = self.bounds.ideal(grid, NOTHING) * self.bounds.turns(grid)
-                        yield bound + self.bounds.fixed(0.0), grid
-
-    def _experts(self, grid: Grid) -> Iterator[tuple[float, Shape]]:
-        """Yield every way to lay experts beside a grid, with a bound."""
-        bounds = self.bounds
-        for ep, etp in self.foldings.experts(grid.tp, grid.cp):
-            work = bounds.ideal(grid, NOTHING) + bounds.spread(grid, ep, etp)
-            bound = work * bounds.turns(grid) + bounds.fixed(0.0)
-            yield bound, Shape(*grid, ep, etp, "local", False)
-
-    def _fitting(self, space: Space, shape: Shape, room: float) -> Iterator[tuple[float, Any]]:
-        """Yield a shape, bounded by what it must recompute so that it could fit."""
-        least = self._least_kept(space, shape, room)
-        if least:
-            order = sorted(least, key=lambda kept: least[kept])
-            yield least[order[0]], (shape, tuple(order))
-
-    def _least_kept(self, space: Space, shape: Shape, room: float) -> dict[Kept, float]:
-        """Return bounds by what is kept, of all that could be the fastest of some pipeline."""
-        bounds, grid = self.bounds, shape.grid
-        chain = bounds.chain(space, grid)
-        more = bounds.spread(grid, shape.ep, shape.etp)
-        least: dict[Kept, float] = {}
-        for pp in self.foldings.pipelines(grid.tp, grid.cp, shape.ep, shape.etp):
-            m = bounds.steps(grid, pp)
-            if m is None:
+    def grids(self, space: Space) -> Iterator[tuple[float, int, Grids]]:
+        """Yield every format, micro-batch and pair of grids, with a bound of its step."""
+        foldings = self.foldings
+        for recipe, size, (tp, cp) in product(
+            space.recipes, space.micro_batches, foldings.attention
+        ):
+            attention = Grids(recipe, size, tp, cp)
+            if not any(self.micro_batches(attention, pp) for pp in foldings.pp):
                 continue
-            for zero, share in space.shares(pp):
-                lasting = bounds.state(shape, pp, zero, share)
-                left = (bounds.tensors_within(room) * pp - lasting) / min(m, pp)
-                found = next((item for item in chain if item[1] <= left), None)
-                if found is not None:
-                    bound = least_seconds(found[0] + more, m, pp)
-                    bound += bounds.fixed(share)
-                    least[found[2]] = min(least.get(found[2], math.inf), bound)
-        return least
+            # How often a rank's share of all layers runs, over that share: pp is not in it.
+            turns = self.task.batch * tp * cp / (foldings.world * size)
+            dense, experts = self._dense(attention), self._experts(space, attention)
+            for ep, etp in foldings.experts(tp, cp):
+                bound = (dense + experts[ep, etp]) * turns + self._fixed(0.0)
+                yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
 
-    def _shapes(
-        self, space: Space, shape: Shape, order: tuple[Kept, ...]
-    ) -> Iterator[tuple[float, Shape]]:
-        """Yield every way to send rows to experts, with a bound."""
-        alone = shape.ep * shape.etp == 1
-        paired = {isinstance(schedule, PAIRED) for schedule in space.schedules}
-        for dispatch in ("local",) if alone else self.bounds.sending(space, shape):
-            for side in {False} if alone else paired:
-                made = shape._replace(dispatch=dispatch, paired=side)
-                work = min(self.bounds.work(made, kept) for kept in order)
-                yield work * self.bounds.turns(shape.grid) + self.bounds.fixed(0.0), made
+    def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
+        """Yield every depth of pipeline with what it can keep, where it could fit."""
+        software = software_of(self._sample(grids, Keeping()))
+        options = self._options(space, grids)
+        tensors = (room - software.context) / (1 + software.fragments)
+        for pp in self.foldings.pipelines(grids.tp, grids.cp, grids.ep, grids.etp):
+            m = self.micro_batches(grids, pp)
+            for zero, on_host in space.shares(pp) if m else ():
+                left = tensors * pp - self._lasting(grids, pp, m, zero, on_host)
+                kept = tuple(one for one, size in options if size * min(m, pp) <= left)
+                if kept:
+                    depth = Depth(grids, pp, m, zero, on_host, kept)
+                    yield self.least(space, depth), 1, depth
 
-    def _depths(self, space: Space, shape: Shape, room: float) -> Iterator[tuple[float, "_Depth"]]:
-        """Yield every depth of pipeline of a shape, with the fastest that it could keep."""
-        bounds = self.bounds
-        kept = bounds.options(space, shape, room)
-        for pp in self.foldings.pipelines(shape.tp, shape.cp, shape.ep, shape.etp):
-            m = bounds.steps(shape.grid, pp)
-            for zero, share in space.shares(pp) if m else ():
-                made = _Depth(shape, pp, m or 1, zero, share, kept, 0)
-                while made.at < len(kept) and bounds.least_bytes(*made[:5], made.now) > room:
-                    made = made._replace(at=made.at + 1)
-                yield from self._kept(space, made)
+    def schedules(
+        self, space: Space, depth: Depth, room: float
+    ) -> Iterator[tuple[float, int, Any]]:
+        """Yield every schedule, its virtual stages and a dispatcher; and the depth keeping less."""
+        grids, pp, m = depth.grids, depth.pp, depth.m
+        again, away = depth.kept[0]
+        if len(depth.kept) > 1:
+            less = depth._replace(kept=depth.kept[1:])
+            yield self.least(space, less), 1, less
+        keeping = Keeping(
+            depth.zero, recompute=again, offload=away, optimizer_offload=depth.on_host
+        )
+        for dispatch, paired in self._ways(space, grids):
+            work, slowest = self._rank(grids, dispatch, paired, depth.kept[0], pp)
+            ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
+            outside = self._fixed(depth.on_host) + self._shared(depth)
+            for schedule in space.schedules:
+                if isinstance(schedule, PAIRED) != paired and dispatch != "local":
+                    continue
+                for vpp in self._virtual(schedule, pp, m):
+                    sizes = Sizes.model_construct(
+                        tp=grids.tp, cp=grids.cp, pp=pp, vpp=vpp, ep=grids.ep, etp=grids.etp
+                    )
+                    choice = Choice(
+                        sizes, schedule, grids.micro_batch, dispatch, grids.recipe, keeping
+                    )
+                    yield pipeline_seconds(schedule, m, vpp, ranks) + outside, 2, choice
 
-    def _kept(self, space: Space, depth: "_Depth") -> Iterator[tuple[float, "_Depth"]]:
-        """Yield a depth, where there is something left that it could keep, with a bound."""
-        if depth.at < len(depth.kept):
-            vpp = min(VIRTUAL, max(1, self.foldings.layers // depth.pp))
-            yield min(self._least(depth, one, vpp) for one in space.schedules), depth
+    def stages(
+        self, space: Space, choice: Choice, room: float
+    ) -> Iterator[tuple[float, int, Choice]]:
+        """Yield a layout with each way to cut stages, priced, where it may fit."""
+        case = choice.case(self.task)
+        if peak_within(case, room * SLACK) is None:
+            return
+        took = estimate(case)
+        self.priced += 1
+        yield took.seconds, 3, choice
+        for stages in self._even_stages(case, took):
+            self.priced += 1
+            seconds = estimate(replace(case, stages=stages)).seconds
+            yield seconds, 3, replace(choice, stages=stages)
 
-    def _schedules(self, space: Space, depth: "_Depth") -> Iterator[tuple[float, "_Open"]]:
-        """Yield every schedule of a depth, with a bound."""
-        shape = depth.shape
-        for schedule in space.schedules:
-            if shape.ep * shape.etp > 1 and isinstance(schedule, PAIRED) != shape.paired:
-                continue
-            for vpp in self._virtual(schedule, depth.pp, depth.m):
-                yield self._least(depth, schedule, vpp), _Open(depth, schedule, vpp)
-
-    def _least(self, depth: "_Depth", schedule: Schedule, vpp: int) -> float:
-        """Return a bound of the time: other ranks share evenly what the fullest leaves."""
-        shape, pp, m, zero, share = depth[:5]
-        work = self.bounds.work(shape, depth.now)
-        slowest = self.bounds.fullest_rank(shape, depth.now, pp)
-        ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-        took = pipeline_seconds(schedule, m, vpp, ranks)
-        return took + self.bounds.data(shape, depth.now, pp, zero, m) + self.bounds.fixed(share)
+    def _even_stages(self, case: Case, took: StepTime) -> Iterator[Stages]:
+        """Yield stages whose ranks take equally long, by what balanced ones took."""
+        sizes = case.sizes
+        if sizes.pp == 1:
+            return
+        each = [sum(span) for span in took.ranks]
+        held = [one.number for one in case.held]
+        home = 0 if case.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
+        plain = [each[rank] / n for rank, n in enumerate(held) if n and rank != home]
+        if not plain:
+            return
+        layer = max(plain)
+        last = round((each[home] - held[home] * layer) / layer, 1)
+        first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
+        made = weighted(
+            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.way, first, last
+        )
+        yield made
+        moved = apart(made)
+        if moved is not None:
+            yield moved
 
     def _virtual(self, schedule: Schedule, pp: int, m: int) -> Iterator[int]:
         """Yield the numbers of virtual stages that a schedule can run."""
@@ -214,80 +259,214 @@ class Search:
                 if not any(schedule.misfits(pp, vpp, m)):
                     yield vpp
 
-    # --------------------------------------------------------------------------- layouts
+    # --------------------------------------------------------------------------- time
 
-    def _priced(self, choice: Choice, room: float) -> Iterator[tuple[float, Choice]]:
-        """Yield a layout with each way to cut stages, priced, where it may fit."""
-        case = choice.case(self.task)
-        if peak_within(case, room * SLACK) is None:
-            return
-        took = estimate(case)
-        self.priced += 1
-        yield took.seconds, choice
-        for stages in self._stages(case, took):
-            self.priced += 1
-            yield estimate(replace(case, stages=stages)).seconds, replace(choice, stages=stages)
+    def micro_batches(self, grids: Grids, pp: int) -> int | None:
+        """Return the micro-batches of a data rank, where the batch can be shared so."""
+        share = self.foldings.world // (grids.tp * grids.cp * pp) * grids.micro_batch
+        return None if self.task.batch % share else self.task.batch // share
 
-    def _stages(self, case: Case, took: StepTime) -> Iterator[Stages]:
-        """Yield stages whose ranks take equally long, by what balanced ones took."""
-        sizes = case.sizes
-        if sizes.pp == 1:
-            return
-        each = [sum(span) for span in took.ranks]
-        held = [one.number for one in case.held]
-        home = 0 if case.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
-        plain = [
-            time / n
-            for rank, (time, n) in enumerate(zip(each, held, strict=True))
-            if n and rank != home
+    def _dense(self, grids: Grids) -> float:
+        """Return the device's seconds of all but routed experts, for one micro-batch."""
+        how = self._share(grids, "local"), self._setting(grids.recipe), self._policy("local")
+        total = 0.0
+        for one, number in self._numbers:
+            plain = block(one.attention, Nothing()) if has_routing(one.ffn) else one
+            total += number * layer_time(plain, *how).device
+        for mixture, number in self._mixtures:
+            whole, bare = (half_seconds(half, *how[:2]) for half in (mixture, _bare(mixture)))
+            total += number * (whole - bare)
+        ends = Pass(self.task.decoder, *how, False).time(Held((), 0, True, True)).device
+        return total + (1 + self.task.multi_token) * ends
+
+    def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:
+        """Return, for each (ep, etp), the device's seconds of routed experts with what must show of
+        exchanges: the same for all attention grids that leave a rank as many rows.
+        """
+        rows, sides = attention.micro_batch / (attention.tp * attention.cp), _sides(space)
+        key = "experts", attention.recipe, rows, space.dispatchers, *sides
+        if key not in self._known:
+            setting, found = self._setting(attention.recipe), {}
+            hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
+            for ep, etp in product(self.foldings.ep, self.foldings.etp):
+                share = self._share(attention._replace(ep=ep, etp=etp), PERMUTING[0])
+                found[ep, etp] = 0.0
+                for mixture, number in self._mixtures:
+                    routing = described(mixture).routing
+                    assert routing is not None
+                    sent = rows_sent(routing, share)
+                    once = min(
+                        dispatch_seconds(sent, share, setting, name) for name in space.dispatchers
+                    )
+                    took = half_seconds(_bare(mixture), share, setting)
+                    found[ep, etp] += number * (took + 4 * once * (1.0 - hidden))
+            self._known[key] = found
+        return self._known[key]
+
+    def _ways(self, space: Space, grids: Grids) -> list[tuple[Dispatcher, bool]]:
+        """Return the fastest dispatcher, and the fastest beside another micro-batch's computing."""
+        key = "ways", grids, space.dispatchers, *_sides(space)
+        if key not in self._known:
+            alone = grids.ep * grids.etp == 1
+            names: tuple[Dispatcher, ...] = ("local",) if alone else space.dispatchers
+            self._known[key] = [
+                (min(names, key=lambda name: self._rank(grids, name, side, NOTHING, 1)), side)
+                for side in ((False,) if alone else _sides(space))
+            ]
+        return self._known[key]
+
+    def _rank(
+        self, grids: Grids, dispatch: Dispatcher, paired: bool, kept: Kept, pp: int
+    ) -> tuple[float, float]:
+        """Return the seconds of all layers for one micro-batch, and the least of the slowest rank.
+
+        Some rank has its share of the most common layers, rounded up.
+        """
+        key = "work", grids, dispatch, paired, kept
+        if key not in self._known:
+            policy = self._policy(dispatch, kept)
+            share, setting = self._share(grids, dispatch), self._setting(grids.recipe)
+            made = Pass(self.task.decoder, share, setting, policy, paired)
+            common = Held(((self.common[0], 1),))
+            self._known[key] = [made.span(made.time(held)).seconds for held in (self.whole, common)]
+        work, layer = self._known[key]
+        return work, max(work / pp, -(-self.common[1] // pp) * layer)
+
+    def least(self, space: Space, depth: Depth) -> float:
+        """Return the least seconds of a depth, whatever its schedule."""
+        grids, pp, kept = depth.grids, depth.pp, depth.kept[0]
+        ways = (self._rank(grids, *way, kept, pp) for way in self._ways(space, grids))
+        filling = LEAST * (pp - 1) / VIRTUAL / pp
+        took = min(work * filling + slowest * depth.m for work, slowest in ways)
+        return took + self._fixed(depth.on_host) + self._shared(depth)
+
+    def _shared(self, depth: Depth) -> float:
+        """Return the least seconds of data-parallel communication, where nothing hides it.
+
+        A pipeline's slowest rank has its share of the layers' time, the ends of the model aside.
+        """
+        overlaps, grids, pp = self.task.software.overlaps, depth.grids, depth.pp
+        if overlaps.gradients or overlaps.parameters:
+            return 0.0
+        key = "shared", grids, pp, depth.zero
+        if key not in self._known:
+            how = self._share(grids, "local"), self._setting(grids.recipe), self._policy("local")
+            made = Pass(self.task.decoder, *how, False)
+            held = self.whole if pp == 1 else Held(self.whole.layers)
+            took, whole = made.time(held), made.time(self.whole)
+            ends = whole.device - took.device
+            part = max(0.0, whole.device / pp - ends) / took.device if pp > 1 else 1.0
+            world, cluster, rates = self.foldings.world // pp, self.task.cluster, how[1].rates
+            copies = reach(cluster, world // grids.tp, grids.tp)
+            owners = reach(cluster, world // (grids.ep * grids.etp), grids.ep * grids.etp)
+            each = part * (2.0 if depth.zero == 3 else self.task.numbers.gradient_bytes + 2.0)
+            self._known[key] = sum(
+                max(0.0, ring_seconds(elements * each, group, cluster, rates) - LATENCY_NIC)
+                for elements, group in (
+                    (took.weights - took.experts, copies),
+                    (took.experts, owners),
+                )
+            )
+        return self._known[key] * (3 * depth.m if depth.zero == 3 else 1)
+
+    def _fixed(self, on_host: float) -> float:
+        """Return the least seconds outside layers, with a share of the update on the host."""
+        step = self._setting("bf16").rates.step_s
+        return step + on_host * self._parameters / self.foldings.world / HOST_ADAM
+
+    @cached_property
+    def _parameters(self) -> int:
+        return sum(weight.elements for weight in model_weights(self.task.decoder))
+
+    @cached_property
+    def _numbers(self) -> list[tuple[Block, int]]:
+        """The kinds of layers with how many there are, multi-token ones among them."""
+        last = kinds(self.task.decoder)[1][-1]
+        return [
+            (self.blocks[kind], number + (self.task.multi_token if kind == last else 0))
+            for kind, number in self.layers.items()
         ]
-        if not plain:
-            return
-        one = max(plain)
-        last = round((each[home] - held[home] * one) / one, 1)
-        first = 0.0 if home == 0 else round((each[0] - held[0] * one) / one, 1)
-        made = weighted(
-            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.way, first, last
-        )
-        yield made
-        moved = apart(made)
-        if moved is not None:
-            yield moved
 
+    @cached_property
+    def _mixtures(self) -> list[tuple[Record, int]]:
+        return [(one.ffn, number) for one, number in self._numbers if has_routing(one.ffn)]
 
-class _Depth(NamedTuple):
-    """A shape in a pipeline of some depth, and what it could keep, by rising work."""
+    # --------------------------------------------------------------------------- memory
 
-    shape: Shape
-    pp: int
-    m: int
-    zero: int
-    share: float
-    """Share of the optimizer that lies on the host."""
-    kept: list[Kept]
-    at: int
+    def _lasting(self, grids: Grids, pp: int, m: int, zero: int, on_host: float) -> float:
+        """Return the bytes of state that all ranks of a pipeline hold while activations are most:
+        gradients too, unless they only come with the first backward of few micro-batches.
+        """
+        key = "lasting", grids._replace(micro_batch=1, cp=1), pp, zero, on_host
+        if key not in self._known:
+            case = self._sample(grids, Keeping(zero, optimizer_offload=on_host), pp)
+            self._known[key] = states_of(case.decoder, Split.of(case)).held(self.whole)
+        state = self._known[key]
+        later = self.task.software.stack == "moefold" and zero < 2 and m < 2 * pp
+        return state.total - (state.gradients if later else 0.0)
 
-    @property
-    def now(self) -> Kept:
-        """What it keeps."""
-        return self.kept[self.at]
+    def _options(self, space: Space, grids: Grids) -> list[tuple[Kept, float]]:
+        """Return what can be kept, work rising and bytes falling, with bytes of all layers."""
+        wide = grids._replace(ep=max(self.foldings.ep))
+        key = "options", wide, space.kept
+        if key not in self._known:
+            case = self._sample(grids, Keeping())
+            parts = [
+                (part, number) for one, number in self._numbers for part in layer_kept(case, one)
+            ]
+            found: list[tuple[float, float, Kept]] = []
+            for again, away in space.kept:
+                size = sum(
+                    part.bytes * number
+                    for part, number in parts
+                    if part.module not in away and part.stays(again)
+                )
+                work, _ = self._rank(wide, "local", False, (again, away), 1)
+                found.append((work, size, (again, away)))
+            best: list[tuple[Kept, float]] = []
+            for _, size, kept in sorted(found, key=lambda one: one[:2]):
+                if not best or size < best[-1][1]:
+                    best.append((kept, size))
+            self._known[key] = best
+        return self._known[key]
 
+    # --------------------------------------------------------------------------- samples
 
-class _Open(NamedTuple):
-    """A layout that is not priced yet, all but its stages."""
+    def _setting(self, recipe: Recipe) -> Setting:
+        if recipe not in self._known:
+            task = self.task
+            self._known[recipe] = setting_of(
+                task.cluster, task.software, recipe, task.numbers.narrowed, constants()
+            )
+        return self._known[recipe]
 
-    depth: _Depth
-    schedule: Schedule
-    vpp: int
+    def _share(self, grids: Grids, dispatch: str) -> Share:
+        task = self.task
+        return Share(
+            task.decoder.hidden, task.seq, grids.micro_batch, grids.tp, grids.cp, grids.ep,
+            grids.etp, task.load, dispatch in PERMUTING,
+        )  # fmt: skip
 
-    def choice(self) -> Choice:
-        """Return it with balanced stages."""
-        shape, depth = self.depth.shape, self.depth
-        again, away = depth.now
+    def _policy(self, dispatch: str, kept: Kept = NOTHING) -> Policy:
+        software = self.task.software
+        return Policy(dispatch, *kept, 1.0, software.overlaps.tp, loss_chunk_of(software))
+
+    def _sample(self, grids: Grids, keeping: Keeping, pp: int = 1) -> Case:
+        """Return a step of one micro-batch on every data rank."""
         sizes = Sizes.model_construct(
-            tp=shape.tp, cp=shape.cp, pp=depth.pp, vpp=self.vpp, ep=shape.ep, etp=shape.etp
+            tp=grids.tp, cp=grids.cp, pp=pp, vpp=1, ep=grids.ep, etp=grids.etp
         )
-        keeping = Keeping(depth.zero, recompute=again, offload=away, optimizer_offload=depth.share)
-        return Choice(
-            sizes, self.schedule, shape.micro_batch, shape.dispatch, shape.recipe, keeping
-        )
+        dp = self.foldings.world // (grids.tp * grids.cp * pp)
+        choice = Choice(sizes, OneFOneB(), grids.micro_batch, "alltoall", grids.recipe, keeping)
+        return choice.case(replace(self.task, batch=dp * grids.micro_batch))
+
+
+def _sides(space: Space) -> list[bool]:
+    """Return whether schedules run exchanges beside computing: no, yes, or some of them."""
+    return sorted({isinstance(schedule, PAIRED) for schedule in space.schedules})
+
+
+@lru_cache(maxsize=256)
+def _bare(mixture: Record) -> Record:
+    """Return a mixture without shared experts, whose time only its rows and its grid decide."""
+    return mixture.model_copy(update={"shared": None})

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 from moefold.mesh.legality import divisors
 from moefold.mesh.pipeline import LAYERS, Stages, Way
-from moefold.planner.case import Dispatcher, Keeping, Module, Recipe
+from moefold.planner.case import Dispatcher, Module, Recipe
 from moefold.planner.from_run import OTHERS, Task
 from moefold.planner.hardware import Device
 from moefold.schedule.config import (
@@ -50,12 +50,6 @@ class Space:
     offloads: tuple[Modules, ...] = (frozenset(),)
     optimizer_offloads: tuple[float, ...] = (0.0,)
     micro_batches: tuple[int, ...] = (1,)
-
-    def keepings(self, pp: int) -> Iterator[Keeping]:
-        """Yield everything that can be kept."""
-        for zero, share in self.shares(pp):
-            for again, away in self.kept:
-                yield Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
 
     def shares(self, pp: int) -> Iterator[tuple[int, float]]:
         """Yield ZeRO stages and shares of the optimizer on the host.

@@ -208,7 +208,7 @@ def _once(
     sent = 0.0
     routing = described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
-        sent = 2 * dispatch_seconds(_rows(routing, share), share, setting, dispatch)
+        sent = 2 * dispatch_seconds(rows_sent(routing, share), share, setting, dispatch)
     return _summed(parts), parts, sent
 
 
@@ -448,7 +448,7 @@ def _rows_of_heads(attention: Record, share: Share) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _rows(routing: Routing, share: Share) -> Rows:
+def rows_sent(routing: Routing, share: Share) -> Rows:
     """Return what a rank sends to a layer's experts."""
     width = (routing.width or share.hidden) * BF16
     return Rows(share.r, width, routing.top_k, routing.groups_kept, routing.groups)

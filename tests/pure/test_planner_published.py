@@ -16,6 +16,7 @@ from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_space import Space, everything, formats
 from moefold.planner.time import estimate
 from moefold.schedule.config import OneFOneB
+from tests.pure.test_planner_search import keepings
 
 BLOCKS = frozenset(("block",))
 
@@ -53,7 +54,7 @@ def test_the_sample_is_neither_empty_nor_all() -> None:
 def fitting(task: Task, row: Published) -> list[float]:
     """Return the times of a published layout, with all that could make it fit, where it does."""
     room, found = task.cluster.device.memory_bytes * (1 - RESERVE), []
-    for keeping in everything(task).keepings(row.choice.sizes.pp):
+    for keeping in keepings(everything(task), row.choice.sizes.pp):
         case = replace(row.choice, keeping=keeping).case(task)
         if peak_within(case, room) is not None:
             found.append(estimate(case).seconds)

@@ -21,11 +21,10 @@ from moefold.planner.from_run import Choice, Task, of_model, of_run, published_l
 from moefold.planner.hardware import cluster, resized
 from moefold.planner.memory import communicators, fullest, totals
 from moefold.planner.published import entries, model, names
-from moefold.planner.search import RESERVE, Search
-from moefold.planner.search_bounds import Grid, Shape, least_seconds
+from moefold.planner.search import RESERVE, Depth, Grids, Search
 from moefold.planner.search_change import changes
 from moefold.planner.search_space import Foldings, Space, everything, today
-from moefold.planner.time import estimate, pipeline_seconds
+from moefold.planner.time import estimate
 from moefold.run import load_run
 from moefold.schedule.config import Interleaved, Merged, OneFOneB
 from moefold.spec.decoder import model_weights, needs
@@ -76,8 +75,15 @@ def laid(task: Task, space: Space, sizes: Sizes) -> Iterator[Choice]:
             if isinstance(schedule, Interleaved) and sizes.vpp == 1:
                 continue
             for dispatch in space.dispatchers if sizes.ep * sizes.etp > 1 else ("local",):
-                for keeping in space.keepings(sizes.pp):
+                for keeping in keepings(space, sizes.pp):
                     yield Choice(sizes, schedule, size, dispatch, "bf16", keeping)
+
+
+def keepings(space: Space, pp: int) -> Iterator[Keeping]:
+    """Yield everything that can be kept."""
+    for zero, share in space.shares(pp):
+        for again, away in space.kept:
+            yield Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
 
 
 def room(task: Task) -> float:
@@ -135,27 +141,23 @@ def test_today_is_what_training_executes() -> None:
 
 
 def test_bounds_are_never_above() -> None:
-    task, search = small(), Search(small())
-    bounds, chance = search.bounds, random.Random(5)
-    for seconds, needed, choice in chance.sample(priced(80.0), 120):
+    """Of grids, of depths and of schedules; and no layout is dropped that fits a room."""
+    search = Search(small())
+    grids = {one: bound for bound, _, one in search.grids(SPACE)}
+    for seconds, needed, choice in random.Random(5).sample(priced(80.0), 120):
         sizes, keeping = choice.sizes, choice.keeping
-        grid = Grid("bf16", choice.micro_batch, sizes.tp, sizes.cp)
-        shape = Shape(*grid, sizes.ep, sizes.etp, choice.dispatch, choice.paired)
+        one = Grids("bf16", choice.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         kept = keeping.recompute, keeping.offload
-        m = bounds.steps(grid, sizes.pp)
-        assert m is not None
-        work = bounds.work(shape, kept)
-        ideal = bounds.ideal(grid, kept) + bounds.spread(grid, sizes.ep, sizes.etp)
-        slowest = bounds.fullest_rank(shape, kept, sizes.pp)
-        assert slowest <= max(map(sum, estimate(choice.case(task)).ranks)) * (1 + 1e-9)
-        sent = bounds.data(shape, kept, sizes.pp, keeping.zero, m)
-        assert sent <= estimate(choice.case(task)).parts["dp"] * (1 + 1e-9)
-        fixed = bounds.fixed(0.0) + sent
-        even = [work / sizes.pp] * sizes.pp
-        near = pipeline_seconds(choice.schedule, m, sizes.vpp, even)
-        far = least_seconds(ideal, m, sizes.pp)
-        assert max(near, far) + fixed <= seconds * (1 + 1e-9)
-        assert bounds.least_bytes(shape, sizes.pp, m, keeping.zero, 0.0, kept) <= needed
+        m = search.micro_batches(one, sizes.pp)
+        assert m is not None and grids[one] <= seconds * (1 + 1e-9)
+        depth = Depth(one, sizes.pp, m, keeping.zero, 0.0, (kept,))
+        assert search.least(SPACE, depth) <= seconds * (1 + 1e-9)
+        for bound, _, tried in search.schedules(SPACE, depth, needed):
+            if tried == choice:
+                assert bound <= seconds * (1 + 1e-9)
+        alike = (sizes.pp, keeping.zero)
+        fitting = [d for _, _, d in search.depths(SPACE, one, needed) if (d.pp, d.zero) == alike]
+        assert fitting, "what fits is not dropped"
 
 
 QUICK = ("laptop", "a100x4", "h100x16", "gb200x8")
