@@ -7,59 +7,28 @@ import logging
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.disk import DISK, Disk, Say, retried
-from moefold.checkpoint.errors import DamagedError, MismatchError
+from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import check_size
-from moefold.checkpoint.manifest import ITEM_BYTES, Slice, Stored
+from moefold.checkpoint.manifest import ITEM_BYTES, StoredSlice, TensorMeta
 from moefold.checkpoint.tensors import BLOCK_BYTES, DTYPES, empty, host_bytes
 
 ATTEMPTS = 3
 _log = logging.getLogger("moefold.checkpoint")
 
 
-def load(
-    path: str | Path,
-    names: Iterable[str] | None = None,
-    verify: bool = True,
-    *,
-    say: Say = _log.warning,
-    disk: Disk = DISK,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a checkpoint, on the host, and its meta.
-
-    ``names`` are those wanted; None is all of them, and nothing else is read. ``verify`` compares
-    what is read with its SHA-256. Raises ``DamagedError`` naming file and tensor,
-    ``VersionError``, and ``MismatchError`` with all names that the checkpoint lacks.
-    """
-    with Reader(path, verify, say=say, disk=disk) as reader:
-        stored = reader.manifest.tensors
-        wanted = list(stored) if names is None else list(dict.fromkeys(names))
-        missing = [name for name in wanted if name not in stored]
-        if missing:
-            raise MismatchError(reader.path, missing=missing)
-        return {name: reader.read(name) for name in wanted}, reader.manifest.meta
-
-
 class Reader:
     """An open checkpoint, from which single tensors are read."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        verify: bool = True,
-        *,
-        say: Say = _log.warning,
-        disk: Disk = DISK,
-    ) -> None:
+    def __init__(self, path: str | Path, *, say: Say = _log.warning, disk: Disk = DISK) -> None:
         self.path = Path(path)
         self.manifest = manifest.read(self.path, disk)
-        self._verify = verify
         self._say = say
         self._disk = disk
         self._open = (-1, -1)
@@ -103,10 +72,10 @@ class Reader:
                 self._read_slice(name, part, value.view(-1).view(torch.uint8))
                 there.copy_(value)
             else:
-                self._read_box(name, stored.dtype, part, shared, there)
+                self._read_box(name, part, shared, there)
 
     def _read_box(
-        self, name: str, dtype: str, part: Slice, shared: Sequence[tuple[int, int]], there: Tensor
+        self, name: str, part: StoredSlice, shared: Sequence[tuple[int, int]], there: Tensor
     ) -> None:
         """Fill ``there`` with the box ``shared``, in global places, of a slice."""
         first, end = (place - part.at[0] for place in shared[0])
@@ -115,12 +84,12 @@ class Reader:
         rows = max(1, BLOCK_BYTES // (part.size // part.shape[0]))
         for start in range(first, end, rows):
             stop = min(start + rows, end)
-            held = self._read_rows(name, dtype, part, start, stop)
+            held = self._read_rows(name, part, start, stop)
             there[start - first : stop - first].copy_(held[(slice(None), *columns)])
 
-    def _read_rows(self, name: str, dtype: str, part: Slice, first: int, end: int) -> Tensor:
+    def _read_rows(self, name: str, part: StoredSlice, first: int, end: int) -> Tensor:
         """Return rows ``first`` to ``end`` of a slice."""
-        row = part.size // part.shape[0]
+        dtype, row = self.manifest.tensors[name].dtype, part.size // part.shape[0]
         step = self.manifest.chunk_bytes
         low, high = first * row // step, -(-end * row // step)
         start, stop = low * step, min(high * step, part.size)
@@ -140,7 +109,7 @@ class Reader:
         for number in sorted(shards):
             check_size(self.path, self.manifest.shards[number], self._disk)
 
-    def _read_slice(self, name: str, part: Slice, into: Tensor) -> None:
+    def _read_slice(self, name: str, part: StoredSlice, into: Tensor) -> None:
         """Fill a slice's bytes, which may lie on any device, chunk by chunk."""
         step = self.manifest.chunk_bytes
         staging = None if into.device.type == "cpu" else empty("U8", (min(step, part.size),))
@@ -166,7 +135,7 @@ class Reader:
         if count < len(into):
             what = f"ends at byte {offset + count}, expected {offset + len(into)} and more"
             raise DamagedError(self.path, file, what, name)
-        if self._verify and (found := sha256(into).hexdigest()) != digest:
+        if (found := sha256(into).hexdigest()) != digest:
             what = (
                 f"bytes {offset} to {offset + len(into)} have SHA-256 {found[:16]}…, expected "
                 f"{digest[:16]}…: they are not as written; " + manifest.USE_OLDER
@@ -194,7 +163,7 @@ class Reader:
 
 
 def _overlap(
-    part: Slice, at: tuple[int, ...], shape: Sequence[int]
+    part: StoredSlice, at: tuple[int, ...], shape: Sequence[int]
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the box, in global places, that a slice and another box share; None where none."""
     dims = zip(part.at, part.shape, at, shape, strict=True)
@@ -202,7 +171,7 @@ def _overlap(
     return shared if all(start < end for start, end in shared) else None
 
 
-def difference(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def difference(stored: TensorMeta, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Return how a stored tensor differs from what is wanted; empty where it fits."""
     if stored.shape == shape and DTYPES[stored.dtype] == dtype:
         return ""

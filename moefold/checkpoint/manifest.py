@@ -13,17 +13,16 @@ place. This, ``format`` and ``version`` stay as they are in every later version.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
 from moefold.checkpoint.disk import DISK, Disk, read_whole
 from moefold.checkpoint.errors import CheckpointError, DamagedError, VersionError
-from moefold.checkpoint.tiling import tiles
 from moefold.config.base import Record
 
 FORMAT = "moefold-checkpoint"
@@ -31,6 +30,7 @@ VERSION = 1
 FILE = "manifest.json"
 MAX_BYTES = 256 * 2**20
 """A manifest that is larger is refused unread; this much describes about 10 TB of tensors."""
+MAX_META_DEPTH = 50
 MAX_HEADER_BYTES = 100 * 10**6
 """The safetensors library reads no larger header."""
 CHUNK_BYTES = 4 * 2**20
@@ -66,7 +66,7 @@ class Shard(Record):
     """Rank that owns the file's slices and wrote them."""
 
 
-class Slice(Record):
+class StoredSlice(Record):
     """A box of a tensor, contiguous in one shard."""
 
     at: Shape
@@ -90,12 +90,12 @@ class Slice(Record):
         return sha256(b"".join(map(bytes.fromhex, self.sha256))).hexdigest()
 
 
-class Stored(Record):
+class TensorMeta(Record):
     """One tensor: its global shape, its data type and where its slices are."""
 
     dtype: DType
     shape: Shape
-    slices: tuple[Slice, ...]
+    slices: tuple[StoredSlice, ...]
 
     @property
     def size(self) -> int:
@@ -115,7 +115,7 @@ class Manifest(Record):
     step: Annotated[int, Field(ge=0, lt=10**15)]
     chunk_bytes: Annotated[int, Field(ge=1, le=2**30)] = CHUNK_BYTES
     shards: tuple[Shard, ...]
-    tensors: dict[TensorName, Stored]
+    tensors: dict[TensorName, TensorMeta]
     meta: dict[str, Any]
     """The caller's own facts, plain JSON."""
 
@@ -125,8 +125,19 @@ class Manifest(Record):
         return sum(shard.size for shard in self.shards)
 
 
-Row = tuple[int, int, str, Slice]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Index of a box's first element, and the box's shape."""
+Row = tuple[int, int, str, StoredSlice]
 """A slice in a shard: first byte, byte after the last, the tensor's name, the slice."""
+
+
+class HeaderEntry(NamedTuple):
+    """One line of a shard's header; ``start`` and ``stop`` count from the first data byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 class _Envelope(BaseModel):
@@ -162,6 +173,27 @@ def spans(manifest: Manifest) -> list[list[Row]]:
         for part in stored.slices:
             found[part.shard].append((*part.span, name, part))
     return [sorted(rows, key=lambda row: row[:2]) for rows in found]
+
+
+def shard_header(entries: Mapping[str, HeaderEntry]) -> bytes:
+    """Return a shard's bytes before its data, for entries in the order of the file."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, e in entries.items():
+        offsets = [e.start, e.stop]
+        fields[name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": offsets}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def entries_of(manifest: Manifest, base: int, rows: Sequence[Row]) -> dict[str, HeaderEntry]:
+    """Return a shard's header entries from its ``spans``; ``base`` is where its data begin."""
+    entries = {}
+    for start, stop, name, part in rows:
+        stored = manifest.tensors[name]
+        entry = HeaderEntry(stored.dtype, part.shape, start - base, stop - base)
+        entries[entry_name(name, stored.shape, part.at, part.shape)] = entry
+    return entries
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -285,7 +317,7 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
             yield None, f"does not account for every byte of {shard.file}, each once"
 
 
-def _wrong_slices(manifest: Manifest, stored: Stored) -> Iterator[str]:
+def _wrong_slices(manifest: Manifest, stored: TensorMeta) -> Iterator[str]:
     """Yield what is wrong with one tensor's slices."""
     if math.prod(n for n in stored.shape if n) >= 2**62:
         yield f"has the impossible shape {list(stored.shape)}"
@@ -299,3 +331,71 @@ def _wrong_slices(manifest: Manifest, stored: Stored) -> Iterator[str]:
             yield f"has {len(part.sha256)} digests for {size} bytes"
     if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
         yield f"has slices that do not tile its shape {list(stored.shape)}"
+
+
+def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return whether the boxes lie in ``shape``, are disjoint and cover it.
+
+    Boxes are swept along the first dim, so that only those which share a row are compared: the
+    usual splits cost little more than a sort.
+    """
+    if not boxes or any(not _inside(shape, box) for box in boxes):
+        return False
+    full = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(box[1]) for box in full) != math.prod(shape):
+        return False
+    if not shape:
+        return True
+    open_boxes: list[Box] = []
+    for box in sorted(full):
+        open_boxes = [b for b in open_boxes if b[0][0] + b[1][0] > box[0][0]]
+        if any(_overlap(b, box) for b in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True
+
+
+def _inside(shape: tuple[int, ...], box: Box) -> bool:
+    at, size = box
+    return len(at) == len(size) == len(shape) and all(
+        a + n <= whole for a, n, whole in zip(at, size, shape, strict=True)
+    )
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    """Return whether two boxes that are not empty share an element."""
+    sides = zip(*one, *other, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
+    """Raise ``CheckpointError`` naming the place where a value would not come back as it is."""
+    if depth > MAX_META_DEPTH:
+        raise CheckpointError(f"{at} is nested deeper than {MAX_META_DEPTH}")
+    if type(value) is dict:
+        for key, inner in value.items():
+            if type(key) is not str:
+                raise CheckpointError(f"{at} has the key {key!r}; keys are text")
+            _check_text(key, f"a key of {at}")
+            check_meta(inner, f"{at}.{key}", depth + 1)
+    elif type(value) is list:
+        for i, inner in enumerate(value):
+            check_meta(inner, f"{at}[{i}]", depth + 1)
+    elif type(value) is str:
+        _check_text(value, at)
+    elif type(value) is float and not math.isfinite(value):
+        raise CheckpointError(f"{at} is {value}, which JSON does not know; store text or a tensor")
+    elif type(value) is int and value.bit_length() > 4096:
+        raise CheckpointError(f"{at} is an integer of {value.bit_length()} bits; the limit is 4096")
+    elif value is not None and type(value) not in (int, float, bool):
+        kinds = "dict, list, str, int, float, bool and None"
+        raise CheckpointError(f"{at} is a {type(value).__name__}; meta holds {kinds}")
+
+
+def _check_text(text: str, at: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{at} is {text!r}, which is no Unicode text: {error.reason}"
+        ) from None

@@ -1,14 +1,16 @@
 """Writing a checkpoint so that at every moment the newest complete one is whole.
 
-The order: shards into a temporary folder, each on the medium before the next step; the manifest
-last; the folder's entries; the rename that publishes it; the parent's entries; the pointer; only
-then retention.
+Each rank writes its own boxes of tensors, the first rank does the rest. The order: all shards into
+a temporary folder, each on the medium before the next step; the manifest last; the folder's
+entries; the rename that publishes it; the parent's entries; the pointer; only then retention. A
+rank that cannot write keeps the checkpoint from being published, and all ranks raise.
 """
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +20,27 @@ from torch import Tensor
 from moefold.checkpoint import folder as folders
 from moefold.checkpoint import manifest
 from moefold.checkpoint.config import Policy
-from moefold.checkpoint.disk import DISK, FULL, Disk, Say, retried, write_whole
+from moefold.checkpoint.disk import DISK, FULL, Disk, Result, Say, retried, write_whole
 from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, Slice, Stored
-from moefold.checkpoint.meta import check_meta
-from moefold.checkpoint.shards import Piece, plan, write_shard
+from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, TensorMeta
 from moefold.checkpoint.tensors import (
     NAMES,
-    Part,
-    TensorSource,
-    Unread,
-    check_dtype,
+    LazyTensor,
+    Named,
+    TensorSlice,
     check_storable,
+    pack,
+    write_shard,
 )
+from moefold.comm.agree import FirstFailed, on_first, tell_first
+from moefold.comm.group import ALONE, Group
 
 POLICY = Policy()
 _log = logging.getLogger("moefold.checkpoint")
 
-
-Content = Tensor | Unread | Part
-"""What is saved under a name: a whole tensor, or a box of one that other ranks have the rest of."""
-Contents = Mapping[str, Content | Sequence[Part]]
+Contents = Mapping[str, Tensor | LazyTensor | Sequence[TensorSlice]]
+"""What is saved under each name: a whole tensor, or this rank's boxes of one."""
 
 
 def save(
@@ -50,51 +51,298 @@ def save(
     policy: Policy = POLICY,
     *,
     lock: FolderLock | None = None,
+    ranks: Group = ALONE,
     say: Say = _log.warning,
     disk: Disk = DISK,
 ) -> Path:
     """Write ``folder/step-…`` and return its path once it is on the medium and published.
 
-    ``tensors`` may lie on any device and have any strides; besides them at most 64 MiB of host
-    memory is taken. An ``Unread`` one exists only while it is written. ``meta`` is plain JSON. A
-    checkpoint of the same step is replaced. ``lock`` is the folder's, held by the caller; without
-    it one is held during the call. ``say`` is told of attempts that failed and of what could not be
-    cleaned up.
+    Every rank calls it with the boxes that it alone writes; all boxes of a tensor tile it. Tensors
+    may lie on any device and have any strides; besides them at most 64 MiB of host memory is
+    taken. A ``LazyTensor`` exists only while it is written. ``meta`` is plain JSON. A checkpoint
+    of the same step is replaced. ``lock`` is the folder's, held by the first rank; one rank may
+    leave it out, and one is held during the call. ``say`` is told of attempts that failed and of
+    what could not be cleaned up.
 
     Raises ``CheckpointError`` for what cannot be stored, before anything is written; ``LockError``
     where another run holds the folder; ``SaveError``, with what is needed and what is free, where
-    the storage refuses: the partial checkpoint is then removed, and those before it still stand.
+    the storage refuses one rank: the partial checkpoint is then removed, and those before it
+    still stand.
     """
-    work = Work.of(folder, step, tensors, meta, policy, say, disk)
-    work.make_folder()
     own = FolderLock(folder, f"a save of step {step}", say=say)
-    with own if lock is None else nullcontext(lock) as held:
-        work.clear()
-        work.conclude(work.stage(policy.attempts), policy, held)
-    return work.final
+    saving = CheckpointWriter(
+        folder, step, tensors, meta, policy, lock=lock or own, ranks=ranks, say=say, disk=disk
+    )
+    if lock is None:
+        assert ranks.size == 1, "the ranks' lock is taken before they save together"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SaveError(Path(folder), f"the folder cannot be made: {error}") from error
+    with own if lock is None else nullcontext():
+        try:
+            saving.begin()
+            saving.write()
+            saving.collect()
+            saving.publish()
+            return saving.conclude()
+        finally:
+            saving.clean_up()
 
 
-def _pieces(tensors: Contents) -> Iterator[Piece]:
+class CheckpointWriter:
+    """One save by all ranks, in its parts, to be called in the order in which they stand.
+
+    ``begin``, ``collect`` and ``conclude`` are called by all ranks together. ``write`` and
+    ``publish`` speak to no other rank and raise nothing: a thread of their own may run them.
+    Arguments are those of ``save``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        step: int,
+        tensors: Contents,
+        meta: dict[str, Any],
+        policy: Policy,
+        *,
+        lock: FolderLock,
+        ranks: Group,
+        say: Say = _log.warning,
+        disk: Disk = DISK,
+    ) -> None:
+        self._folder, self._step, self._meta, self._policy = Path(folder), step, meta, policy
+        self._lock, self._ranks, self._say, self._disk = lock, ranks, say, disk
+        slices = list(_slices(tensors))
+        _check_manifest(step, slices, meta)
+        self._shards = pack(slices, policy.shard_bytes)
+        self.path = self._folder / folders.step_name(step)
+        """The checkpoint's folder once it is published."""
+        self._staged: Path | None = None
+        self._told: list[dict[str, Any]] = []
+        """What this rank wrote, then on the first rank what all wrote."""
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        """Clear what earlier saves left half done, and make the folder that all write into."""
+
+        def begin() -> str:
+            sweep = partial(folders.sweep, self._folder, self._say, self._disk)
+            self._tidy("clearing leftovers", sweep)
+            staged = folders.on_its_way(self.path, "tmp")
+            self._attempts(lambda: self._disk.make_folder(staged))
+            return str(staged)
+
+        self._staged = Path(self._on_first(begin))
+
+    def write(self) -> None:
+        """Write this rank's shards."""
+        try:
+            shards, tensors = self._attempts(self._write_shards)
+        except Exception as error:
+            self._error = error
+            named = isinstance(error, CheckpointError)
+            said = str(error) if named else f"{type(error).__name__}: {error}"
+            self._told = [{"error": said}]
+        else:
+            said = {name: stored.model_dump(mode="json") for name, stored in tensors.items()}
+            self._told = [{"shards": [s.model_dump(mode="json") for s in shards], "tensors": said}]
+
+    def collect(self) -> None:
+        """Bring what all ranks wrote to the first one; the others hold nobody's."""
+        self._told = list(tell_first(self._told[0], self._ranks))
+
+    def publish(self) -> None:
+        """On the first rank: write the manifest and give the checkpoint its name."""
+        if self._ranks.index:
+            return
+        try:
+            self._raise_refusals()
+            content = self._manifest(*_merged(self._told))
+            self._attempts(lambda: self._write_manifest(content))
+            self._lock.check()
+            self._give_name()
+        except Exception as error:
+            self._error = error
+            self.clean_up()
+            return
+        point = partial(folders.point, self._folder, self.path, self._disk)
+        self._tidy("naming it as the latest", point)
+        keep = self._folder, self._policy, self.path, self._say, self._disk
+        self._tidy("removing older ones", partial(folders.retain, *keep))
+
+    def conclude(self) -> Path:
+        """Return the checkpoint's path on all ranks, or raise on all what went wrong."""
+
+        def told() -> None:
+            if self._error is not None:
+                raise self._error
+
+        self._on_first(told)
+        return self.path
+
+    def clean_up(self) -> None:
+        """On the first rank: remove what was written and is not published."""
+        if self._ranks.index == 0 and self._staged is not None and self._staged.exists():
+            folders.try_remove(self._staged, self._say, self._disk)
+
+    def _on_first(self, function: Callable[[], Any]) -> Any:
+        try:
+            return on_first(function, self._ranks)
+        except FirstFailed as error:
+            raise SaveError(self.path, str(error)) from error
+
+    def _attempts(self, function: Callable[[], Result]) -> Result:
+        """Call a function, again where the storage fails for a moment.
+
+        Raises:
+            SaveError: where the storage goes on refusing.
+        """
+        rank = f", rank {self._ranks.index}" if self._ranks.size > 1 else ""
+        try:
+            return retried(
+                function, self.path.name + rank, self._policy.attempts, self._say, self._disk
+            )
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _tidy(self, what: str, function: Callable[[], None]) -> None:
+        """Do what a checkpoint does not depend on; a failure is told and left to the next save."""
+        try:
+            function()
+        except OSError as error:
+            self._say(f"{self._folder}: {what} failed: {error}")
+
+    def _write_shards(self) -> tuple[list[Shard], dict[str, TensorMeta]]:
+        """Write this rank's shards once; return what the manifest is to say of them."""
+        assert self._staged is not None, "begin comes first"
+        index = self._ranks.index
+        stem = "shard" if self._ranks.size == 1 else f"rank-{index:05d}"
+        for left in self._staged.glob(f"{stem}-*"):
+            self._disk.remove_file(left)
+        if self._disk.free(self._folder) < self._needed:
+            raise OSError(min(FULL), "not enough room", str(self._staged))
+        shards: list[Shard] = []
+        tensors: dict[str, TensorMeta] = {}
+        for number, slices in enumerate(self._shards):
+            path = self._staged / f"{stem}-{number:05d}.safetensors"
+            shard, written = write_shard(self._disk, path, slices, CHUNK_BYTES, number)
+            shards.append(shard.model_copy(update={"rank": index}))
+            for (name, part), stored in zip(slices, written, strict=True):
+                meta = tensors.get(name) or _meta(part)
+                tensors[name] = meta.model_copy(update={"slices": (*meta.slices, stored)})
+        return shards, tensors
+
+    def _raise_refusals(self) -> None:
+        """Raise what kept a rank from writing: its own error where there is one rank."""
+        refused = [
+            f"rank {rank}: {said['error']}"
+            for rank, said in enumerate(self._told)
+            if "error" in said
+        ]
+        if refused and self._ranks.size == 1 and self._error is not None:
+            raise self._error
+        if refused:
+            raise SaveError(self.path, "; ".join(refused))
+
+    def _manifest(self, shards: Sequence[Shard], tensors: dict[str, TensorMeta]) -> bytes:
+        """Return the manifest file's content.
+
+        Raises:
+            CheckpointError: for boxes that do not make whole tensors: of ranks that were to write
+                one, none did, or several; and where the manifest is too large.
+        """
+        record = Manifest(
+            writer=manifest.writer(),
+            step=self._step,
+            shards=tuple(shards),
+            tensors=tensors,
+            meta=self._meta,
+        )
+        for name, what in manifest.contradictions(record):
+            raise CheckpointError(f"{self.path} is not published: {name or 'the manifest'} {what}")
+        content = manifest.dump(record)
+        if len(content) > manifest.MAX_BYTES:
+            raise CheckpointError(
+                f"the manifest of {self.path} would hold {len(content)} bytes, more than the "
+                f"limit of {manifest.MAX_BYTES}; move large facts from meta into tensors"
+            )
+        return content
+
+    def _write_manifest(self, content: bytes) -> None:
+        """Write the manifest, then the folder's entries, once."""
+        assert self._staged is not None, "begin comes first"
+        path = self._staged / manifest.FILE
+        if path.exists():
+            self._disk.remove_file(path)
+        write_whole(self._disk, path, content)
+        self._disk.sync_folder(self._staged)
+
+    def _give_name(self) -> None:
+        """Give the staged checkpoint its name; one of the same step steps aside first."""
+        assert self._staged is not None, "begin comes first"
+        aside = None
+        try:
+            if self.path.exists():
+                aside = folders.on_its_way(self.path, "old")
+                self._disk.rename(self.path, aside)
+            try:
+                self._disk.rename(self._staged, self.path)
+            except OSError:
+                if aside is not None:
+                    self._disk.rename(aside, self.path)
+                raise
+            sync = partial(self._disk.sync_folder, self._folder)
+            retried(sync, self.path.name, 3, self._say, self._disk)
+        except OSError as error:
+            raise SaveError(self.path, f"written, but could not be published: {error}") from error
+        if aside is not None:
+            folders.discard(aside, self._say, self._disk)
+
+    @property
+    def _needed(self) -> int:
+        """Bytes that this rank's part takes, roughly where headers and manifest are concerned."""
+        sizes = [part.size for slices in self._shards for _, part in slices]
+        digests = sum(64 * (1 + size // CHUNK_BYTES) for size in sizes)
+        return sum(sizes) + digests + 512 * (len(sizes) + 8)
+
+    def _refused(self, error: OSError) -> SaveError:
+        """Return the error of a save that the storage refused."""
+        before = "nothing of it is left, and the checkpoints before it still stand"
+        if error.errno not in FULL:
+            return SaveError(self.path, f"could not be written: {error}; {before}")
+        needed = self._needed
+        try:
+            free = self._disk.free(self._folder)
+        except OSError:
+            return SaveError(self.path, f"could not be written: {error}; {before}", needed)
+        limit = " (a quota or a limit stands in the way)" if free >= needed else ""
+        tried = f"tried {self._policy.attempts} times"
+        what = (
+            f"needs {needed} bytes and {free} are free{limit}, {tried}; {before}. "
+            "Free some space, or keep fewer checkpoints"
+        )
+        return SaveError(self.path, what, needed, free)
+
+
+def _slices(tensors: Contents) -> Iterator[Named]:
+    """Yield all boxes with their tensor's name; refuse those that cannot be written."""
     for name, content in tensors.items():
-        for part in content if isinstance(content, Sequence) else (content,):
-            yield _piece(name, part)
+        whole = isinstance(content, Tensor | LazyTensor)
+        for part in (TensorSlice.whole(content),) if whole else content:
+            check_storable(name, part.tensor)
+            yield name, part
 
 
-def _piece(name: str, content: Content) -> Piece:
-    shape = tuple(content.shape)
-    at = content.at if isinstance(content, Part) else (0,) * len(shape)
-    if isinstance(content, Unread):
-        check_dtype(name, content.dtype)
-        return Piece(name, NAMES[content.dtype], shape, at, shape, content)
-    tensor = content.tensor if isinstance(content, Part) else content
-    check_storable(name, tensor)
-    return Piece(name, NAMES[tensor.dtype], shape, at, tuple(tensor.shape), TensorSource(tensor))
+def _meta(part: TensorSlice) -> TensorMeta:
+    """Return what the manifest says of a tensor before any slice of it is written."""
+    return TensorMeta(dtype=NAMES[part.tensor.dtype], shape=part.shape, slices=())
 
 
-def _check_manifest(step: int, pieces: list[Piece], meta: dict[str, Any]) -> None:
+def _check_manifest(step: int, slices: Iterable[Named], meta: dict[str, Any]) -> None:
     """Refuse what could not be read back: names, a step, facts that the manifest cannot hold."""
-    check_meta(meta)
-    drafts = {p.name: Stored(dtype=p.dtype, shape=p.global_shape, slices=()) for p in pieces}
+    manifest.check_meta(meta)
+    drafts = {name: _meta(part) for name, part in slices}
     try:
         Manifest(writer="", step=step, shards=(), tensors=drafts, meta=meta)
     except ValidationError as error:
@@ -103,184 +351,19 @@ def _check_manifest(step: int, pieces: list[Piece], meta: dict[str, Any]) -> Non
         raise CheckpointError(f"{at} cannot be stored: {first['msg']}") from None
 
 
-@dataclass(frozen=True)
-class Work:
-    """One save: what this process writes and where; ``save`` and ``together`` call its parts."""
-
-    folder: Path
-    step: int
-    groups: list[list[Piece]]
-    meta: dict[str, Any]
-    say: Say
-    disk: Disk
-
-    @classmethod
-    def of(
-        cls,
-        folder: str | Path,
-        step: int,
-        tensors: Contents,
-        meta: dict[str, Any],
-        policy: Policy,
-        say: Say,
-        disk: Disk = DISK,
-    ) -> "Work":
-        """Check what is to be saved, and group it into shards."""
-        pieces = list(_pieces(tensors))
-        _check_manifest(step, pieces, meta)
-        return cls(Path(folder), step, plan(pieces, policy.shard_bytes), meta, say, disk)
-
-    @property
-    def final(self) -> Path:
-        """The checkpoint's folder once it is published."""
-        return self.folder / folders.step_name(self.step)
-
-    @property
-    def needed(self) -> int:
-        """Bytes that the checkpoint takes, roughly where headers and manifest are concerned."""
-        pieces = [piece for group in self.groups for piece in group]
-        digests = sum(64 * (1 + piece.size // CHUNK_BYTES) for piece in pieces)
-        return sum(piece.size for piece in pieces) + digests + 512 * (len(pieces) + 8)
-
-    def make_folder(self) -> None:
-        """Make the folder of checkpoints."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SaveError(self.folder, f"the folder cannot be made: {error}") from error
-
-    def tidy(self, what: str, op: Callable[[], None]) -> None:
-        """Do what a checkpoint does not depend on; a failure is told and left to the next save."""
-        try:
-            op()
-        except OSError as error:
-            self.say(f"{self.folder}: {what} failed: {error}")
-
-    def clear(self) -> None:
-        """Remove what earlier saves left half done."""
-        self.tidy("clearing leftovers", lambda: folders.sweep(self.folder, self.say, self.disk))
-
-    def conclude(self, staged: Path, policy: Policy, held: FolderLock) -> None:
-        """Publish what is staged, point to it, and let go of older ones."""
-        try:
-            held.check()
-            self.publish(staged)
-        finally:
-            if staged.exists():
-                folders.try_remove(staged, self.say, self.disk)
-        self.tidy(
-            "naming it as the latest", lambda: folders.point(self.folder, self.final, self.disk)
-        )
-        self.tidy(
-            "removing older ones",
-            lambda: folders.retain(self.folder, policy, self.final, self.say, self.disk),
-        )
-
-    def stage(self, attempts: int) -> Path:
-        """Write the whole checkpoint under a temporary name and return it."""
-        try:
-            return retried(self._attempt, self.final.name, attempts, self.say, self.disk)
-        except OSError as error:
-            raise self.refused(error, attempts) from error
-
-    def publish(self, staged: Path) -> None:
-        """Give the staged checkpoint its name; one of the same step steps aside first."""
-        aside = None
-        try:
-            if self.final.exists():
-                aside = folders.on_its_way(self.final, "old")
-                self.disk.rename(self.final, aside)
-            try:
-                self.disk.rename(staged, self.final)
-            except OSError:
-                if aside is not None:
-                    self.disk.rename(aside, self.final)
-                raise
-            retried(self._sync_folder, self.final.name, 3, self.say, self.disk)
-        except OSError as error:
-            raise SaveError(self.final, f"written, but could not be published: {error}") from error
-        if aside is not None:
-            folders.discard(aside, self.say, self.disk)
-
-    def _sync_folder(self) -> None:
-        self.disk.sync_folder(self.folder)
-
-    def _attempt(self) -> Path:
-        """Write the checkpoint once, on the medium; leave nothing behind where that fails."""
-        staged = folders.on_its_way(self.final, "tmp")
-        free = self.disk.free(self.folder)
-        if free < self.needed:
-            raise OSError(min(FULL), "not enough room", str(staged))
-        try:
-            self.disk.make_folder(staged)
-            self._write(staged)
-        except BaseException:
-            if staged.exists():
-                folders.try_remove(staged, self.say, self.disk)
-            raise
-        return staged
-
-    def _write(self, staged: Path) -> None:
-        """Write shards, then the manifest, then the folder's entries."""
-        shards, tensors = self.write_shards(staged, "shard")
-        self.write_manifest(staged, shards, tensors)
-
-    def write_shards(self, staged: Path, stem: str) -> tuple[list[Shard], dict[str, Stored]]:
-        """Write the shards, and return what the manifest says of them and their tensors."""
-        shards: list[Shard] = []
-        found: dict[str, list[Slice]] = {}
-        for number, group in enumerate(self.groups):
-            path = staged / f"{stem}-{number:05d}.safetensors"
-            shard, parts = write_shard(self.disk, path, group, CHUNK_BYTES, number)
-            shards.append(shard)
-            for piece, part in parts:
-                found.setdefault(piece.name, []).append(part)
-        tensors = {
-            p.name: Stored(dtype=p.dtype, shape=p.global_shape, slices=tuple(found[p.name]))
-            for group in self.groups
-            for p in group
-        }
-        return shards, tensors
-
-    def write_manifest(
-        self, staged: Path, shards: Sequence[Shard], tensors: Mapping[str, Stored]
-    ) -> None:
-        """Write the manifest, and the folder's entries.
-
-        Raises ``CheckpointError`` for boxes that do not make whole tensors: of ranks that were to
-        write one, none did, or several.
-        """
-        record = Manifest(
-            writer=manifest.writer(),
-            step=self.step,
-            shards=tuple(shards),
-            tensors=dict(tensors),
-            meta=self.meta,
-        )
-        for name, what in manifest.contradictions(record):
-            raise CheckpointError(f"{self.final} is not published: {name or 'the manifest'} {what}")
-        content = manifest.dump(record)
-        if len(content) > manifest.MAX_BYTES:
-            raise CheckpointError(
-                f"the manifest of {self.final} would hold {len(content)} bytes, more than the "
-                f"limit of {manifest.MAX_BYTES}; move large facts from meta into tensors"
-            )
-        write_whole(self.disk, staged / manifest.FILE, content)
-        self.disk.sync_folder(staged)
-
-    def refused(self, error: OSError, attempts: int) -> SaveError:
-        """Return the error of a save that the storage refused."""
-        before = "nothing of it is left, and the checkpoints before it still stand"
-        if error.errno not in FULL:
-            what = f"could not be written: {error}; {before}"
-            return SaveError(self.final, what)
-        try:
-            free = self.disk.free(self.folder)
-        except OSError:
-            return SaveError(self.final, f"could not be written: {error}; {before}", self.needed)
-        limit = " (a quota or a limit stands in the way)" if free >= self.needed else ""
-        what = (
-            f"needs {self.needed} bytes and {free} are free{limit}, tried {attempts} times; "
-            f"{before}. Free some space, or keep fewer checkpoints"
-        )
-        return SaveError(self.final, what, self.needed, free)
+def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[Shard], dict[str, TensorMeta]]:
+    """Join what the ranks wrote; shards are numbered anew, slices stand in the order of places."""
+    shards: list[Shard] = []
+    tensors: dict[str, dict[str, Any]] = {}
+    for one in said:
+        before = len(shards)
+        shards += [Shard.model_validate_json(json.dumps(shard)) for shard in one["shards"]]
+        for name, stored in one["tensors"].items():
+            whole = tensors.setdefault(name, {**stored, "slices": []})
+            whole["slices"] += [
+                {**part, "shard": part["shard"] + before} for part in stored["slices"]
+            ]
+    for whole in tensors.values():
+        whole["slices"].sort(key=lambda part: part["at"])
+    parsed = {name: TensorMeta.model_validate_json(json.dumps(t)) for name, t in tensors.items()}
+    return shards, parsed

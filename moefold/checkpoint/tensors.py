@@ -1,13 +1,23 @@
-"""Tensors as bytes: the data types there are, and blocks of bytes without a needless copy."""
+"""Tensors as bytes in safetensors shards: data types, slices of tensors, and writing them.
 
-from collections.abc import Callable, Iterator
+A shard is the safetensors format (8 bytes of header length, a JSON header padded with spaces to a
+multiple of 8, then the data without gaps), written here because the library wants all bytes of a
+file in memory at once. Its readers read these files.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError
+from moefold.checkpoint.manifest import HeaderEntry, Shard, StoredSlice, entry_name, shard_header
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -36,45 +46,8 @@ BLOCK_BYTES = 64 * 2**20
 """Most bytes of a tensor that are copied to the host, or made contiguous, at once."""
 
 
-def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise ``CheckpointError`` naming the tensor where its values cannot be written."""
-    check_dtype(name, tensor.dtype)
-    if tensor.is_meta:
-        raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
-    if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-        kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-        raise CheckpointError(f"tensor {name!r} is a {kind}; pass its plain, whole tensor")
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ``CheckpointError`` naming the tensor where its data type has no place in a file."""
-    if dtype not in NAMES:
-        known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
-        raise CheckpointError(f"tensor {name!r} is {dtype}; a checkpoint holds {known}")
-
-
-class TensorSource:
-    """A tensor's bytes, row-major, in blocks of at most ``BLOCK_BYTES``.
-
-    A contiguous tensor in host memory is given out as it lies; anything else is copied block by
-    block, so that no second copy of the tensor ever exists.
-    """
-
-    def __init__(self, tensor: Tensor, limit: int = BLOCK_BYTES) -> None:
-        self.tensor = tensor.detach()
-        self.limit = limit
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Yield the tensor's bytes in order."""
-        for block in _blocks(self.tensor, self.limit):
-            host = block.resolve_conj().resolve_neg().contiguous().cpu()
-            if host.numel():
-                yield host_bytes(host)
-            del host  # before the next block is made, so that never two of them exist
-
-
 @dataclass(frozen=True)
-class Unread:
+class LazyTensor:
     """A tensor that is read only when it is written, so that not all need exist at once."""
 
     dtype: torch.dtype
@@ -82,23 +55,22 @@ class Unread:
     read: Callable[[], Tensor]
     """Returns the same values each time: a save that is tried again reads again."""
 
-    def blocks(self) -> Iterator[memoryview]:
-        """Read the tensor and yield its bytes in order."""
-        tensor = self.read()
-        assert (tensor.dtype, tuple(tensor.shape)) == (self.dtype, self.shape), tensor.shape
-        yield from TensorSource(tensor).blocks()
-
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a tensor whose other boxes may lie on other ranks."""
+class TensorSlice:
+    """A box of a tensor, which may be all of it; its other boxes may lie on other ranks."""
 
-    tensor: Tensor
+    tensor: Tensor | LazyTensor
     """The box's values."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     at: tuple[int, ...]
     """Place of the box's first element in the whole."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor | LazyTensor) -> "TensorSlice":
+        """Return the box that is a whole tensor."""
+        return cls(tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
@@ -106,8 +78,49 @@ class Part:
         ends = zip(self.at, self.tensor.shape, strict=True)
         return tuple((start, start + size) for start, size in ends)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the box."""
+        return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
 
-def _blocks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the box's bytes, row-major; each block is valid until the next is asked for."""
+        tensor = self.tensor
+        if isinstance(tensor, LazyTensor):
+            made = tensor.read()
+            assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), made.shape
+            tensor = made
+        yield from blocks(tensor)
+
+
+def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
+    """Raise ``CheckpointError`` naming the tensor where its values cannot be written."""
+    if tensor.dtype not in NAMES:
+        known = ", ".join(str(known).removeprefix("torch.") for known in NAMES)
+        raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; a checkpoint holds {known}")
+    if isinstance(tensor, LazyTensor):
+        return
+    if tensor.is_meta:
+        raise CheckpointError(f"tensor {name!r} is on the meta device and has no values to save")
+    if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        kind = f"{type(tensor).__name__} of layout {tensor.layout}"
+        raise CheckpointError(f"tensor {name!r} is a {kind}; pass its plain, whole tensor")
+
+
+def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[memoryview]:
+    """Yield a tensor's bytes, row-major, in blocks of at most ``limit`` bytes.
+
+    A contiguous tensor in host memory is given out as it lies; anything else is copied block by
+    block, so that no second copy of the tensor ever exists.
+    """
+    for block in _cut(tensor.detach(), limit):
+        host = block.resolve_conj().resolve_neg().contiguous().cpu()
+        if host.numel():
+            yield host_bytes(host)
+        del host  # before the next block is made, so that never two of them exist
+
+
+def _cut(tensor: Tensor, limit: int) -> Iterator[Tensor]:
     """Yield parts of at most ``limit`` bytes, in row-major order of the whole."""
     size = tensor.numel() * tensor.element_size()
     if size <= limit or tensor.numel() == 1:
@@ -117,7 +130,7 @@ def _blocks(tensor: Tensor, limit: int) -> Iterator[Tensor]:
     else:
         rows = max(1, limit // (size // len(tensor)))
         for part in tensor.split(rows):
-            yield from _blocks(part[0] if len(part) == 1 else part, limit)
+            yield from _cut(part[0] if len(part) == 1 else part, limit)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -128,3 +141,81 @@ def host_bytes(tensor: Tensor) -> memoryview:
 def empty(dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return a host tensor with no values yet."""
     return torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
+
+
+# ------------------------------------------------------------------------------- into shards
+
+Named = tuple[str, TensorSlice]
+
+
+def pack(slices: Iterable[Named], shard_bytes: int) -> list[list[Named]]:
+    """Group named slices, in their order, into shards of at most ``shard_bytes`` of data.
+
+    A larger slice has a shard of its own. Inside a shard wide elements come first, which keeps
+    every tensor aligned to its element.
+    """
+    shards: list[list[Named]] = []
+    filled = 0
+    for name, part in slices:
+        if not shards or (filled and filled + part.size > shard_bytes):
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, part))
+        filled += part.size
+    return [sorted(shard, key=lambda named: -named[1].tensor.dtype.itemsize) for shard in shards]
+
+
+def write_shard(
+    disk: Disk, path: Path, slices: Sequence[Named], chunk_bytes: int, shard: int
+) -> tuple[Shard, list[StoredSlice]]:
+    """Write one shard, on the medium when this returns; hold one block of it at a time.
+
+    Returns the shard's record and each slice's, ``shard`` being its place in the manifest.
+    """
+    entries: dict[str, HeaderEntry] = {}
+    end = 0
+    for name, part in slices:
+        dtype, shape = NAMES[part.tensor.dtype], tuple(part.tensor.shape)
+        entry = HeaderEntry(dtype, shape, end, end + part.size)
+        entries[entry_name(name, part.shape, part.at, shape)] = entry
+        end += part.size
+    assert len(entries) == len(slices), "each entry has a name of its own"
+    head = shard_header(entries)
+    written = []
+    fd = disk.create(path)
+    try:
+        disk.write(fd, memoryview(head))
+        for (_, part), entry in zip(slices, entries.values(), strict=True):
+            digests = tuple(_write_data(disk, fd, part, chunk_bytes))
+            span = (len(head) + entry.start, len(head) + entry.stop)
+            written.append(
+                StoredSlice(at=part.at, shape=entry.shape, shard=shard, span=span, sha256=digests)
+            )
+        disk.sync(fd)
+    finally:
+        disk.close(fd)
+    digest, size = sha256(head).hexdigest(), len(head) + end
+    return Shard(file=path.name, size=size, header=len(head), header_sha256=digest), written
+
+
+def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> list[str]:
+    """Write one slice and return the digest of each of its chunks."""
+    digests: list[str] = []
+    running, filled, total = sha256(), 0, 0
+    for block in part.blocks():
+        disk.write(fd, block)
+        total += len(block)
+        start = 0
+        while start < len(block):
+            stop = min(start + chunk_bytes - filled, len(block))
+            running.update(block[start:stop])
+            filled += stop - start
+            start = stop
+            if filled == chunk_bytes:
+                digests.append(running.hexdigest())
+                running, filled = sha256(), 0
+        del block  # its memory goes before the next one is made
+    if filled:
+        digests.append(running.hexdigest())
+    assert total == part.size, f"a slice gave {total} bytes of {part.size}"
+    return digests

@@ -10,8 +10,15 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.disk import DISK, Disk
 from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import check_size
-from moefold.checkpoint.manifest import Manifest, Row, Shard, spans
-from moefold.checkpoint.shards import Entry, entries_of, header
+from moefold.checkpoint.manifest import (
+    HeaderEntry,
+    Manifest,
+    Row,
+    Shard,
+    entries_of,
+    shard_header,
+    spans,
+)
 
 Progress = Callable[[int], None]
 """Told of each number of bytes that has been checked."""
@@ -28,11 +35,6 @@ class Problem:
     def __str__(self) -> str:
         named = f", tensor {self.tensor!r}" if self.tensor is not None else ""
         return f"{self.file}{named}: {self.what}"
-
-
-def inspect(path: str | Path, disk: Disk = DISK) -> Manifest:
-    """Return what a checkpoint holds, by its manifest, which is checked; shards are not read."""
-    return manifest.read(Path(path), disk)
 
 
 def verify(
@@ -122,9 +124,9 @@ def _header_problems(
     disk.read(fd, memoryview(raw), 0)
     expected = entries_of(found, shard.header, rows)
     if sha256(raw).hexdigest() != shard.header_sha256:
-        name = _tensor_at(_first_difference(bytes(raw), header(expected)), expected, rows)
+        name = _tensor_at(_first_difference(bytes(raw), shard_header(expected)), expected, rows)
         yield Problem(shard.file, name, f"the header (bytes 0 to {shard.header}) is not as written")
-    elif bytes(raw) != header(expected):
+    elif bytes(raw) != shard_header(expected):
         for name in _contradicted(raw[8:], expected):
             yield Problem(shard.file, name, "the header and the manifest contradict each other")
 
@@ -137,22 +139,26 @@ def _first_difference(one: bytes, other: bytes) -> int:
     return min(len(one), len(other))
 
 
-def _tensor_at(position: int, entries: dict[str, Entry], rows: list[Row]) -> str | None:
+def _tensor_at(position: int, entries: dict[str, HeaderEntry], rows: list[Row]) -> str | None:
     """Return the tensor whose line in the header holds a position; None outside all lines."""
-    end = len(header({}).rstrip(b" ")) - 1  # where the first entry's comma stands
+    frame = len(shard_header({}).rstrip())
+    end = frame - 1  # where the first entry's comma stands
     for (name, entry), row in zip(entries.items(), rows, strict=True):
-        start, end = end, end + len(header({name: entry}).rstrip(b" ")) - len(header({}).rstrip())
+        start, end = (
+            end,
+            end + len(shard_header({name: entry}).rstrip()) - frame,
+        )
         if start <= position < end:
             return row[2]
     return None
 
 
-def _contradicted(text: bytearray, expected: dict[str, Entry]) -> Iterator[str | None]:
+def _contradicted(text: bytearray, expected: dict[str, HeaderEntry]) -> Iterator[str | None]:
     """Yield the entries that a header, of another writer's layout, tells differently."""
     try:
         fields = json.loads(bytes(text))
         told = {
-            name: Entry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+            name: HeaderEntry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
             for name, e in fields.items()
             if name != "__metadata__"
         }

@@ -15,7 +15,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import candidates, newest
 from moefold.checkpoint.manifest import Manifest
-from moefold.checkpoint.verify import inspect, verify
+from moefold.checkpoint.verify import verify
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.training.words import plural, size
 
@@ -68,7 +68,7 @@ def find(path: Path) -> Path:
 
 
 def _inspect(path: Path, args: argparse.Namespace) -> int:
-    found = inspect(path)
+    found = manifest.read(path)
     if args.json:
         print_json(_facts(path, found))
         return WHOLE
@@ -106,7 +106,7 @@ def _short(value: Any) -> Any:
 
 def _verify(path: Path, args: argparse.Namespace) -> int:
     try:
-        total = inspect(path).size
+        total = manifest.read(path).size
     except CheckpointError:  # verify tells what is wrong
         total = 0
     done = 0
@@ -128,7 +128,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
     if problems:
         text, style = plural(len(problems), "problem"), "red"
     else:
-        tensors = plural(len(inspect(path).tensors), "tensor")
+        tensors = plural(len(manifest.read(path).tensors), "tensor")
         text, style = f"every byte is as written ({tensors}, {size(total)})", "green"
     console.print(Text(f"{path}: {text}", style=style))
     return DAMAGED if problems else WHOLE

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     read_config(args.source)  # what is wrong with it is said before torch is loaded
 
     from moefold.checkpoint.save import save
-    from moefold.checkpoint.tensors import Unread
+    from moefold.checkpoint.tensors import LazyTensor
     from moefold.convert.importer import import_folder
     from moefold.training.model_checkpoint import MODEL, describe
 
@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
         meta = describe(found.decoder, _tokenizer(args, found))
         meta |= {"special_tokens": dict(found.special_tokens)}
 
-        def unread(name: str, number: int) -> Unread:
+        def unread(name: str, number: int) -> LazyTensor:
             """Return a tensor of the folder that is read when it is written."""
 
             def read() -> "Tensor":
                 show("importing", number, count)
                 return source[name]
 
-            return Unread(source.dtype(name), source.shape(name), read)
+            return LazyTensor(source.dtype(name), source.shape(name), read)
 
         tensors = {MODEL + name: unread(name, number) for number, name in enumerate(source, 1)}
         path = save(args.folder, 0, tensors, meta)

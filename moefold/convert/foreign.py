@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.tiling import tiles
+from moefold.checkpoint.manifest import tiles
 from moefold.convert.errors import ConvertError
 from moefold.convert.source import DTYPES, Stored
 from moefold.layers.placement import Box, inside, shared_box

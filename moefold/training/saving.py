@@ -20,15 +20,14 @@ from torch import Tensor
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.save import Work, save
-from moefold.checkpoint.tensors import Part
-from moefold.checkpoint.together import Together, save_together
+from moefold.checkpoint.save import CheckpointWriter, save
+from moefold.checkpoint.tensors import TensorSlice
 from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 
 NICE = 10
 """Weight 110 against 1024 of a thread that computes (Linux, ``sched_prio_to_weight``)."""
-Boxes = Mapping[str, Sequence[Part]]
+Boxes = Mapping[str, Sequence[TensorSlice]]
 _log = logging.getLogger("moefold.training")
 
 
@@ -46,7 +45,7 @@ class Saver:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
         self._ranks = world.on_host
         # The save under way, what this rank does for it in a thread, and whether that is the last.
-        self._saving: Together | None = None
+        self._saving: CheckpointWriter | None = None
         self._thread: threading.Thread | None = None
         self._publishes = False
         self._copies: dict[tuple[str, int], Tensor] = {}
@@ -68,15 +67,13 @@ class Saver:
         policy, ranks = self._policy, self._ranks
         if policy.asynchronous:
             copied = self._copied(tensors)
-            work = Work.of(self._folder, step, copied, meta, policy, _log.warning)
-            saving = Together(work, policy, self._lock, ranks)
+            saving = CheckpointWriter(
+                self._folder, step, copied, meta, policy, lock=self._lock, ranks=ranks
+            )
             saving.begin()
             self._saving, self._thread = saving, behind(saving.write)
-            return work.final
-        if ranks.size == 1:
-            return save(self._folder, step, tensors, meta, policy, lock=self._lock)
-        where = self._folder, step, tensors, meta, policy
-        return save_together(*where, lock=self._lock, ranks=ranks)
+            return saving.path
+        return save(self._folder, step, tensors, meta, policy, lock=self._lock, ranks=ranks)
 
     @property
     def busy(self) -> bool:
@@ -132,7 +129,7 @@ class Saver:
             saving.collect()
             self._publishes, self._thread = True, behind(saving.publish)
 
-    def _copied(self, tensors: Boxes) -> dict[str, list[Part]]:
+    def _copied(self, tensors: Boxes) -> dict[str, list[TensorSlice]]:
         """Copy the state to the host, into the memory of the copies before."""
         copied = {
             name: [

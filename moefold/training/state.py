@@ -15,8 +15,8 @@ import torch
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
-from moefold.checkpoint.manifest import Stored
-from moefold.checkpoint.tensors import Part
+from moefold.checkpoint.manifest import TensorMeta
+from moefold.checkpoint.tensors import TensorSlice
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import Data, Held
 from moefold.training.model_checkpoint import MODEL
@@ -64,9 +64,9 @@ def form(data: Data, optimizer: Optimizer) -> str:
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def contents(data: Data, optimizer: Optimizer) -> dict[str, list[Part]]:
+def contents(data: Data, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     """Return what this rank writes of the state: each element stands on one rank alone."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     for name, held in held_by(data, optimizer):
         written = list(written_here(name, held))
         if written:
@@ -74,7 +74,7 @@ def contents(data: Data, optimizer: Optimizer) -> dict[str, list[Part]]:
     return found
 
 
-def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Iterator[Part]:
+def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Iterator[TensorSlice]:
     """Yield what this rank writes of a box that it holds.
 
     Boxes of which there are copies are dealt out by a hash over the ranks that hold them; a large
@@ -89,10 +89,10 @@ def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Itera
         if (start + share * held.copies // shares) % held.copies != held.copy:
             continue
         if shares == 1:
-            yield Part(tensor, held.shape, at)
+            yield TensorSlice(tensor, held.shape, at)
         else:
             first, end = share * rows // shares, (share + 1) * rows // shares
-            yield Part(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
+            yield TensorSlice(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
 
 
 def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
@@ -121,7 +121,7 @@ def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
 
 
 def _check_names(
-    path: Path, stored: Mapping[str, Stored], wanted: Mapping[str, Held], whole: bool
+    path: Path, stored: Mapping[str, TensorMeta], wanted: Mapping[str, Held], whole: bool
 ) -> None:
     """Refuse a checkpoint whose tensors are not those of the state; others hold what is not here
     unless it is ``whole``."""

@@ -7,19 +7,20 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.disk import Disk, write_whole
-from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Stored
-from moefold.checkpoint.shards import Piece, write_shard
-from moefold.checkpoint.tensors import NAMES, TensorSource
+from moefold.checkpoint.disk import DISK, Disk, Say, write_whole
+from moefold.checkpoint.load import Reader
+from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, TensorMeta
+from moefold.checkpoint.tensors import NAMES, TensorSlice, write_shard
 
 
 @contextmanager
@@ -199,23 +200,19 @@ def write_sliced(
     count = max(len(boxes) for _, boxes in parts.values())
     shards, slices = [], {name: [] for name in parts}
     for number in range(count):
-        pieces = []
+        held = []
         for name, (tensor, boxes) in parts.items():
             if number < len(boxes):
                 box = boxes[number]
-                part = tensor[box]
                 at = tuple(s.indices(n)[0] for s, n in zip(box, tensor.shape, strict=True))
-                source = TensorSource(part)
-                shape = tuple(tensor.shape)
-                dtype = NAMES[tensor.dtype]
-                pieces.append(Piece(name, dtype, shape, at, tuple(part.shape), source))
+                held.append((name, TensorSlice(tensor[box], tuple(tensor.shape), at)))
         file = path / f"shard-{number:05d}.safetensors"
-        shard, written = write_shard(Disk(), file, pieces, chunk_bytes, number)
+        shard, written = write_shard(Disk(), file, held, chunk_bytes, number)
         shards.append(shard.model_copy(update={"rank": number}))
-        for piece, part in written:
-            slices[piece.name].append(part)
+        for (name, _), part in zip(held, written, strict=True):
+            slices[name].append(part)
     tensors = {
-        name: Stored(
+        name: TensorMeta(
             dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape), slices=tuple(slices[name])
         )
         for name, (tensor, _) in parts.items()
@@ -230,6 +227,19 @@ def write_sliced(
     )
     write_whole(Disk(), path / manifest.FILE, manifest.dump(record))
     return path
+
+
+def load(
+    path: Path,
+    names: Iterable[str] | None = None,
+    *,
+    say: Say = pytest.fail,
+    disk: Disk = DISK,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return tensors of a checkpoint, all without ``names``, and its meta."""
+    with Reader(path, say=say, disk=disk) as reader:
+        wanted = reader.manifest.tensors if names is None else names
+        return {name: reader.read(name) for name in wanted}, reader.manifest.meta
 
 
 def bits(tensor: Tensor) -> bytes:

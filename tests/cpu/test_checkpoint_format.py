@@ -16,11 +16,10 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.errors import VersionError
 from moefold.checkpoint.folder import newest
-from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import DTYPES
-from moefold.checkpoint.verify import inspect, verify
-from tests.cpu.checkpoint_tools import same, write_sliced
+from moefold.checkpoint.verify import verify
+from tests.cpu.checkpoint_tools import load, same, write_sliced
 
 DATA = Path(__file__).parents[1] / "data"
 V1 = DATA / "checkpoint_v1"
@@ -85,7 +84,7 @@ def test_the_writer_writes_version_1(tmp_path: Path) -> None:
 
 def test_a_changed_golden_checkpoint_would_be_noticed(tmp_path: Path) -> None:
     """The digests of the stored manifests, so that nobody rewrites them in passing."""
-    digests = {p.name: inspect(p).sha256[:16] for p in sorted(V1.iterdir())}
+    digests = {p.name: manifest.read(p).sha256[:16] for p in sorted(V1.iterdir())}
     assert digests == {"step-00000007": "e2b5b387af7411c6", "step-00000008": "73abc73b7cac293e"}
 
 
@@ -108,7 +107,7 @@ def test_another_version_is_refused_with_both(
     file = path / manifest.FILE
     text = file.read_text().replace(old, new).replace('"chunk_bytes"', '"piece_bytes"')
     file.write_bytes(manifest.sealed(text.encode()))
-    for action in (load, verify, inspect, lambda path: newest(path.parent)):
+    for action in (load, verify, manifest.read, lambda path: newest(path.parent)):
         with pytest.raises(VersionError) as caught:
             action(path)
         assert f"is {found}, written by " in str(caught.value)

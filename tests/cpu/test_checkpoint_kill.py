@@ -14,10 +14,9 @@ import torch
 
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.folder import newest
-from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
-from tests.cpu.checkpoint_tools import Calls, Deadly, quick_folder, run_child, same, state
+from tests.cpu.checkpoint_tools import Calls, Deadly, load, quick_folder, run_child, same, state
 
 ONE = Policy(keep=1, shard_bytes=1024)
 MOST = 200
@@ -138,7 +137,7 @@ from pathlib import Path
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.folder import newest
-from moefold.checkpoint.load import load
+from tests.cpu.checkpoint_tools import load
 from moefold.checkpoint.save import save
 
 folder = Path(sys.argv[1])

@@ -18,9 +18,9 @@ from torch import Tensor
 from moefold.api import export
 from moefold.checkpoint import load as loading
 from moefold.checkpoint.load import Reader
+from moefold.checkpoint.manifest import tiles
 from moefold.checkpoint.save import save
-from moefold.checkpoint.tensors import Part, Unread
-from moefold.checkpoint.tiling import tiles
+from moefold.checkpoint.tensors import LazyTensor, TensorSlice
 from moefold.convert.importer import import_folder
 from moefold.convert.targets import targets
 from moefold.model.config import MODEL
@@ -33,7 +33,7 @@ from tests.cpu.checkpoint_tools import Calls, quick_folder, run_child, write_sli
 MIB = 2**20
 
 
-def shares(name: str, tensor: Tensor, copies: int, share_bytes: int) -> list[list[Part]]:
+def shares(name: str, tensor: Tensor, copies: int, share_bytes: int) -> list[list[TensorSlice]]:
     """Return what each holder of a box writes; the box is the last half of a tensor's columns."""
     shape = (tensor.shape[0], 2 * tensor.shape[1])
     box = ((0, shape[0]), (tensor.shape[1], shape[1]))
@@ -179,7 +179,7 @@ def _brought_in(source: Path, folder: Path) -> None:
     with import_folder(source) as found:
         held = found.tensors
         tensors = {
-            name: Unread(held.dtype(name), held.shape(name), lambda n=name: held[n])
+            name: LazyTensor(held.dtype(name), held.shape(name), lambda n=name: held[n])
             for name in held
         }
         save(folder, 0, tensors, {"pid": os.getpid()})

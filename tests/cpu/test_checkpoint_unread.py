@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.load import load
 from moefold.checkpoint.save import save
-from moefold.checkpoint.tensors import Unread
+from moefold.checkpoint.tensors import LazyTensor
+from tests.cpu.checkpoint_tools import load
 
 
 def test_unread_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
         most = max(most, sum(r() is not None for r in held))
         return fresh
 
-    sources = {f"t{n}": Unread(torch.float32, (30, 7), lambda n=n: read(n)) for n in range(5)}
+    sources = {f"t{n}": LazyTensor(torch.float32, (30, 7), lambda n=n: read(n)) for n in range(5)}
     path = save(tmp_path, 3, {**sources, "plain": torch.arange(4)}, {})
     assert most == 1
     assert len(held) == 5
@@ -36,4 +36,6 @@ def test_unread_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
 
 def test_an_unread_tensor_of_no_known_type_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'bad one' is torch\.complex128"):
-        save(tmp_path, 1, {"bad one": Unread(torch.complex128, (1,), lambda: torch.ones(1))}, {})
+        save(
+            tmp_path, 1, {"bad one": LazyTensor(torch.complex128, (1,), lambda: torch.ones(1))}, {}
+        )

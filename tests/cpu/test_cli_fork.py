@@ -10,11 +10,11 @@ import yaml
 from torch import Tensor
 
 from moefold.api import load_model, train
-from moefold.checkpoint.load import load
 from moefold.cli.main import main
 from moefold.run import load_run
 from moefold.training.model_checkpoint import MODEL
 from moefold.training.run_folder import History
+from tests.cpu.checkpoint_tools import load
 from tests.cpu.hubs import MODELS, decoder_of, on_disk, weights_of, write_hub, write_tokenizer
 from tests.cpu.runs import WORDS, corpus, raw_run
 

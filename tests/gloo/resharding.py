@@ -21,7 +21,6 @@ from moefold.checkpoint.config import Policy
 from moefold.checkpoint.folder import step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
-from moefold.checkpoint.together import save_together
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
 from moefold.comm.join import join
@@ -156,7 +155,7 @@ class Here:
             folder.mkdir()
             lock.acquire()
         try:
-            return save_together(*what, lock=lock, ranks=ranks)
+            return save(*what, lock=lock, ranks=ranks)
         finally:
             if ranks.index == 0:
                 lock.release()

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.folder import newest, step_name
-from moefold.checkpoint.load import load
 from moefold.checkpoint.verify import verify
 from moefold.comm.group import Group
 from moefold.comm.world import World
@@ -25,7 +24,7 @@ from moefold.training import machine as rates
 from moefold.training.machine import Machine
 from moefold.training.state import held_by
 from moefold.training.trainer import Trainer
-from tests.cpu.checkpoint_tools import quick_folder, same
+from tests.cpu.checkpoint_tools import load, quick_folder, same
 from tests.cpu.runs import job_of, run_of
 from tests.gloo.forks import fork_ranks
 

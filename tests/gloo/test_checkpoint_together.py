@@ -14,14 +14,12 @@ from moefold.checkpoint.config import Policy
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError, DamagedError, SaveError
 from moefold.checkpoint.folder import newest
-from moefold.checkpoint.load import load
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
-from moefold.checkpoint.tensors import Part
-from moefold.checkpoint.together import save_together
+from moefold.checkpoint.tensors import TensorSlice
 from moefold.checkpoint.verify import verify
 from moefold.comm.group import Group
-from tests.cpu.checkpoint_tools import Calls, Deadly, Refusing, quick_folder, same
+from tests.cpu.checkpoint_tools import Calls, Deadly, Refusing, load, quick_folder, same
 from tests.gloo.forks import fork_ranks
 
 ONE = Policy(keep=1, shard_bytes=1024, attempts=1)
@@ -44,18 +42,18 @@ def whole(number: int) -> dict[str, torch.Tensor]:
     }
 
 
-def boxes(number: int, rank: int, world: int) -> dict[str, list[Part]]:
+def boxes(number: int, rank: int, world: int) -> dict[str, list[TensorSlice]]:
     """Return a rank's boxes of it: rows, columns, and a scalar that the last rank has."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     state = whole(number)
     for name, dim in (("rows", 0), ("columns", 1)):
         tensor = state[name]
         each = tensor.shape[dim] // world
         at = tuple(rank * each if d == dim else 0 for d in range(2))
         box = tensor.narrow(dim, rank * each, each)
-        found[name] = [Part(box.contiguous(), tuple(tensor.shape), at)]
+        found[name] = [TensorSlice(box.contiguous(), tuple(tensor.shape), at)]
     if rank == world - 1:
-        found["step"] = [Part(state["step"], (), ())]
+        found["step"] = [TensorSlice(state["step"], (), ())]
     return found
 
 
@@ -67,9 +65,7 @@ def save_in_ranks(folder: Path, number: int, ranks: Group, disk: Disk, say=lambd
         lock.acquire()
     mine = boxes(number, ranks.index, ranks.size)
     meta = {"step": number}
-    return save_together(
-        folder, number, mine, meta, ONE, lock=lock, ranks=ranks, say=say, disk=disk
-    )
+    return save(folder, number, mine, meta, ONE, lock=lock, ranks=ranks, say=say, disk=disk)
 
 
 @pytest.mark.parametrize("dying", range(WORLD))
@@ -140,7 +136,7 @@ def test_b25_boxes_of_some_ranks_alone_are_never_published(quick: Path, wrong: s
         if ranks.index == 0:
             lock.acquire()
         with pytest.raises(CheckpointError, match="slices that do not tile its shape"):
-            save_together(folder, 7, mine, {}, ONE, lock=lock, ranks=ranks)
+            save(folder, 7, mine, {}, ONE, lock=lock, ranks=ranks)
 
     assert fork_ranks(work, WORLD, quick) == [0, 0]
     assert newest(folder, say=pytest.fail) == before
@@ -159,7 +155,7 @@ def test_a_refusal_that_passes_is_tried_again(quick: Path) -> None:
             lock.acquire()
         told: list[str] = []
         mine = boxes(3, ranks.index, ranks.size)
-        save_together(
+        save(
             folder, 3, mine, {}, policy,
             lock=lock, ranks=ranks, say=told.append, disk=disk,
         )  # fmt: skip

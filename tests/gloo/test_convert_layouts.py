@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moefold.api import export
 from moefold.checkpoint.config import Policy
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.together import save_together
+from moefold.checkpoint.save import save
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.convert.errors import ConvertError
@@ -103,7 +103,7 @@ def save_all(data: Data, folder: Path) -> None:
     optimizer = data.optimizer(ADAMW)
     meta = describe(data.placed.model.record, None)
     what = folder, STEPS, contents(data, optimizer), meta, Policy()
-    save_together(*what, lock=lock, ranks=ranks)
+    save(*what, lock=lock, ranks=ranks)
 
 
 @pytest.mark.parametrize(("sizes", "count", "zero"), LAYOUTS)

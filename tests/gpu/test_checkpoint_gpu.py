@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.load import Reader, load
+from moefold.checkpoint.load import Reader
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
+from tests.cpu.checkpoint_tools import load
 
 
 def test_tensors_of_a_device_come_back(tmp_path: Path) -> None:

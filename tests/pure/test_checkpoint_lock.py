@@ -1,22 +1,22 @@
 """One writer per folder: living holders are respected, dead ones explained and replaced."""
 
-import json
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from moefold.checkpoint.errors import LockError
-from moefold.checkpoint.lock import FILE, FolderLock
+from moefold.checkpoint.lock import FILE, HOLDER, FolderLock
 
 HOLD = """
 import sys, time
 from moefold.checkpoint.lock import FolderLock
-with FolderLock(sys.argv[1], "the other run", beat_s=0.05):
+with FolderLock(sys.argv[1], "the other run"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -30,120 +30,88 @@ def holder_process(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def rewrite(folder: Path, **fields: object) -> None:
-    """Make a lock look as if it were written elsewhere."""
-    found = json.loads((folder / FILE).read_text())
-    (folder / FILE).write_text(json.dumps(found | fields))
+def leave_behind(folder: Path) -> None:
+    """Leave in a folder what a killed holder leaves."""
+    process = holder_process(folder)
+    process.kill()
+    process.communicate()
 
 
 def test_a_second_run_is_refused_and_told_whom_it_meets(tmp_path: Path) -> None:
-    with FolderLock(tmp_path / "new" / "folder", "run one") as lock:
-        assert lock.is_mine()
-        with pytest.raises(LockError, match="in use by 'run one'") as caught:
-            FolderLock(tmp_path / "new" / "folder", "run two").acquire()
-        assert f"process {os.getpid()} on " in str(caught.value)
+    folder = tmp_path / "new" / "folder"
+    with FolderLock(folder, "run one") as lock:
         lock.check()
-    assert not (tmp_path / "new" / "folder" / FILE).exists()
-    with FolderLock(tmp_path / "new" / "folder", "run two", say=pytest.fail):
+        with pytest.raises(LockError, match="in use by 'run one'") as caught:
+            FolderLock(folder, "run two").acquire()
+        assert f"process {os.getpid()} on " in str(caught.value)
+        assert f"since {lock.me.since}" in str(caught.value)
+        lock.check()
+    assert not folder.exists()
+    with FolderLock(folder, "run two", say=pytest.fail):
         pass
 
 
 def test_a_killed_holder_is_replaced_at_once(tmp_path: Path) -> None:
     process = holder_process(tmp_path)
-    with pytest.raises(LockError, match="that process runs on this machine"):
-        FolderLock(tmp_path, "me").acquire()
     process.send_signal(signal.SIGSTOP)  # silent, but it may go on: not ours to take
-    time.sleep(0.2)
     with pytest.raises(LockError, match="the other run"):
-        FolderLock(tmp_path, "me", patience_s=0.1).acquire()
+        FolderLock(tmp_path, "me").acquire()
     process.kill()
     told: list[str] = []
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie until waited for
-    with FolderLock(tmp_path, "me", say=told.append, patience_s=1000):
+    with FolderLock(tmp_path, "me", say=told.append):
         assert len(told) == 1
         assert f"process {process.pid} on " in told[0] and "no longer runs. Taking over" in told[0]
     process.communicate()
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_reused_pid_is_no_living_holder(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path, "run one")
-    lock.acquire()
-    rewrite(tmp_path, born="1", token="another")
-    told: list[str] = []
-    if lock.me.born == "alive":
-        pytest.skip("this system does not tell when a process started")
-    with FolderLock(tmp_path, "run two", say=told.append, patience_s=1000):
-        assert "no longer runs" in told[0]
-    lock.release()
-
-
-def test_a_beating_heart_elsewhere_is_respected(tmp_path: Path) -> None:
-    """Nothing is known of another machine's processes; the counter that rises is."""
-    with FolderLock(tmp_path, "run one", beat_s=0.05) as lock:
-        away = lock.me.model_copy(update={"place": "elsewhere"})
-        lock.me = away
-        time.sleep(0.2)
-        with pytest.raises(LockError, match="its heartbeat goes on"):
-            FolderLock(tmp_path, "run two", patience_s=5).acquire()
-
-
-def test_a_silent_holder_elsewhere_is_replaced_after_a_while(tmp_path: Path) -> None:
-    lost = FolderLock(tmp_path, "run one", beat_s=1000)
-    lost.acquire()
-    rewrite(tmp_path, place="elsewhere")
-    told: list[str] = []
-    started = time.monotonic()
-    with FolderLock(tmp_path, "run two", patience_s=0.3, say=told.append) as mine:
-        assert time.monotonic() - started >= 0.3
-        assert "'run one'" in told[0] and "stood still for 0.3 s. Taking over" in told[0]
+@pytest.mark.parametrize("name", [FILE, HOLDER])
+def test_a_holder_whose_files_are_removed_writes_no_more(tmp_path: Path, name: str) -> None:
+    """Whoever removes them lets another run in, and the first one notices."""
+    first = FolderLock(tmp_path, "run one")
+    first.acquire()
+    (tmp_path / name).unlink()
+    if name == HOLDER:
+        with pytest.raises(LockError, match="its file is gone"):
+            first.check()
+        first.release()
+        return
+    with FolderLock(tmp_path, "run two", say=lambda text: None) as mine:
         with pytest.raises(LockError, match="'run one' no longer holds this folder, now 'run two'"):
-            lost.check()
-        lost.release()  # gives back nothing that is another's
-        assert mine.is_mine()
+            first.check()
+        first.release()  # gives back nothing that is another's
+        mine.check()
 
 
-def test_a_holder_that_wakes_up_does_not_write_over_its_successor(tmp_path: Path) -> None:
-    lost = FolderLock(tmp_path, "run one", beat_s=0.05)
-    lost.acquire()
-    (tmp_path / FILE).unlink()
-    with FolderLock(tmp_path, "run two") as mine:
-        time.sleep(0.3)  # several heartbeats of the first
-        assert mine.is_mine()
-        lost.release()
-        assert mine.is_mine()
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04garbage", b'{"run": "x"}', b"[" * 4000])
+def test_an_unreadable_record_is_replaced(tmp_path: Path, content: bytes) -> None:
+    """Its writer was killed in the middle, or it is something else."""
+    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / HOLDER).write_bytes(content)
+    with FolderLock(tmp_path, "me", say=pytest.fail) as lock:
+        lock.check()
 
 
-def test_a_removed_file_is_noticed(tmp_path: Path) -> None:
-    with FolderLock(tmp_path, "run one") as lock:
-        (tmp_path / FILE).unlink()
-        with pytest.raises(LockError, match="the file is gone"):
+def test_a_lock_that_is_just_given_back_is_waited_for(tmp_path: Path) -> None:
+    script = HOLD.replace("time.sleep(60)", "time.sleep(0.3)")
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with FolderLock(tmp_path, "me", say=pytest.fail) as lock:
             lock.check()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\x80\x04garbage", b'{"beat_s": "x"}', b"[" * 4000]
-)
-def test_an_unreadable_lock_is_waited_for_and_replaced(tmp_path: Path, content: bytes) -> None:
-    """Its writer was killed in the middle, or it is something else."""
-    (tmp_path / FILE).write_bytes(content)
-    told: list[str] = []
-    with FolderLock(tmp_path, "me", patience_s=0.1, say=told.append) as lock:
+def test_a_fork_of_the_holder_neither_holds_nor_gives_back(tmp_path: Path) -> None:
+    with FolderLock(tmp_path, "me") as lock:
+        pid = os.fork()
+        if pid == 0:
+            lock.release()
+            os._exit(0)
+        os.waitpid(pid, 0)
         lock.check()
-    assert "unreadable for 0.1 s. Taking over" in told[0]
-
-
-def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / FILE).touch()
-    script = (
-        "import sys, time; from pathlib import Path; time.sleep(0.3);"
-        "Path(sys.argv[1]).write_text(sys.argv[2])"
-    )
-    with FolderLock(tmp_path / "other", "run one") as lock:
-        text = lock.me.model_dump_json()
-        writer = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / FILE), text])
-        with pytest.raises(LockError, match="'run one'"):
-            FolderLock(tmp_path, "me", patience_s=30).acquire()
-        writer.wait()
+        with pytest.raises(LockError, match="in use by 'me'"):
+            FolderLock(tmp_path, "other").acquire()
 
 
 def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
@@ -154,36 +122,30 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path) -> None:
         FolderLock("/proc", "me").acquire()
 
 
-def test_a_folder_made_for_a_lock_goes_with_it_unless_something_is_in_it(tmp_path: Path) -> None:
-    with FolderLock(tmp_path / "a" / "b", "me"):
-        pass
+def test_a_file_system_without_locks_has_a_marker_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one holds; the second is told that it may have to remove the marker by hand."""
+
+    def missing(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with FolderLock(tmp_path, "run one") as lock:
+        lock.check()
+        with pytest.raises(LockError, match=r"'run one' .* has no locks: where .* remove .*\.lock"):
+            FolderLock(tmp_path, "run two").acquire()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_made_for_a_lock_goes_with_it_unless_something_is_in_it(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "a" / "b", "me"):
         (tmp_path / "a" / "kept").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
 
 
-def test_one_that_judges_too_late_leaves_the_winner_alone(tmp_path: Path) -> None:
-    """Two find a dead holder's lock; the second acts on what it saw before the first took over."""
-    dead = FolderLock(tmp_path, "dead").me.model_copy(update={"pid": 2**22 + 1, "born": "1"})
-    (tmp_path / FILE).write_text(dead.model_dump_json())
-    winner = FolderLock(tmp_path, "winner", say=lambda text: None)
-
-    class Late(FolderLock):
-        def _judge(self) -> tuple[bytes | None, str]:
-            judged = super()._judge()
-            winner.acquire()
-            return judged
-
-    with pytest.raises(LockError, match="in use by 'winner'"):
-        Late(tmp_path, "late", say=pytest.fail).acquire()
-    winner.check()
-    winner.release()
-
-
 RACE = """
-import sys, time
-from pathlib import Path
+import sys
 from moefold.checkpoint.errors import LockError
 from moefold.checkpoint.lock import FolderLock
 print("ready", flush=True)
@@ -198,8 +160,7 @@ except LockError:
 
 
 def test_of_many_that_find_a_dead_ones_lock_one_wins(tmp_path: Path) -> None:
-    dead = FolderLock(tmp_path, "dead").me.model_copy(update={"pid": 2**22 + 1, "born": "1"})
-    (tmp_path / FILE).write_text(dead.model_dump_json())
+    leave_behind(tmp_path)
     command = [sys.executable, "-c", RACE, str(tmp_path)]
     pipe = subprocess.PIPE
     racers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
@@ -212,3 +173,35 @@ def test_of_many_that_find_a_dead_ones_lock_one_wins(tmp_path: Path) -> None:
     for racer in racers:
         racer.communicate()
     assert sorted(answers) == ["lost\n"] * 3 + ["won\n"]
+
+
+CHURN = """
+import sys, time
+from pathlib import Path
+from moefold.checkpoint.errors import LockError
+from moefold.checkpoint.lock import FolderLock
+end = time.monotonic() + 1.5
+taken = 0
+while time.monotonic() < end:
+    try:
+        with FolderLock(sys.argv[1], "churner", say=lambda text: None) as lock:
+            inside = Path(sys.argv[1]) / "inside"
+            inside.touch(exist_ok=False)  # fails where two are in
+            lock.check()
+            inside.unlink()
+            taken += 1
+    except LockError:
+        pass
+assert taken
+"""
+
+
+def test_locks_that_come_and_go_never_let_two_in(tmp_path: Path) -> None:
+    """Each release removes the file that others may be waiting for."""
+    (tmp_path / "kept").touch()
+    command = [sys.executable, "-c", CHURN, str(tmp_path)]
+    churners = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for churner in churners:
+        _, errors = churner.communicate()
+        assert churner.returncode == 0, errors
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

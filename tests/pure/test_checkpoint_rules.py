@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 import moefold.checkpoint.config
 from moefold.checkpoint.config import Policy
-from moefold.checkpoint.shards import Entry, header
-from moefold.checkpoint.tiling import Box, tiles
+from moefold.checkpoint.manifest import Box, HeaderEntry, shard_header, tiles
 
 ROOM = Path(moefold.checkpoint.config.__file__).parent
 
@@ -80,7 +79,7 @@ def test_a_policy_refuses_what_makes_no_sense(field: dict[str, object]) -> None:
 
 def test_headers_are_padded_to_whole_words() -> None:
     for length in range(1, 20):
-        raw = header({"x" * length: Entry("F32", (1,), 0, 4)})
+        raw = shard_header({"x" * length: HeaderEntry("F32", (1,), 0, 4)})
         assert len(raw) % 8 == 0
         assert int.from_bytes(raw[:8], "little") == len(raw) - 8
 
@@ -104,7 +103,7 @@ def test_no_file_of_the_room_can_unpickle() -> None:
 
 
 def test_looking_at_a_checkpoint_needs_no_torch() -> None:
-    names = ["config", "verify", "folder", "lock", "manifest", "shards"]
+    names = ["config", "verify", "folder", "lock", "manifest"]
     imports = "; ".join(f"import moefold.checkpoint.{name}" for name in names)
     code = f"import sys; {imports}; import moefold.cli.checkpoint; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
