@@ -4,7 +4,7 @@ Bytes go straight from the file into the tensor that is returned, so that no sec
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -18,6 +18,7 @@ from moefold.checkpoint.errors import DamagedError
 from moefold.checkpoint.folder import check_size
 from moefold.checkpoint.manifest import ITEM_BYTES, StoredSlice, TensorMeta
 from moefold.checkpoint.tensors import BLOCK_BYTES, DTYPES, empty, host_bytes
+from moefold.layers.placement import Box, inside, shared_box
 
 ATTEMPTS = 3
 _log = logging.getLogger("moefold.checkpoint")
@@ -59,11 +60,12 @@ class Reader:
         is checked. Where they do not fit the target as they lie, some rows at a time are held.
         """
         stored, target = self.manifest.tensors[name], target.detach()
+        box = tuple((a, a + n) for a, n in zip(at, target.shape, strict=True))
         for part in stored.slices:
-            shared = _overlap(part, at, target.shape)
+            shared = shared_box(part.box, box)
             if shared is None:
                 continue
-            there = target[tuple(slice(a - b, e - b) for (a, e), b in zip(shared, at, strict=True))]
+            there = target[inside(shared, box)]
             plain = there.is_contiguous() and not there.is_conj() and not there.is_neg()
             if plain and there.shape == part.shape:
                 self._read_slice(name, part, there.view(-1).view(torch.uint8))
@@ -74,13 +76,10 @@ class Reader:
             else:
                 self._read_box(name, part, shared, there)
 
-    def _read_box(
-        self, name: str, part: StoredSlice, shared: Sequence[tuple[int, int]], there: Tensor
-    ) -> None:
+    def _read_box(self, name: str, part: StoredSlice, shared: Box, there: Tensor) -> None:
         """Fill ``there`` with the box ``shared``, in global places, of a slice."""
         first, end = (place - part.at[0] for place in shared[0])
-        inner = zip(shared[1:], part.at[1:], strict=True)
-        columns = tuple(slice(a - b, e - b) for (a, e), b in inner)
+        columns = inside(shared[1:], part.box[1:])
         rows = max(1, BLOCK_BYTES // (part.size // part.shape[0]))
         for start in range(first, end, rows):
             stop = min(start + rows, end)
@@ -160,15 +159,6 @@ class Reader:
         self._open = (-1, -1)
         if number >= 0:
             self._disk.close(fd)
-
-
-def _overlap(
-    part: StoredSlice, at: tuple[int, ...], shape: Sequence[int]
-) -> tuple[tuple[int, int], ...] | None:
-    """Return the box, in global places, that a slice and another box share; None where none."""
-    dims = zip(part.at, part.shape, at, shape, strict=True)
-    shared = tuple((max(a, b), min(a + n, b + m)) for a, n, b, m in dims)
-    return shared if all(start < end for start, end in shared) else None
 
 
 def difference(stored: TensorMeta, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -85,6 +85,11 @@ class StoredSlice(Record):
         return self.span[1] - self.span[0]
 
     @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """First place and end along each dim."""
+        return tuple((a, a + n) for a, n in zip(self.at, self.shape, strict=True))
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the chunks' digests: equal for equal bytes, wherever they are stored."""
         return sha256(b"".join(map(bytes.fromhex, self.sha256))).hexdigest()

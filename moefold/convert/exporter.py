@@ -3,17 +3,20 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from moefold.checkpoint.disk import DISK
+from moefold.checkpoint.manifest import CHUNK_BYTES
+from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
 from moefold.convert.errors import ConvertError
-from moefold.convert.shards import Slot, file_names, group, write_file, write_index
-from moefold.convert.targets import Target, targets
+from moefold.convert.plan import Target, targets
+from moefold.convert.source import INDEX
 from moefold.convert.tokenizer import TokenizerFiles, write_tokenizer
 from moefold.model.config import Decoder
 from moefold.model.families.hub import SPECIAL, left_out
@@ -23,14 +26,6 @@ from moefold.model.families.registry import family_of
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 4 * 10**9
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Where one tensor on disk comes from."""
-
-    ours: str
-    piece: Piece
 
 
 def export_folder(
@@ -67,8 +62,9 @@ def export_folder(
     family = family_of(decoder)
     wanted = targets(decoder)
     _check(folder, wanted, tensors)
-    parts, slots = _layout(find(family.tensors, wanted), wanted, dtype, layout)
-    files = group(slots, shard_bytes)
+    reader = _Reader(folder, tensors, wanted)
+    found = _on_disk(find(family.tensors, wanted), reader, dtype, layout)
+    files = pack(found, shard_bytes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     staged.mkdir()
@@ -79,11 +75,7 @@ def export_folder(
         _write_json(staged / "config.json", config | tokens)
         if tokens:
             _write_json(staged / "generation_config.json", tokens)
-        names, reader = file_names(len(files)), _Reader(folder, tensors, parts, wanted)
-        for name, held in zip(names, files, strict=True):
-            write_file(staged / name, held, reader)
-        if len(files) > 1:
-            write_index(staged, names, files)
+        _write_weights(staged, files)
         if folder.exists():
             folder.rmdir()
         staged.rename(folder)
@@ -102,47 +94,57 @@ def _check(folder: Path, wanted: Mapping[str, Target], tensors: Mapping[str, Ten
         raise ConvertError(folder, problems)
 
 
-def _layout(
-    found: Mapping[str, tuple[Any, int]],
-    wanted: Mapping[str, Target],
-    dtype: Dtype,
-    layout: Layout,
-) -> tuple[dict[str, _Part], list[Slot]]:
-    """Return where each tensor on disk comes from, and all of them in order."""
-    parts: dict[str, _Part] = {}
-    slots: list[Slot] = []
+def _on_disk(
+    found: Mapping[str, tuple[Any, int]], reader: "_Reader", dtype: Dtype, layout: Layout
+) -> list[Named]:
+    """Return every tensor of the folder in order, each read when it is written."""
+    tensors: dict[str, TensorSlice] = {}
     for name, (row, layer) in found.items():
         exact = name.endswith("selection_bias")
-        for piece in pieces(row, layer, wanted[name].shape, layout):
-            assert piece.name not in parts, piece.name
-            parts[piece.name] = _Part(name, piece)
-            slots.append(Slot(piece.name, piece.shape, torch.float32 if exact else DTYPES[dtype]))
-    return parts, slots
+        kept = torch.float32 if exact else DTYPES[dtype]
+        for piece in pieces(row, layer, reader.shape(name), layout):
+            assert piece.name not in tensors, piece.name
+            lazy = LazyTensor(kept, piece.shape, partial(reader.read, name, piece, kept))
+            tensors[piece.name] = TensorSlice.whole(lazy)
+    return list(tensors.items())
+
+
+def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
+    """Write the safetensors files under their usual names, and an index of several."""
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    for name, held in zip(names, files, strict=True):
+        write_shard(DISK, folder / name, held, CHUNK_BYTES, 0)
+    if len(files) > 1:
+        where = {tensor: n for n, held in zip(names, files, strict=True) for tensor, _ in held}
+        total = sum(part.size for held in files for _, part in held)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        _write_json(folder / INDEX, index)
 
 
 class _Reader:
     """Cuts tensors on disk out of ours; keeps the one in use, as its parts follow each other."""
 
     def __init__(
-        self,
-        folder: Path,
-        tensors: Mapping[str, Tensor],
-        parts: Mapping[str, _Part],
-        wanted: Mapping[str, Target],
+        self, folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Target]
     ) -> None:
-        self._folder, self._tensors, self._parts = folder, tensors, parts
-        self._wanted = wanted
+        self._folder, self._tensors, self._wanted = folder, tensors, wanted
         self._held: tuple[str, Tensor] | None = None
 
-    def __call__(self, slot: Slot) -> Tensor:
-        part = self._parts[slot.name]
-        if self._held is None or self._held[0] != part.ours:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a tensor of ours must have."""
+        return self._wanted[name].shape
+
+    def read(self, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """Return the part of a tensor of ours that is one on disk, in its type there."""
+        if self._held is None or self._held[0] != name:
             self._held = None  # let go before the next is read
-            self._held = (part.ours, self._take(part.ours))
-        cut = self._held[1][part.piece.index]
-        made = cut.reshape(slot.shape).to(slot.dtype)
-        if slot.dtype == torch.float16 and bool((made.isinf() & ~cut.isinf().view_as(made)).any()):
-            raise ConvertError(self._folder, [f"{part.ours} exceeds float16; use bfloat16"])
+            self._held = (name, self._take(name))
+        cut = self._held[1][piece.index]
+        made = cut.reshape(piece.shape).to(dtype)
+        if dtype == torch.float16 and bool((made.isinf() & ~cut.isinf().view_as(made)).any()):
+            raise ConvertError(self._folder, [f"{name} exceeds float16; use bfloat16"])
         return made
 
     def _take(self, name: str) -> Tensor:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from moefold.convert.errors import ConvertError
-from moefold.convert.foreign import open_foreign
-from moefold.convert.plan import Plan, make_plan
-from moefold.convert.source import Source, Weights
-from moefold.convert.targets import Target, targets
+from moefold.convert.pickled import PickledWeights
+from moefold.convert.plan import Plan, Target, make_plan, targets
+from moefold.convert.source import SafetensorsWeights, Weights
 from moefold.convert.tokenizer import TokenizerFiles, read_tokenizer
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
@@ -146,7 +145,7 @@ class Imported:
 def import_folder(folder: str | Path, weights: str | Path | None = None) -> Imported:
     """Open a Hugging Face folder and account for everything in it; no weight is read yet.
 
-    ``weights`` names a pickled checkpoint to take them from instead, see ``foreign.py``. What is
+    ``weights`` names a pickled checkpoint to take them from instead, see ``pickled.py``. What is
     returned is a context manager, and closed when the tensors are no longer needed.
 
     Raises:
@@ -194,9 +193,9 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
 
 def _source(folder: Path, weights: str | Path | None, model: Family) -> Weights:
     if weights is None:
-        return Source(folder)
+        return SafetensorsWeights(folder)
     (embed,) = [row.theirs[0] for row in model.tensors if row.ours == _EMBED]
-    return open_foreign(Path(weights), embed)
+    return PickledWeights(Path(weights), embed)
 
 
 def _tied_head(model: Family, source: Weights) -> str | None:

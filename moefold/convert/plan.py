@@ -9,13 +9,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from moefold.convert.errors import ConvertError
-from moefold.convert.source import DTYPES, Stored
-from moefold.convert.targets import Target
+from moefold.convert.source import DTYPES, TensorInfo
+from moefold.model.config import Decoder
+from moefold.model.decoder import DecoderModel
 from moefold.model.families.names import Entry, Piece, choose_layout, find, pieces
 
 SCALE = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Shape and type of one parameter or buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def targets(decoder: Decoder) -> dict[str, Target]:
+    """Return every tensor that a decoder's checkpoint holds, in the model's order.
+
+    Taken from the model itself, built on the meta device.
+    """
+    state = DecoderModel(decoder, precision="fp32", device="meta").state_dict()
+    return {name: Target(tuple(t.shape), t.dtype) for name, t in state.items()}
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,7 @@ def make_plan(
     where: Path,
     table: tuple[Entry, ...],
     targets: Mapping[str, Target],
-    present: Mapping[str, Stored],
+    present: Mapping[str, TensorInfo],
     *,
     ignored: Callable[[str], str | None],
     block: tuple[int, int] | None,
@@ -76,7 +96,7 @@ def make_plan(
     return Plan(parts, left_out, scales)
 
 
-def _mismatch(piece: Piece, present: Mapping[str, Stored]) -> str | None:
+def _mismatch(piece: Piece, present: Mapping[str, TensorInfo]) -> str | None:
     stored = present.get(piece.name)
     if stored is None:
         return None
@@ -88,7 +108,7 @@ def _mismatch(piece: Piece, present: Mapping[str, Stored]) -> str | None:
 
 
 def _scales(
-    wanted: list[Piece], present: Mapping[str, Stored], block: tuple[int, int] | None
+    wanted: list[Piece], present: Mapping[str, TensorInfo], block: tuple[int, int] | None
 ) -> tuple[dict[str, str], list[str]]:
     """Find the scales of each FP8 tensor; without them its numbers mean nothing."""
     scales: dict[str, str] = {}

@@ -6,12 +6,12 @@ and code is never run.
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorInfo:
     """One tensor on disk, by its file's header."""
 
     file: str
@@ -46,68 +46,52 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class Weights(Protocol):
-    """Where the tensors of a model are read from."""
+class Weights(ABC):
+    """Where the tensors of a model are read from, one at a time.
 
-    folder: Path
-    notes: list[str]
-    tensors: dict[str, Stored]
+    Args:
+        folder: where they lie.
+        tensors: every tensor there is, by name.
+        notes: what the reader should know of the folder.
+    """
+
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], notes: list[str]) -> None:
+        self.folder, self.tensors, self.notes = folder, tensors, notes
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor as it is stored, on the host."""
-        ...
+        return self.read_box(name, tuple((0, size) for size in self.tensors[name].shape))
 
+    @abstractmethod
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of one tensor as it is stored."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the files; tensors already read stay."""
-        ...
 
 
-class Source:
-    """The tensors of a folder's safetensors files, found by their headers and read one by one.
+class SafetensorsWeights(Weights):
+    """The tensors of a folder's safetensors files, found by their headers and mapped into memory.
 
-    A context manager: files stay mapped until it is left.
+    Raises:
+        ConvertError: where the index and the files contradict each other, or there are no files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.notes: list[str] = []
+        super().__init__(folder, {}, [])
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
-        self.tensors: dict[str, Stored] = {}
-        """Every tensor there is, by name."""
         try:
             self._find(_files(folder, self.notes))
         except BaseException:
             self._stack.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Unmap the files; tensors already read stay."""
         self._open.clear()
         self._stack.close()
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor as it is stored, on the host."""
-        stored = self.tensors[name]
-        try:
-            return self._file(stored.file).get_tensor(name)
-        except SafetensorError as error:
-            raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of one tensor as it is stored; only the pages it lies on are read."""
@@ -132,7 +116,7 @@ class Source:
                 view = opened.get_slice(name)
                 if name in self.tensors:
                     problems.append(f"{name} lies in {self.tensors[name].file} and in {file}")
-                self.tensors[name] = Stored(file, view.get_dtype(), tuple(view.get_shape()))
+                self.tensors[name] = TensorInfo(file, view.get_dtype(), tuple(view.get_shape()))
             if indexed is not None:
                 missing, extra = sorted(indexed - set(names)), sorted(set(names) - indexed)
                 problems += [

@@ -23,7 +23,7 @@ from moefold.comm.agree import tell_first
 from moefold.comm.collectives import receive, send
 from moefold.comm.group import Group
 from moefold.convert.errors import ConvertError
-from moefold.convert.targets import targets
+from moefold.convert.plan import targets
 from moefold.layers.placement import Box, inside, shared_box
 from moefold.model.config import Decoder
 from moefold.model.families.names import Layout, find, pieces

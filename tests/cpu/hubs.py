@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
-from moefold.convert.targets import targets
+from moefold.convert.plan import targets
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import registry
 from moefold.model.families.names import find, pieces

@@ -22,7 +22,7 @@ from moefold.checkpoint.manifest import tiles
 from moefold.checkpoint.save import save
 from moefold.checkpoint.tensors import LazyTensor, TensorSlice
 from moefold.convert.importer import import_folder
-from moefold.convert.targets import targets
+from moefold.convert.plan import targets
 from moefold.model.config import MODEL
 from moefold.parallel.data.sharding import Held
 from moefold.training.model_checkpoint import MODEL as PREFIX

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.convert.errors import ConvertError
 from moefold.convert.importer import import_folder
-from moefold.convert.source import Source
+from moefold.convert.source import SafetensorsWeights
 from tests.cpu.hubs import (
     MODELS,
     decoder_of,
@@ -143,9 +143,9 @@ def test_one_tensor_is_read_at_a_time(
     folder, stored = olmoe
     write_hub(folder, decoder_of("olmoe"), stored, shards=2)
     reads: list[str] = []
-    read = Source.read_box
+    read = SafetensorsWeights.read_box
     noted = lambda self, n, box: (reads.append(n), read(self, n, box))[1]  # noqa: E731
-    monkeypatch.setattr(Source, "read_box", noted)
+    monkeypatch.setattr(SafetensorsWeights, "read_box", noted)
     with import_folder(folder) as found:
         assert reads == []
         found.tensors["layers.1.attention.k_norm.weight"]
@@ -166,14 +166,14 @@ def test_a_box_is_read_as_it_stands_in_the_whole_and_nothing_beside_it(
     stored = on_disk(decoder, weights_of(decoder), layout)
     folder = write_hub(tmp_path / "hub", decoder, stored)
     elements: list[int] = []
-    read = Source.read_box
+    read = SafetensorsWeights.read_box
 
-    def noted(self: Source, name: str, box: Any) -> Tensor:
+    def noted(self: SafetensorsWeights, name: str, box: Any) -> Tensor:
         found = read(self, name, box)
         elements.append(found.numel())
         return found
 
-    monkeypatch.setattr(Source, "read_box", noted)
+    monkeypatch.setattr(SafetensorsWeights, "read_box", noted)
     with import_folder(folder) as found:
         for name in found.tensors:
             whole = found.tensors[name]
