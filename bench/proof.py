@@ -25,12 +25,12 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
 import torch
+from proof_selection import selection
 
 from moefold.proof.case import Case
 from moefold.proof.controls import Control, breaks_of, control, cover
-from moefold.proof.lowered import lowered
-from moefold.proof.matrix import matrix, selection
-from moefold.proof.verify import BOUND, Proof, Verdict, prove
+from moefold.proof.matrix import matrix
+from moefold.proof.verify import BOUND, Proof, Verdict, lowered, prove
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -52,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
     run = _asked_run(args)
 
-    from moefold.proof.lowered import lowered
-    from moefold.proof.verify import cases_of, controls_of, prove, within_spread
+    from moefold.proof.verify import cases_of, controls_of, lowered, prove, within_spread
 
     if run is None:
         rules = args.matrix or list(RULES)

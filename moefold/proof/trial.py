@@ -1,35 +1,87 @@
 """One rank's part of a case: gradients of a step, an evaluation, and three updates.
 
 What it finds is kept by *kind*: ``gradients``, ``weights`` (what three steps changed) and
-``optimizer/<state>``, each a tensor's piece and its place in the whole tensor.
+``optimizer/<state>``, each a tensor's piece and its place in the whole tensor. Documents are
+packed, of uneven lengths, and most micro-batches end with padding.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from moefold.comm.recorder import Record as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
-from moefold.data.batch import MicroBatch
-from moefold.layers.placement import Box
+from moefold.data.batch import IGNORED, MicroBatch, assemble
+from moefold.layers.placement import Box, Shard
+from moefold.model.decoder import DecoderModel
+from moefold.model.init import initialise, normal_piece
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import Placed
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import Data, Held
-from moefold.proof.case import Case
-from moefold.proof.narrow import NarrowWatch
-from moefold.proof.rows import fill, micro_batches
-from moefold.proof.shuffle import Shuffled
+from moefold.proof.case import Case, Subject
+from moefold.proof.modes import NarrowWatch, ShuffledSums
 from moefold.training.step import evaluate, gradients
 
 STEPS = 3
 LOSS_CHUNK = 24
 """Rows whose logits exist at once: less than a micro-batch, so that there are several chunks."""
+
+
+# --------------------------------------------------------- rows and values, functions of a subject
+
+BIAS = 0.1
+"""Spread of the selection bias at the start."""
+NEVER = -100.0
+"""Selection bias of an expert that no token may choose."""
+
+
+def micro_batches(subject: Subject) -> list[MicroBatch]:
+    """Return the micro-batches of a step, whole."""
+    return [_micro_batch(subject, number) for number in range(subject.micro_batches)]
+
+
+def lengths_of(subject: Subject, number: int) -> tuple[int, ...]:
+    """Return the lengths of a micro-batch's three documents; an empty one has none."""
+    if number in subject.empty:
+        return ()
+    valid = subject.rows - (number % 3) * subject.padding
+    first, second = valid // 5 + number % 3, valid // 3
+    return first, second, valid - first - second
+
+
+def _micro_batch(subject: Subject, number: int) -> MicroBatch:
+    lengths = lengths_of(subject, number)
+    draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
+    ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
+    labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
+    labels_T[np.cumsum(lengths, dtype=np.int64) - 1] = IGNORED
+    token_T = np.arange(subject.rows) + number * subject.rows
+    return assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T)
+
+
+@torch.no_grad()
+def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> None:
+    """Give this rank's pieces their values; vectors and selection biases differ by place too."""
+    initialise(model, subject.decoder, subject.seed, shards)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.add_(normal_piece(subject.seed, shards[name], 0.1))
+    for _, mixture in model.mixtures():
+        bias_E = mixture.router.selection_bias
+        if bias_E is not None:
+            bias_E.copy_(torch.linspace(-BIAS, BIAS, bias_E.shape[0]))
+            bias_E[list(subject.idle)] = NEVER
+
+
+# --------------------------------------------------------------------------------------- the run
 
 
 @dataclass(frozen=True)
@@ -96,7 +148,7 @@ def try_out(case: Case, world: World, broken: Break | None = None) -> Findings:
     trial = Trial(case, world)
     world.recorder.alter = None if broken is None or broken.site is None else broken.alter
     try:
-        with nullcontext() if case.shuffle is None else Shuffled(case.shuffle):
+        with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle):
             return trial.run(broken)
     finally:
         world.recorder.alter = None

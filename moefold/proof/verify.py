@@ -1,7 +1,8 @@
 """Proves that layouts do not change the maths of a run, or of the whole matrix.
 
 A layout passes where every error beside one rank's run is within its bound: 1e-10 in fp64; in a
-run's own number format ten times what two orders of the same sums differ by on one rank.
+run's own number format ten times what two orders of the same sums differ by on one rank; in a
+narrow format beside fp64 what its rounding explains.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +13,11 @@ import torch
 
 from moefold.comm.recorder import Site
 from moefold.config.problems import RunError, Violation
+from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
+from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
@@ -23,6 +26,7 @@ from moefold.proof.pool import run_cases
 from moefold.proof.shrink import shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
+from moefold.spec.layer import Shape, activation_width, described
 from moefold.training.machine import settled
 
 BOUND = 1e-10
@@ -31,6 +35,12 @@ SPREAD = 10
 """Largest error in a run's own format, in units of what shuffled sums differ by."""
 SHUFFLED = (1, 2)
 """Seeds of the one-rank runs that show what sums in other orders differ by."""
+IN_A_BLOCK, AT_THE_END = 13, 3
+"""Operations one after another: norm, projection, rotation, scores, softmax, values, projection,
+sum, norm, projection, gate, projection, sum; and norm, head, loss."""
+EXACT = {"replicas": 0.0, "counts": 0.0}
+ALIGNMENT = 16
+"""Bytes that divide a row which the grouped product takes."""
 
 
 class Row(NamedTuple):
@@ -222,3 +232,53 @@ def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
         if told is not None:
             told(verdicts[-1])
     return Proof(tuple(verdicts))
+
+
+def lowered(cases: Sequence[Case], precision: Precision, told: Told | None = None) -> Proof:
+    """Run one step of cases in a narrow format against one rank in fp64, fast forms forced.
+
+    A rounding may change which experts a token takes, and then everything. So tokens go to all
+    experts here, nothing is dropped, and values are of a size that magnifies little.
+    An error may be ``4 * 1.03^depth * eps`` of the format, *depth* being the operations that a
+    gradient has behind it, forward and backward.
+    """
+    made = [narrowed(case, precision) for case in cases]
+
+    def bound(case: Case) -> float:
+        operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
+        return 4 * 1.03 ** (2 * operations) * torch.finfo(DTYPES[precision]).eps
+
+    def tell(number: int, outcome: Outcome) -> None:
+        if told is not None:
+            told(verdict(made[number], outcome, bound(made[number]), EXACT))
+
+    outcomes = run_cases(made, told=tell)
+    pairs = zip(made, outcomes, strict=True)
+    return Proof(tuple(verdict(case, found, bound(case), EXACT) for case, found in pairs))
+
+
+def narrowed(case: Case, precision: Precision) -> Case:
+    """Return a case in a narrow format: the grouped product forced where it takes the widths."""
+    decoder, etp = steady(case.subject.decoder), case.layout.split.etp
+    subject = replace(case.subject, decoder=decoder, idle=())
+    bytes_each = DTYPES[precision].itemsize
+    shape = Shape(decoder.hidden, rows=1, etp=etp)
+    experts = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    rows = [int(activation_width(spec, shape)) * bytes_each for spec in experts]
+    rows.append(decoder.hidden * bytes_each)
+    fits = all(row % ALIGNMENT == 0 for row in rows)
+    layout = case.layout.model_copy(update={"experts": "grouped"}) if fits else case.layout
+    return replace(case, subject=subject, layout=layout, precision=precision)
+
+
+def steady(decoder: Decoder) -> Decoder:
+    """Return a decoder none of whose choices hangs on a rounding."""
+    stacks = tuple(
+        Stack(repeat=s.repeat, blocks=tuple(_to_all(block) for block in s.blocks))
+        for s in decoder.stacks
+    )
+    return decoder.model_copy(update={"stacks": stacks, "init_std": 0.1})
+
+
+def _to_all(block: Block) -> Block:
+    return Block(attention=described(block.attention).steady(), ffn=described(block.ffn).steady())

@@ -10,10 +10,10 @@ from moefold.moe import balance, router
 from moefold.moe.config import Aux, Bias, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
-from moefold.proof import rows
+from moefold.proof import trial
 from moefold.proof.case import Case, Subject
 from moefold.proof.compare import vacuous, zero
-from moefold.proof.models import DEEPSEEK, GQA, decoder, moe, subject
+from moefold.proof.matrix import DEEPSEEK, GQA, decoder, moe, subject
 from moefold.proof.pool import draw
 from moefold.proof.trial import try_out
 
@@ -45,7 +45,7 @@ def test_a_draw_that_shows_everything_is_kept() -> None:
 
 def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias keeps it out, and the case does not say so."""
-    monkeypatch.setattr(rows, "BIAS", 1e3)
+    monkeypatch.setattr(trial, "BIAS", 1e3)
     drawn, found = draw(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
     assert "layers.0.load_E: expert 0 has 0" in vacuous(drawn, found)
 

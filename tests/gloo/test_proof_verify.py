@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from proof_selection import selection
 
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, enough
 from moefold.proof.controls import breaks_of, control, cover, halves, scalings
-from moefold.proof.lowered import lowered, narrowed
-from moefold.proof.matrix import selection
-from moefold.proof.models import SUBJECTS
+from moefold.proof.matrix import SUBJECTS
 from moefold.proof.pool import run_cases
 from moefold.proof.trial import Break
-from moefold.proof.verify import BOUND, prove, verify
+from moefold.proof.verify import BOUND, lowered, narrowed, prove, verify
 from moefold.run import load_run
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+from proof_selection import selection
 
 from moefold.layers.config import CONTEXT, RECOMPUTE
 from moefold.mesh.config import ORDERS
@@ -13,7 +14,7 @@ from moefold.moe.config import BALANCE, DISPATCH, Aux, Dispatch, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case
-from moefold.proof.matrix import RULES, matrix, selection
+from moefold.proof.matrix import RULES, matrix
 from moefold.proof.shrink import shrink
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE

@@ -1,4 +1,10 @@
-"""Watches that a step in fp64 makes no tensor of a narrower floating-point format."""
+"""Dispatch modes of PyTorch that watch or change the operations of a proof's step.
+
+``NarrowWatch`` notes where a step in fp64 makes a tensor of a narrower floating-point format.
+``ShuffledSums`` adds products up in another order: what any layout may do to a number format's
+last bits, on one rank. A product's inner dim is dealt out to two halves by chance; each half is
+multiplied on its own and rounded, then both are added, as two ranks would.
+"""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
 PACKAGE = str(Path(__file__).parents[1])
 
 ANGLES = "angles are fp32 in every published model, a function of positions alone"
@@ -21,9 +28,6 @@ ALLOWED: Mapping[str, str] = {
     "moe/balance.py:sum_counters": "the mean probability of experts is reported and enters no loss",
 }
 """Functions that may make narrower tensors, each with its reason."""
-
-HANDS_ON = ("proof/", "comm/plain.py", "comm/collectives.py")
-"""Files that work on what others give them, and choose no format."""
 
 
 class NarrowWatch(TorchDispatchMode):
@@ -71,3 +75,34 @@ def _place() -> tuple[str, str, int]:
             )
         frame = frame.f_back
     return "torch", "", 0
+
+
+class ShuffledSums(TorchDispatchMode):
+    """Runs matrix products in two shuffled halves; everything else as it is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._draws = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operation."""
+        if func is aten.mm.default:
+            return self._product(func, *args)
+        if func is aten.bmm.default:
+            return self._product(func, *args)
+        if func is aten.addmm_.default and not kwargs:
+            into, *factors = args
+            return into.add_(self._product(aten.mm.default, *factors))
+        return func(*args, **(kwargs or {}))
+
+    def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        inner = a.shape[-1]
+        if inner < 2:
+            return func(a, b)
+        order = torch.randperm(inner, generator=self._draws).to(a.device)
+        halves = [
+            func(a.index_select(-1, part), b.index_select(-2, part)) for part in order.chunk(2)
+        ]
+        return halves[0] + halves[1]

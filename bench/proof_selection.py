@@ -1,0 +1,36 @@
+"""The part of the matrix that runs with the tests. Torch-free."""
+
+from dataclasses import replace
+from typing import Any
+
+from moefold.proof.case import Case
+from moefold.proof.matrix import matrix
+
+BY_MODEL = ("models",)
+"""Rules whose models are choices too."""
+UNSELECTED = {"shipped", "optimizers", "axes", "foldings"}
+"""Rules of which the tests run nothing by choice."""
+FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
+"""Foldings that the tests run."""
+
+
+def selection() -> tuple[Case, ...]:
+    """Return the part of the matrix that runs with the tests: one small case for each choice.
+
+    A choice is a rule's dispatcher, schedule, model or the like, whatever the sizes; which of the
+    smallest layouts stands for it goes round.
+    """
+    choices: dict[Any, list[Case]] = {}
+    every = matrix()
+    for name, cases in every.items():
+        for made in cases if name not in UNSELECTED else ():
+            what = replace(made.subject, micro_batches=0) if name in BY_MODEL else None
+            choice = made.layout.model_copy(update={"sizes": "", "stages": None})
+            choices.setdefault((name, what, choice), []).append(made)
+    chosen = []
+    for turn, found in enumerate(choices.values()):
+        fewest = min(made.world for made in found)
+        smallest = [made for made in found if made.world == fewest]
+        chosen.append(smallest[turn % len(smallest)])
+    folded = [made for made in every["foldings"] if made.layout.sizes in FOLDED]
+    return tuple(dict.fromkeys([*chosen, *folded]))
