@@ -28,9 +28,9 @@ import torch
 from proof_selection import selection
 
 from moefold.proof.case import Case
-from moefold.proof.controls import Control, breaks_of, control, cover
 from moefold.proof.matrix import matrix
-from moefold.proof.verify import BOUND, Proof, Verdict, lowered, prove
+from moefold.proof.negative_controls import Control, control, cover, faults_of
+from moefold.proof.verify import BOUND, Proof, Verdict, prove, prove_low_precision
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -105,7 +105,7 @@ def run_matrix() -> dict[str, Any]:
 
 
 def run_controls() -> dict[str, Any]:
-    """Break every exchange that the covering cases make, once at each number of ranks.
+    """InjectedFault every exchange that the covering cases make, once at each number of ranks.
 
     What is known is written as it comes, and a later run goes on from there.
     """
@@ -117,7 +117,7 @@ def run_controls() -> dict[str, Any]:
     covering = cover(recorded)
     call_sites = sum(len(sites) for _, sites in covering)
     assert call_sites == named["call_sites"], "the matrix makes other exchanges: run it anew"
-    planned = breaks_of(covering)
+    planned = faults_of(covering)
     path = RESULTS / "proof_controls.json"
     before = json.loads(path.read_text()) if path.exists() else {"seconds": 0, "controls": []}
     wanted = {(broken.words, case.name) for case, broken in planned}
@@ -152,7 +152,7 @@ def run_controls() -> dict[str, Any]:
 def run_lowered(precision: Any, cases: Sequence[Case]) -> dict[str, Any]:
     """Hold the tests' selection in a narrow format against fp64."""
     started = time.monotonic()
-    return summary(lowered(cases, precision, Lines(len(cases)).verdict), started)
+    return summary(prove_low_precision(cases, precision, Lines(len(cases)).verdict), started)
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -23,7 +23,7 @@ from moefold.proof.matrix import RULES, matrix
 from moefold.run import Run, load_run
 
 if TYPE_CHECKING:
-    from moefold.proof.controls import Control
+    from moefold.proof.negative_controls import Control
     from moefold.proof.verify import Proof, Verdict
 
 FAILED = 1
@@ -52,7 +52,13 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
     run = _asked_run(args)
 
-    from moefold.proof.verify import cases_of, controls_of, lowered, prove, within_spread
+    from moefold.proof.verify import (
+        cases_of,
+        controls_of,
+        prove,
+        prove_low_precision,
+        within_spread,
+    )
 
     if run is None:
         rules = args.matrix or list(RULES)
@@ -63,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(soft_wrap=True)
     progress = Progress(console, len(cases), quiet=args.json)
     if args.precision is not None:
-        proof = lowered(cases, args.precision, progress.show)
+        proof = prove_low_precision(cases, args.precision, progress.show)
     elif args.as_run:
         proof = within_spread(cases, progress.show)
     else:

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 from moefold.model.config import Decoder
 from moefold.proof.case import Subject
-from moefold.proof.trial import Findings, Piece
+from moefold.proof.rank_run import Piece, RankResult
 from moefold.spec.layer import LayerSpec
 
-VACUOUS = 1e-6
+NEGLIGIBLE = 1e-6
 """A quantity below this proves nothing."""
 FLOOR = 1e-6
 SEPARATOR = "|"
@@ -47,15 +47,11 @@ class Outcome:
     sites: tuple[tuple[str, str, str, str], ...] = ()
     seconds: float = 0.0
 
-    def passed(self, bound: float) -> bool:
-        """Whether every error is within the bound and nothing else is wrong; NaN is not."""
-        return not self.problems and all(error <= bound for error in self.errors.values())
-
 
 # ------------------------------------------------------------------------- the reference, on disk
 
 
-def write_reference(path: Path, subject: Subject, found: Findings) -> None:
+def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
     """Write what one rank found, to be read by the ranks of layouts."""
     tensors = {
         kind + SEPARATOR + piece.name: piece.values.contiguous()
@@ -67,7 +63,7 @@ def write_reference(path: Path, subject: Subject, found: Findings) -> None:
         "counts": found.counts,
         "seed": subject.seed,
         "zero": [f"gradient of {name}: {why}" for name, why in zero(subject.decoder).items()],
-        "vacuous": vacuous(subject, found),
+        "degenerate": degenerate(subject, found),
         "narrow": found.narrow,
         "norms": {
             kind: {piece.name: float(piece.values.double().norm()) for piece in pieces}
@@ -89,14 +85,14 @@ def facts_of(path: Path) -> dict[str, Any]:
         return json.loads(file.metadata()["facts"])
 
 
-def vacuous(subject: Subject, found: Findings) -> list[str]:
+def degenerate(subject: Subject, found: RankResult) -> list[str]:
     """Return what in a reference run is so small that agreeing on it proves nothing.
 
     What is zero by the maths of the run is not: it is so in every layout, and so it should.
     """
     words = []
     for name, values in found.figures.items():
-        words += [f"{name} is {v:g}" for v in values if not abs(v) > VACUOUS]
+        words += [f"{name} is {v:g}" for v in values if not abs(v) > NEGLIGIBLE]
     grads, weights = (
         {piece.name: piece for piece in found.pieces.get(kind, ())}
         for kind in ("gradients", "weights")
@@ -105,12 +101,12 @@ def vacuous(subject: Subject, found: Findings) -> list[str]:
     for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
             norm = float(pieces[name].values.double().norm())
-            vanishes = not norm > VACUOUS and name not in excused
+            vanishes = not norm > NEGLIGIBLE and name not in excused
             words += [f"{kind} of {name}: {norm:g}"] if vanishes else []
     for name, piece in grads.items():
         if ".experts." in name:
             by_expert = piece.values.double().flatten(1).norm(dim=1).tolist()
-            words += _idle_words(f"gradients of {name}", by_expert, subject, VACUOUS)
+            words += _idle_words(f"gradients of {name}", by_expert, subject, NEGLIGIBLE)
     for name, counts in found.counts.items():
         if name.endswith("load_E"):
             words += _idle_words(name, counts, subject, 0)
@@ -144,7 +140,7 @@ def _idle_words(what: str, values: Sequence[float], subject: Subject, least: flo
 # --------------------------------------------------------------------------------- on each rank
 
 
-def measure(path: Path, found: Findings) -> dict[str, Any]:
+def measure(path: Path, found: RankResult) -> dict[str, Any]:
     """Return a rank's findings beside the reference, as data that JSON can hold.
 
     Each piece comes with its place, its squared error, and a digest of its bits.
@@ -189,7 +185,7 @@ def _digest(values: torch.Tensor) -> str:
 def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     """Return the outcome of a case from the reference's facts and what each rank told."""
     outcome = Outcome()
-    problems = [f"vacuous: {words}" for words in facts["vacuous"]]
+    problems = [f"degenerate: {words}" for words in facts["degenerate"]]
     narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
     problems += [f"not fp64: {words}" for words in narrow]
     _judge_figures(outcome, facts["figures"], told)
@@ -230,7 +226,7 @@ def _judge_figures(
             if not have:
                 _note(outcome, name, math.inf, f"rank {number} has none")
             for step, (a, b) in enumerate(zip(have, values, strict=False)):
-                error = abs(a - b) / max(abs(b), VACUOUS)
+                error = abs(a - b) / max(abs(b), NEGLIGIBLE)
                 _note(outcome, name, error, f"step {step + 1}, rank {number}")
 
 
@@ -239,7 +235,7 @@ def _judge_norm(outcome: Outcome, norms: dict[str, float], told: Sequence[dict[s
     whole = math.hypot(*norms.values())
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
-            error = abs(have - whole) / max(whole, VACUOUS)
+            error = abs(have - whole) / max(whole, NEGLIGIBLE)
             _note(outcome, "grad_norm", error, f"beside all gradients, rank {number}")
 
 

@@ -25,8 +25,8 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, Subject
-from moefold.proof.compare import Outcome, facts_of, judge, measure, vacuous, write_reference
-from moefold.proof.trial import Break, Findings, try_out
+from moefold.proof.compare import Outcome, degenerate, facts_of, judge, measure, write_reference
+from moefold.proof.rank_run import InjectedFault, RankResult, run_rank
 
 TIME_OUT_S = 120.0
 DRAWS = 16
@@ -36,11 +36,11 @@ PLAIN = Layout()
 
 @dataclass(frozen=True)
 class Task:
-    """A case, where its reference lies, and what is broken on purpose."""
+    """A case, where its reference lies, and what goes wrong in it on purpose."""
 
     case: Case
     reference: str
-    broken: Break | None = None
+    fault: InjectedFault | None = None
 
 
 class CaseFailed(RuntimeError):
@@ -53,7 +53,7 @@ Told = Callable[[int, Outcome], None]
 
 def run_cases(
     cases: Sequence[Case],
-    breaks: Sequence[Break | None] = (),
+    faults: Sequence[InjectedFault | None] = (),
     *,
     told: Told | None = None,
     time_out_s: float = TIME_OUT_S,
@@ -62,7 +62,7 @@ def run_cases(
 
     Args:
         cases: what to run; cases of one subject share its reference.
-        breaks: for each case what is broken in it; none where left out.
+        faults: for each case what goes wrong in it on purpose; nothing where left out.
         told: is called with each case's number and outcome when it is known.
         time_out_s: how long ranks wait for each other.
     """
@@ -74,7 +74,7 @@ def run_cases(
             told(number, outcome)
 
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
-        tasks = _tasks(cases, breaks or [None] * len(cases), Path(folder))
+        tasks = _tasks(cases, faults or [None] * len(cases), Path(folder))
         while len(outcomes) < len(cases):
             left = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(left, keep, time_out_s)
@@ -92,13 +92,15 @@ def _which(error: str, left: dict[int, Task], outcomes: dict[int, Outcome]) -> i
     return next(number for number in left if number not in outcomes)
 
 
-def _tasks(cases: Sequence[Case], breaks: Sequence[Break | None], folder: Path) -> dict[int, Task]:
+def _tasks(
+    cases: Sequence[Case], faults: Sequence[InjectedFault | None], folder: Path
+) -> dict[int, Task]:
     """Return the tasks by number, in the order in which they run."""
     references: dict[Subject, str] = {}
     for case in cases:
         references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
     order = sorted(range(len(cases)), key=lambda number: -cases[number].world)
-    return {n: Task(cases[n], references[cases[n].subject], breaks[n]) for n in order}
+    return {n: Task(cases[n], references[cases[n].subject], faults[n]) for n in order}
 
 
 def _run(tasks: dict[int, Task], keep: Told, time_out_s: float) -> str | None:
@@ -167,17 +169,17 @@ def _references(spot: Spot, tasks: list[Task]) -> None:
             write_reference(Path(path), *draw(subject))
 
 
-def draw(subject: Subject) -> tuple[Subject, Findings]:
-    """Return the subject with the first seed by which nothing is vacuous, and what one rank found.
+def draw(subject: Subject) -> tuple[Subject, RankResult]:
+    """Return the subject with the first seed by which nothing is degenerate, and what came of it.
 
-    Where a token goes to few experts, one may be left out by chance. What is vacuous by every
+    Where a token goes to few experts, one may be left out by chance. What is degenerate by every
     seed is so by more than that: then the first is kept, and the proof fails by it.
     """
     tries = []
     for seed in range(subject.seed, subject.seed + DRAWS):
         drawn = replace(subject, seed=seed)
-        tries.append((drawn, try_out(Case("one rank", drawn, PLAIN, 1), World.single())))
-        if not vacuous(*tries[-1]):
+        tries.append((drawn, run_rank(Case("one rank", drawn, PLAIN, 1), World.single())))
+        if not degenerate(*tries[-1]):
             return tries[-1]
     return tries[0]
 
@@ -185,5 +187,5 @@ def draw(subject: Subject) -> tuple[Subject, Findings]:
 def _answers(task: Task, world: World) -> list[dict[str, Any]]:
     seed = facts_of(Path(task.reference))["seed"]
     drawn = replace(task.case, subject=replace(task.case.subject, seed=seed))
-    found = try_out(drawn, world, task.broken)
+    found = run_rank(drawn, world, task.fault)
     return gather_objects(measure(Path(task.reference), found), world.on_host)

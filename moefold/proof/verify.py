@@ -21,7 +21,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, Subject, enough
 from moefold.proof.compare import Outcome
-from moefold.proof.controls import Control, breaks_of, control, cover
+from moefold.proof.negative_controls import Control, control, cover, faults_of
 from moefold.proof.pool import run_cases
 from moefold.proof.shrink import shrink
 from moefold.run import Run
@@ -171,16 +171,23 @@ def _check(run: Run, layout: Layout, world: int) -> None:
         raise RunError(found, source=f"layout {str(layout.split)!r} on {world} ranks")
 
 
-def prove(cases: Sequence[Case], told: Told | None = None, bound: float = BOUND) -> Proof:
-    """Run cases against one rank, with one bound for every error."""
+def prove(
+    cases: Sequence[Case],
+    told: Told | None = None,
+    bound: Callable[[Case], float] = lambda case: BOUND,
+    bounds: dict[str, float] | None = None,
+) -> Proof:
+    """Run cases against one rank in fp64; ``bounds`` names quantities with a bound of their own."""
+    found: dict[int, Verdict] = {}
 
     def tell(number: int, outcome: Outcome) -> None:
+        case = cases[number]
+        found[number] = verdict(case, outcome, bound(case), bounds)
         if told is not None:
-            told(verdict(cases[number], outcome, bound))
+            told(found[number])
 
-    outcomes = run_cases(cases, told=tell)
-    pairs = zip(cases, outcomes, strict=True)
-    return Proof(tuple(verdict(case, outcome, bound) for case, outcome in pairs))
+    run_cases(cases, told=tell)
+    return Proof(tuple(found[number] for number in range(len(cases))))
 
 
 def verdict(
@@ -203,9 +210,9 @@ def controls_of(
     proof: Proof,
     told: Callable[[Control], None] | None = None,
 ) -> list[Control]:
-    """Break every exchange that cases recorded, once at each number of ranks."""
+    """InjectedFault every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
-    return control(breaks_of(cover(recorded)), BOUND, told)
+    return control(faults_of(cover(recorded)), BOUND, told)
 
 
 def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
@@ -234,7 +241,9 @@ def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
     return Proof(tuple(verdicts))
 
 
-def lowered(cases: Sequence[Case], precision: Precision, told: Told | None = None) -> Proof:
+def prove_low_precision(
+    cases: Sequence[Case], precision: Precision, told: Told | None = None
+) -> Proof:
     """Run one step of cases in a narrow format against one rank in fp64, fast forms forced.
 
     A rounding may change which experts a token takes, and then everything. So tokens go to all
@@ -242,22 +251,15 @@ def lowered(cases: Sequence[Case], precision: Precision, told: Told | None = Non
     An error may be ``4 * 1.03^depth * eps`` of the format, *depth* being the operations that a
     gradient has behind it, forward and backward.
     """
-    made = [narrowed(case, precision) for case in cases]
 
     def bound(case: Case) -> float:
         operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
         return 4 * 1.03 ** (2 * operations) * torch.finfo(DTYPES[precision]).eps
 
-    def tell(number: int, outcome: Outcome) -> None:
-        if told is not None:
-            told(verdict(made[number], outcome, bound(made[number]), EXACT))
-
-    outcomes = run_cases(made, told=tell)
-    pairs = zip(made, outcomes, strict=True)
-    return Proof(tuple(verdict(case, found, bound(case), EXACT) for case, found in pairs))
+    return prove([low_precision_case(case, precision) for case in cases], told, bound, EXACT)
 
 
-def narrowed(case: Case, precision: Precision) -> Case:
+def low_precision_case(case: Case, precision: Precision) -> Case:
     """Return a case in a narrow format: the grouped product forced where it takes the widths."""
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())

@@ -35,8 +35,8 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.proof.case import Case, Subject
 from moefold.proof.matrix import BIASED, DENSE, GQA, MLA, SHARED, decoder
+from moefold.proof.rank_run import fill, micro_batches
 from moefold.proof.shrink import small_optimizer
-from moefold.proof.trial import fill, micro_batches
 from moefold.training.state import Progress, contents, held_by, restore
 from moefold.training.step import gradients
 from tests.cpu.checkpoint_tools import bits, quick_folder

@@ -15,7 +15,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.parallel.pipeline.score import continuing, next_logits
 from moefold.proof.matrix import SUBJECTS
-from moefold.proof.trial import fill
+from moefold.proof.rank_run import fill
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
 

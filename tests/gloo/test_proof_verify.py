@@ -8,11 +8,11 @@ from proof_selection import selection
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import Case, enough
-from moefold.proof.controls import breaks_of, control, cover, halves, scalings
 from moefold.proof.matrix import SUBJECTS
+from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
-from moefold.proof.trial import Break
-from moefold.proof.verify import BOUND, lowered, narrowed, prove, verify
+from moefold.proof.rank_run import InjectedFault
+from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_precision, verify
 from moefold.run import load_run
 
 
@@ -44,11 +44,13 @@ AXES = {
     "ep": case("gqa", "ep2", 2),
     "etp": case("gqa", "etp2", 2),
 }
+SCALE = 1 + 1e-8
 SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
 
 
 def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> None:
-    found = control(scalings(list(AXES.values()), SCALED), BOUND)
+    faults = [InjectedFault(parameter=name, factor=SCALE) for name in SCALED]
+    found = control([(case, fault) for case in AXES.values() for fault in faults], BOUND)
     assert len(found) == len(AXES) * len(SCALED)
     assert not [(c.case, c.broken.words, c.said) for c in found if not c.noticed]
 
@@ -60,7 +62,7 @@ def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     assert {"embed", "loss", "gradients", "layers.*.attention", "layers.*.moe.dispatch"} <= {
         site.label for site in sites
     }
-    planned = breaks_of([(cases[0], sites)])
+    planned = faults_of([(cases[0], sites)])
     # Gradients are halved here; `moefold verify --controls` takes them away altogether too.
     planned = [(c, b) for c, b in planned if b.how == "half" or not halves(b.site)]  # type: ignore[arg-type]
     found = control(planned, BOUND)
@@ -78,7 +80,7 @@ def test_few_cases_cover_every_call_site_at_each_number_of_ranks() -> None:
 
 def test_what_breaks_nothing_is_reported_as_unnoticed() -> None:
     """Without this, a control that never ran would look like one that was noticed."""
-    nowhere = Break(site=Site("no such module", "all_reduce", "tp"))
+    nowhere = InjectedFault(site=Site("no such module", "all_reduce", "tp"))
     found = control([(AXES["tp"], nowhere)], BOUND)
     assert [c.noticed for c in found] == [False]
 
@@ -95,8 +97,8 @@ def test_a_case_that_fails_is_named_and_the_others_still_run() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_narrow_formats_stay_within_their_rounding(precision: str) -> None:
     cases = [case("gqa", "tp2 ep2", 2), case("mla", "cp2 ep2", 2), case("tied", "pp2", 2)]
-    proof = lowered(cases, precision)  # type: ignore[arg-type]
-    assert {narrowed(c, precision).layout.experts for c in cases} == {"grouped"}  # type: ignore[arg-type]
+    proof = prove_low_precision(cases, precision)  # type: ignore[arg-type]
+    assert {low_precision_case(c, precision).layout.experts for c in cases} == {"grouped"}  # type: ignore[arg-type]
     assert not [(v.layout, v.problems, v.worst) for v in proof.verdicts if not v.passed]
     largest = max(row.max_relative_error for row in proof.rows)
     assert largest > 1e-9, "nothing was computed in a narrow format"

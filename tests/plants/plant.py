@@ -1,6 +1,10 @@
 """A planted bug: one place of the package, changed as the bug would change it."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -14,16 +18,22 @@ class Plant:
     test: str
     """The test, as pytest names it, without parameters."""
     file: str
-    """The file, below the package; from the root where it is one of ``tests/``."""
+    """The file, below the package, that held the text when the plant was written; from the root
+    where it is one of ``tests/``."""
     old: str
     """Text that stands there exactly once."""
     new: str
     """What stands there instead."""
 
-    @property
+    @cached_property
     def path(self) -> str:
-        """The file from the root of the project."""
-        return self.file if self.file.startswith("tests/") else f"moefold/{self.file}"
+        """The file from the root of the project: where the text went, if to one other file."""
+        named = ROOT / (self.file if self.file.startswith("tests/") else f"moefold/{self.file}")
+        if not named.exists() or self.old not in named.read_text("utf-8"):
+            files = sorted((ROOT / "moefold").rglob("*.py"))
+            having = [file for file in files if self.old in file.read_text("utf-8")]
+            named = having[0] if len(having) == 1 else named
+        return named.relative_to(ROOT).as_posix()
 
     def into(self, source: str) -> str:
         """Return the source with the bug in it.

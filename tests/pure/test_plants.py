@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def classes_tested() -> set[str]:
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: f"{p.bug} {p.said}")
 def test_a_plant_changes_one_place_and_still_parses(plant: Plant) -> None:
+    assert (ROOT / plant.path).exists(), "the file is gone, and no other one has the text"
     changed = plant.into((ROOT / plant.path).read_text("utf-8"))
     ast.parse(changed)
     assert plant.old != plant.new
@@ -44,3 +46,10 @@ def test_text_that_is_gone_is_said() -> None:
     plant = Plant("b00", "nothing", "", "a.py", "old", "new")
     with pytest.raises(ValueError, match=r"stands 2 times in moefold/a\.py"):
         plant.into("old old")
+
+
+def test_text_that_moved_to_another_file_is_found() -> None:
+    plant = PLANTS[0]
+    moved = replace(plant, file="no/such/file.py")
+    assert moved.path == plant.path
+    assert replace(moved, old="text that stands nowhere").path == "moefold/no/such/file.py"

@@ -13,9 +13,8 @@ from moefold.comm.recorder import BACKWARD, Site
 from moefold.proof.case import Case
 from moefold.proof.compare import Outcome
 from moefold.proof.pool import run_cases
-from moefold.proof.trial import Break
+from moefold.proof.rank_run import InjectedFault
 
-SCALE = 1 + 1e-8
 UNSEEN = ("send",)
 """Operations without a result: the other end's receive is broken instead."""
 GUARDS = {
@@ -31,7 +30,7 @@ class Control(NamedTuple):
     """A break, and what the proof said."""
 
     case: str
-    broken: Break
+    broken: InjectedFault
     noticed: bool
     said: str
     """The worst quantity, its error and its tensor; or the error that ended the step."""
@@ -56,14 +55,14 @@ def cover(recorded: Recorded) -> list[tuple[Case, tuple[Site, ...]]]:
     return chosen
 
 
-def breaks_of(covering: Recorded) -> list[tuple[Case, Break]]:
+def faults_of(covering: Recorded) -> list[tuple[Case, InjectedFault]]:
     """Return every break of every call-site, in the case that is to show it."""
     found = []
     for case, sites in covering:
         for site in sites:
             if site.op not in UNSEEN and site.label not in GUARDS:
                 ways = ("alone", "half") if halves(site) else ("alone",)
-                found += [(case, Break(site=site, how=how)) for how in ways]
+                found += [(case, InjectedFault(site=site, how=how)) for how in ways]
     return found
 
 
@@ -72,17 +71,12 @@ def halves(site: Site) -> bool:
     return site.direction == BACKWARD or site.label == "gradients"
 
 
-def scalings(cases: Sequence[Case], parameters: Sequence[str]) -> list[tuple[Case, Break]]:
-    """Return, for each case, the scaling of each parameter's gradient on one rank."""
-    return [(case, Break(parameter=name, factor=SCALE)) for case in cases for name in parameters]
-
-
 def control(
-    planned: Sequence[tuple[Case, Break]],
+    planned: Sequence[tuple[Case, InjectedFault]],
     bound: float,
     told: Callable[[Control], None] | None = None,
 ) -> list[Control]:
-    """Run cases with their breaks and return what the proof said of each.
+    """Run cases with their faults and return what the proof said of each.
 
     One step is enough to notice most; the updates are made where it is not.
     """
@@ -99,8 +93,8 @@ def control(
         cases = [planned[number][0] for number in numbers]
         if not whole:
             cases = [replace(case, precision=case.subject.precision) for case in cases]
-        breaks = [planned[number][1] for number in numbers]
-        run_cases(cases, breaks, told=tell, time_out_s=TIME_OUT_S)
+        faults = [planned[number][1] for number in numbers]
+        run_cases(cases, faults, told=tell, time_out_s=TIME_OUT_S)
 
     attempt(range(len(planned)), whole=False)
     left = [number for number, control in found.items() if not control.noticed]
@@ -109,7 +103,7 @@ def control(
     return [found[number] for number in range(len(planned))]
 
 
-def _noticed(broken: Break, outcome: Outcome, bound: float) -> tuple[bool, str]:
+def _noticed(broken: InjectedFault, outcome: Outcome, bound: float) -> tuple[bool, str]:
     beyond = {name: e for name, e in outcome.errors.items() if not e <= bound}
     if broken.parameter:
         error, named = outcome.errors.get("gradients", 0.0), outcome.worst.get("gradients")

@@ -85,7 +85,7 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
 
 
 @dataclass(frozen=True)
-class Break:
+class InjectedFault:
     """Something done wrong on purpose, to show that a proof notices."""
 
     site: Site | None = None
@@ -129,7 +129,7 @@ class Piece:
 
 
 @dataclass
-class Findings:
+class RankResult:
     """What one rank saw."""
 
     figures: dict[str, list[float]] = field(default_factory=dict)
@@ -143,18 +143,18 @@ class Findings:
     """Call-sites whose result a proof can replace."""
 
 
-def try_out(case: Case, world: World, broken: Break | None = None) -> Findings:
+def run_rank(case: Case, world: World, fault: InjectedFault | None = None) -> RankResult:
     """Run a case on this rank and return what came of it."""
-    trial = Trial(case, world)
-    world.recorder.alter = None if broken is None or broken.site is None else broken.alter
+    trial = RankRun(case, world)
+    world.recorder.alter = None if fault is None or fault.site is None else fault.alter
     try:
         with nullcontext() if case.shuffle is None else ShuffledSums(case.shuffle):
-            return trial.run(broken)
+            return trial.run(fault)
     finally:
         world.recorder.alter = None
 
 
-class Trial:
+class RankRun:
     """A case's parts on this rank."""
 
     def __init__(self, case: Case, world: World) -> None:
@@ -169,15 +169,15 @@ class Trial:
         self.data = Data(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
-        self.found = Findings()
+        self.found = RankResult()
 
-    def run(self, broken: Break | None) -> Findings:
+    def run(self, fault: InjectedFault | None) -> RankResult:
         """Make the steps; the first one is looked at closely."""
         before = _pieces(self.data.weights())
         found = self.found
         watch = NarrowWatch() if self.precision == "fp64" else None
         with watch or nullcontext():
-            scale = self._gradients(broken)
+            scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
         self._note_first_step()
         total, labels, _ = evaluate(self.placed, self.batches, LOSS_CHUNK)
@@ -204,14 +204,14 @@ class Trial:
             parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
             pieces.setdefault(f"optimizer/{what}", []).append(replace(piece, name=parameter))
 
-    def _gradients(self, broken: Break | None) -> float:
+    def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK)
-        if broken is not None and broken.parameter:
+        if fault is not None and fault.parameter:
             for held in self.data.gradients():
                 at_start = held.first and not any(start for start, _ in held.box)
-                if held.name == broken.parameter and at_start:
-                    held.tensor.mul_(broken.factor)
+                if held.name == fault.parameter and at_start:
+                    held.tensor.mul_(fault.factor)
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
         told = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
         told |= {f"router/{name}": value for name, value in figures.router_terms.items()}

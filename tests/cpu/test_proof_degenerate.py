@@ -10,12 +10,12 @@ from moefold.moe import balance, router
 from moefold.moe.config import Aux, Bias, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
-from moefold.proof import trial
+from moefold.proof import rank_run
 from moefold.proof.case import Case, Subject
-from moefold.proof.compare import vacuous, zero
+from moefold.proof.compare import degenerate, zero
 from moefold.proof.matrix import DEEPSEEK, GQA, decoder, moe, subject
 from moefold.proof.pool import draw
-from moefold.proof.trial import try_out
+from moefold.proof.rank_run import run_rank
 
 ONE_OF_EIGHT = RouterRecord(experts=8, top_k=1, renormalise=False)
 ONE = RouterRecord(experts=1, top_k=1, renormalise=False)
@@ -27,15 +27,15 @@ def small(mixture: Moe, **changes: Any) -> Subject:
 
 
 def at_first(asked: Subject) -> list[str]:
-    """What is vacuous by the first seed."""
-    return vacuous(asked, try_out(Case("one rank", asked, Layout(), 1), World.single()))
+    """What is degenerate by the first seed."""
+    return degenerate(asked, run_rank(Case("one rank", asked, Layout(), 1), World.single()))
 
 
 def test_an_expert_left_out_by_chance_is_drawn_anew() -> None:
     asked = small(moe(router=ONE_OF_EIGHT))
     assert any("load_E: expert" in words for words in at_first(asked))
     drawn, found = draw(replace(asked, micro_batches=4))
-    assert not vacuous(drawn, found)
+    assert not degenerate(drawn, found)
 
 
 def test_a_draw_that_shows_everything_is_kept() -> None:
@@ -45,9 +45,9 @@ def test_a_draw_that_shows_everything_is_kept() -> None:
 
 def test_an_expert_that_no_seed_reaches_is_vacuous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias keeps it out, and the case does not say so."""
-    monkeypatch.setattr(trial, "BIAS", 1e3)
+    monkeypatch.setattr(rank_run, "BIAS", 1e3)
     drawn, found = draw(small(moe(router=replaced(DEEPSEEK, groups=None), balance=())))
-    assert "layers.0.load_E: expert 0 has 0" in vacuous(drawn, found)
+    assert "layers.0.load_E: expert 0 has 0" in degenerate(drawn, found)
 
 
 def replaced(record: Any, **changes: Any) -> Any:
@@ -58,11 +58,11 @@ def replaced(record: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize("terms", [(), (Aux(),), (Aux(over="sequence"),)])
 def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[Any, ...]) -> None:
     asked = small(moe(router=ONE, balance=terms))
-    found = try_out(Case("one rank", asked, Layout(), 1), World.single())
+    found = run_rank(Case("one rank", asked, Layout(), 1), World.single())
     routers = {p.name: p.values for p in found.pieces["gradients"] if "router" in p.name}
     assert not any(values.any() for values in routers.values())
     assert zero(asked.decoder).keys() == routers.keys()
-    assert not vacuous(asked, found)
+    assert not degenerate(asked, found)
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_gradients_that_get_lost_are_vacuous(monkeypatch: pytest.MonkeyPatch) ->
     lost = "gradients of layers.0.moe.router.weight: 0"
     for mixture in (moe(balance=()), moe(router=ONE, balance=(Z(),))):
         drawn, found = draw(small(mixture))
-        assert lost in vacuous(drawn, found)
+        assert lost in degenerate(drawn, found)
