@@ -15,7 +15,7 @@ from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
 from moefold.convert.errors import ConvertError
-from moefold.convert.plan import Target, targets
+from moefold.convert.plan import targets
 from moefold.convert.source import INDEX
 from moefold.convert.tokenizer import TokenizerFiles, write_tokenizer
 from moefold.model.config import Decoder
@@ -85,7 +85,7 @@ def export_folder(
     return left_out(decoder)
 
 
-def _check(folder: Path, wanted: Mapping[str, Target], tensors: Mapping[str, Tensor]) -> None:
+def _check(folder: Path, wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Refuse unless the tensors are exactly the decoder's; their shapes are checked when read."""
     names = set(tensors)  # `in` on the mapping itself may read a tensor
     problems = [f"tensor {n} is missing" for n in wanted if n not in names]
@@ -127,7 +127,7 @@ class _Reader:
     """Cuts tensors on disk out of ours; keeps the one in use, as its parts follow each other."""
 
     def __init__(
-        self, folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Target]
+        self, folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     ) -> None:
         self._folder, self._tensors, self._wanted = folder, tensors, wanted
         self._held: tuple[str, Tensor] | None = None

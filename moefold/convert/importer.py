@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.convert.errors import ConvertError
 from moefold.convert.pickled import PickledWeights
-from moefold.convert.plan import Plan, Target, make_plan, targets
+from moefold.convert.plan import Plan, make_plan, targets
 from moefold.convert.source import SafetensorsWeights, Weights
 from moefold.convert.tokenizer import TokenizerFiles, read_tokenizer
 from moefold.layers.placement import Box
@@ -28,16 +28,9 @@ _HEAD, _EMBED = "head.weight", "embed.weight"
 class FolderTensors(Mapping[str, Tensor]):
     """Our tensors by name, each read from the folder when it is asked for, and never kept."""
 
-    def __init__(
-        self,
-        source: Weights,
-        plan: Plan,
-        wanted: Mapping[str, Target],
-        block: tuple[int, int] | None,
-        tied_head: str | None,
-    ) -> None:
-        self._source, self._plan, self._wanted = source, plan, wanted
-        self._block, self._tied_head = block, tied_head
+    def __init__(self, source: Weights, plan: Plan, tied_head: str | None) -> None:
+        self._source, self._plan, self._tied_head = source, plan, tied_head
+        self._wanted, self._block = plan.targets, plan.block
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._wanted)
@@ -154,7 +147,6 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
     """
     folder = Path(folder)
     reading = read_config(folder)
-    wanted = targets(reading.decoder)
     source = _source(folder, weights, reading.model)
     try:
         tied_head = _tied_head(reading.model, source) if reading.decoder.tied else None
@@ -167,7 +159,7 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
         plan = make_plan(
             folder,
             reading.model.tensors,
-            wanted,
+            targets(reading.decoder),
             source.tensors,
             ignored=ignored,
             block=reading.quantised,
@@ -178,7 +170,7 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
         raise
     left_out = (*source.notes, *_left_out(plan))
     notes = (*reading.notes, *left_out, *_scaled(plan), *said)
-    tensors = FolderTensors(source, plan, wanted, reading.quantised, tied_head)
+    tensors = FolderTensors(source, plan, tied_head)
     return Imported(
         reading.decoder,
         reading.model,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from moefold.convert.errors import ConvertError
 from moefold.convert.source import DTYPES, TensorInfo
@@ -21,21 +21,12 @@ SCALE = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """Shape and type of one parameter or buffer."""
+def targets(decoder: Decoder) -> dict[str, Tensor]:
+    """Return every tensor that a decoder's checkpoint holds, in the model's order, without values.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def targets(decoder: Decoder) -> dict[str, Target]:
-    """Return every tensor that a decoder's checkpoint holds, in the model's order.
-
-    Taken from the model itself, built on the meta device.
+    They are the model's own, built on the meta device.
     """
-    state = DecoderModel(decoder, precision="fp32", device="meta").state_dict()
-    return {name: Target(tuple(t.shape), t.dtype) for name, t in state.items()}
+    return DecoderModel(decoder, precision="fp32", device="meta").state_dict()
 
 
 @dataclass(frozen=True)
@@ -48,12 +39,16 @@ class Plan:
     """Tensors on disk that are not used, and why."""
     scales: Mapping[str, str]
     """The scales that belong to each FP8 tensor on disk."""
+    targets: Mapping[str, Tensor]
+    """Shape and type of each parameter."""
+    block: tuple[int, int] | None
+    """Rows and columns that share a scale, where the folder is quantised."""
 
 
 def make_plan(
     where: Path,
     table: tuple[Entry, ...],
-    targets: Mapping[str, Target],
+    targets: Mapping[str, Tensor],
     present: Mapping[str, TensorInfo],
     *,
     ignored: Callable[[str], str | None],
@@ -93,7 +88,7 @@ def make_plan(
     problems += [p for piece in wanted if (p := _mismatch(piece, present))]
     if problems:
         raise ConvertError(where, problems)
-    return Plan(parts, left_out, scales)
+    return Plan(parts, left_out, scales, targets, block)
 
 
 def _mismatch(piece: Piece, present: Mapping[str, TensorInfo]) -> str | None:

@@ -8,7 +8,7 @@ last bits say nothing. Tensors on that floor are named.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.proof.case import Subject
 from moefold.proof.rank_run import Piece, RankResult
@@ -194,18 +195,14 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
         missing = facts["norms"].keys() - {kind for rank in told for kind in rank["pieces"]}
         problems += [f"{kind} is on no rank" for kind in sorted(missing)]
     problems += _judge_counts(outcome, facts["counts"], told)
-    floored: list[str] = []
     replicas: list[str] = []
     for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
-        pieces = [row for rank in told for row in rank["pieces"].get(kind, ())]
+        rows = [row for rank in told for row in rank["pieces"].get(kind, ())]
         norms, shapes = facts["norms"].get(kind, {}), facts["shapes"].get(kind, {})
-        problems += _missing(kind, shapes, pieces)
-        replicas += _unequal(kind, pieces)
-        floored += _judge_kind(outcome, kind, norms, shapes, pieces)
+        problems += _judge_kind(outcome, kind, norms, shapes, rows, replicas)
     outcome.errors["replicas"] = float(len(replicas))
     outcome.worst["replicas"] = replicas[0] if replicas else ""
-    outcome.floored, outcome.problems = tuple(floored), tuple(problems)
-    outcome.zero = tuple(facts["zero"])
+    outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
     outcome.sites = tuple(sorted({tuple(site) for rank in told for site in rank["sites"]}))
     return outcome
 
@@ -254,49 +251,43 @@ def _judge_counts(
     return [f"counts of {name} are on no rank" for name in wanted if name not in seen]
 
 
-def _missing(kind: str, shapes: dict[str, list[int]], pieces: Sequence[Row]) -> list[str]:
-    """Return tensors of which the ranks' pieces do not make up the whole, exactly once."""
-    words = []
-    for name, shape in shapes.items():
-        boxes = {_box(box) for name_, box, *_ in pieces if name_ == name}
-        volume = sum(math.prod(end - start for start, end in box) for box in boxes)
-        if volume != math.prod(shape) or not boxes:
-            words.append(f"{kind} of {name}: {volume} of {math.prod(shape)} elements are there")
-    extra = {name for name, *_ in pieces} - shapes.keys()
-    return words + [f"{kind} of {name}: one rank has no such tensor" for name in sorted(extra)]
-
-
-def _unequal(kind: str, pieces: Sequence[Row]) -> list[str]:
-    """Return the pieces that several ranks hold and whose bits differ."""
-    digests: dict[tuple[str, Any], set[str]] = {}
-    for name, box, _, digest in pieces:
-        digests.setdefault((name, _box(box)), set()).add(digest)
-    return sorted({f"{kind} of {name}" for (name, _), seen in digests.items() if len(seen) > 1})
-
-
 def _judge_kind(
     outcome: Outcome,
     kind: str,
     norms: dict[str, float],
     shapes: dict[str, list[int]],
-    pieces: Sequence[Row],
-) -> list[str]:
-    """Note the error of each tensor of a kind; returns those on the floor."""
+    rows: Sequence[Row],
+    replicas: list[str],
+) -> Iterator[str]:
+    """Note the error of each tensor of a kind, those on the floor, and copies that differ.
+
+    Yields tensors of which the ranks' pieces do not make up the whole, exactly once.
+    """
+    held: dict[str, dict[Box, list[Row]]] = {name: {} for name in shapes}
+    for row in rows:
+        box = tuple((int(start), int(end)) for start, end in row[1])
+        held.setdefault(row[0], {}).setdefault(box, []).append(row)
     everything = math.hypot(*norms.values())
     elements = sum(math.prod(shape) for shape in shapes.values())
-    floored = []
-    for name, norm in norms.items():
-        errors: dict[Any, float] = {}
-        for box, error in ((box, error) for name_, box, error, _ in pieces if name_ == name):
-            held = errors.get(_box(box), 0.0)
-            errors[_box(box)] = error if math.isnan(error) else max(held, error)
-        floor = FLOOR * everything * math.sqrt(math.prod(shapes[name]) / max(elements, 1))
-        if norm < floor:
-            floored.append(f"{kind} of {name}")
-        error = math.sqrt(sum(errors.values()))
-        _note(outcome, kind, error / max(norm, floor) if error else 0.0, name)
-    return floored
+    for name, boxes in held.items():
+        what = f"{kind} of {name}"
+        if any(len({digest for *_, digest in copies}) > 1 for copies in boxes.values()):
+            replicas.append(what)
+        if name not in shapes:
+            yield f"{what}: one rank has no such tensor"
+            continue
+        size = math.prod(shapes[name])
+        volume = sum(math.prod(end - start for start, end in box) for box in boxes)
+        if volume != size or not boxes:
+            yield f"{what}: {volume} of {size} elements are there"
+        floor = FLOOR * everything * math.sqrt(size / max(elements, 1))
+        if norms[name] < floor:
+            outcome.floored = (*outcome.floored, what)
+        error = math.sqrt(sum(_largest(copies) for copies in boxes.values()))
+        _note(outcome, kind, error / max(norms[name], floor) if error else 0.0, name)
 
 
-def _box(box: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(start), int(end)) for start, end in box)
+def _largest(copies: Sequence[Row]) -> float:
+    """Return the largest squared error of a piece's copies; NaN is the largest."""
+    errors = [error for _, _, error, _ in copies]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
