@@ -328,8 +328,9 @@ class CheckpointWriter:
 def _slices(tensors: Contents) -> Iterator[Named]:
     """Yield all boxes with their tensor's name; refuse those that cannot be written."""
     for name, content in tensors.items():
-        whole = isinstance(content, Tensor | LazyTensor)
-        for part in (TensorSlice.whole(content),) if whole else content:
+        if isinstance(content, Tensor | LazyTensor):
+            content = (TensorSlice.whole(content),)
+        for part in content:
             check_storable(name, part.tensor)
             yield name, part
 
