@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,11 +57,14 @@ class LazyTensor:
     """Returns the same values each time: a save that is tried again reads again."""
 
 
+Values = TypeVar("Values", bound=Tensor | LazyTensor)
+
+
 @dataclass(frozen=True)
-class TensorSlice:
+class TensorSlice(Generic[Values]):
     """A box of a tensor, which may be all of it; its other boxes may lie on other ranks."""
 
-    tensor: Tensor | LazyTensor
+    tensor: Values
     """The box's values."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -68,7 +72,7 @@ class TensorSlice:
     """Place of the box's first element in the whole."""
 
     @classmethod
-    def whole(cls, tensor: Tensor | LazyTensor) -> "TensorSlice":
+    def whole(cls, tensor: Values) -> "TensorSlice[Values]":
         """Return the box that is a whole tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
 
@@ -85,7 +89,7 @@ class TensorSlice:
 
     def blocks(self) -> Iterator[memoryview]:
         """Yield the box's bytes, row-major; each block is valid until the next is asked for."""
-        tensor = self.tensor
+        tensor: Tensor | LazyTensor = self.tensor
         if isinstance(tensor, LazyTensor):
             made = tensor.read()
             assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), made.shape
