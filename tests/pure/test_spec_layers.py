@@ -16,7 +16,7 @@ from moefold.planner import foreign
 from moefold.planner.count import count
 from moefold.planner.memory_kept import kept
 from moefold.planner.time_work import Share, half
-from moefold.proof.models import kinds
+from moefold.proof.matrix import kinds
 from moefold.proof.shrink import Asked, small_part
 from moefold.spec.decoder import model_weights, needs
 from moefold.spec.layer import LayerSpec, Operation, Saved, Shape, Units, Weight, described
