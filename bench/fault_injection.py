@@ -22,9 +22,9 @@ from rich.console import Console
 
 from moefold.checkpoint.folder import candidates
 from moefold.comm.config import Survive
+from moefold.comm.elastic import launch_elastic
 from moefold.comm.environment import Spot
-from moefold.comm.respawn import survive
-from moefold.comm.respawn_rank import Line
+from moefold.comm.worker import Attempt
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import DataParallelLoader, Loader
@@ -32,7 +32,7 @@ from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
 from moefold.training.distributed import world_of
 from moefold.training.hooks.assemble import assemble
-from moefold.training.recover import Keeper
+from moefold.training.recover import MemoryCheckpoint
 from moefold.training.run_folder import METRICS_FILE, History
 from moefold.training.trainer import Interrupted, Trainer
 
@@ -42,12 +42,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
 
 LAYOUTS = {8: "tp2 cp2 pp2 ep2 etp2", 4: "tp2 pp2 ep2"}
 KINDS = ("kill", "stop", "pair", "torn", "full", "slow", "kill")
-RECORD = Survive(limit=10_000, stopped_s=0.5)
+RECORD = Survive(limit=10_000, stopped_s=0.8)
 LAST = 1_000_000
 FIRST = 12
 """Steps before the first fault: some in step, and a checkpoint."""
 BEHIND = 5
-"""Steps between two faults, at least: without a rank that is lost the others do one, at most."""
+"""Steps between two faults, at least."""
 SLOW_S, SLOW_TIMES = 0.2, 5
 TIMES = ("tokens_per_s", "mfu", "step_time_s")
 PARTS = ("detect_s", "restart_s", "load_s", "lost_s")
@@ -55,11 +55,14 @@ PARTS = ("detect_s", "restart_s", "load_s", "lost_s")
 Fault = dict[str, Any]
 
 
-def train_rank(line: Line, run: Run, folder: Path, notes: Path, until: int | None = None) -> int:
-    """Train as one rank that survives others, and leave notes for who makes faults.
+def train_rank(
+    spot: Spot, attempt: Attempt, run: Run, folder: Path, notes: Path, until: int | None = None
+) -> int:
+    """Train as one rank of an elastic launch, and leave notes for who makes faults.
 
     Args:
-        line: to the launcher.
+        spot: this rank's place.
+        attempt: the launcher's word on this start.
         run: the run.
         folder: the run's.
         notes: folder for ``pid-R`` and ``samples-R.jsonl`` of each rank R.
@@ -68,22 +71,18 @@ def train_rank(line: Line, run: Run, folder: Path, notes: Path, until: int | Non
     Returns:
         The last step.
     """
-    keeper = Keeper(line)
-
-    def attempt(spot: Spot) -> int:
-        # Nothing of a full disk, which is a fault too, may end a rank here.
-        with suppress(OSError):
-            (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
-        with world_of(run, spot, folder) as world:
-            hooks = assemble(run.watch, Console(stderr=True))
-            with Trainer(run, folder, hooks, world=world, keeper=keeper) as job:
-                job.feed = NotedFeed(job.loader, world, notes)
-                job.last_step = until or job.last_step
-                with suppress(Interrupted):
-                    job.train()
-                return job.step_number
-
-    return line.through(attempt)
+    memory = MemoryCheckpoint(attempt, run.watch.survive or RECORD)
+    # Nothing of a full disk, which is a fault too, may end a rank here.
+    with suppress(OSError):
+        (notes / f"pid-{spot.rank}").write_text(str(os.getpid()))
+    with world_of(run, spot, folder) as world:
+        hooks = assemble(run.watch, Console(stderr=True))
+        with Trainer(run, folder, hooks, world=world, memory=memory) as job:
+            job.feed = NotedFeed(job.loader, world, notes)
+            job.last_step = until or job.last_step
+            with suppress(Interrupted):
+                job.train()
+            return job.step_number
 
 
 class NotedFeed(DataParallelLoader):
@@ -232,7 +231,7 @@ def trained(
     if injector is not None:
         injector.start()
     where = run, folder / "out", notes, until
-    survive(train_rank, ranks, *where, record=RECORD, time_out_s=60.0)
+    launch_elastic(train_rank, ranks, *where, record=RECORD, time_out_s=60.0)
     return History.read(folder / "out")
 
 
@@ -302,12 +301,10 @@ class Injector(threading.Thread):
             raise TimeoutError(f"the run did not come to step {step}")
 
     def _victims(self, kind: str) -> list[int]:
-        """Draw a rank, or two; two that keep each other's copies are never lost together."""
+        """Draw a rank, or two."""
         first, second = self._draws.sample(range(self._ranks), 2)
         if kind == "full":
             first = first or 1  # The first rank writes the figures.
-        if (first - second) % self._ranks == self._ranks // 2:
-            second = (second + 1) % self._ranks
         return [first, second] if kind == "pair" else [first]
 
     def _make(self, fault: Fault) -> None:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moefold.comm import plain
+from moefold.comm import collectives
 from moefold.comm.launch import all_answers
 from moefold.comm.world import World
 from moefold.data.batch import pack
@@ -224,7 +224,7 @@ def one_rank(spot: Any, trial: Trial) -> dict[str, list[Trace]]:
     drawn = torch.Generator().manual_seed(spot.rank)
     texts = [torch.randint(0, 256, (trial.rows,), generator=drawn).tolist() for _ in range(16)]
     batches = [pack([text], pad_to=1) for text in texts]
-    plain.exchange = delay_exchanges(trial, plain.exchange)
+    collectives.exchange = delay_exchanges(trial, collectives.exchange)
     step.Executor = Timed  # type: ignore[misc]
     found: dict[str, list[Trace]] = {kind: [] for kind in placed}
     for _ in range(trial.repeats + 1):

@@ -3,6 +3,7 @@
 Imports torch.
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from rich.text import Text
 from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.folder import newest
 from moefold.cli._common import print_json, progress_bars
+from moefold.comm.config import Survive
+from moefold.comm.environment import Spot
+from moefold.comm.worker import Attempt
 from moefold.run import Run
 from moefold.training.banner import Row, panel
 from moefold.training.hooks.alarms import RoutingCollapse
 from moefold.training.hooks.assemble import assemble
 from moefold.training.nonfinite import NonFiniteStep
+from moefold.training.recover import MemoryCheckpoint
 from moefold.training.report import summary
 from moefold.training.run_folder import History
 from moefold.training.trainer import Interrupted, Trainer
@@ -25,6 +30,17 @@ from moefold.training.words import count
 
 ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 """Exit status of a command that trains; ``docs/errors.md`` says what each one asks for."""
+
+
+def elastic_rank(spot: Spot, attempt: Attempt, record: Survive, args: argparse.Namespace) -> int:
+    """Carry out ``train`` as a rank that goes on from memory when some were lost.
+
+    It stands here since ranks fork from a process that has loaded its module: this one has all of
+    what training needs.
+    """
+    from moefold.cli.train import rank
+
+    return rank(spot, args, MemoryCheckpoint(attempt, record))
 
 
 def open_job(run: Run, folder: Path, console: Console, **how: Any) -> Trainer:

@@ -28,9 +28,8 @@ from moefold.run import Run, demand_fit, load_run
 from moefold.training.hooks.logs import RUN_FILE
 
 if TYPE_CHECKING:
-    from moefold.comm.respawn_rank import Line
     from moefold.comm.world import World
-    from moefold.training.recover import Keeper
+    from moefold.training.recover import MemoryCheckpoint
     from moefold.training.trainer import Trainer
 
 
@@ -61,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
     run, spot = asked(args)
 
-    from moefold.comm.join import join
+    from moefold.cli._training import elastic_rank
+    from moefold.comm.elastic import launch_elastic
     from moefold.comm.launch import launch
-    from moefold.comm.respawn import survive
+    from moefold.comm.rendezvous import join
     from moefold.training.distributed import WORDS, device_kind
 
     time_out_s, record = run.watch.time_out_s, run.watch.survive
@@ -71,20 +71,13 @@ def run(args: argparse.Namespace) -> int:
         join(spot, time_out_s, device_kind())
         return rank(spot, args)
     nproc = args.nproc or 1
-    if nproc == 1:
+    if nproc == 1 and record is None:
         return _train(run, args, None)
     args.folder = args.folder or str(free_folder(run.name))
-    device = device_kind(nproc)
+    how = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
     if record is None:
-        return launch(rank, nproc, args, time_out_s=time_out_s, device=device, words=WORDS)
-    if device == "cuda":
-        raise ValueError(
-            "watch.survive goes on over gloo, and ranks on CUDA devices speak over NCCL: leave it "
-            "out (the same command goes on from the newest checkpoint), or run on the CPU with "
-            "CUDA_VISIBLE_DEVICES= (empty)"
-        )
-    how = {"record": record, "time_out_s": time_out_s, "words": WORDS}
-    return survive(surviving_rank, nproc, args, **how)
+        return launch(rank, nproc, args, **how)
+    return launch_elastic(elastic_rank, nproc, record, args, record=record, **how)
 
 
 # --------------------------------------------------------------------- before torch is imported
@@ -145,15 +138,7 @@ def _saved_run(folder: str | None) -> Path:
 # ------------------------------------------------------------------------------------ one rank
 
 
-def surviving_rank(line: "Line", args: argparse.Namespace) -> int:
-    """Carry out the command as a rank that goes on, from memory, when others were lost."""
-    from moefold.training.recover import Keeper
-
-    keeper = Keeper(line)
-    return line.through(lambda spot: rank(spot, args, keeper))
-
-
-def rank(spot: Spot, args: argparse.Namespace, keeper: "Keeper | None" = None) -> int:
+def rank(spot: Spot, args: argparse.Namespace, memory: "MemoryCheckpoint | None" = None) -> int:
     """Carry out the command as one of several ranks, which have joined each other."""
     from moefold.comm.agree import on_first
     from moefold.training.distributed import world_of
@@ -163,11 +148,14 @@ def rank(spot: Spot, args: argparse.Namespace, keeper: "Keeper | None" = None) -
     with world_of(run, spot, folder) as world:
         if args.folder is None:
             args.folder = on_first(lambda: str(free_folder(run.name)), world.on_host)
-        return _train(run, args, world, keeper)
+        return _train(run, args, world, memory)
 
 
 def _train(
-    run: Run, args: argparse.Namespace, world: "World | None", keeper: "Keeper | None" = None
+    run: Run,
+    args: argparse.Namespace,
+    world: "World | None",
+    memory: "MemoryCheckpoint | None" = None,
 ) -> int:
     from moefold.cli._training import open_job, print_answer, train_to_end
     from moefold.training.fork import Fork
@@ -178,7 +166,7 @@ def _train(
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
     fork = args.fork and Fork(Path(args.folder), args.weights_only, args.new_tokenizer)
-    how = {"world": world, "keeper": keeper, "forks": bool(fork)}
+    how = {"world": world, "memory": memory, "forks": bool(fork)}
     with open_job(run, folder, console, **how) as job:
         began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
         if fork and not began:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from moefold.comm.collectives import broadcast_, gather, gather_objects, receive, send
 from moefold.comm.group import Group
-from moefold.comm.plain import broadcast_, gather, gather_objects, receive, send
 
 
 class Disagreement(ValueError):

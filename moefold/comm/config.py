@@ -11,16 +11,19 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Survive(Record):
-    """The launcher starts a rank that died anew, and the others go on with it from memory.
+    """In-memory checkpoints, from which ``--nproc`` starts all ranks anew when one was lost.
 
-    Each rank keeps two copies of its state in host memory, and two of another rank's. It is for
-    ranks that ``--nproc`` started on CPUs; torchrun restarts all of them.
+    The launcher holds two copies of each rank's state in host memory. Ranks that torchrun starts
+    are restarted by it, and go on from checkpoints.
     """
+
+    every: Count = 1
+    """Steps between copies: so many are lost at most."""
 
     limit: Count = 100
     """More losses than this within ``window_s`` end the run."""
     window_s: Positive = 3600.0
     same_step: Count = 5
     """So many losses in a row at one step end the run: one more start would only repeat them."""
-    stopped_s: Positive = 1.0
-    """A rank that was stopped (SIGSTOP) for so long is taken for dead."""
+    stopped_s: Positive = 5.0
+    """A rank whose process gives no sign of life for so long is taken for dead."""

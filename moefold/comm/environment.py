@@ -23,8 +23,6 @@ class Spot(NamedTuple):
     """Whether the store runs already, outside the ranks."""
     attempt: int = 0
     """How often the ranks were started again; what earlier ones wrote is not looked at."""
-    survives: bool = False
-    """Whether the launcher starts anew what dies, so that ranks may meet again."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Spot | None:

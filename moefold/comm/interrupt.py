@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask a run to stop."""
 ERRORS = 2
 """File descriptor that people read along with."""
 
@@ -35,14 +37,14 @@ def say(text: str) -> None:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Let processes that this thread starts hear no Ctrl-C until they call ``listen``."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Let processes that this thread starts hear no signals to stop until they call ``listen``."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        listen()
 
 
 def listen() -> None:
-    """Hear Ctrl-C from now on, and what came of it until now."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    """Hear signals to stop from now on, and those that came until now, each once."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

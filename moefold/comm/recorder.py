@@ -159,6 +159,12 @@ class Recorder:
         with self._lock:
             return dict(self._begun)
 
+    @property
+    def in_operation(self) -> bool:
+        """Whether an operation has begun that this rank waits for, or waited for when it failed."""
+        with self._lock:
+            return any(held.waited_for for held in self._open.values())
+
     def waiting(self) -> list[Open]:
         """Return the operations that this rank or its device waits for, the oldest first."""
         with self._lock:

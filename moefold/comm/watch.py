@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moefold.comm.recorder import Recorder
-from moefold.comm.store import PrefixStore, Store
+from moefold.comm.rendezvous import PrefixStore, Store
 from moefold.comm.verdict import Beat, Verdict, Waiting, judge
 
 PREFIX = "moefold watch"

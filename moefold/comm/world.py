@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moefold.comm.collectives import receive, send, shift, sum_
 from moefold.comm.group import Group
-from moefold.comm.plain import receive, send, shift, sum_
 from moefold.comm.recorder import Recorder
-from moefold.comm.store import own_connection
+from moefold.comm.rendezvous import own_connection
 from moefold.comm.watch import HOST, Watch
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, Ranks
 
 T = TypeVar("T")
 IN_OPERATION = "an operation with other ranks was under way"
-"""Noted on an error that ends a world, where it is so."""
+"""Noted on an error that ends a world, where the rank waited for others when it was raised."""
 EXCHANGED = ("ep", "etp", "tp_ep")
 """Kinds of group that rows go to experts over."""
 SPOKEN = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGED)
@@ -45,7 +45,6 @@ class World:
         self._host: Group | None = None
         self._beside: World | None = None
         self._watch: Watch | None = None
-        self._survives = False
         self._prefix = ""
         self._kept: dict[Hashable, Any] = {}
         self._ends: list[Callable[[], object]] = []
@@ -69,7 +68,6 @@ class World:
         device: torch.device | str,
         time_out_s: float,
         reports: Path | None = None,
-        survives: bool = False,
     ) -> "World":
         """Make all groups on all ranks and let each group talk once, before memory is tight.
 
@@ -78,11 +76,10 @@ class World:
             device: this rank's device.
             time_out_s: how long ranks wait for each other in any operation of any group.
             reports: folder for what ranks write when they wait in vain.
-            survives: whether ranks meet again after a failed operation, and need no verdict.
 
         Raises:
             ValueError: where the folding is laid over another number of ranks, or where no process
-                group is there: ``comm.join`` makes it.
+                group is there: ``comm.rendezvous.join`` makes it.
         """
         if folding.world == 1:
             return cls.single(device)
@@ -92,7 +89,6 @@ class World:
             text = f"the layout is for {folding.world} ranks and {dist.get_world_size()} run"
             raise ValueError(f"{text}; start as many as the layout has")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
-        world._survives = survives
         store = own_connection(time_out_s)
         world._watch = Watch(world.recorder, store, world.rank, world.size, time_out_s, reports)
         world._host = world._patient(HOST)
@@ -185,23 +181,16 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Close; after a failed operation, first find out which rank is absent."""
+        """Close; after a failed operation, note it on the error and find out who is absent."""
         if error is None:
             self.close()
-        elif self._survives:
-            if self.recorder.waiting():
-                error.add_note(IN_OPERATION)
-            self._forget()
         elif isinstance(error, RuntimeError) and self._watch is not None:
+            if self.recorder.in_operation:
+                error.add_note(IN_OPERATION)
             self._watch.explain()
 
     def close(self) -> None:
         """End all groups; nothing can be sent afterwards."""
-        self._forget()
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _forget(self) -> None:
         for end in self._ends:
             end()
         self._kept.clear()
@@ -209,6 +198,8 @@ class World:
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
     def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
         """Make the groups of some kinds; the names of all kinds say what ranks they have."""
@@ -265,8 +256,7 @@ class World:
 
     def _patient(self, name: str) -> Group:
         """Make a group of all ranks in host memory whose first rank may take its time."""
-        # Who leaves an attempt keeps its groups until none can have an operation under way.
-        limit = timedelta(seconds=self.time_out_s if self._survives else PATIENCE_S)
+        limit = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(timeout=limit, backend="gloo", group_desc=name)
         assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
         return Group(name, tuple(range(self.size)), self.rank, handle, self.recorder)

@@ -18,8 +18,8 @@ from typing import Any
 
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
-from moefold.comm.join import join
 from moefold.comm.launch import launch
+from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding

@@ -61,9 +61,7 @@ def world_of(run: Run, spot: Spot, folder: Path) -> World:
     device = torch.device("cpu")
     if device_kind() == "cuda":
         device = torch.device("cuda", spot.local_rank)
-    return World.open(
-        folding, device, run.watch.time_out_s, folder / REPORTS, survives=spot.survives
-    )
+    return World.open(folding, device, run.watch.time_out_s, folder / REPORTS)
 
 
 class RankZeroRunner:

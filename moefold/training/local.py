@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,14 +23,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.checkpoint import manifest
 from moefold.checkpoint.config import Local
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.folder import candidates, step_name
 from moefold.comm.agree import on_first
-from moefold.comm.collectives import gather_objects, receive, send
-from moefold.comm.plain import shift
+from moefold.comm.collectives import gather_objects, receive, send, shift
+from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.training.recover import KEPT, Past, half, pack, packed, unpack
+from moefold.run import Run
+from moefold.training.recover import KEPT, MemoryCheckpoint, Past, pack, packed, unpack
 from moefold.training.saving import behind
 
 NAME_FILE = "local.json"
@@ -77,14 +79,14 @@ class LocalCopies:
         self._session, self._here = "", Path()
         self._thread: threading.Thread | None = None
 
-    def keep(self, past: Past, tensors: Sequence[Tensor]) -> None:
+    def keep(self, past: Past, state: Callable[[], Sequence[Tensor]]) -> None:
         """Copy the state where the step is due, and write it behind the steps that follow."""
         step = past.progress.step
         self._begin(step)
         if step % self._every or step == 0:
             return
         self.wait()
-        ranks = self._world.on_host
+        ranks, tensors = self._world.on_host, state()
         own = torch.empty(packed(tensors), dtype=torch.uint8)
         pack(tensors, own)
         shares = [(ranks.index, self._form, own)]
@@ -95,8 +97,7 @@ class LocalCopies:
             with self._world.recorder.module("local copies"):
                 shift(own, theirs, half(ranks), ranks).wait()
             shares.append((owner, form, theirs))
-        said = {key: value for key, value in past.plain().items() if key != "at"}
-        self._thread = behind(self._write, step, json.dumps(said), shares)
+        self._thread = behind(self._write, step, json.dumps(past.plain()), shares)
 
     def take(self, tensors: Sequence[Tensor], since: int) -> tuple[Past, Path] | None:
         """Fill the state from the newest whole step, if it is ``since`` or a later one.
@@ -198,6 +199,65 @@ class LocalCopies:
         for pending in sent:
             pending.wait()
         return own
+
+
+class Copies:
+    """The copies of a run's state that are kept besides its checkpoints, where any are.
+
+    Args:
+        run: the run.
+        folder: where its checkpoints are.
+        identity: digest of what it computes and of its layout.
+        form: digest of what this rank's share of the state consists of.
+        world: the ranks; all of them call each method alike.
+        memory: the copies in memory.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        identity: str,
+        form: str,
+        world: World,
+        memory: MemoryCheckpoint | None,
+    ) -> None:
+        record = run.watch.checkpoint.local
+        self._memory, self._world = memory, world
+        self._local = record and LocalCopies(record, folder, identity, form, world)
+
+    def keep(self, past: Past, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """Copy the state after a step."""
+        if self._memory is not None:
+            self._memory.keep(past, tensors)
+        if self._local is not None:
+            self._local.keep(past, tensors)
+
+    def take(
+        self, tensors: Sequence[Tensor], newest: Callable[[], Path | None]
+    ) -> tuple[Past, Path | None] | None:
+        """Fill the state from memory, or from local disks unless the newest checkpoint is newer.
+
+        Returns:
+            How far that was, and where it was on a disk; None where there is nothing to go on from.
+        """
+        past = self._memory and self._memory.take(tensors, self._world)
+        if past is not None:
+            return past, None
+        if self._local is None:
+            return None
+        stored = newest()
+        return self._local.take(tensors, 0 if stored is None else manifest.read(stored).step)
+
+    def wait(self) -> None:
+        """Wait until what is under way is written."""
+        if self._local is not None:
+            self._local.wait()
+
+
+def half(ranks: Group) -> int:
+    """Return how many places on the rank stands that keeps this one's copy."""
+    return ranks.size // 2
 
 
 def newest_whole(

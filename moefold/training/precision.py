@@ -9,13 +9,12 @@ from typing import Any
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
 from moefold.comm.agree import on_first
-from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
 from moefold.training.machine import Machine, device_name, machines
 from moefold.training.model_checkpoint import precision_of
-from moefold.training.recover import Keeper
+from moefold.training.recover import MemoryCheckpoint
 
 _log = logging.getLogger("moefold.training")
 
@@ -35,7 +34,7 @@ class PrecisionChoice:
 
     @classmethod
     def of(
-        cls, run: Run, folder: Path, world: World, keeper: Keeper | None = None
+        cls, run: Run, folder: Path, world: World, memory: MemoryCheckpoint | None = None
     ) -> "PrecisionChoice":
         """Settle the format on the first rank, for all.
 
@@ -46,16 +45,16 @@ class PrecisionChoice:
             run: as it is asked for.
             folder: its folder.
             world: the ranks that open it.
-            keeper: copies in memory; where there are any, they go on in the format they are from.
+            memory: copies in memory; where there are any, nothing is measured again.
         """
-        asked, ranks = run.train.precision, world.on_host
-        known = [] if keeper is None else gather_objects(keeper.precision, ranks)
-        kept: Precision | None = next(filter(None, known), None)
+        asked = run.train.precision
 
         def found() -> dict[str, Any]:
+            if memory is not None and memory.format:
+                return memory.format
             path = newest(folder)
             meta = {} if path is None else manifest.read(path).meta
-            held = kept or precision_of(meta)
+            held = precision_of(meta)
             first: Precision = "bf16" if asked == "auto" else asked
             measured = machines(world.device, first, held or first).items()
             return {
@@ -65,7 +64,7 @@ class PrecisionChoice:
                 "sources": {name: one.source for name, one in measured},
             }
 
-        said = on_first(found, ranks)
+        said = on_first(found, world.on_host)
         rates, held = said["rates"], said["held"]
         if asked != "auto":
             precision, why = asked, "asked for"
@@ -76,8 +75,8 @@ class PrecisionChoice:
         on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
         machine = Machine(rates[precision], said["sources"][precision])
         chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
-        if keeper is not None:
-            keeper.precision = precision
+        if memory is not None:
+            memory.format = {**said, "held": precision, "began": chosen.began}
         if world.rank == 0:
             chosen.warn()
         return chosen

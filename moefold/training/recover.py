@@ -1,31 +1,31 @@
-"""A run's state in memory: where ranks go on from when some of them died.
+"""In-memory checkpoints: the state that ranks go on from when some of them were lost.
 
-At the end of each step a rank copies what it holds of the state, and gives the copy to the rank
-half the world away, which is another machine where there are several. Two steps are kept: whoever
-makes one more copy has seen a sum over all ranks in that step, so all have finished those before.
-After a loss all ranks say what they have, and go back to the last step that is whole.
+After a step each rank copies its share of the state into memory that the launcher holds, over the
+older one of two copies. Whoever makes one more copy has seen a sum over all ranks since the copy
+before, so all ranks have finished that one: the newest copy that all have is never overwritten.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from mmap import PAGESIZE, mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import gather_objects, receive, send
-from moefold.comm.group import Group
-from moefold.comm.plain import shift
-from moefold.comm.respawn_rank import Line
+from moefold.comm.collectives import gather_objects
+from moefold.comm.config import Survive
+from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
-from moefold.data.prepare import Prepared
-from moefold.layers.config import Precision
 from moefold.training.state import Progress
 
 KEPT = 2
 ALIGNED = 16
+HEAD = 16 * PAGESIZE
+"""Bytes before a copy's tensors: whether it is whole, and what is known of it."""
 
 
 @dataclass
@@ -44,7 +44,6 @@ class Past:
             "progress": [done.step, done.tokens, list(done.excluded)],
             "strikes": self.strikes,
             "struck_at": self.struck_at,
-            "at": time.time(),
         }
 
     @classmethod
@@ -54,138 +53,132 @@ class Past:
         return cls(Progress(step, tokens, tuple(excluded)), said["strikes"], said["struck_at"])
 
 
-class Keeper:
-    """The copies that this process holds, through all attempts of a run.
+class Copy:
+    """One copy of a rank's state in the launcher's memory, whole or being written.
+
+    Layout: a byte that is 1 where the copy is whole; at 8 the length of ``head`` as JSON; the JSON;
+    from ``HEAD`` on the bytes of the tensors.
+
+    Attributes:
+        head: what is known of it; empty where it is not whole.
+        values: the bytes of the tensors.
+    """
+
+    def __init__(self, memory: mmap, start: int, size: int) -> None:
+        """Read what an earlier process wrote from ``start`` on, ``size`` bytes with the head."""
+        self._memory, self._start = memory, start
+        self.head: dict[str, Any] = {}
+        self.values = torch.frombuffer(
+            memory, dtype=torch.uint8, count=size - HEAD, offset=start + HEAD
+        )
+        if memory[start]:
+            length = int.from_bytes(memory[start + 8 : start + 16], "little")
+            self.head = json.loads(memory[start + 16 : start + 16 + length])
+
+    def drop(self) -> None:
+        """Say that it is not whole."""
+        self._memory[self._start], self.head = 0, {}
+
+    def write(self, tensors: Sequence[Tensor], head: dict[str, Any]) -> None:
+        """Fill it; a process that is killed meanwhile leaves one that is not whole."""
+        self.drop()
+        pack(tensors, self.values)
+        text, start = json.dumps(head).encode(), self._start
+        assert 16 + len(text) <= HEAD, f"{len(text)} bytes do not fit before a copy"
+        self._memory[start + 8 : start + 16] = len(text).to_bytes(8, "little")
+        self._memory[start + 16 : start + 16 + len(text)] = text
+        self._memory[start], self.head = 1, head
+
+
+class MemoryCheckpoint:
+    """The copies of this rank's state in the launcher's memory.
+
+    Args:
+        attempt: the launcher's word on this start of the ranks.
+        record: how often copies are made.
 
     Attributes:
         recovered: after a loss: which ranks were ``lost`` and ``why``, when that was ``noticed``
             and all had ``met`` again, the last step ``reached``, and how long the one that was
             lost had been ``under_way_s``. Empty in the first attempt.
-        prepared: the run's data, once it has been opened here.
-        precision: the format that the copies are computed in.
+        format: the number format that the copies are computed in, and the rates it was chosen by;
+            empty where no copy is whole.
     """
 
-    def __init__(self, line: Line) -> None:
-        """Begin with nothing kept."""
-        self._line = line
-        self._own: dict[int, tuple[dict[str, Any], Tensor]] = {}
-        self._held: dict[int, Tensor] = {}
-        self._theirs: int | None = None
-        self._ready = -1
+    def __init__(self, attempt: Attempt, record: Survive) -> None:
+        """Read what is whole of what an earlier process of this rank has written."""
+        self._attempt, self._every, self._turn = attempt, record.every, 0
+        there = attempt.memory.size
+        self._copies = _copies(attempt.memory, there // KEPT) if there else []
         self.recovered: dict[str, Any] = {}
-        self.prepared: Prepared | None = None
-        self.precision: Precision | None = None
+        formats = [copy.head["format"] for copy in self._copies if copy.head]
+        self.format: dict[str, Any] = formats[0] if formats else {}
 
-    @property
-    def attempt(self) -> int:
-        """How often the ranks have met before."""
-        return self._line.meeting.spot.attempt
-
-    def keep(self, past: Past, tensors: Sequence[Tensor], world: World) -> None:
-        """Copy the state after a step, and exchange copies; every rank calls it."""
+    def keep(self, past: Past, state: Callable[[], Sequence[Tensor]]) -> None:
+        """Copy the state after a step, where it is due; every rank calls it."""
         step = past.progress.step
-        copy = _room(self._own, step, packed(tensors), lambda kept: kept[1])
-        pack(tensors, copy)
-        self._own[step] = past.plain(), copy
-        self._share(step, world)
-        if self._ready != self.attempt:
-            self._ready = self.attempt
-            self._line.ready(step)
-
-    def _share(self, step: int, world: World) -> None:
-        """Give this rank's copy of a step to the one that keeps it, and take another's."""
-        ranks = world.on_host
-        own = self._own[step][1]
-        if self._theirs is None:
-            sizes = gather_objects(own.numel(), ranks)
-            self._theirs = sizes[(ranks.index - half(ranks)) % ranks.size]
-        assert self._theirs is not None
-        theirs = _room(self._held, step, self._theirs, lambda kept: kept)
-        with world.recorder.module("copies"):
-            shift(own, theirs, half(ranks), ranks).wait()
-        self._held[step] = theirs
+        if self._turn and step % self._every:
+            return
+        tensors = state()
+        if not self._copies:
+            size = HEAD + math.ceil(packed(tensors) / PAGESIZE) * PAGESIZE
+            self._copies = _copies(self._attempt.memory, size)
+        self._turn += 1
+        head = {
+            "turn": [self._attempt.number, self._turn],
+            "past": past.plain(),
+            "format": self.format,
+            "bytes": packed(tensors),
+            "at": time.time(),
+        }
+        oldest = min(self._copies, key=lambda copy: copy.head["turn"] if copy.head else [])
+        oldest.write(tensors, head)
+        self._attempt.in_step(step)
 
     def take(self, tensors: Sequence[Tensor], world: World) -> Past | None:
-        """Fill the state from the last step that all ranks have; every rank calls it.
+        """Fill the state from the newest copy that all ranks have; every rank calls it.
 
         Returns:
-            How far that was; None where no step is whole, and everything kept is dropped.
+            How far that was; None where no copy is whole on all ranks, and all are dropped.
         """
-        ranks, self._theirs = world.on_host, None
-        self.recovered = self._what_happened()
-        mine = {
-            "own": {str(step): past for step, (past, _) in self._own.items()},
-            "held": {str(step): copy.numel() for step, copy in self._held.items()},
-            "needs": packed(tensors),
-        }
-        said = gather_objects(mine, ranks)
-        pasts = {int(step): past for each in said for step, past in each["own"].items()}
-        if self.recovered and pasts:
-            reached = max(pasts)
-            since = self.recovered["noticed"] - pasts[reached]["at"]
-            self.recovered |= {"reached": reached, "under_way_s": max(since, 0.0)}
-        step = last_whole(said, half(ranks))
-        if step is None:
-            self._own, self._held = {}, {}
-            return None
-        copy = self._fetched(step, said, ranks)
-        unpack(copy, tensors)
-        self._own = {k: v for k, v in self._own.items() if k < step} | {step: (pasts[step], copy)}
-        self._held = {k: v for k, v in self._held.items() if k <= step}
-        return Past.of(pasts[step])
-
-    def _fetched(self, step: int, said: Sequence[Mapping[str, Any]], ranks: Group) -> Tensor:
-        """Return this rank's copy of a step, from the rank that keeps it where it has none."""
-        lacking = [at for at, each in enumerate(said) if str(step) not in each["own"]]
-        sent = [
-            send(self._held[step], ranks.ranks[at], ranks)
-            for at in lacking
-            if (at + half(ranks)) % ranks.size == ranks.index
-        ]
-        if ranks.index in lacking:
-            copy = torch.empty(said[ranks.index]["needs"], dtype=torch.uint8)
-            keeper = ranks.ranks[(ranks.index + half(ranks)) % ranks.size]
-            receive(copy, keeper, ranks).wait()
-        else:
-            copy = self._own[step][1]
-        for pending in sent:
-            pending.wait()
-        return copy
-
-    def _what_happened(self) -> dict[str, Any]:
-        loss = self._line.meeting.loss
-        if loss is None:
-            return {}
-        now = time.time()
-        return {
-            "lost": list(loss.ranks),
-            "why": loss.why,
-            "noticed": loss.noticed,
-            "met": now,
-            "restart_s": now - loss.noticed,
-        }
+        said = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
+        heads = {tuple(head["turn"]): head for each in said for head in each}
+        loss = self._attempt.loss
+        if loss is not None:
+            now, newest = time.time(), heads[max(heads)] if heads else {}
+            self.recovered = {
+                "lost": list(loss.ranks),
+                "why": loss.why,
+                "noticed": loss.noticed,
+                "met": now,
+                "restart_s": now - loss.noticed,
+                "under_way_s": max(loss.noticed - newest.get("at", loss.noticed), 0.0),
+            }
+            if newest:
+                self.recovered["reached"] = Past.of(newest["past"]).progress.step
+        turn = last_whole([[tuple(head["turn"]) for head in each] for each in said])
+        taken = None
+        for copy in self._copies:
+            # What is newer belongs to a past that the run does not go on from.
+            if not copy.head or tuple(copy.head["turn"]) != turn:
+                copy.drop()
+            elif copy.head["bytes"] == packed(tensors):
+                unpack(copy.values, tensors)
+                taken = Past.of(copy.head["past"])
+        assert turn is None or taken is not None, "all starts of a run have the same tensors"
+        return taken
 
 
-def half(ranks: Group) -> int:
-    """Return how many places on the rank stands that keeps this one's copy."""
-    return ranks.size // 2
+def _copies(memory: RankMemory, size: int) -> list[Copy]:
+    """Return the copies that lie in a rank's memory, ``size`` bytes each."""
+    mapped = memory.map(KEPT * size)
+    return [Copy(mapped, number * size, size) for number in range(KEPT)]
 
 
-def last_whole(said: Sequence[Mapping[str, Any]], by: int) -> int | None:
-    """Return the last step of which every rank has its copy, or the rank ``by`` places on has it.
-
-    Args:
-        said: of each rank, the steps that it has (``own``), the bytes of the copies it keeps by
-            step (``held``), and how many bytes its own copy has (``needs``).
-        by: how far away copies are kept.
-    """
-    steps = {step for each in said for step in each["own"]}
-    for step in sorted(map(int, steps), reverse=True):
-        name = str(step)
-        held = [said[(at + by) % len(said)]["held"].get(name) for at in range(len(said))]
-        if all(name in each["own"] or held[at] == each["needs"] for at, each in enumerate(said)):
-            return step
-    return None
+def last_whole(said: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+    """Return the newest turn that every rank has: its attempt, and its number in that."""
+    common = set(said[0]).intersection(*said[1:])
+    return max(common, default=None)
 
 
 def packed(tensors: Sequence[Tensor]) -> int:
@@ -220,12 +213,3 @@ def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
 
 def _room_of(tensor: Tensor) -> int:
     return math.ceil(tensor.numel() * tensor.element_size() / ALIGNED) * ALIGNED
-
-
-def _room(kept: dict[int, Any], step: int, size: int, bytes_of: Callable[[Any], Tensor]) -> Tensor:
-    """Drop what ``step`` replaces, and return bytes for it: those of what goes, if they fit."""
-    staying = sorted(old for old in kept if old < step)
-    staying = staying[max(0, len(staying) - KEPT + 1) :]
-    free = [bytes_of(kept.pop(old)) for old in list(kept) if old not in staying]
-    fitting = [room for room in free if room.numel() == size]
-    return fitting[0] if fitting else torch.empty(size, dtype=torch.uint8)

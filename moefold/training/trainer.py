@@ -36,7 +36,6 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
-from moefold.training.copies import Copies
 from moefold.training.distributed import (
     RankZeroRunner,
     device_kind,
@@ -44,12 +43,13 @@ from moefold.training.distributed import (
     stopping_on_signals,
 )
 from moefold.training.hooks.base import Figures, Hook
+from moefold.training.local import Copies
 from moefold.training.machine import Utilisation
 from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import Decision, NonFinitePolicy
 from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice
-from moefold.training.recover import Keeper, Past
+from moefold.training.recover import MemoryCheckpoint, Past
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore
@@ -73,7 +73,7 @@ class Trainer:
         hooks: told of every event, in this order.
         cache: where prepared data is kept (default: beside the folder).
         world: the ranks that train; all of them open the run. Default: this process alone.
-        keeper: copies of the state in memory, which the run goes on from if it holds any.
+        memory: copies of the state in memory, which the run goes on from if it holds any.
         told: told of what preparing data is at.
         scratch: a folder for a run that is only looked at: what of its data is not in ``cache``
             lies there, nothing else is written, and the run's folder is not locked.
@@ -96,7 +96,7 @@ class Trainer:
         *,
         cache: str | Path | None = None,
         world: World | None = None,
-        keeper: Keeper | None = None,
+        memory: MemoryCheckpoint | None = None,
         told: Told | None = None,
         scratch: Path | None = None,
         forks: bool = False,
@@ -104,7 +104,7 @@ class Trainer:
         self.world = world = world or World.single(torch.device(device_kind()))
         self.device = world.device
         demand_fit(run, world.size)
-        self.folder, self.hooks, self.keeper = Path(folder), tuple(hooks), keeper
+        self.folder, self.hooks, self.memory = Path(folder), tuple(hooks), memory
         self.last_step, self._forks = run.train.steps, forks
         self.progress, self.nonfinite = Progress(), NonFinitePolicy(run.train.on_nonfinite)
         self.place, self._busy_s, self._running = 0, 0.0, False
@@ -119,10 +119,10 @@ class Trainer:
         _first(partial(demand_writable, self.folder) if scratch else self.lock.acquire, world)
         try:
             with explaining_oom(run, world):
-                self.precision = PrecisionChoice.of(run, self.folder, world, keeper)
+                self.precision = PrecisionChoice.of(run, self.folder, world, memory)
                 self.run = run = self.precision.settle(run)
                 cache = cache or self.folder.parent / ".prepared"
-                data = _prepared(partial(prepare, run.data, cache, told, scratch), world, keeper)
+                data = _prepared(partial(prepare, run.data, cache, told, scratch), world)
                 self.tokenizer, self.loader = data.tokenizer, _loader(run, data, world)
                 self.feed = DataParallelLoader(self.loader, world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
@@ -138,7 +138,7 @@ class Trainer:
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
                 same = identity(run, self.parts, self.loader.fingerprint(), world.size)
                 made_of = form(self.data, self.optimizer)
-                self.copies = Copies(run, self.folder, same, made_of, world, keeper)
+                self.copies = Copies(run, self.folder, same, made_of, world, memory)
                 if not self._recall():
                     self.resumed_from = self._resume()
                 self.saver.prepare(partial(contents, self.data, self.optimizer))
@@ -219,8 +219,8 @@ class Trainer:
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What the ranks lived through before this attempt; see ``Keeper``."""
-        return {} if self.keeper is None else self.keeper.recovered
+        """What the ranks lived through before this attempt; see ``MemoryCheckpoint``."""
+        return {} if self.memory is None else self.memory.recovered
 
     @property
     def step_number(self) -> int:
@@ -473,17 +473,15 @@ def _make_deterministic(run: Run) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def _prepared(make: Callable[[], Prepared], world: World, keeper: Keeper | None) -> Prepared:
-    """Prepare the run's data on the first rank, then open it on the others, once in a process."""
-    found: list[Prepared] = [kept] if keeper and (kept := keeper.prepared) else []
+def _prepared(make: Callable[[], Prepared], world: World) -> Prepared:
+    """Prepare the run's data on the first rank, then open it on the others, once each."""
+    found: list[Prepared] = []
 
     def once() -> None:
         found.extend([] if found else [make()])
 
     _first(once, world)
     once()
-    if keeper is not None:
-        keeper.prepared = found[0]
     return found[0]
 
 

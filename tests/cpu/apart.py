@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm import plain
+from moefold.comm import collectives
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, assemble
@@ -59,11 +59,11 @@ def apart() -> Iterator[None]:
         (World, "_new"): _group,
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: True,
-        (plain, "exchange"): _exchange,
-        (plain, "gather_into"): _into,
-        (plain, "scatter_into"): _into,
-        (plain, "gather_uneven"): _gather_uneven,
-        (plain, "reduce_"): lambda x, group, site, op=None: x,
+        (collectives, "exchange"): _exchange,
+        (collectives, "gather_into"): _into,
+        (collectives, "scatter_into"): _into,
+        (collectives, "gather_uneven"): _gather_uneven,
+        (collectives, "reduce_"): lambda x, group, site, op=None: x,
     }
     with ExitStack() as stack:
         for (owner, name), change in changes.items():
@@ -87,7 +87,7 @@ def _gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Any) ->
 
 def _into(
     out: Tensor, x: Tensor, group: Group, site: Any, asynchronous: bool = False
-) -> plain.Pending:
+) -> collectives.Pending:
     if group.size == 1:
         out.copy_(x.reshape(out.shape))
-    return plain.Pending()
+    return collectives.Pending()

@@ -8,8 +8,8 @@ import torch
 
 from moefold.cli.main import main
 from moefold.comm.environment import Spot
-from moefold.comm.join import join
 from moefold.comm.recorder import Recorder, Site
+from moefold.comm.rendezvous import join
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("ranks were started")
 
     monkeypatch.setattr("moefold.comm.launch.launch", start)
-    monkeypatch.setattr("moefold.comm.respawn.survive", start)
+    monkeypatch.setattr("moefold.comm.elastic.launch_elastic", start)
 
 
 @pytest.mark.usefixtures("eight_devices")
@@ -34,10 +34,16 @@ def test_two_ranks_do_not_share_a_device(capsys: Any) -> None:
 
 
 @pytest.mark.usefixtures("eight_devices")
-def test_ranks_on_devices_do_not_survive_each_other(capsys: Any) -> None:
-    assert main(["train", "tiny", "--nproc", "2", "watch.survive={}"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "ranks on CUDA devices speak over NCCL: leave it out" in said
+def test_ranks_on_devices_are_started_anew_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def start(function: Any, nproc: int, *args: Any, **how: Any) -> int:
+        given.extend([nproc, how["device"], how["record"].every])
+        return 0
+
+    monkeypatch.setattr("moefold.comm.elastic.launch_elastic", start)
+    assert main(["train", "tiny", "--nproc", "2", "watch.survive={every: 3}"]) == 0
+    assert given == [2, "cuda", 3]
 
 
 def test_a_device_that_has_done_all_waits_for_nothing() -> None:

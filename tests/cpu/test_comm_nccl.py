@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moefold.comm import collectives as comm
-from moefold.comm import plain
 from moefold.comm.agree import told_by_first
 from moefold.comm.group import Group
 from moefold.comm.world import SPOKEN, World
@@ -72,8 +71,8 @@ def all_at_once(self: World, group: Group) -> None:
         for way in (1, -1):
             to = group.ranks[(group.index + way) % group.size]
             source = group.ranks[(group.index - way) % group.size]
-            arriving = plain.receive(torch.empty(1, device=self.device), source, group)
-            plain.send(torch.zeros(1, device=self.device), to, group).wait()
+            arriving = comm.receive(torch.empty(1, device=self.device), source, group)
+            comm.send(torch.zeros(1, device=self.device), to, group).wait()
             arriving.wait()
 
 
@@ -88,7 +87,7 @@ def test_a_warm_up_in_no_order_hangs(sizes: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_channel_for_both_directions_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_way", lambda group, source, to: group.handle)
+    monkeypatch.setattr(comm, "_way", lambda group, source, to: group.handle)
     with pytest.raises(Hang, match=r"rank 0 waits in receive from 1 on .*: rank 1 is at receive"):
         tried(Trial("1f1b", 2, train, (Case("pp2", "1f1b", "tied", 4),)))
 
@@ -110,7 +109,7 @@ def test_other_orders_of_operations_are_noticed() -> None:
 
 def circle(rank: int) -> None:
     world = open_world("pp3")
-    new = plain.dist.new_group(range(3))
+    new = comm.dist.new_group(range(3))
     group = dataclasses.replace(world.group("pp"), handle=new, back=None)
     after, before = (rank + 1) % 3, (rank - 1) % 3
     arriving = comm.receive(torch.empty(1), before, group)

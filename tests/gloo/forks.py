@@ -6,14 +6,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from moefold.comm.environment import Spot
 from moefold.comm.group import Group
 from moefold.comm.recorder import Recorder
+from moefold.comm.rendezvous import join, serve
 
 WAIT_S = 60.0
 CPU = torch.device("cpu")
@@ -49,9 +50,9 @@ def _forked(function: Callable[[Group], None], rank: int, world: int, meeting: P
         return pid
     status = 1
     try:
-        store = dist.FileStore(str(meeting), world)  # pyright: ignore[reportPrivateImportUsage]
-        limit = timedelta(seconds=WAIT_S / 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        store = serve(0, WAIT_S) if rank == 0 else None
+        port = _port(meeting, store and store.port)
+        join(Spot(rank, world, rank, "127.0.0.1", port, served=True), WAIT_S / 2)
         function(Group("world", tuple(range(world)), rank, dist.group.WORLD, Recorder()))
         status = 0
     except BaseException:
@@ -59,3 +60,16 @@ def _forked(function: Callable[[Group], None], rank: int, world: int, meeting: P
         raise
     finally:
         os._exit(status)
+
+
+def _port(meeting: Path, mine: int | None) -> int:
+    """Tell the other ranks the port that the store is at, or wait until the first one tells."""
+    if mine is not None:
+        part = meeting.with_suffix(".part")
+        part.write_text(str(mine))
+        part.rename(meeting)
+    until = time.monotonic() + WAIT_S / 2
+    while not meeting.exists():
+        assert time.monotonic() < until, "the first rank serves no store"
+        time.sleep(0.002)
+    return int(meeting.read_text())

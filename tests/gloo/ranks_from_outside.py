@@ -13,7 +13,7 @@ import torch
 
 from moefold.comm import collectives as comm
 from moefold.comm.environment import environment
-from moefold.comm.join import join
+from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding

@@ -23,8 +23,8 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
-from moefold.comm.join import join
 from moefold.comm.launch import all_answers
+from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding

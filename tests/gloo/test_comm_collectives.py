@@ -147,26 +147,6 @@ def test_results_and_gradients_are_those_of_one_process(world: int) -> None:
     assert run_ranks(check_gradients, world, world) == [list(CASES)] * world
 
 
-def check_replication(rank: int, n: int) -> tuple[list[float], ...]:
-    group = opened(n)
-    x = torch.full((2,), float(rank + 1), dtype=torch.float64, requires_grad=True)
-    total = comm.sum_replicated(x, group)
-    (total * torch.tensor([2.0, 5.0])).sum().backward()
-    assert x.grad is not None
-    shared = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-    copy = comm.replicate(shared, group)
-    (copy * (rank + 1)).sum().backward()
-    assert shared.grad is not None
-    return total.tolist(), x.grad.tolist(), copy.tolist(), shared.grad.tolist()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_is_replicated_sums_on_one_way_only(world: int) -> None:
-    total = world * (world + 1) / 2
-    expected = ([total, total], [2.0, 5.0], [3.0], [total])
-    assert run_ranks(check_replication, world, world) == [expected] * world
-
-
 def values(rank: int, dtype: torch.dtype) -> Tensor:
     numbers = torch.arange(6).reshape(2, 3) + 10 * rank
     return numbers % 2 == rank % 2 if dtype is torch.bool else numbers.to(dtype)
@@ -267,8 +247,6 @@ def test_one_rank_alone_gets_back_what_it_gives() -> None:
         comm.all_gather(x, ALONE, 1),
         comm.reduce_scatter(x, ALONE),
         comm.sum_over(x, ALONE),
-        comm.sum_replicated(x, ALONE),
-        comm.replicate(x, ALONE),
         comm.all_to_all(x, ALONE, [3], [3]),
         comm.gather_rows(x, ALONE, [3]),
         comm.scatter_rows(x, ALONE, [3]),

@@ -13,8 +13,8 @@ import pytest
 from fault_injection import computed
 
 from moefold.comm.config import Survive
+from moefold.comm.elastic import launch_elastic
 from moefold.comm.launch import RankError
-from moefold.comm.respawn import survive
 from moefold.config.load import load
 from moefold.run import Run
 from moefold.training.run_folder import History
@@ -22,7 +22,7 @@ from tests.cpu.runs import raw_run
 from tests.gloo.harness import one_at_a_time
 
 STEPS = 16
-QUICK = Survive(stopped_s=0.4)
+QUICK = Survive(stopped_s=0.6)
 
 
 def run_of(folder: Path, ranks: int, **watch: Any) -> Run:
@@ -37,17 +37,23 @@ def run_of(folder: Path, ranks: int, **watch: Any) -> Run:
 
 
 def trained(
-    folder: Path, ranks: int, injector: Callable[[Path, Path], None] | None = None, **watch: Any
+    folder: Path,
+    ranks: int,
+    injector: Callable[[Path, Path], None] | None = None,
+    until: int = STEPS,
+    **watch: Any,
 ) -> History:
     """Train, an injector at work beside it; return what the run wrote."""
     run, out, notes = run_of(folder, ranks, **watch), folder / "out", folder / "notes"
-    notes.mkdir(parents=True)
+    notes.mkdir(parents=True, exist_ok=True)
     thread = threading.Thread(target=injector or (lambda *_: None), args=(out, notes), daemon=True)
     with one_at_a_time():
         thread.start()
-        done = survive(faults.train_rank, ranks, run, out, notes, record=QUICK, time_out_s=20)
+        done = launch_elastic(
+            faults.train_rank, ranks, run, out, notes, until, record=QUICK, time_out_s=20
+        )
     thread.join(5)
-    assert done == STEPS
+    assert done == until
     return History.read(out)
 
 
@@ -96,29 +102,30 @@ def test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample(
     assert "was stopped" in lived[2]["why"] and "SIGKILL" in lived[0]["why"]
 
 
-def test_where_both_copies_are_lost_the_newest_good_checkpoint_is_taken(
+def test_all_ranks_may_die_at_once_and_a_torn_checkpoint_is_passed_over_by_the_next_launch(
     tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
 ) -> None:
-    """Cases 3, 7, 8: what is torn is passed over; a full disk costs a checkpoint, not the run."""
+    """Cases 3, 7, 8: memory is the launcher's; a full disk costs a checkpoint, not the run."""
 
     def fill(out: Path, notes: Path) -> None:
         with faults.full_disk(faults.pid_of(notes, 1)):
             faults.wait_for(out, faults.steps_in(out) + 4)
 
-    def tear(out: Path, notes: Path) -> None:
-        torn.append(faults.tear(out, random.Random(1)))
-        killed(1, 3)(out, notes)
-
-    torn: list[Path | None] = []
     saving = {"checkpoint": {"every": 3, "keep": 3, "attempts": 1}}
-    history = trained(tmp_path, 4, faults_at((7, tear), (11, fill)), **saving)
-    assert torn[0] is not None
-    assert computed(history) == unbroken[0]
-    assert faults.samples(tmp_path / "notes") == unbroken[1]
+    plan = faults_at((7, killed(0, 1, 2, 3)), (9, fill))
+    history = trained(tmp_path, 4, plan, until=14, **saving)
+    assert computed(history) == unbroken[0][:14]
     (start,) = [event for event in history.events if "recovered" in event]
-    assert start["step"] == int(torn[0].parent.name.removeprefix("step-")) - 3
+    assert start["recovered"]["reached"] - start["step"] <= 1
     saved = [event["step"] for event in history.events if event["event"] == "saved"]
     assert 12 not in saved, "the save was to be refused"
+    torn = faults.tear(tmp_path / "out", random.Random(1))
+    assert torn is not None and torn.parent.name == "step-00000014"
+    history = trained(tmp_path, 4, **saving)
+    assert computed(history) == unbroken[0]
+    assert faults.samples(tmp_path / "notes") == unbroken[1]
+    assert history.events[-2]["event"] != "start" and saved[-1] == 9
+    assert [event["step"] for event in history.events if event["event"] == "start"][-1] == 9
 
 
 def test_a_run_that_cannot_be_saved_by_starting_anew_is_not(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.environment import Spot
-from moefold.comm.join import join
-from moefold.comm.store import serve
+from moefold.comm.rendezvous import join, serve
 from tests.gloo.harness import run_ranks
 from tests.gloo.test_comm_launch import free_port
 

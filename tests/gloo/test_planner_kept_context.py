@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moefold.comm.plain import sum_
+from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
 from moefold.layers.kinds.dense import Dense

@@ -49,8 +49,6 @@ CALLS = {
     "all_gather": lambda x, g: comm.all_gather(x, g),
     "reduce_scatter": lambda x, g: comm.reduce_scatter(x, g),
     "sum_over": lambda x, g: comm.sum_over(x, g),
-    "sum_replicated": lambda x, g: comm.sum_replicated(x, g),
-    "replicate": lambda x, g: comm.replicate(x, g),
     "all_to_all": lambda x, g: comm.all_to_all(x, g, [2, 2], [2, 2]),
     "gather_rows": lambda x, g: comm.gather_rows(x, g, [4, 4]),
     "scatter_rows": lambda x, g: comm.scatter_rows(x, g, [3, 1]),

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm import plain, world
+from moefold.comm import collectives, world
 from moefold.training import saving
 
 QUIET_S, IDLE_S = 1.0, 30.0
@@ -506,9 +506,9 @@ def nccl(ranks: int, device: str = "cpu", backend: str = "nccl") -> Iterator[Mac
     machine = Machine(ranks, device)
     model = Distributed(machine, backend)
     changes = (
-        (plain, "dist", model),
-        (plain, "_gather_single", model.gather),
-        (plain, "_scatter_single", model.scatter),
+        (collectives, "dist", model),
+        (collectives, "_gather_single", model.gather),
+        (collectives, "_scatter_single", model.scatter),
         (world, "dist", model),
         (world, "Watch", NoWatch),
         (world, "own_connection", lambda _: None),

@@ -45,7 +45,7 @@ PLANTS = (
         "b26",
         "copies on local disks are taken before newer checkpoints",
         ON_DISKS + "test_b26_a_checkpoint_that_is_newer_is_taken",
-        "training/copies.py",
+        "training/local.py",
         "0 if stored is None else manifest.read(stored).step",
         "0",
     ),

@@ -19,8 +19,8 @@ PLANTS = (
         "who waits for the first rank's word gives up as early as in any operation",
         "tests/gloo/test_comm_watch.py::test_b34_the_first_rank_may_work_longer_than_the_time_out",
         "comm/world.py",
-        "else PATIENCE_S)",
-        "else self.time_out_s)",
+        "limit = timedelta(seconds=PATIENCE_S)",
+        "limit = timedelta(seconds=self.time_out_s)",
     ),
     Plant(
         "b41",

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moefold.comm.collectives import Pending, shift
 from moefold.comm.group import Group
-from moefold.comm.plain import Pending, shift
 from moefold.kernels.attention.block import Merged, Seen, Sums, Tile
 from moefold.layers.config import Ring
 from moefold.layers.context.sight import Sight, View

@@ -26,7 +26,7 @@ class JobView(Protocol):
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What ranks were lost before this attempt, and why; see ``training.recover.Keeper``."""
+        """What ranks were lost before this attempt, and why; see ``training/recover.py``."""
         ...
 
     @property

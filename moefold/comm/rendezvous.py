@@ -1,5 +1,9 @@
-"""Joins a rank to the others."""
+"""Where ranks meet: the store, which lives outside of them, and how each joins the others at it."""
 
+import atexit
+import subprocess
+import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -7,10 +11,57 @@ import torch
 import torch.distributed as dist
 
 from moefold.comm.environment import Spot
-from moefold.comm.store import PrefixStore, connect, serve_beside
 
 MEET_S = 120.0
 """Ranks start at different moments: so long they wait for each other to be there at all."""
+LINGER_S = 5.0
+DONE = b"done"
+
+# torch offers these without listing them.
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+PrefixStore = dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def serve(port: int, time_out_s: float) -> TCPStore:
+    """Serve a store from this process, for as long as the result lives; port 0 takes a free one."""
+    limit = timedelta(seconds=time_out_s)
+    return TCPStore("localhost", port, is_master=True, timeout=limit, wait_for_workers=False)
+
+
+def connect(address: str, port: int, time_out_s: float) -> TCPStore:
+    """Return a connection to the store at an address, waiting until it answers."""
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=time_out_s))
+
+
+def serve_beside(port: int, time_out_s: float) -> None:
+    """Serve a store from a process of its own: it answers while this rank is stopped."""
+    command = [sys.executable, "-m", "moefold.comm.rendezvous", str(port), str(time_out_s)]
+    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(keeper.communicate, DONE)
+
+
+class Meeting:
+    """Where this process has met the other ranks: the address of their store, once it has."""
+
+    address: str = ""
+    port: int = 0
+
+
+MEETING = Meeting()
+
+
+def own_connection(time_out_s: float) -> TCPStore:
+    """Return a further connection to the store that this process joined the others at.
+
+    A blocked operation of the group does not block it.
+
+    Raises:
+        ValueError: where it joined nobody.
+    """
+    if not MEETING.address:
+        raise ValueError("this process has not joined other ranks: comm.rendezvous.join does that")
+    return connect(MEETING.address, MEETING.port, time_out_s)
 
 
 def join(
@@ -62,6 +113,7 @@ def join(
         )
     except RuntimeError as error:
         raise RuntimeError(f"{_missing(store, spot.world)}: {error}") from error
+    MEETING.address, MEETING.port = spot.address, spot.port
     return here
 
 
@@ -72,3 +124,18 @@ def _missing(store: PrefixStore, world: int) -> str:
         if absent:
             return f"ranks {', '.join(map(str, absent))} of {world} have not come in time"
     return "the ranks could not meet"
+
+
+def main(arguments: list[str]) -> None:
+    """Serve a store at a port until the process at the other end of standard input is gone.
+
+    Unless that ended well, the store stays a little longer: others still learn what happened.
+    """
+    store = serve(int(arguments[0]), float(arguments[1]))
+    if sys.stdin.buffer.read() != DONE:
+        time.sleep(LINGER_S)
+    del store
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
