@@ -48,10 +48,11 @@ class PrecisionChoice:
             memory: copies in memory; where there are any, nothing is measured again.
         """
         asked = run.train.precision
+        kept = {} if memory is None else memory.format
 
         def found() -> dict[str, Any]:
-            if memory is not None and memory.format:
-                return memory.format
+            if kept:
+                return kept
             path = newest(folder)
             meta = {} if path is None else manifest.read(path).meta
             held = precision_of(meta)
@@ -77,7 +78,7 @@ class PrecisionChoice:
         chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
         if memory is not None:
             memory.format = {**said, "held": precision, "began": chosen.began}
-        if world.rank == 0:
+        if world.rank == 0 and not kept:
             chosen.warn()
         return chosen
 

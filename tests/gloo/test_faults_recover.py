@@ -114,7 +114,7 @@ def test_all_ranks_may_die_at_once_and_a_torn_checkpoint_is_passed_over_by_the_n
     saving = {"checkpoint": {"every": 3, "keep": 3, "attempts": 1}}
     plan = faults_at((7, killed(0, 1, 2, 3)), (9, fill))
     history = trained(tmp_path, 4, plan, until=14, **saving)
-    assert computed(history) == unbroken[0][:14]
+    assert computed(history)[:13] == unbroken[0][:13], "the last step ends with an evaluation"
     (start,) = [event for event in history.events if "recovered" in event]
     assert start["recovered"]["reached"] - start["step"] <= 1
     saved = [event["step"] for event in history.events if event["event"] == "saved"]
@@ -124,8 +124,8 @@ def test_all_ranks_may_die_at_once_and_a_torn_checkpoint_is_passed_over_by_the_n
     history = trained(tmp_path, 4, **saving)
     assert computed(history) == unbroken[0]
     assert faults.samples(tmp_path / "notes") == unbroken[1]
-    assert history.events[-2]["event"] != "start" and saved[-1] == 9
-    assert [event["step"] for event in history.events if event["event"] == "start"][-1] == 9
+    starts = [event["step"] for event in history.events if event["event"] == "start"]
+    assert starts[-1] == max(step for step in saved if step < 14)
 
 
 def test_a_run_that_cannot_be_saved_by_starting_anew_is_not(tmp_path: Path) -> None:
