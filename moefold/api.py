@@ -10,9 +10,9 @@ import torch
 
 from moefold.comm.environment import Spot
 from moefold.comm.launch import launch
+from moefold.config.base import to_dict
 from moefold.config.check import check
-from moefold.config.records import plain
-from moefold.config.uses import bring
+from moefold.config.plugins import import_plugins
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
@@ -68,7 +68,7 @@ def train(
         with open(run, folder, hooks) as job:
             return Result(job.folder, job.train(), job.model)
     where = Path(folder or free_folder(run.name))
-    task = (plain(run), list(hooks), str(where))
+    task = (to_dict(run), list(hooks), str(where))
     time_out_s = run.watch.time_out_s
     how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
     final = launch(_train_rank, nproc, *task, **how)
@@ -121,7 +121,7 @@ def load_model(
     if dtype not in PRECISIONS:
         raise ValueError(f"dtype {dtype!r}: one of {', '.join(PRECISIONS)}")
     path = Path(source)
-    bring(uses)
+    import_plugins(uses)
     if (path / "config.json").is_file():
         with import_folder(path) as imported:
             model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from moefold.config.base import Record
+from moefold.config.base import Record, to_dict
+from moefold.config.errors import RunError, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.load import Loaded, load
-from moefold.config.problems import RunError, Violation
-from moefold.config.records import plain
 from moefold.data.config import Data, DataError
 from moefold.mesh.legality import violations
 from moefold.model.config import MODEL, Decoder
@@ -100,7 +99,7 @@ def demand_fit(run: Run, world: int) -> None:
     found += [broken.under("layout") for broken in layout.misfits_over(world)]
     if found:
         ranks = f"{world} ranks" if world > 1 else "one rank (--nproc N or a launcher starts more)"
-        raise RunError(found, plain(run), f"{ranks} for the layout {layout.sizes!r}")
+        raise RunError(found, to_dict(run), f"{ranks} for the layout {layout.sizes!r}")
 
 
 def recipes() -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 
 ENGINE = Slot("engine")

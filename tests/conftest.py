@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from moefold.config.uses import OUTSIDE
+from moefold.config.plugins import OUTSIDE
 
 # Set before torch or tokenizers are imported by any test, and inherited by processes tests start.
 os.environ["OMP_NUM_THREADS"] = "1"

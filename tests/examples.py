@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from moefold.config.uses import OUTSIDE
+from moefold.config.plugins import OUTSIDE
 from moefold.data.config import SOURCE
 from moefold.model.config import MODEL
 from moefold.moe.config import BALANCE, DISPATCH, ROUTER

@@ -6,8 +6,8 @@ so that what a change of a default or a rule does to every recipe is seen in rev
 
 from pathlib import Path
 
-from moefold.config.dump import golden
 from moefold.run import RECIPES, load_run, recipes
+from tests.golden import golden
 
 FOLDER = RECIPES / "golden"
 

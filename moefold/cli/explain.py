@@ -26,11 +26,11 @@ from moefold.cli._common import (
     plain_table,
     print_json,
 )
-from moefold.config.draft import Origin
+from moefold.config.base import to_dict
 from moefold.config.dump import identity
+from moefold.config.errors import FieldPath, RunError, Violation, describe, dotted
 from moefold.config.load import Loaded
-from moefold.config.problems import RunError, Spot, Violation, describe, dotted
-from moefold.config.records import plain
+from moefold.config.merge import Origin
 from moefold.config.schema import json_schema
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
@@ -43,7 +43,7 @@ from moefold.run import IDENTITY, RECIPES, Run, loaded_run
 from moefold.spec.decoder import Model, needs
 from moefold.training import words
 
-FITTING: dict[Spot, str] = {
+FITTING: dict[FieldPath, str] = {
     ("layout", "sizes"): '""',
     ("layout", "order"): ORDERS[0],
     ("layout", "stages"): "null",
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     drawn = Picture.of(run, args.world)
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
-        answer = {"run": plain(run), "origins": origins, "derived": following}
+        answer = {"run": to_dict(run), "origins": origins, "derived": following}
         print_json(answer | {"layout": drawn.facts(), "notes": list(notes(run))})
     else:
         console = Console()
@@ -123,12 +123,12 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
 def tree(loaded: Loaded[Run], given_only: bool = False) -> Tree:
     """Return the run as a tree, each value with its origin; ``given_only`` leaves defaults out."""
     root = Tree(Text(loaded.record.name, style="bold"))
-    _grow(root, plain(loaded.record), (), loaded.origins, given_only)
+    _grow(root, to_dict(loaded.record), (), loaded.origins, given_only)
     return root
 
 
 def _grow(
-    node: Tree, data: Any, path: Spot, origins: Mapping[Spot, Origin], given_only: bool
+    node: Tree, data: Any, path: FieldPath, origins: Mapping[FieldPath, Origin], given_only: bool
 ) -> None:
     items = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in items:
@@ -174,7 +174,7 @@ def derived(loaded: Loaded[Run]) -> dict[str, Any]:
     layers, first = [], 0
     for block, same in groupby(decoder.blocks):
         last = first + len(list(same)) - 1
-        layers.append({"first": first, "last": last, **plain(block)})
+        layers.append({"first": first, "last": last, **to_dict(block)})
         first = last + 1
     return {
         "identity": identity(run, loaded.parts, only=IDENTITY),
@@ -279,8 +279,8 @@ class Picture:
         folding, stages = self.folding, self.stages
         answer: dict[str, Any] = {"sizes": self.sizes.text, "world": self.world}
         answer["violations"] = [
-            {"path": list(v.path), "value": plain(v.value), "rule": v.rule}
-            | {"nearest": plain(v.nearest)}
+            {"path": list(v.path), "value": to_dict(v.value), "rule": v.rule}
+            | {"nearest": to_dict(v.nearest)}
             for v in self.violations
         ]
         if folding is not None:

@@ -26,7 +26,7 @@ from moefold.comm.environment import Spot
 from moefold.comm.interrupt import deaf_children, listen
 from moefold.comm.rendezvous import join
 from moefold.comm.world import IN_OPERATION
-from moefold.config.uses import Brought
+from moefold.config.plugins import PluginImports
 
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"]
 POLL_S = 0.1
@@ -188,7 +188,7 @@ class Rank:
         self.answer, theirs = context.Pipe(duplex=False)
         its_life, self._life = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
-            target=_run_rank, args=(Brought(), task, theirs, its_life)
+            target=_run_rank, args=(PluginImports(), task, theirs, its_life)
         )
         self.process.start()
         theirs.close()

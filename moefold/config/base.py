@@ -8,13 +8,15 @@ A field says what is legal for it alone by its type (``Annotated[int, Field(ge=1
 hold *between* fields is said by ``rules()``, which is asked only when every field is legal.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from moefold.config.problems import Violation
+from moefold.config.errors import FieldPath, Violation
 
 # A run file has lists and plain strings only, so these accept them; their items stay strict.
 _LENIENT = frozenset({"list", "tuple", "set", "frozenset", "enum", "lax-or-strict"})
@@ -74,3 +76,46 @@ class Record(BaseModel):
         schema = handler(source)
         _soften(handler.resolve_ref_schema(schema), handler, top=True)
         return schema
+
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+
+
+def visit(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Record]]:
+    """Yield path and record of every record at and below a value, children before parents."""
+    if isinstance(value, BaseModel):
+        for name, info in type(value).model_fields.items():
+            yield from visit(getattr(value, name), (*path, info.alias or name))
+        if isinstance(value, Record):
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from visit(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from visit(item, (*path, i))
+
+
+def to_dict(value: Any) -> Any:
+    """Return a record as plain data: mappings, lists and scalars, as YAML and JSON have them.
+
+    Every field is written out, defaults too, in the order of the class. Tuples, paths and
+    enumerations in it become lists and text, sets are sorted, and keys are text; what is plain
+    data already comes back as a copy.
+    """
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields.items()
+        return {info.alias or name: to_dict(getattr(value, name)) for name, info in fields}
+    if isinstance(value, Mapping):
+        return {str(key): to_dict(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted((to_dict(item) for item in value), key=repr)
+    if isinstance(value, list | tuple):
+        return [to_dict(item) for item in value]
+    if isinstance(value, Enum):
+        return to_dict(value.value)
+    if isinstance(value, PurePath):
+        return str(value)
+    return value

@@ -1,56 +1,38 @@
-"""Judging raw data by a record class: every violation at once, each with its nearest legal value.
+"""Checking raw data against a record class: every violation at once, each with a legal value.
 
-Relations between fields can be asked only of a record whose fields are all legal. So the judge
-collects what is wrong field by field, puts the nearest legal values in, asks every record's
-``rules()`` of the result, puts those nearest values in too, and goes on until nothing is left.
-What it reports is therefore enough: ``repair(data, violations)`` is legal.
+Relations between fields can be asked only of a record whose fields are all legal. So where fields
+are refused, the nearest legal values are put in, and the rules are asked of the result; what is
+said of them is then marked as depending on those values.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from math import isfinite
 from typing import Any, Generic, TypeVar
 
-from moefold.config.base import Record
+from pydantic import BaseModel, ValidationError
+
+from moefold.config.base import Record, to_dict, visit
+from moefold.config.errors import MISSING, REMOVE, FieldPath, Rename, Violation, dotted
 from moefold.config.fields import (
-    MISSING,
-    Place,
-    at,
-    inside,
+    ANYTHING,
+    FieldSpec,
+    get_at,
     leaves,
-    record_at,
-    slot_at,
-    step,
-    walk,
+    set_at,
+    spec_at,
+    specs,
+    with_nearest,
 )
-from moefold.config.nearest import candidates, closest, homes, kind_for, known_keys, words
-from moefold.config.problems import (
-    REMOVE,
-    Edit,
-    Rename,
-    Spot,
-    Violation,
-    amend,
-    copied,
-    dotted,
-    repair,
-)
-from moefold.config.records import plain
-from moefold.config.relations import broken_rules, others, rules_below
 from moefold.config.slot import Slot
-from moefold.config.troubles import Trouble, troubles
+from moefold.config.suggest import candidates, closest, likely_kind, places_of_key, words
 
-ROUNDS = 40
-TRIALS = 150
-
+ROUNDS = 20
 _IDS = {
     "missing": "missing",
     "slot_missing": "missing",
-    "union_tag_not_found": "missing",
     "extra_forbidden": "unknown-key",
     "slot_unknown": "unknown-name",
-    "union_tag_invalid": "unknown-name",
     "literal_error": "unknown-name",
     "enum": "unknown-name",
     "finite_number": "not-finite",
@@ -58,292 +40,241 @@ _IDS = {
     "value_error": "refused",
     "assertion_error": "refused",
 }
-_RANGE = ("greater_than", "less_than", "multiple_of", "too_long", "too_short")
+"""Our ids of violations by pydantic's types of errors; all others but ranges are wrong types."""
+_RANGES = ("greater_than", "less_than", "multiple_of", "too_long", "too_short")
 
 R = TypeVar("R", bound=Record)
+M = TypeVar("M", bound=BaseModel)
+Refused = dict[FieldPath, list[tuple[str, str]]]
+"""Types and messages of pydantic's errors, by path in the raw data."""
 
 
 @dataclass(frozen=True)
-class Verdict(Generic[R]):
-    """What the judge found: the record where all is legal, every violation, and mended data.
-
-    ``mended`` is the data with all violations mended, and ``mended_record`` what it makes.
-    """
+class Checked(Generic[R]):
+    """The record, None where anything is wrong, and every violation."""
 
     record: R | None
-    violations: tuple[Violation, ...]
-    mended: Any
-    mended_record: R | None
+    violations: tuple[Violation, ...] = ()
 
 
-def check(cls: type[R], data: Any) -> Verdict[R]:
-    """Judge raw data (mappings, lists, scalars; records are written out) by a record class."""
-    given = plain(data)
-    judge = _Judge(cls, copied(given))
-    record: R | None = None
+def check(cls: type[R], data: Any) -> Checked[R]:
+    """Check raw data (mappings, lists, scalars; records are written out) against a record class."""
+    data = to_dict(data)
+    rounds: list[list[Violation]] = []
     for _ in range(ROUNDS):
-        record, refused = troubles(cls, judge.data)
-        broken = judge.relations(record) if record is not None else judge.fields(refused)
-        broken += judge.not_finite({item.path for item in broken})
-        if not broken:
-            break
-        judge.mend(broken)
-    if not judge.found:
-        return Verdict(record, (), given, record)
-    return Verdict(None, tuple(_merged(cls, given, judge.found)), judge.data, record)
+        record, refused = validate(cls, data)
+        found = _refused_fields(cls, data, refused) if record is None else _relations(record, data)
+        fresh = [item for item in found if not any(item in known for known in rounds)]
+        fresh.sort(key=_list_items_last)
+        if not fresh:
+            return Checked(None if rounds else record, tuple(_joined(rounds, data)))
+        rounds.append(fresh)
+        for item in fresh:
+            data = with_nearest(FieldSpec(cls), data, item)
+    return Checked(None, tuple(_joined(rounds, data)))
 
 
-class _Judge:
-    """One judgement under way: the data as mended so far, and what was found wrong with it."""
+def broken_rules(record: Record) -> list[Violation]:
+    """Return every broken rule of a record and of all records below it, children's first.
 
-    def __init__(self, cls: type[Record], data: Any) -> None:
-        self.cls = cls
-        self.data = data
-        self.found: list[Violation] = []
-
-    def mend(self, broken: list[Violation]) -> None:
-        """Put in the nearest values of a round; items of lists go last, from the end."""
-        for item in sorted(broken, key=_order):
-            assert item.edits is not None
-            self.data = amend(self.data, item.edits)
-            self.found.append(item)
-
-    def place(self, path: Spot) -> Place:
-        """Return the place at a path; anything may stand where no class knows it."""
-        return walk(Place(self.cls), self.data, path) or Place(Any)
-
-    def suggested(self, path: Spot, value: Any) -> bool:
-        """Whether a value was suggested for a path in an earlier round."""
-        return any(item.path == path and _same(item.nearest, value) for item in self.found)
-
-    # ------------------------------------------------------------ fields, each on its own
-
-    def fields(self, refused: Mapping[Spot, list[Trouble]]) -> list[Violation]:
-        """Return a violation for each path that is refused, nearest legal values included."""
-        found: list[Violation] = []
-        taken: set[Spot] = set()
-        for path, trouble in refused.items():
-            if trouble[0].sort == "extra_forbidden":
-                item = self._unknown_key(path, taken)
-                found.append(item)
-                if isinstance(item.nearest, Rename):
-                    taken.add((*path[:-1], item.nearest.to))
-        for path, trouble in refused.items():
-            if trouble[0].sort != "extra_forbidden" and path not in taken:
-                found.append(self._refused(path, trouble))
-        return found
-
-    def not_finite(self, known: set[Spot]) -> list[Violation]:
-        """Return NaN and infinities that no field looked at."""
-        found = []
-        for path, value in leaves(self.data):
-            if not isinstance(value, float) or math.isfinite(value):
+    A record's rules may lean on those of the records below it: where they raise while one of
+    those is broken, they are left for when it is fixed.
+    """
+    found: list[Violation] = []
+    for path, part in visit(record):
+        try:
+            found += [item.under(*path) for item in list(part.rules())]
+        except Exception as error:
+            if any(item.path[: len(path)] == path for item in found):
                 continue
-            if not any(path[:end] in known for end in range(len(path) + 1)):
-                gone = path and isinstance(path[-1], str)
-                nearest = REMOVE if gone else 0.0
-                rule = "must be a finite number"
-                edits = (Edit(path, nearest),)
-                found.append(Violation(path, value, rule, nearest, "not-finite", edits=edits))
-        return found
-
-    def _unknown_key(self, path: Spot, taken: set[Spot]) -> Violation:
-        """Return the violation of a key that is not known: renamed where one like it is free."""
-        parent, key = path[:-1], path[-1]
-        mapping, value = at(self.data, parent), at(self.data, path)
-        known = known_keys(self.place(parent), mapping)
-        free = [name for name in known if name not in mapping and (*parent, name) not in taken]
-        like = closest(key, free)
-        rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
-        if like is not None:
-            edits = (Edit(path, REMOVE), Edit((*parent, like), value))
-            return Violation(path, value, rule, Rename(like), "unknown-key", edits=edits)
-        given = closest(key, known)
-        home = next(homes(Place(self.cls), self.data, str(key)), None)
-        if given is not None:
-            rule += f" ({given} is given already)"
-        elif home is not None:
-            rule += f" ({key} belongs at {dotted(home)})"
-        return Violation(path, value, rule, REMOVE, "unknown-key", edits=(Edit(path, REMOVE),))
-
-    def _refused(self, path: Spot, trouble: list[Trouble]) -> Violation:
-        """Return the violation of a value that its field refuses."""
-        value = at(self.data, path)
-        nearest = self._nearest(path)
-        sort = _sort_of(trouble)
-        if sort == "missing" and value is not MISSING:
-            sort = "out-of-range"
-        slot = self._tagged(path)
-        said = words(self.place(path)) if slot is None else f"one of {', '.join(slot.kinds)}"
-        rule = f"is required: {said}" if sort == "missing" else f"must be {said}"
-        if sort == "refused":
-            rule = "; ".join(dict.fromkeys(item.message for item in trouble))
-        shown = None if value is MISSING else value
-        return Violation(path, shown, rule, nearest, sort, edits=(Edit(path, nearest),))
-
-    def _tagged(self, path: Spot) -> Slot | None:
-        """Return the slot whose tag stands at a path, if one's does."""
-        slot = slot_at(self.place(path[:-1])) if path else None
-        return slot if slot is not None and path[-1] == slot.tag else None
-
-    def _nearest(self, path: Spot) -> Any:
-        """Return the first candidate that the field accepts, and that was not suggested before.
-
-        A whole part is made up rather than near to anything, so there one that also keeps every
-        rule is preferred.
-        """
-        holder, base = self._holder(path)
-        inner, rest = at(self.data, base), path[len(base) :]
-        made_up = self.place(path).option("slot", "record") is not None
-        tried: list[Any] = []
-        legal: list[Any] = []
-        for candidate in islice(self._proposals(path), TRIALS):
-            if any(_same(candidate, other) for other in tried):
-                continue
-            tried.append(candidate)
-            _, refused = troubles(holder, amend(copied(inner), [Edit(rest, candidate)]))
-            if any(spot[: len(rest)] == rest for spot in refused):
-                continue
-            legal.append(candidate)
-            if self.suggested(path, candidate):
-                continue
-            if not made_up or self._keeps_rules(path, candidate):
-                return candidate
-        fresh = [item for item in legal if not self.suggested(path, item)]
-        return next(iter([*fresh, *legal, *tried]), None)
-
-    def _proposals(self, path: Spot) -> Iterator[Any]:
-        """Yield what to try at a path; at the tag of a slot first the kind that is likely meant."""
-        slot = self._tagged(path)
-        if slot is not None:
-            kind = kind_for(slot, self.place(path[:-1]), at(self.data, path[:-1]))
-            yield from [] if kind is None else [kind]
-            yield from slot.kinds
-        yield from candidates(self.place(path), at(self.data, path))
-
-    def _keeps_rules(self, path: Spot, value: Any) -> bool:
-        """Whether a run with ``value`` at a path is legal in every way."""
-        record, _ = troubles(self.cls, amend(copied(self.data), [Edit(path, value)]))
-        return record is not None and not broken_rules(record)
-
-    def _holder(self, path: Spot) -> tuple[type[Record], Spot]:
-        """Return the innermost record class around a path, and where it stands."""
-        if self._tagged(path) is not None:
-            return self.cls, ()
-        place, value, best = Place(self.cls), self.data, (self.cls, ())
-        for i, part in enumerate(path[:-1]):
-            below = step(place, value, part)
-            if below is None:
-                break
-            place, value = below, inside(value, part)
-            known = None if place.union else record_at(place, value)
-            if known is not None and isinstance(value, Mapping) and issubclass(known, Record):
-                best = (known, path[: i + 1])
-        return best
-
-    # ------------------------------------------------------------ relations between fields
-
-    def relations(self, record: Record) -> list[Violation]:
-        """Return the rules that a record with legal fields breaks, each with edits that mend it."""
-        ruled = rules_below(record)
-        broken = [item for _, item in ruled]
-        whole = plain(record) if broken else None
-        found = []
-        for spot, item in ruled:
-            touched = [other.path for other in self.found if other.path[: len(spot)] == spot]
-            if touched and item.path not in touched:
-                item = replace(item, rule=f"{item.rule} (once what is said above is mended)")
-            found.append(self._completed(whole, item, broken))
-        return found
-
-    def _completed(self, whole: Any, item: Violation, broken: list[Violation]) -> Violation:
-        """Return a broken rule with a nearest value that is legal there and settles the rule.
-
-        Where no value at the rule's own path does, what is around it is replaced.
-        """
-        value = plain(item.value)
-        count = sum(other.path == item.path for other in broken)
-        fallback: Violation | None = None
-        for spot, nearest in self._attempts(whole, item):
-            edits = _edits(self.data, whole, spot, nearest)
-            tried = replace(item, value=value, nearest=nearest, edits=edits)
-            if spot != item.path:
-                rule = f"{dotted(item.path)}: {item.rule}"
-                tried = replace(tried, path=spot, value=at(whole, spot), rule=rule)
-            fallback = fallback or tried
-            if self.suggested(spot, nearest):
-                continue
-            record, _ = troubles(self.cls, amend(copied(self.data), edits))
-            if record is None:
-                continue
-            if sum(other.path == item.path for other in broken_rules(record)) < count:
-                return tried
-        assert fallback is not None
-        return fallback
-
-    def _attempts(self, whole: Any, item: Violation) -> Iterator[tuple[Spot, Any]]:
-        """Yield what may settle a rule: its own nearest, others at its path, then around it."""
-        own = item.nearest if isinstance(item.nearest, Rename) else plain(item.nearest)
-        yield item.path, own
-        for end in range(len(item.path), -1, -1):
-            spot = item.path[:end]
-            place = walk(Place(self.cls), whole, spot) or Place(Any)
-            for nearest in islice(others(place, at(whole, spot)), TRIALS):
-                yield spot, nearest
+            if not isinstance(error, ValueError):
+                raise
+            found.append(Violation(path, to_dict(part), str(error), id="refused"))
+    return found
 
 
-def _order(item: Violation) -> tuple[int, int]:
+def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
+    """Validate raw data field by field; return the record, or what is refused, by path.
+
+    Pydantic names the branches of unions among keys and indices, which are left out here. What it
+    says of a value while something inside it is wrong is dropped: a list is not too short where its
+    items are refused.
+    """
+    odd = [path for path, value in leaves(data) if isinstance(value, float) and not isfinite(value)]
+    refused: Refused = {path: [("finite_number", "must be finite")] for path in odd}
+    try:
+        made = record.model_validate(data)
+        return (None if refused else made), refused
+    except ValidationError as error:
+        for item in error.errors(include_url=False, include_input=False):
+            path = _path_in(data, item["loc"], item["type"] == "missing")
+            tag = item.get("ctx", {}).get("tag")
+            if tag is not None and isinstance(get_at(data, path), Mapping):
+                path = (*path, tag)
+            refused.setdefault(path, []).append((item["type"], item["msg"]))
+        parents = {path[:end] for path in refused for end in range(len(path))}
+        return None, {path: said for path, said in refused.items() if path not in parents}
+
+
+def _path_in(data: Any, loc: FieldPath, missing: bool) -> FieldPath:
+    """Return the part of an error's location that leads through raw data."""
+    path: FieldPath = ()
+    for i, part in enumerate(loc):
+        absent = missing and i == len(loc) - 1 and isinstance(get_at(data, path), Mapping)
+        if absent or get_at(data, (*path, part)) is not MISSING:
+            path = (*path, part)
+    return path
+
+
+# ---------------------------------------------------------------------- fields, each on its own
+
+
+def _refused_fields(cls: type[Record], data: Any, refused: Refused) -> list[Violation]:
+    """Return a violation for each path that is refused."""
+    found, renamed = [], set[FieldPath]()
+    for path, said in refused.items():
+        if said[0][0] == "extra_forbidden":
+            item = _unknown_key(cls, data, path, renamed)
+            found.append(item)
+            if isinstance(item.nearest, Rename):
+                renamed.add((*path[:-1], item.nearest.to))
+    for path, said in refused.items():
+        if said[0][0] != "extra_forbidden" and path not in renamed:
+            found.append(_refused_value(cls, data, path, said))
+    return found
+
+
+def _unknown_key(cls: type[Record], data: Any, path: FieldPath, taken: set[FieldPath]) -> Violation:
+    """Return the violation of an unknown key: renamed where one spelt like it is free."""
+    parent, key = path[:-1], str(path[-1])
+    holder, value = get_at(data, parent), get_at(data, path)
+    record = (spec_at(FieldSpec(cls), data, parent) or ANYTHING).record(holder)
+    known = [] if record is None else list(specs(record))
+    free = [name for name in known if name not in holder and (*parent, name) not in taken]
+    rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
+    like = closest(key, free)
+    if like is not None:
+        return Violation(path, value, rule, Rename(like), "unknown-key")
+    given = closest(key, known)
+    home = next(places_of_key(FieldSpec(cls), data, key), None)
+    if given is not None:
+        rule += f" ({given} is given already)"
+    elif home is not None:
+        rule += f" ({key} belongs at {dotted(home)})"
+    return Violation(path, value, rule, REMOVE, "unknown-key")
+
+
+def _refused_value(
+    cls: type[Record], data: Any, path: FieldPath, said: list[tuple[str, str]]
+) -> Violation:
+    """Return the violation of a value that its field refuses, with the nearest that it accepts."""
+    value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path) or ANYTHING
+    above = (spec_at(FieldSpec(cls), data, path[:-1]) or ANYTHING) if path else ANYTHING
+    slot = above.slot if above.slot is not None and path[-1] == above.slot.tag else None
+    if slot is None:
+        legal, tried = words(spec), candidates(spec, value)
+    else:
+        legal, tried = f"one of {', '.join(slot.kinds)}", _kinds(above, slot, data, path)
+    sort = _id_of([kind for kind, _ in said])
+    if sort == "missing" and value is not MISSING:
+        sort = "out-of-range"  # a list that is too short
+    rule = f"is required: {legal}" if sort == "missing" else f"must be {legal}"
+    if sort == "refused":
+        rule = "; ".join(dict.fromkeys(message for _, message in said))
+    elif sort == "not-finite" and spec.annotation is Any:
+        rule = "must be a finite number"
+    accepted = (item for item in tried if _accepts(cls, data, path, item))
+    return Violation(path, None if value is MISSING else value, rule, next(accepted, MISSING), sort)
+
+
+def _id_of(kinds: list[str]) -> str:
+    """Return our id of what pydantic says; of the branches of a union the most telling one."""
+    for kind in kinds:
+        if any(word in kind for word in _RANGES):
+            return "out-of-range"
+        if kind in _IDS:
+            return _IDS[kind]
+    return "wrong-type"
+
+
+def _kinds(above: FieldSpec, slot: Slot, data: Any, path: FieldPath) -> Iterator[str]:
+    likely = likely_kind(above, slot, get_at(data, path[:-1]))
+    yield from [] if likely is None else [likely]
+    yield from slot.kinds
+
+
+def _accepts(cls: type[Record], data: Any, path: FieldPath, value: Any) -> bool:
+    """Whether a field accepts a value, apart from what is wrong elsewhere."""
+    _, refused = validate(cls, set_at(data, path, value))
+    return not any(other[: len(path)] == path for other in refused)
+
+
+# --------------------------------------------------------------------- relations between fields
+
+
+def _relations(record: Record, data: Any) -> list[Violation]:
+    """Return the rules that a record with legal fields breaks, each with a value that is legal.
+
+    Where a rule gives none, that is null or the default, if it settles the rule.
+    """
+    broken = [replace(item, value=to_dict(item.value)) for item in broken_rules(record)]
+    return [_with_legal_value(record, data, item) for item in broken]
+
+
+def _with_legal_value(record: Record, data: Any, item: Violation) -> Violation:
+    spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path) or ANYTHING
+    given = item.nearest
+    if given is None and not spec.option("none"):
+        given = MISSING
+    if given is not MISSING:
+        return replace(item, nearest=given if isinstance(given, Rename) else to_dict(given))
+    for nearest in (None, spec.default):
+        tried = replace(item, nearest=nearest)
+        fixed, _ = validate(type(record), with_nearest(FieldSpec(type(record)), data, tried))
+        if fixed is not None and not any(b.path == item.path for b in broken_rules(fixed)):
+            return tried
+    return replace(item, nearest=MISSING)
+
+
+def _list_items_last(item: Violation) -> tuple[int, int]:
     """Key that puts the removal of list items last, from the end of the list."""
-    gone = item.edits and item.edits[0].value == REMOVE and isinstance(item.path[-1], int)
+    gone = item.nearest == REMOVE and item.path and isinstance(item.path[-1], int)
     return (1, -int(item.path[-1])) if gone else (0, 0)
 
 
-def _sort_of(trouble: list[Trouble]) -> str:
-    """Return the stable id of what is wrong; in a union the most telling of the branches'."""
-    ids = []
-    for item in trouble:
-        in_range = any(word in item.sort for word in _RANGE)
-        ids.append("out-of-range" if in_range else _IDS.get(item.sort, "wrong-type"))
-    telling = [name for name in ids if name != "wrong-type"]
-    return telling[0] if telling else "wrong-type"
+def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
+    """Return all violations, those about a value that another one suggests joined to that.
 
-
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other
-
-
-def _edits(data: Any, whole: Any, path: Spot, value: Any) -> tuple[Edit, ...]:
-    """Return the change that puts ``value`` at a path of raw data.
-
-    Where the data leaves a record on the way to its default, or names it by its bare tag, that
-    record is written out, so that what it held stays.
+    Args:
+        rounds: what was found, and then what was found once that was fixed, and so on.
+        fixed: the raw data with all suggestions carried out.
     """
-    if isinstance(value, Rename):
-        renamed = (*path[:-1], value.to)
-        return Edit(path, REMOVE), Edit(renamed, at(data, path))
-    for i in range(1, len(path)):
-        if not isinstance(at(data, path[:i]), Mapping | list):
-            full = at(whole, path[:i])
-            full = copied(full) if isinstance(full, Mapping | list) else {}
-            return (Edit(path[:i], amend(full, [Edit(path[i:], value)])),)
-    return (Edit(path, value),)
+    kept: list[Violation] = []
+    for fresh in rounds:
+        earlier = {item.path[:-1] for item in kept}
+        around = {path[:end] for path in earlier for end in range(len(path) + 1)}
+        for item in fresh:
+            i = next((i for i, above in enumerate(kept) if _suggests(above, item.path)), None)
+            if i is not None:
+                kept[i] = _joined_to(kept[i], item, fixed)
+            elif item.path in around:
+                continue  # what is said of a whole that holds suggested values may be due to those
+            elif item.path[:-1] in earlier:
+                note = "(with the values suggested above)"
+                kept.append(replace(item, rule=f"{item.rule} {note}"))
+            else:
+                kept.append(item)
+    return kept
 
 
-def _merged(cls: type[Record], given: Any, found: list[Violation]) -> list[Violation]:
-    """Return one violation per path where that mends the data just as well."""
-    by_path: dict[Spot, Violation] = {}
-    for item in found:
-        first = by_path.get(item.path)
-        if first is None:
-            by_path[item.path] = item
-            continue
-        rules = dict.fromkeys([*first.rule.split("; "), item.rule])
-        by_path[item.path] = replace(
-            first, rule="; ".join(rules), nearest=item.nearest, edits=item.edits
-        )
-    merged = list(by_path.values())
-    if len(merged) == len(found):
-        return found
-    record, refused = troubles(cls, repair(given, merged))
-    settled = record is not None and not refused and not broken_rules(record)
-    return merged if settled else found
+def _joined_to(above: Violation, item: Violation, fixed: Any) -> Violation:
+    rule, nearest = above.rule, get_at(fixed, above.path)
+    if above.path == item.path and item.rule not in rule.split("; "):
+        rule = f"{rule}; {item.rule}"
+    return replace(above, rule=rule, nearest=REMOVE if nearest is MISSING else nearest)
+
+
+def _suggests(item: Violation, path: FieldPath) -> bool:
+    """Whether what stands at a path was put there by an earlier suggestion."""
+    inside = path[: len(item.path)] == item.path
+    return inside and not isinstance(item.nearest, Rename) and item.nearest != REMOVE

@@ -1,4 +1,4 @@
-"""Writing records down: the resolved run file, golden dumps, differences, and identities."""
+"""Writing records down: the resolved run file, and a hash that identifies what a record says."""
 
 import hashlib
 import json
@@ -7,11 +7,9 @@ from typing import Any
 
 import yaml
 
-from moefold.config.base import Record
-from moefold.config.fields import MISSING, Place, last_part, leaves, paths_in
-from moefold.config.problems import Edit, amend, dotted
-from moefold.config.reader import Scalars
-from moefold.config.records import plain
+from moefold.config.base import Record, to_dict
+from moefold.config.fields import FieldSpec, last_part, paths_in, set_at
+from moefold.config.reader import CoreLoader
 
 
 class _Dumper(yaml.SafeDumper):
@@ -24,7 +22,7 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-_ours = {first: list(rules) for first, rules in Scalars.yaml_implicit_resolvers.items()}
+_ours = {first: list(rules) for first, rules in CoreLoader.yaml_implicit_resolvers.items()}
 _theirs = yaml.SafeDumper.yaml_implicit_resolvers
 _Dumper.yaml_implicit_resolvers = {
     first: _ours.get(first, []) + _theirs.get(first, []) for first in {*_ours, *_theirs}
@@ -60,43 +58,16 @@ def dump_yaml(record: Record | Mapping[str, Any]) -> str:
 
     Reading it back gives an equal record.
     """
-    return yaml.dump(plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-def flat(record: Record | Mapping[str, Any]) -> dict[str, str]:
-    """Return each leaf of a record by its dotted path, values as JSON."""
-    return {dotted(path): _json(value) for path, value in leaves(plain(record))}
-
-
-def golden(record: Record | Mapping[str, Any]) -> str:
-    """Return a record as sorted lines ``path: value``, for a dump that is kept and compared."""
-    lines = sorted(flat(record).items(), key=lambda item: _natural(item[0]))
-    return "".join(f"{path}: {value}\n" for path, value in lines)
-
-
-def _natural(path: str) -> list[tuple[int, int, str]]:
-    """Sort key in which item 10 of a list comes after item 9."""
-    parts = path.replace("]", "").replace("[", ".").split(".")
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-
-
-def diff(one: Record | Mapping[str, Any], other: Record | Mapping[str, Any]) -> list[str]:
-    """Return what differs between two records, a line per leaf: ``path: old -> new``."""
-    old, new = flat(one), flat(other)
-    paths = sorted({*old, *new}, key=_natural)
-    absent = repr(MISSING)
-    return [
-        f"{path}: {old.get(path, '(nothing)')} -> {new.get(path, '(nothing)')}"
-        for path in paths
-        if old.get(path, absent) != new.get(path, absent)
-    ]
+    data = to_dict(record)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def unplaced(record: Record) -> Any:
     """Return a record's plain data, the same wherever its files lie: paths by their last part."""
-    data = plain(record)
-    paths = paths_in(Place(type(record)), data)
-    return amend(data, [Edit(spot, last_part(text)) for spot, text, _ in paths])
+    data = to_dict(record)
+    for path, text, _ in list(paths_in(FieldSpec(type(record)), data)):
+        data = set_at(data, path, last_part(text))
+    return data
 
 
 def identity(
@@ -119,8 +90,5 @@ def identity(
     data = unplaced(record)
     chosen = data if only is None else {key: data[key] for key in only}
     said = {"record": chosen, "parts": sorted((parts or {}).values())}
-    return hashlib.sha256(_json(said).encode()).hexdigest()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

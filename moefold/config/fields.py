@@ -1,8 +1,9 @@
-"""What may stand at a place of a run file, read from the annotations of records.
+"""What may stand at a path of a run file, read from the annotations of records.
 
-A ``Place`` is a spot in the tree of raw data with its annotation; its ``options`` are the ways in
-which it can be filled, unions flattened. Everything that walks raw data by class (merging,
-overrides, suggestions, mutation in tests) goes through ``step``.
+Raw data are mappings, lists and scalars as YAML gives them. A ``FieldSpec`` says what is legal at
+one path of them; its ``options`` are the ways to fill it, unions flattened. Whatever walks raw data
+beside its record class (merging, overrides, suggestions, the tests' mutations) goes through
+``child_spec``.
 """
 
 import glob
@@ -18,10 +19,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from moefold.config.problems import PathPart
+from moefold.config.base import to_dict
+from moefold.config.errors import MISSING, REMOVE, FieldPath, PathPart, Rename, Violation
 from moefold.config.slot import Slot
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 _SEQUENCES = (list, tuple, set, frozenset, Sequence)
 _BOUNDS = ("ge", "gt", "le", "lt", "multiple_of", "min_length", "max_length", "pattern")
 
@@ -49,160 +50,192 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Option:
-    """One way in which a place can be filled.
+    """One way in which a field can be filled.
 
-    ``what`` is record, slot, list, fixed, map, literal, bool, int, float, str, none or other;
+    ``kind`` is record, slot, list, fixed, map, literal, bool, int, float, str, none or other;
     ``of`` the record class, the slot, the item's annotation, the items' annotations, the values of
     the mapping's annotation, the literals, or the type. ``bounds`` holds constraints by name.
     """
 
-    what: str
+    kind: str
     of: Any = None
     bounds: Mapping[str, Any] = field(default_factory=dict)
-    annotation: Any = None
     metadata: tuple[Any, ...] = ()
-
-    @property
-    def place(self) -> "Place":
-        """The place at which this is the only option."""
-        return Place(self.annotation, self.metadata)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A spot in a run file: its annotation, and the default where the field has one."""
+class FieldSpec:
+    """What is legal at a path: an annotation, and the field's default and examples."""
 
     annotation: Any
     metadata: tuple[Any, ...] = ()
     default: Any = MISSING
+    """Plain data; MISSING where the field is required."""
     examples: tuple[Any, ...] = ()
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """The ways in which this place can be filled, in the order of the annotation."""
+        """The ways to fill the field, in the order of the annotation."""
         return tuple(_options(self.annotation, self.metadata))
 
+    def option(self, *kinds: str) -> Option | None:
+        """Return the first option of one of the given kinds."""
+        return next((option for option in self.options if option.kind in kinds), None)
+
     @property
-    def union(self) -> bool:
-        """Whether several types can stand here besides null."""
-        return len([option for option in self.options if option.what != "none"]) > 1
+    def slot(self) -> Slot | None:
+        """The slot whose kinds can be chosen here, if there is one."""
+        option = self.option("slot")
+        return None if option is None else option.of
 
-    def option(self, *whats: str) -> Option | None:
-        """Return the first option of one of the given sorts."""
-        return next((option for option in self.options if option.what in whats), None)
+    def record(self, value: Any) -> type[BaseModel] | None:
+        """Return the record class that a raw value here stands for, if it can be told."""
+        for option in self.options:
+            if option.kind == "record":
+                return option.of
+            if option.kind == "slot":
+                slot: Slot = option.of
+                given = slot.completed(value) if isinstance(value, Mapping) else {slot.tag: value}
+                return slot.lookup(given.get(slot.tag))
+        return None
+
+    def expanded(self, value: Any) -> Any:
+        """Return a raw value with its tag written out: ``muon`` becomes ``{kind: muon}``.
+
+        A tag that a key implies is put in: ``{from: ./folder}`` gets ``family: folder``.
+        """
+        slot = self.slot
+        if slot is not None and isinstance(value, Mapping):
+            return slot.completed(value)
+        if slot is not None and isinstance(value, str) and not self.option("str", "literal"):
+            return {slot.tag: value}
+        return value
+
+
+ANYTHING = FieldSpec(Any)
 
 
 @cache
-def keys(record: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Return the fields of a record class by the key that a run file uses."""
-    return {info.alias or name: info for name, info in record.model_fields.items()}
+def specs(record: type[BaseModel]) -> Mapping[str, FieldSpec]:
+    """Return what is legal in each field of a record class, by the key that a run file uses."""
+    return {info.alias or name: _spec(info) for name, info in record.model_fields.items()}
 
 
-@cache
-def places(record: type[BaseModel]) -> Mapping[str, Place]:
-    """Return the place of each field of a record class by the key that a run file uses."""
-    return {key: place_of(info) for key, info in keys(record).items()}
+def _spec(info: FieldInfo) -> FieldSpec:
+    metadata, examples = tuple(info.metadata), tuple(to_dict(info.examples or ()))
+    if info.is_required():
+        return FieldSpec(info.annotation, metadata, MISSING, examples)
+    default = to_dict(info.get_default(call_default_factory=True))
+    return FieldSpec(info.annotation, metadata, default, examples)
 
 
-def place_of(info: FieldInfo) -> Place:
-    """Return the place that a record's field is."""
-    default = MISSING if info.is_required() else info.get_default(call_default_factory=True)
-    return Place(info.annotation, tuple(info.metadata), default, tuple(info.examples or ()))
-
-
-def step(place: Place, value: Any, part: PathPart) -> Place | None:
-    """Return the place under ``part`` of the raw ``value`` that stands at ``place``."""
+def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec | None:
+    """Return what is legal under ``part`` of a raw value, None where no class knows the part."""
     if isinstance(part, int):
-        option = place.option("list", "fixed")
-        if option is None:
+        option = spec.option("list", "fixed")
+        if option is None or (option.kind == "fixed" and part >= len(option.of)):
             return None
-        if option.what == "list":
-            return Place(option.of)
-        return Place(option.of[part]) if part < len(option.of) else None
-    record = record_at(place, value)
+        return FieldSpec(option.of if option.kind == "list" else option.of[part])
+    record = spec.record(value)
     if record is not None:
-        return places(record).get(part)
-    option = place.option("map")
-    return None if option is None else Place(option.of)
+        return specs(record).get(part)
+    option = spec.option("map")
+    return None if option is None else FieldSpec(option.of)
 
 
-def walk(place: Place, value: Any, path: Sequence[PathPart]) -> Place | None:
-    """Return the place at the end of a path that starts at ``place``, where raw data knows one."""
+def spec_at(spec: FieldSpec, value: Any, path: FieldPath) -> FieldSpec | None:
+    """Return what is legal at a path below a raw value, None where no class knows the path."""
     for part in path:
-        below = step(place, value, part)
+        below = child_spec(spec, value, part)
         if below is None:
             return None
-        place, value = below, inside(value, part)
-    return place
+        spec, value = below, get_at(value, (part,))
+    return spec
 
 
-def inside(value: Any, part: PathPart) -> Any:
-    """Return what stands under ``part`` of raw data, or MISSING."""
-    if isinstance(value, Mapping):
-        return value.get(part, MISSING)
-    if isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-        return value[part]
-    return MISSING
+def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
+    origin, args = get_origin(annotation), get_args(annotation)
+    slot = next((item for item in metadata if isinstance(item, Slot)), None)
+    if origin is Annotated:
+        yield from _options(args[0], (*_constraints(args[1:]), *metadata))
+    elif slot is not None:
+        yield Option("slot", slot, metadata=metadata)
+    elif origin in (Union, UnionType):
+        for arg in args:
+            yield from _options(arg, metadata)
+    elif hidden := getattr(annotation, "__value__", getattr(annotation, "__supertype__", None)):
+        yield from _options(hidden, metadata)
+    else:
+        named = ((name, getattr(item, name, None)) for item in metadata for name in _BOUNDS)
+        bounds = {name: value for name, value in named if value is not None}
+        yield replace(_plain_option(annotation, origin, args), bounds=bounds, metadata=metadata)
 
 
-def at(value: Any, path: Sequence[PathPart]) -> Any:
+def _plain_option(annotation: Any, origin: Any, args: tuple[Any, ...]) -> Option:
+    """Return the option of an annotation that is neither a union nor wrapped."""
+    if annotation in (None, NoneType):
+        return Option("none")
+    if origin is Literal:
+        return Option("literal", args)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return Option("map", args[1])
+    if origin is tuple and (len(args) != 2 or args[1] is not Ellipsis):
+        return Option("fixed", args)
+    if origin in _SEQUENCES or annotation in _SEQUENCES:
+        return Option("list", args[0] if args else Any)
+    if annotation is dict:
+        return Option("map", Any)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return Option("record", annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return Option("literal", tuple(item.value for item in annotation))
+    if annotation in (bool, int, float, str):
+        return Option(annotation.__name__, annotation)
+    return Option("other", annotation)
+
+
+def _constraints(metadata: Sequence[Any]) -> tuple[Any, ...]:
+    """Return constraints one by one: ``Field(ge=1)`` and intervals hold several."""
+    flat: list[Any] = []
+    for item in metadata:
+        flat += item.metadata if isinstance(item, FieldInfo) else [item]
+    return tuple(flat)
+
+
+# ------------------------------------------------------------------------------------ raw data
+
+
+def get_at(value: Any, path: FieldPath) -> Any:
     """Return what stands at a path of raw data, or MISSING."""
     for part in path:
-        value = inside(value, part)
+        if isinstance(value, Mapping):
+            value = value.get(part, MISSING)
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return MISSING
     return value
 
 
-def record_at(place: Place, value: Any) -> type[BaseModel] | None:
-    """Return the record class that the raw value at a place stands for, if it can be told."""
-    given = value if isinstance(value, Mapping) else {}
-    choices: list[type[BaseModel]] = []
-    for option in place.options:
-        if option.what == "record":
-            choices.append(option.of)
-        elif option.what == "slot":
-            kind = (
-                value if isinstance(value, str) else option.of.completed(given).get(option.of.tag)
-            )
-            found = option.of.lookup(kind)
-            choices += [found] if found is not None else []
-    if len(choices) < 2:
-        return choices[0] if choices else None
-    return max(choices, key=lambda record: _likeness(record, given))
+def set_at(data: Any, path: FieldPath, value: Any) -> Any:
+    """Return raw data with ``value`` at a path; REMOVE takes away what stands there.
 
-
-def _likeness(record: type[BaseModel], given: Mapping[str, Any]) -> tuple[int, int]:
-    """How well a mapping fits a record: literals that agree, then keys known less unknown."""
-    known = places(record)
-    agree = sum(
-        value in option.of
-        for key, value in given.items()
-        if key in known and isinstance(value, str)
-        for option in known[key].options
-        if option.what == "literal"
-    )
-    return agree, sum(1 if key in known else -1 for key in given)
-
-
-def slot_at(place: Place) -> Slot | None:
-    """Return the slot that a place offers, if it offers one."""
-    option = place.option("slot")
-    return None if option is None else option.of
-
-
-def expanded(place: Place, value: Any) -> Any:
-    """Return raw data with a tag written out: ``muon`` becomes ``{kind: muon}``.
-
-    A tag that a key implies is put in: ``{from: ./folder}`` gets ``family: folder``.
+    The given data stay as they are. A mapping that is absent on the way is made; an index one past
+    the end of a list appends.
     """
-    slot = slot_at(place)
-    if slot is not None and isinstance(value, Mapping):
-        return slot.completed(value)
-    if slot is None or not isinstance(value, str) or place.option("str", "literal"):
+    if not path:
         return value
-    return {slot.tag: value}
+    part, below = path[0], set_at(get_at(data, path[:1]), path[1:], value)
+    kept = [] if below == REMOVE else [below]
+    if isinstance(data, list) and isinstance(part, int):
+        return [*data[:part], *kept, *data[part + 1 :]]
+    others = data if isinstance(data, Mapping) else {}
+    if kept:
+        return {**others, part: below}
+    return {key: item for key, item in others.items() if key != part}
 
 
-def leaves(value: Any, path: tuple[PathPart, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def leaves(value: Any, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
     """Yield path and value of each leaf of raw data; an empty list or mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
@@ -214,81 +247,44 @@ def leaves(value: Any, path: tuple[PathPart, ...] = ()) -> Iterator[tuple[Any, A
         yield path, value
 
 
-def paths_in(place: Place, value: Any) -> Iterator[tuple[tuple[PathPart, ...], str, OnDisk]]:
-    """Yield spot, text and mark of each path of files in raw data."""
-    for spot, text in leaves(value):
-        found = walk(place, value, spot) if isinstance(text, str) else None
-        options = () if found is None else found.options
-        marks = (item for option in options for item in option.metadata)
+def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
+    """Return raw data in which each parent of a path is a mapping or list.
+
+    A record that the data leave to its default, or name by its tag alone, is written out, so that
+    its other values stay when one of them is set.
+    """
+    for end in range(len(path)):
+        there, above = get_at(data, path[:end]), spec_at(spec, data, path[:end]) or ANYTHING
+        if isinstance(there, Mapping | list):
+            continue
+        there = above.default if there is MISSING or there is None else above.expanded(there)
+        if not isinstance(there, Mapping | list):
+            there = {} if isinstance(path[end], str) else []
+        data = set_at(data, path[:end], there)
+    return data
+
+
+def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
+    """Return raw data in which the suggestion of a violation is carried out."""
+    path, nearest = violation.path, violation.nearest
+    if nearest is MISSING:
+        return data
+    if isinstance(nearest, Rename):
+        renamed, nearest = (*path[:-1], nearest.to), get_at(data, path)
+        data, path = set_at(data, path, REMOVE), renamed
+    return set_at(with_parents(spec, data, path), path, nearest)
+
+
+def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDisk]]:
+    """Yield field path, text and mark of each path of files in raw data."""
+    for path, text in leaves(value):
+        found = spec_at(spec, value, path) if isinstance(text, str) else None
+        marks = (item for option in found.options for item in option.metadata) if found else ()
         mark = next((item for item in marks if isinstance(item, OnDisk)), None)
         if mark is not None:
-            yield spot, text, mark
+            yield path, text, mark
 
 
 def last_part(path: str) -> str:
     """Return what of a path stays when what it names is moved with the folders around it."""
     return os.path.basename(os.path.abspath(path))
-
-
-def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        yield from _options(args[0], (*_spread(args[1:]), *metadata))
-    elif any(isinstance(item, Slot) for item in metadata):
-        slot = next(item for item in metadata if isinstance(item, Slot))
-        yield Option("slot", slot, annotation=annotation, metadata=metadata)
-    elif origin in (Union, UnionType):
-        for arg in args:
-            yield from _options(arg, metadata)
-    elif getattr(annotation, "__value__", None) is not None:
-        yield from _options(annotation.__value__, metadata)
-    elif getattr(annotation, "__supertype__", None) is not None:
-        yield from _options(annotation.__supertype__, metadata)
-    else:
-        option = _plain(annotation, origin, args)
-        bounds = _bounds(metadata)
-        yield replace(option, bounds=bounds, annotation=annotation, metadata=metadata)
-
-
-def _plain(annotation: Any, origin: Any, args: tuple[Any, ...]) -> Option:
-    """Return the option of an annotation that is neither a union nor wrapped."""
-    if annotation in (None, NoneType):
-        return Option("none")
-    if origin is Literal:
-        return Option("literal", args)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return Option("map", args[1])
-    if origin is tuple and (len(args) != 2 or args[1] is not Ellipsis):
-        return Option("fixed", args)
-    if origin in _SEQUENCES:
-        return Option("list", args[0])
-    if isinstance(annotation, type):
-        if issubclass(annotation, BaseModel):
-            return Option("record", annotation)
-        if issubclass(annotation, Enum):
-            return Option("literal", tuple(item.value for item in annotation))
-        if annotation in _SEQUENCES:
-            return Option("list", Any)
-        if annotation is dict:
-            return Option("map", Any)
-        if annotation in (bool, int, float, str):
-            return Option(annotation.__name__, annotation)
-    return Option("other", annotation)
-
-
-def _spread(metadata: Sequence[Any]) -> tuple[Any, ...]:
-    """Return constraints one by one: ``Field(ge=1)`` and intervals hold several."""
-    flat: list[Any] = []
-    for item in metadata:
-        flat += item.metadata if isinstance(item, FieldInfo) else [item]
-    return tuple(flat)
-
-
-def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for item in metadata:
-        for name in _BOUNDS:
-            value = getattr(item, name, None)
-            if value is not None:
-                found[name] = value
-    return found

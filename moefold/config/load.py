@@ -1,20 +1,19 @@
-"""Loading a run file: bases, parts from outside, overrides, and one judgement of it all."""
+"""Loading a run file: bases, plugins, overrides, and one check of it all."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from moefold.config.base import Record
+from moefold.config.base import Record, to_dict
 from moefold.config.check import check
-from moefold.config.draft import Draft, Layer, Origin
-from moefold.config.fields import keys, leaves, paths_in
-from moefold.config.nearest import closest
-from moefold.config.problems import REMOVE, Edit, RunError, Spot, Violation, amend
+from moefold.config.errors import MISSING, REMOVE, FieldPath, RunError, Violation
+from moefold.config.fields import leaves, paths_in, set_at, specs
+from moefold.config.merge import Layer, Merged, Origin
+from moefold.config.plugins import import_plugins, resolve
 from moefold.config.reader import MAX_BYTES, read_value, read_yaml
-from moefold.config.records import plain
-from moefold.config.uses import bring, resolve
+from moefold.config.suggest import closest
 from moefold.files import named
 
 BASE = "base"
@@ -28,12 +27,12 @@ class Loaded(Generic[R]):
     """A legal record, and how it came about.
 
     ``origins`` gives, for each leaf of the record written out in full, where its value came from;
-    ``parts`` the SHA-256 of each file from outside by its absolute path; ``sources`` the files
-    that were read, bases first.
+    ``parts`` the SHA-256 of each plugin by its absolute path; ``sources`` the files that were read,
+    bases first.
     """
 
     record: R
-    origins: Mapping[Spot, Origin]
+    origins: Mapping[FieldPath, Origin]
     parts: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[Path, ...] = ()
 
@@ -66,49 +65,38 @@ def load(
     """
     reading = _Reading(cls, dict(recipes or {}))
     name = reading.read(source, called, folder)
-    reading.override(overrides)
-    draft = reading.finish()
-    verdict = check(cls, draft.data)
-    violations = [*reading.violations, *_others(verdict.violations, reading.violations)]
-    if violations or verdict.record is None:
-        placed = [_placed(item, draft) for item in violations]
-        raise RunError(placed, draft.data, name)
-    written_out = (path for path, _ in leaves(plain(verdict.record)))
-    origins = {path: draft.origins.get(path, Origin("default")) for path in written_out}
-    return Loaded(verdict.record, origins, reading.parts, tuple(reading.sources))
+    merged = reading.merged(overrides)
+    checked = check(cls, merged.data)
+    known = {item.path[:1] for item in reading.violations} & {(USES,)}
+    found = [item for item in checked.violations if item.path[:1] not in known]
+    violations = [*reading.violations, *found]
+    if violations or checked.record is None:
+        origins = (item.where or merged.origin(item.path).where for item in violations)
+        placed = [replace(v, where=w) for v, w in zip(violations, origins, strict=True)]
+        raise RunError(placed, merged.data, name)
+    written_out = (path for path, _ in leaves(to_dict(checked.record)))
+    origins = {path: merged.origins.get(path, Origin("default")) for path in written_out}
+    return Loaded(checked.record, origins, reading.parts, tuple(reading.sources))
 
 
-def parse_override(text: str) -> tuple[Spot, str, Any]:
+def parse_override(text: str) -> tuple[FieldPath, str, Any]:
     """Return path, operator (``=`` or ``+=``) and value of an override.
 
     Raises:
         RunError: where it has no ``=`` or the value is not YAML.
     """
     match = re.fullmatch(r"\s*([^=\s]+?)\s*(\+?=)(.*)", text, re.DOTALL)
-    if match is None:
+    parts = re.findall(r"[^.\[\]]+", match[1]) if match else []
+    if match is None or not parts:
         rule = f"{text!r} is not an override; write path=value, such as train.steps=100"
-        raise RunError([Violation((), text, rule, id="override", where=text, edits=())])
-    parts = re.findall(r"[^.\[\]]+", match[1])
+        raise RunError([Violation((), text, rule, id="override", where=text)])
     path = tuple(int(part) if part.isdecimal() else part for part in parts)
     try:
         return path, match[2], read_value(match[3].strip())
     except RunError as error:
         rules = "; ".join(item.rule for item in error.violations)
-        item = Violation(path, match[3], rules, id="override", where=text, edits=())
+        item = Violation(path, match[3], rules, id="override", where=text)
         raise RunError([item]) from error
-
-
-def _others(found: Sequence[Violation], known: Sequence[Violation]) -> list[Violation]:
-    """Return the violations that are not of the field ``uses`` where more is known of that."""
-    told = any(item.path[:1] == (USES,) for item in known)
-    return [item for item in found if not (told and item.path[:1] == (USES,))]
-
-
-def _placed(item: Violation, draft: Draft) -> Violation:
-    """Return a violation with the file and line, or the override, that is to blame."""
-    if item.where:
-        return item
-    return replace(item, where=draft.origin(item.path).where)
 
 
 class _Reading:
@@ -121,15 +109,13 @@ class _Reading:
         self.parts: dict[str, str] = {}
         self.sources: list[Path] = []
         self.violations: list[Violation] = []
-        self.overrides: list[tuple[str, Spot, str, Any]] = []
         self.used: dict[str, Origin] = {}
         self.failed: dict[str, str] = {}
 
     def read(self, source: str | Path | Mapping[str, Any], called: str, folder: Path | None) -> str:
         """Read a source with all it builds on; return its name for messages."""
         if isinstance(source, Mapping):
-            data = plain(source)
-            self._layer(data, Path.cwd(), Layer(data, "given", called), ())
+            self._add(Layer(to_dict(source), "given", called, folder=Path.cwd()), ())
             return self.cls.__name__.lower()
         path = self._find(str(source), Path.cwd())
         if path is None:
@@ -137,136 +123,135 @@ class _Reading:
             if Path(source).is_dir():
                 rule = "is a folder without config.json, so no Hugging Face folder; name a run file"
             like = closest(Path(source).name, self.recipes)
-            raise RunError(
-                [Violation((), str(source), rule, like, "no-file", edits=())], source=str(source)
-            )
-        self._file(path, "file", (), folder)
+            item = Violation((), str(source), rule, MISSING if like is None else like, "no-file")
+            raise RunError([item], source=str(source))
+        self._read_file(path, "file", (), folder)
         return _shown(path)
 
-    def override(self, texts: Sequence[str]) -> None:
-        """Take overrides; one that cannot be read is a violation."""
-        for text in texts:
+    def merged(self, overrides: Sequence[str]) -> Merged:
+        """Merge all layers and overrides, in order; an override that cannot be is a violation."""
+        merged = Merged(self.cls)
+        parsed = [*self._parsed(overrides)]
+        for layer in self.layers:
+            merged.add(layer)
+        for text, path, operator, value in parsed:
+            problem = merged.override(path, value, text, operator == "+=")
+            self.violations += [] if problem is None else [problem]
+        self._note_plugins(merged)
+        for path, text, mark in list(paths_in(merged.spec, merged.data)):
+            whole = mark.whole(text, merged.origin(path).folder or Path.cwd())
+            merged.data = set_at(merged.data, path, whole)
+        return merged
+
+    def _parsed(self, overrides: Sequence[str]) -> list[tuple[str, FieldPath, str, Any]]:
+        """Return overrides as text, path, operator and value; those of ``uses`` are imported."""
+        found = []
+        for text in overrides:
             try:
                 path, operator, value = parse_override(text)
             except RunError as error:
                 self.violations += error.violations
                 continue
             used = [value] if isinstance(value, str) else value
-            if path == (USES,) and USES in keys(self.cls) and _names(used):
-                self._bring(used, Path.cwd(), Origin("override", text))
-                continue
-            self.overrides.append((text, path, operator, value))
+            if path == (USES,) and USES in specs(self.cls) and _names(used):
+                self._import(used, Path.cwd(), Origin("override", text))
+            else:
+                found.append((text, path, operator, value))
+        return found
 
-    def finish(self) -> Draft:
-        """Merge all layers and overrides, in order."""
-        draft = Draft(self.cls)
-        for layer in self.layers:
-            draft.lay(layer)
-        for text, path, operator, value in self.overrides:
-            change = draft.append if operator == "+=" else draft.put
-            problem = change(path, value, text)
-            if problem is not None:
-                self.violations.append(problem)
-        self._use(draft)
-        begun = [
-            Edit(spot, mark.whole(text, draft.origin(spot).folder or Path.cwd()))
-            for spot, text, mark in paths_in(draft.place, draft.data)
-        ]
-        draft.data = amend(draft.data, begun)
-        return draft
-
-    def _use(self, draft: Draft) -> None:
-        """Note the files that all layers use; those that failed are to be taken out."""
-        if USES not in keys(self.cls):
-            return
-        given = draft.data.get(USES, [])
+    def _note_plugins(self, merged: Merged) -> None:
+        """Put the plugins of all layers into ``uses``; those that failed are to be taken out."""
+        given = merged.data.get(USES, []) if USES in specs(self.cls) else []
         if not _names(given):
-            found = [path for path in given if _runs(path)] if isinstance(given, list) else []
-            where, rule = draft.origin((USES,)).where, "must be a list of Python files"
-            self.violations.append(Violation((USES,), given, rule, found, "wrong-type", where))
-        elif self.used:
-            draft.data[USES] = list(self.used)
-            for i, (path, origin) in reversed(list(enumerate(self.used.items()))):
-                draft.origins[(USES, i)] = origin
-                if path in self.failed:
-                    found = Violation((USES, i), path, self.failed[path], REMOVE, "uses")
-                    self.violations.append(replace(found, where=origin.where))
+            found = [path for path in given if _is_plugin(path)] if isinstance(given, list) else []
+            rule = "must be a list of Python files"
+            self.violations.append(Violation((USES,), given, rule, found, "wrong-type"))
+            return
+        if self.used:
+            merged.data = set_at(merged.data, (USES,), list(self.used))
+        for i, (path, origin) in reversed(list(enumerate(self.used.items()))):
+            merged.origins[(USES, i)] = origin
+            if path in self.failed:
+                self.violations.append(
+                    Violation((USES, i), path, self.failed[path], REMOVE, "uses", origin.where)
+                )
 
     def _find(self, name: str, folder: Path) -> Path | None:
         path = resolve(name, folder)
-        if path.is_file():
-            return path
-        return self.recipes.get(name)
+        return path if path.is_file() else self.recipes.get(name)
 
-    def _file(
-        self, path: Path, sort: str, chain: tuple[Path, ...], folder: Path | None = None
+    def _read_file(
+        self,
+        path: Path,
+        sort: Literal["file", "base"],
+        chain: tuple[Path, ...],
+        folder: Path | None = None,
     ) -> None:
         """Read a file and what it builds on, bases first."""
         name = _shown(path)
         if path.stat().st_size > MAX_BYTES:
             rule = f"larger than {MAX_BYTES} bytes"
-            raise RunError([Violation((), None, rule, id="too-large", where=name, edits=())])
+            raise RunError([Violation((), None, rule, id="too-large", where=name)])
         with named(name), path.open("rb") as file:
             parsed = read_yaml(file.read(MAX_BYTES + 1), name)
         if not isinstance(parsed.data, dict):
             rule = "holds no mapping of keys to values at its top"
-            item = Violation((), parsed.data, rule, id="syntax", where=name, edits=())
+            item = Violation((), parsed.data, rule, id="syntax", where=name)
             raise RunError([item], source=name)
         self.violations += parsed.violations
-        layer = Layer(parsed.data, "base" if sort == "base" else "file", name, parsed.lines)
-        self._layer(parsed.data, folder or path.parent, layer, (*chain, path))
+        layer = Layer(parsed.data, sort, name, parsed.lines, folder or path.parent)
+        self._add(layer, (*chain, path))
         self.sources.append(path)
 
-    def _layer(
-        self, data: dict[str, Any], folder: Path, layer: Layer, chain: tuple[Path, ...]
-    ) -> None:
-        """Take a layer, after those that it builds on, and import the parts that it uses."""
-        for i, name in enumerate(self._bases(data, layer)):
-            path = self._find(name, folder)
-            spot = (BASE, i) if isinstance(data[BASE], list) else (BASE,)
-            if path is None:
-                rule = f"there is no file or recipe {name!r} to build on"
+    def _add(self, layer: Layer, chain: tuple[Path, ...]) -> None:
+        """Take a layer, after those that it builds on, and import the plugins that it uses."""
+        folder = layer.folder or Path.cwd()
+        for path, name in self._bases(layer):
+            base = self._find(name, folder)
+            if base is None:
                 like = closest(Path(name).name, self.recipes)
-                self._base_problem(spot, name, rule, layer, like)
-            elif path in chain:
-                loop = " -> ".join(_shown(item) for item in (*chain, path))
-                self._base_problem(spot, name, f"builds on itself: {loop}", layer)
+                rule = f"there is no file or recipe {name!r} to build on"
+                self._wrong_base(layer, path, name, rule, REMOVE if like is None else like)
+            elif base in chain:
+                loop = " -> ".join(_shown(item) for item in (*chain, base))
+                self._wrong_base(layer, path, name, f"builds on itself: {loop}", REMOVE)
             else:
-                self._file(path, "base", chain)
-        own = {key: value for key, value in data.items() if key != BASE}
-        if USES in keys(self.cls) and _names(own.get(USES)):
+                self._read_file(base, "base", chain)
+        own = {key: value for key, value in layer.data.items() if key != BASE}
+        if USES in specs(self.cls) and _names(own.get(USES)):
             for i, item in enumerate(own[USES]):
-                self._bring([item], folder, layer.origin((USES, i)))
-        self.layers.append(replace(layer, data=own, folder=folder))
+                self._import([item], folder, layer.origin((USES, i)))
+        self.layers.append(replace(layer, data=own))
 
-    def _bases(self, data: dict[str, Any], layer: Layer) -> list[str]:
-        named = data.get(BASE, [])
-        names = named if isinstance(named, list) else [named]
-        wrong = [item for item in names if not isinstance(item, str)]
-        if wrong:
-            self._base_problem((BASE,), named, "must be a path, a recipe's name, or a list", layer)
+    def _bases(self, layer: Layer) -> list[tuple[FieldPath, str]]:
+        """Return the names under ``base``, each with its path."""
+        given = layer.data.get(BASE, [])
+        if isinstance(given, str):
+            return [((BASE,), given)]
+        if not _names(given):
+            rule = "must be a path, a recipe's name, or a list"
+            self._wrong_base(layer, (BASE,), given, rule, REMOVE)
             return []
-        return names
+        return [((BASE, i), name) for i, name in enumerate(given)]
 
-    def _base_problem(
-        self, path: Spot, value: Any, rule: str, layer: Layer, like: str | None = None
+    def _wrong_base(
+        self, layer: Layer, path: FieldPath, value: Any, rule: str, nearest: Any
     ) -> None:
-        nearest = REMOVE if like is None else like
         where = layer.origin(path).where
-        self.violations.append(Violation(path, value, rule, nearest, "base", where, edits=()))
+        self.violations.append(Violation(path, value, rule, nearest, "base", where))
 
-    def _bring(self, uses: list[str], folder: Path, origin: Origin) -> None:
-        """Import the files that a layer uses."""
+    def _import(self, uses: list[str], folder: Path, origin: Origin) -> None:
+        """Import the plugins that a layer uses."""
         for item in uses:
             path = resolve(item, folder)
             self.used.setdefault(str(path), origin)
             try:
-                self.parts.update(bring([path]))
+                self.parts.update(import_plugins([path]))
             except ValueError as error:
                 self.failed[str(path)] = str(error)
 
 
-def _runs(path: Any) -> bool:
+def _is_plugin(path: Any) -> bool:
     return isinstance(path, str) and path.endswith(".py") and Path(path).is_file()
 
 

@@ -2,81 +2,66 @@
 
 Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` and ``on`` are text. Keys are always text. A
 file is composed to a graph of nodes and converted here, so PyYAML's constructors are not used at
-all; tags beyond plain data are refused. Sizes are bounded before anything is expanded.
+all; tags beyond plain data are refused, and sizes are bounded while aliases are expanded.
 """
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
-from yaml.parser import Parser
-from yaml.reader import Reader
-from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
 
-from moefold.config.problems import RunError, Spot, Violation
+from moefold.config.errors import FieldPath, RunError, Violation
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 50_000
 MAX_DEPTH = 50
 
 _CORE = "tag:yaml.org,2002:"
-_SCALARS = (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
+_PATTERNS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
         r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+.0123456789"),
     ),
-)
+}
+"""How scalars that are no text look in YAML 1.2's core schema, and how they can begin."""
 
 
-_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+class CoreLoader(yaml.SafeLoader):
+    """Composes text to nodes by YAML 1.2's core schema, no deeper than ``MAX_DEPTH``."""
 
-
-class Scalars(BaseResolver):
-    """Tells null, true, numbers and text apart by YAML 1.2's core schema."""
-
-
-for _name, _pattern, _first in _SCALARS:
-    Scalars.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), _first)
-
-
-class _Graph(Reader, Scanner, Parser, Composer, Scalars):
-    """Reads text up to the graph of nodes, no deeper than ``MAX_DEPTH``."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        Scalars.__init__(self)
-        self._depth = 0
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+    depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        """Compose one node and what is below it."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
             mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=mark)
         try:
             return super().compose_node(parent, index)
         finally:
-            self._depth -= 1
+            self.depth -= 1
+
+
+for _name, (_pattern, _first) in _PATTERNS.items():
+    CoreLoader.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), _first)
 
 
 @dataclass
 class Parsed:
-    """Plain data, the line on which each leaf stands, and what can be mended later."""
+    """Plain data, the line on which each leaf stands, and what is wrong but can be read over."""
 
-    data: Any
-    lines: dict[Spot, int] = field(default_factory=dict)
+    data: Any = None
+    lines: dict[FieldPath, int] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
 
@@ -87,25 +72,24 @@ def read_yaml(text: str | bytes, source: str = "") -> Parsed:
         RunError: where it is no YAML, too large, or holds a tag that is not plain data.
     """
     if len(text) > MAX_BYTES:
-        raise _refuse(source, None, f"larger than {MAX_BYTES} bytes", "too-large")
+        raise _refusal(source, None, f"larger than {MAX_BYTES} bytes", "too-large")
     try:
         whole = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-        node = _Graph(whole).get_single_node()
+        node = CoreLoader(whole).get_single_node()
     except UnicodeDecodeError as error:
-        raise _refuse(source, None, f"is not UTF-8 text: {error}", "syntax") from error
+        raise _refusal(source, None, f"is not UTF-8 text: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = None if mark is None else mark.line + 1
         said = " ".join(filter(None, (error.context, error.problem)))
-        raise _refuse(source, line, f"is not valid YAML: {said}", "syntax") from error
+        line = None if mark is None else mark.line + 1
+        raise _refusal(source, line, f"is not valid YAML: {said}") from error
     except (yaml.YAMLError, ValueError) as error:
         said = " ".join(str(error).split())
-        raise _refuse(source, None, f"is not valid YAML: {said}", "syntax") from error
-    parsed = Parsed(None)
+        raise _refusal(source, None, f"is not valid YAML: {said}") from error
+    converter = _Converter(source)
     if node is not None:
-        _weigh(node, source)
-        parsed.data = _convert(node, (), parsed, source)
-    return parsed
+        converter.parsed.data = converter.convert(node, (), ())
+    return converter.parsed
 
 
 def read_value(text: str) -> Any:
@@ -116,131 +100,110 @@ def read_value(text: str) -> Any:
     return parsed.data
 
 
-def _refuse(source: str, line: int | None, rule: str, sort: str) -> RunError:
+def _refusal(source: str, line: int | None, rule: str, sort: str = "syntax") -> RunError:
     where = source if line is None else f"{source}:{line}" if source else f"line {line}"
-    return RunError([Violation((), None, rule, id=sort, where=where, edits=())], source=source)
+    return RunError([Violation((), None, rule, id=sort, where=where)], source=source)
 
 
-def _weigh(root: Node, source: str) -> None:
-    """Refuse aliases that expand to too many or too deep nodes, without expanding them."""
-    known: dict[int, tuple[int, int]] = {}
-    unfinished: set[int] = set()
+class _Converter:
+    """Turns nodes into plain data, aliases into copies."""
 
-    def weigh(node: Node) -> tuple[int, int]:
-        key = id(node)
-        if key in unfinished:
-            line = node.start_mark.line + 1
-            raise _refuse(source, line, "an alias contains itself", "too-large")
-        if key not in known:
-            unfinished.add(key)
-            below = [weigh(child) for child in _children(node)]
-            unfinished.remove(key)
-            depth = 1 + max((item[1] for item in below), default=0)
-            known[key] = 1 + sum(item[0] for item in below), depth
-        return known[key]
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.parsed = Parsed()
+        self.count = 0
 
-    count, depth = weigh(root)
-    if count > MAX_NODES:
-        raise _refuse(source, None, f"holds {count} values, more than {MAX_NODES}", "too-large")
-    if depth > MAX_DEPTH:
-        raise _refuse(source, None, f"is nested deeper than {MAX_DEPTH}", "too-large")
+    def convert(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
+        """Return the data of a node at a path, given the nodes that it stands in."""
+        self.count += 1
+        if any(node is other for other in above):
+            raise self._refused(node, "an alias contains itself", "too-large")
+        if len(above) >= MAX_DEPTH:
+            raise self._refused(node, f"is nested deeper than {MAX_DEPTH}", "too-large")
+        if self.count > MAX_NODES:
+            rule = f"holds more than {MAX_NODES} values"
+            raise _refusal(self.source, None, rule, "too-large")
+        if not isinstance(node, ScalarNode) and node.value:
+            return self._collection(node, path, (*above, node))
+        self.parsed.lines[path] = node.start_mark.line + 1
+        return self._scalar(node) if isinstance(node, ScalarNode) else self._empty(node)
 
+    def _empty(self, node: Node) -> Any:
+        self._check_tag(node)
+        return {} if isinstance(node, MappingNode) else []
 
-def _children(node: Node) -> list[Node]:
-    if isinstance(node, SequenceNode):
-        return node.value
-    if isinstance(node, MappingNode):
-        return [item for pair in node.value for item in pair]
-    return []
-
-
-def _convert(node: Node, path: Spot, parsed: Parsed, source: str) -> Any:
-    """Turn a node into plain data, noting the line of each leaf."""
-    _check_tag(node, source)
-    if isinstance(node, MappingNode):
+    def _collection(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
+        self._check_tag(node)
+        if isinstance(node, SequenceNode):
+            return [self.convert(item, (*path, i), above) for i, item in enumerate(node.value)]
         found: dict[str, Any] = {}
         for key, value in node.value:
-            name = _key(key, source)
+            name = self._key(key)
             if name in found:
-                parsed.violations.append(_twice((*path, name), found[name], key, source))
-            found[name] = _convert(value, (*path, name), parsed, source)
-        if not found:
-            parsed.lines[path] = node.start_mark.line + 1
+                where = f"{self.source}:{key.start_mark.line + 1}"
+                rule = "the key stands twice; write it once"
+                self.parsed.violations.append(
+                    Violation((*path, name), found[name], rule, id="duplicate-key", where=where)
+                )
+            found[name] = self.convert(value, (*path, name), above)
         return found
-    if isinstance(node, SequenceNode):
-        if not node.value:
-            parsed.lines[path] = node.start_mark.line + 1
-        return [_convert(item, (*path, i), parsed, source) for i, item in enumerate(node.value)]
-    assert isinstance(node, ScalarNode)
-    parsed.lines[path] = node.start_mark.line + 1
-    return _scalar(node, source)
+
+    def _check_tag(self, node: Node) -> None:
+        allowed = {MappingNode: ("map",), SequenceNode: ("seq",)}.get(type(node))
+        if node.tag.removeprefix(_CORE) not in (allowed or ("str", *_PATTERNS)):
+            tag = node.tag.replace(_CORE, "!!")
+            rule = f"the tag {tag} is refused: a run file holds plain data, never code"
+            raise self._refused(node, rule, "tag")
+
+    def _key(self, node: Node) -> str:
+        if not isinstance(node, ScalarNode):
+            raise self._refused(node, "a key must be plain text")
+        if node.value == "<<" and node.style is None:
+            rule = "merge keys (<<) are not supported; use base: to build on another file"
+            raise self._refused(node, rule)
+        self._check_tag(node)
+        return self._text(node)
+
+    def _text(self, node: ScalarNode) -> str:
+        """Return text that can be written down again; lone surrogates cannot."""
+        try:
+            node.value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise self._refused(node, "holds a character that is not valid text") from error
+        return node.value
+
+    def _scalar(self, node: ScalarNode) -> Any:
+        """Return the value of a scalar; NaN and infinities are left for the fields to refuse."""
+        self._check_tag(node)
+        sort = node.tag.removeprefix(_CORE)
+        if sort == "str":
+            return self._text(node)
+        if sort == "null":
+            return None
+        called, read = _READ[sort]
+        try:
+            return read(node.value)
+        except (ValueError, KeyError, OverflowError) as error:
+            raise self._refused(node, f"{node.value[:40]!r} is not {called}: {error}") from error
+
+    def _refused(self, node: Node, rule: str, sort: str = "syntax") -> RunError:
+        return _refusal(self.source, node.start_mark.line + 1, rule, sort)
 
 
-def _twice(path: Spot, value: Any, key: Node, source: str) -> Violation:
-    rule = "the key stands twice; write it once"
-    where = f"{source}:{key.start_mark.line + 1}"
-    return Violation(path, value, rule, value, "duplicate-key", where, edits=())
+def _bool(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()]
 
 
-def _check_tag(node: Node, source: str) -> None:
-    sort = {MappingNode: ("map",), SequenceNode: ("seq",)}.get(
-        type(node), ("str", "null", "bool", "int", "float")
-    )
-    if node.tag not in [_CORE + name for name in sort]:
-        tag = node.tag.replace(_CORE, "!!")
-        rule = f"the tag {tag} is refused: a run file holds plain data, never code"
-        raise _refuse(source, node.start_mark.line + 1, rule, "tag")
-
-
-def _key(node: Node, source: str) -> str:
-    if not isinstance(node, ScalarNode):
-        raise _refuse(source, node.start_mark.line + 1, "a key must be plain text", "syntax")
-    if node.tag == _CORE + "merge" or (node.value == "<<" and node.style is None):
-        rule = "merge keys (<<) are not supported; use base: to build on another file"
-        raise _refuse(source, node.start_mark.line + 1, rule, "syntax")
-    _check_tag(node, source)
-    return _text(node, source)
-
-
-def _text(node: ScalarNode, source: str) -> str:
-    """Return text that can be written down again; lone surrogates cannot."""
-    try:
-        node.value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        rule = "holds a character that is not valid text"
-        raise _refuse(source, node.start_mark.line + 1, rule, "syntax") from error
-    return node.value
-
-
-def _scalar(node: ScalarNode, source: str) -> Any:
-    """Return the value of a scalar; NaN and infinities are left for the fields to refuse."""
-    sort, text = node.tag.removeprefix(_CORE), node.value
-    if sort == "str":
-        return _text(node, source)
-    if sort == "null":
-        return None
-    try:
-        if sort == "bool":
-            return {"true": True, "false": False}[text.lower()]
-        if sort == "int":
-            return _whole(text)
-        return _real(text)
-    except (ValueError, KeyError, OverflowError) as error:
-        rule = f"{text[:40]!r} is not {_WORDS[sort]}: {error}"
-        raise _refuse(source, node.start_mark.line + 1, rule, "syntax") from error
-
-
-def _whole(text: str) -> int:
+def _int(text: str) -> int:
     if len(text) > 40:
         raise ValueError("it has too many digits")
-    base = {"0x": 16, "0o": 8}.get(text[:2], 10)
-    value = int(text, base)
+    value = int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
     if not -(2**63) <= value < 2**63:
         raise ValueError("it does not fit 64 bits")
     return value
 
 
-def _real(text: str) -> float:
+def _float(text: str) -> float:
     word = text.lower().lstrip("+-")
     if word in (".inf", ".nan"):
         return float(text.lower().replace(".", ""))
@@ -248,3 +211,10 @@ def _real(text: str) -> float:
     if math.isinf(value):
         raise OverflowError("it is beyond the largest number")
     return value
+
+
+_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "bool": ("true or false", _bool),
+    "int": ("a whole number", _int),
+    "float": ("a number", _float),
+}

@@ -1,4 +1,7 @@
-"""JSON schemas of records, so that editors complete and check run files while they are written."""
+"""JSON schemas of records, so that editors complete and check run files while they are written.
+
+``moefold explain --schema`` prints the one of run files.
+"""
 
 from typing import Any
 
@@ -11,19 +14,25 @@ from pydantic.json_schema import (
 from pydantic_core import core_schema
 
 from moefold.config.base import Record
-from moefold.config.fields import keys
+from moefold.config.errors import MISSING
+from moefold.config.fields import specs
 from moefold.config.slot import Slot
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _MARK = "x-slot"
 _MODE: JsonSchemaMode = "validation"
+_BASE = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    "description": "File or recipe to build on, relative to this file; or a list of them.",
+}
+Refs = dict[type[Record], JsonSchemaValue]
 
 
 def json_schema(cls: type[Record], partial: bool = False) -> dict[str, Any]:
-    """Return the JSON schema of a record class.
+    """Return the JSON schema (draft 2020-12) of a record class.
 
-    A slot is a ``oneOf`` of all kinds registered at this moment, told apart by their tag, or the
-    bare name of a kind that needs nothing else.
+    A slot is a choice of all kinds registered at this moment, told apart by their tag, or the bare
+    name of a kind that needs nothing else.
 
     Args:
         cls: class of the record.
@@ -31,22 +40,22 @@ def json_schema(cls: type[Record], partial: bool = False) -> dict[str, Any]:
     """
     models: list[type[Record]] = [cls]
     while True:
-        refs, definitions, slots = _generate(models)
+        refs, definitions, slots = _generated(models, partial)
         missing = [kind for slot in slots for kind in slot.kinds.values() if kind not in models]
         if not missing:
             break
         models += dict.fromkeys(missing)
-    found = _expanded(definitions, slots, refs)
-    own = refs[cls]["$ref"].rsplit("/", 1)[1]
-    schema = {"$schema": DRAFT, **found["$defs"].pop(own), **found}
-    if _points_at(schema, refs[cls]["$ref"]):
-        schema["$defs"][own] = {key: item for key, item in schema.items() if key[0] != "$"}
-    return _partial(schema) if partial else schema
+    choices = [_choice(slot, refs, partial) for slot in slots]
+    found = _with_choices(definitions, choices)
+    if partial:
+        own = found[refs[cls]["$ref"].rsplit("/", 1)[1]]
+        own["properties"] = {"base": _BASE, **own["properties"]}
+    return {"$schema": DRAFT, **refs[cls], "$defs": found}
 
 
-def _generate(
-    models: list[type[Record]],
-) -> tuple[dict[type[Record], JsonSchemaValue], JsonSchemaValue, list[Slot]]:
+def _generated(
+    models: list[type[Record]], partial: bool
+) -> tuple[Refs, dict[str, JsonSchemaValue], list[Slot]]:
     """Return a reference to each model, their definitions with slots marked, and the slots."""
     slots: list[Slot] = []
 
@@ -61,76 +70,41 @@ def _generate(
                 slots.append(slot)
             return {_MARK: slots.index(slot)}
 
+        def field_is_required(self, field: Any, total: bool) -> bool:
+            return not partial and super().field_is_required(field, total)
+
     given: list[tuple[type[Any], JsonSchemaMode]] = [(model, _MODE) for model in models]
     refs, definitions = models_json_schema(given, schema_generator=Marking)
-    return {model: refs[(model, _MODE)] for model in models}, definitions, slots
+    return {model: refs[(model, _MODE)] for model in models}, definitions["$defs"], slots
 
 
-def _expanded(value: Any, slots: list[Slot], refs: dict[type[Record], JsonSchemaValue]) -> Any:
+def _with_choices(value: Any, choices: list[JsonSchemaValue]) -> Any:
     """Return a schema with each marked slot written out."""
     if isinstance(value, list):
-        return [_expanded(item, slots, refs) for item in value]
+        return [_with_choices(item, choices) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: _expanded(item, slots, refs) for key, item in value.items() if key != _MARK}
-    if _MARK in value:
-        found |= _choice(slots[value[_MARK]], refs)
-    return found
+    found = {key: _with_choices(item, choices) for key, item in value.items() if key != _MARK}
+    return found | (choices[value[_MARK]] if _MARK in value else {})
 
 
-def _choice(slot: Slot, refs: dict[type[Record], JsonSchemaValue]) -> JsonSchemaValue:
+def _choice(slot: Slot, refs: Refs, partial: bool) -> JsonSchemaValue:
+    """Return the schema of a slot: its kinds, and the names of those that need nothing."""
     if not slot.kinds:
         return {"not": {}}
     mapping = {kind: refs[record]["$ref"] for kind, record in slot.kinds.items()}
-    implied = {
-        *slot.implied.values(),
-        slot.default,
-    }  # its key says the kind, so the tag may be left out
+    # Kinds whose tag may be left out: a key says the kind, or it is the default.
+    implied = {*slot.implied.values(), slot.default, *(mapping if partial else ())}
     choices: list[JsonSchemaValue] = [
         {"$ref": ref} if kind in implied else {"$ref": ref, "required": [slot.tag]}
         for kind, ref in mapping.items()
     ]
-    simple = [kind for kind, record in slot.kinds.items() if _needs_nothing(record)]
-    if simple:
+    needless = (
+        kind
+        for kind, record in slot.kinds.items()
+        if not any(spec.default is MISSING for spec in specs(record).values())
+    )
+    if simple := list(slot.kinds if partial else needless):
         choices.append({"enum": simple})
-    if not choices:  # only parts from outside the package stand there
-        return {"type": ["object", "string"]}
-    return {"oneOf": choices, "discriminator": {"propertyName": slot.tag, "mapping": mapping}}
-
-
-def _needs_nothing(record: type[Record]) -> bool:
-    return not any(info.is_required() for info in keys(record).values())
-
-
-def _points_at(value: Any, ref: str) -> bool:
-    if isinstance(value, dict):
-        return value.get("$ref") == ref or any(_points_at(item, ref) for item in value.values())
-    return isinstance(value, list) and any(_points_at(item, ref) for item in value)
-
-
-def _partial(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that asks for nothing and allows ``base``."""
-    loose = _asking_nothing(schema)
-    text = {"type": "string"}
-    named = {"anyOf": [text, {"type": "array", "items": text}]}
-    about = "File or recipe to build on, relative to this file; or a list of them."
-    loose["properties"] = {"base": {**named, "description": about}, **loose["properties"]}
-    return loose
-
-
-def _asking_nothing(value: Any, names: bool = False) -> Any:
-    """Drop ``required`` keywords, and let a mapping without its tag match any kind."""
-    if isinstance(value, list):
-        return [_asking_nothing(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    found = {}
-    for key, item in value.items():
-        if key == "default":
-            found[key] = item
-            continue
-        if key == "required" and not names:
-            continue
-        kept = "anyOf" if key == "oneOf" and not names else key
-        found[kept] = _asking_nothing(item, names=not names and key in ("properties", "$defs"))
-    return found
+    of = "anyOf" if partial else "oneOf"  # a mapping without its tag may match several kinds
+    return {of: choices, "discriminator": {"propertyName": slot.tag, "mapping": mapping}}

@@ -82,10 +82,10 @@ class Slot:
             raise PydanticCustomError("slot_type", "not a mapping with a tag")
         value = self.completed(value)
         if self.tag not in value:
-            raise PydanticCustomError("slot_missing", "the tag is missing")
+            raise PydanticCustomError("slot_missing", "the tag is missing", {"tag": self.tag})
         record = self.lookup(value[self.tag])
         if record is None:
-            raise PydanticCustomError("slot_unknown", "no such kind")
+            raise PydanticCustomError("slot_unknown", "no such kind", {"tag": self.tag})
         return record.model_validate(value, context=info.context)
 
     def completed(self, value: Mapping[str, Any]) -> Mapping[str, Any]:

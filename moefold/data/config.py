@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.errors import REMOVE, Violation
 from moefold.config.fields import OnDisk
-from moefold.config.problems import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.files import named
 

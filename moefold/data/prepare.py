@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moefold.config.records import plain
+from moefold.config.base import to_dict
 from moefold.config.slot import build
 from moefold.data.config import Data, DataError, SourceRecord, read_json
 from moefold.data.index import (
@@ -127,9 +127,9 @@ def _key(data: Data, sources: Sequence[Built]) -> str:
     """Return a SHA-256 of everything that the token files depend on."""
     said = []
     for record, source in sources:
-        fields = {k: v for k, v in plain(record).items() if k != "weight"}
+        fields = {k: v for k, v in to_dict(record).items() if k != "weight"}
         said.append([fields, source.stamp() if isinstance(source, Source) else None])
-    tokenizer = [plain(data.tokenizer), data.tokenizer.stamp()]
+    tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
 
 

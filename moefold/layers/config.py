@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.mesh.config import Sizes
 

@@ -6,7 +6,7 @@ attention (MoE Parallel Folding, arXiv 2504.14960). Arithmetic alone: no process
 from collections.abc import Collection
 from typing import NamedTuple
 
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.grid import Grid, Offsets, shifted
 from moefold.mesh.legality import folding_violations

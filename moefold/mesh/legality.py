@@ -6,7 +6,7 @@ The nearest legal values of one answer fit together: put in all at once they are
 import math
 from collections.abc import Iterator, Sequence
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.spec.decoder import Model

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import ATTENTION, FFN, Size
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import REMOVE, Violation
+from moefold.config.errors import REMOVE, Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 
 OPTIMIZER = Slot("optimizer")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations

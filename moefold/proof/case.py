@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from moefold.config.base import Record
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import folding_violations

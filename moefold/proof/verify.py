@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from moefold.comm.recorder import Site
-from moefold.config.problems import RunError, Violation
+from moefold.config.errors import RunError, Violation
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.mesh.config import Sizes

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import RunError, Violation
+from moefold.config.errors import RunError, Violation
 from moefold.config.slot import Slot, build
 from moefold.schedule.table import Table
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import Asked, Size
 

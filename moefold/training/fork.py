@@ -10,7 +10,7 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, MismatchError
 from moefold.checkpoint.folder import checkpoint_in
 from moefold.comm.agree import on_first
-from moefold.config.records import plain
+from moefold.config.base import to_dict
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_text
 from moefold.optim.base import PREFIX
@@ -65,7 +65,7 @@ class Fork:
             "taken": ["weights"] if weights_only else ["weights", "optimizer state", "progress"],
             "tokenizer": tokenizer,
             "step": job.step_number,
-            "changed": differences(stored, plain(job.run)) if stored else [],
+            "changed": differences(stored, to_dict(job.run)) if stored else [],
         }
 
         def write() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import checkpoint_in
 from moefold.checkpoint.load import Reader
+from moefold.config.base import to_dict
 from moefold.config.check import check
-from moefold.config.problems import RunError
-from moefold.config.records import plain
-from moefold.config.uses import bring
+from moefold.config.errors import RunError
+from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.tokenizer import Tokenizer
 from moefold.layers.config import Precision
@@ -43,7 +43,7 @@ def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
             "start": tokenizer.start,
             "vocab": tokenizer.vocab,
         }
-    return {"decoder": plain(decoder), "tokenizer": said}
+    return {"decoder": to_dict(decoder), "tokenizer": said}
 
 
 def precision_of(meta: Mapping[str, Any]) -> Precision | None:
@@ -73,7 +73,7 @@ class StoredModel:
         Raises:
             CheckpointError: where there is none, or it holds no model.
         """
-        bring(uses)
+        import_plugins(uses)
         path = checkpoint_in(Path(source))
         reader = Reader(path)
         try:

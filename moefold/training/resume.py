@@ -12,12 +12,12 @@ import torch
 from moefold.checkpoint.errors import CheckpointError
 from moefold.comm.agree import demand_same
 from moefold.comm.world import World
+from moefold.config.base import to_dict
 from moefold.config.check import check
 from moefold.config.dump import unplaced
-from moefold.config.fields import Place, last_part, paths_in
-from moefold.config.problems import Edit, amend, copied, dotted
-from moefold.config.records import plain
-from moefold.config.uses import bring
+from moefold.config.errors import dotted
+from moefold.config.fields import FieldSpec, last_part, paths_in, set_at
+from moefold.config.plugins import import_plugins
 from moefold.model.config import Decoder
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
 
@@ -42,7 +42,7 @@ code_version()
 def parts_from_outside(run: Run) -> dict[str, str]:
     """Import the files of ``uses``; return their SHA-256 by name, wherever they lie."""
     found: dict[str, list[str]] = {}
-    for path, digest in bring(run.uses).items():
+    for path, digest in import_plugins(run.uses).items():
         found.setdefault(Path(path).name, []).append(digest)
     return {f"uses: {name}": " ".join(digests) for name, digests in found.items()}
 
@@ -68,7 +68,7 @@ def check_same_run(
             f"{path} is a model that was imported, and no run to continue; start one from its "
             f"weights: moefold train RUN --folder {path.parent} --fork NEW"
         )
-    changed = differences(as_known_today(meta["run"], run), plain(run))
+    changed = differences(as_known_today(meta["run"], run), to_dict(run))
     changed += differences(meta["parts"], parts, tuple({**parts, **meta["parts"]}))
     if meta["data"] != data:
         changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
@@ -115,16 +115,13 @@ def as_known_today(stored: Mapping[str, Any], run: Run) -> Mapping[str, Any]:
     A path that ends as ``run``'s does is taken for the same, moved. A run that today's records no
     longer accept comes back otherwise as it is, and differs where it differs.
     """
-    place, stored = Place(Run), copied(stored)
-    present = {spot: text for spot, text, _ in paths_in(place, plain(run))}
-    moved = [
-        Edit(spot, present[spot])
-        for spot, text, _ in list(paths_in(place, stored))
-        if spot in present and last_part(text) == last_part(present[spot])
-    ]
-    stored = amend(stored, moved)
+    spec = FieldSpec(Run)
+    present = {path: text for path, text, _ in paths_in(spec, to_dict(run))}
+    for path, text, _ in list(paths_in(spec, stored)):
+        if path in present and last_part(text) == last_part(present[path]):
+            stored = set_at(stored, path, present[path])
     record = check(Run, stored).record
-    return stored if record is None else plain(record)
+    return stored if record is None else to_dict(record)
 
 
 def differences(

@@ -22,7 +22,7 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
-from moefold.config.records import plain
+from moefold.config.base import to_dict
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import DataParallelLoader, Loader
 from moefold.data.prepare import Prepared, prepare
@@ -409,7 +409,7 @@ class Trainer:
             return present
         meta: dict[str, Any] = {
             "format": FORMAT,
-            "run": plain(self.run),
+            "run": to_dict(self.run),
             "precision": dict(self.precision.began),
             **describe(self.decoder, self.tokenizer),
             "parts": self.parts,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from moefold.checkpoint.lock import LockError
+from moefold.config.base import to_dict
 from moefold.config.dump import identity, unplaced
 from moefold.config.load import load
-from moefold.config.records import plain
 from moefold.data.config import FileTokenizer
 from moefold.moe.config import Bias
 from moefold.run import Run
@@ -363,13 +363,13 @@ def test_another_computation_is_refused_with_a_diff(tmp_path: Path) -> None:
 def test_a_field_that_a_later_version_adds_refuses_no_old_folder(tmp_path: Path) -> None:
     """Plant: compare what was stored with today's records as they stand."""
     run = run_of(tmp_path)
-    older = plain(run)
+    older = to_dict(run)
     del older["train"]["on_nonfinite"], older["optim"]["eps"]
-    assert differences(as_known_today(older, run), plain(run)) == []
+    assert differences(as_known_today(older, run), to_dict(run)) == []
     older["optim"]["lr"] = 0.5
-    assert differences(as_known_today(older, run), plain(run)) == ["optim.lr: 0.5 -> 0.01"]
+    assert differences(as_known_today(older, run), to_dict(run)) == ["optim.lr: 0.5 -> 0.01"]
     older["optim"]["kind"] = "gone"
-    assert "optim.kind: gone -> adamw" in differences(as_known_today(older, run), plain(run))
+    assert "optim.kind: gone -> adamw" in differences(as_known_today(older, run), to_dict(run))
 
 
 def test_a_path_that_moved_is_no_difference_and_another_file_is(
@@ -379,12 +379,12 @@ def test_a_path_that_moved_is_no_difference_and_another_file_is(
     monkeypatch.chdir(tmp_path)
     run = run_of(tmp_path)
     for before in ("corpus/*.txt", "/gone/*.txt", "*.txt"):
-        older = plain(run)
+        older = to_dict(run)
         older["data"]["train"][0]["files"] = [before]
         del older["train"]["on_nonfinite"]
-        assert differences(as_known_today(older, run), plain(run)) == []
+        assert differences(as_known_today(older, run), to_dict(run)) == []
     older["data"]["train"][0]["files"] = ["corpus/*.md"]
-    (said,) = differences(as_known_today(older, run), plain(run))
+    (said,) = differences(as_known_today(older, run), to_dict(run))
     assert said.startswith("data.train: ") and "corpus/*.md" in said
     there = run_of(tmp_path / "there")
     assert unplaced(there) == unplaced(run) and identity(there) == identity(run)

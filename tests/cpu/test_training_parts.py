@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import moefold
+from moefold.config.errors import RunError
 from moefold.config.load import load
-from moefold.config.problems import RunError
 from moefold.run import Run, load_run
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights

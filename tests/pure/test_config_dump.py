@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moefold.config.dump import diff, dump_yaml, golden, identity
+from moefold.config.base import to_dict, visit
+from moefold.config.dump import dump_yaml, identity
 from moefold.config.load import load
-from moefold.config.records import plain, visit
 from tests.config_toys import Coach, Diesel, Limits, Record, Steam, Train, full, smallest
+from tests.golden import diff, golden
 
 
 class Bag(Record):
@@ -96,7 +97,8 @@ def test_dumps_do_not_depend_on_the_process() -> None:
     """Sets of text are ordered differently in each process that has another hash seed."""
     code = (
         "from tests.pure.test_config_dump import Bag\n"
-        "from moefold.config.dump import golden, identity\n"
+        "from moefold.config.dump import identity\n"
+        "from tests.golden import golden\n"
         "bag = Bag(names=['b', 'a', 'c', 'd'], things={'y': 1.0, 'x': 2.0})\n"
         "print(golden(bag), identity(bag))\n"
     )
@@ -129,7 +131,7 @@ def test_every_record_is_visited_children_first() -> None:
 
 
 def test_plain_data_holds_nothing_but_data() -> None:
-    assert plain({"a": (Coach(seats=2), {3, 1}), 5: Path("x/y")}) == {
+    assert to_dict({"a": (Coach(seats=2), {3, 1}), 5: Path("x/y")}) == {
         "a": [{"seats": 2, "rows": 1, "label": "coach"}, [1, 3]],
         "5": "x/y",
     }

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from moefold.config.errors import RunError, Violation
 from moefold.config.load import Loaded, load, parse_override
-from moefold.config.problems import RunError, Violation, repair
 from tests.config_toys import ENGINE, Coach, Diesel, Iron, Rubber, Steam, Train, full, smallest
+from tests.mutations import repair
 
 PART = """
 from typing import Annotated, ClassVar, Literal
@@ -306,7 +307,7 @@ def test_parts_that_cannot_be_brought_are_told_beside_all_else(tmp_path: Path) -
     found = caught.value.violations
     assert [item.path for item in found if item.id == "uses"] == [("uses", i) for i in (3, 2, 0)]
     assert any("no_such_module" in item.rule for item in found)
-    mended = load(Train, repair(caught.value.data, found))
+    mended = load(Train, repair(Train, caught.value.data, found))
     assert [Path(path).name for path in mended.record.uses] == ["fine.py"]
 
 

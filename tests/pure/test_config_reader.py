@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefold.config.dump import dump_yaml
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.config.reader import MAX_BYTES, MAX_DEPTH, read_value, read_yaml
 
 # Text beside what it means.

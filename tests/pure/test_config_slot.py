@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from moefold.config.base import Record
+from moefold.config.plugins import import_plugins
 from moefold.config.slot import Slot, build
-from moefold.config.uses import bring
 from tests.config_toys import ENGINE, Colour, Diesel, Iron, Limits, Steam, Train, full, smallest
 
 
@@ -180,9 +180,9 @@ def part(tmp_path: Path) -> Any:
 
 def test_a_file_is_brought_once_and_known_by_its_hash(part: Path) -> None:
     digest = hashlib.sha256(part.read_bytes()).hexdigest()
-    assert bring(["part.py"], part.parent) == {str(part): digest}
+    assert import_plugins(["part.py"], part.parent) == {str(part): digest}
     first = ENGINE.kinds["sail"]
-    assert bring([part]) == {str(part): digest}
+    assert import_plugins([part]) == {str(part): digest}
     assert ENGINE.kinds["sail"] is first
     assert sys.modules[first.__module__].__file__ == str(part)
     record = Train.model_validate({**full(), "engine": {"kind": "sail", "area": 2.0}})
@@ -190,25 +190,25 @@ def test_a_file_is_brought_once_and_known_by_its_hash(part: Path) -> None:
 
 
 def test_an_edited_file_replaces_its_parts(part: Path) -> None:
-    bring([part])
+    import_plugins([part])
     part.write_text(part.read_text("utf-8").replace("area", "size"), "utf-8")
-    bring([part])
+    import_plugins([part])
     assert list(ENGINE.kinds["sail"].model_fields) == ["kind", "size"]
 
 
 def test_two_files_may_not_take_one_name(part: Path) -> None:
-    bring([part])
+    import_plugins([part])
     other = part.with_name("other.py")
     other.write_text(part.read_text("utf-8"), "utf-8")
     with pytest.raises(ValueError, match="already taken"):
-        bring([other])
+        import_plugins([other])
 
 
 def test_two_files_of_one_name_are_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my-part.v2.py").write_text(f"NAME = {name!r}\n", "utf-8")
-    found = bring(["a/my-part.v2.py", "b/my-part.v2.py"], tmp_path)
+    found = import_plugins(["a/my-part.v2.py", "b/my-part.v2.py"], tmp_path)
     modules = [m for m in sys.modules.values() if getattr(m, "__file__", None) in found]
     assert sorted(m.NAME for m in modules) == ["a", "b"]
 
@@ -219,7 +219,7 @@ def test_a_file_that_fails_leaves_nothing_behind(text: str, tmp_path: Path) -> N
     file.write_text(text, "utf-8")
     before = set(sys.modules)
     with pytest.raises(ValueError, match="failed while it was imported"):
-        bring([file])
+        import_plugins([file])
     assert not [name for name in set(sys.modules) - before if "bad" in name]
 
 
@@ -227,7 +227,7 @@ def test_only_python_files_are_brought(tmp_path: Path) -> None:
     (tmp_path / "part.txt").write_text("", "utf-8")
     for name in ("part.txt", "absent.py", "."):
         with pytest.raises(ValueError, match="is not a Python file"):
-            bring([name], tmp_path)
+            import_plugins([name], tmp_path)
 
 
 def test_toys_are_what_they_say() -> None:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from moefold.checkpoint.config import Local
-from moefold.config.fields import Place, paths_in
+from moefold.config.base import to_dict
+from moefold.config.errors import RunError
+from moefold.config.fields import FieldSpec, paths_in
 from moefold.config.load import load
-from moefold.config.problems import RunError, repair
-from moefold.config.records import plain
 from moefold.data.config import Data, DataError, FileTokenizer, IndexedTokens, Jsonl, Text
 from moefold.data.sources import expand
 from moefold.run import Run
-from tests.mutations import Judge, mutations
+from tests.mutations import Judge, mutations, repair
 
 FULL: dict[str, Any] = {
     "seq": 256,
@@ -44,7 +44,7 @@ def test_the_shape_of_the_run_file() -> None:
 
 
 def test_every_field_broken_is_refused_and_mended() -> None:
-    judge, found = Judge(lambda raw: load(Data, raw), FULL), list(mutations(Data, FULL))
+    judge, found = Judge(Data, lambda raw: load(Data, raw), FULL), list(mutations(Data, FULL))
     assert len(found) > 100
     for mutation in found:
         judge(mutation)
@@ -69,14 +69,14 @@ def test_relations_between_fields(change: dict, path: tuple, nearest: Any) -> No
     assert [v.path for v in caught.value.violations] == [path]
     if nearest is not None:
         assert caught.value.violations[0].nearest == nearest
-    data_of(repair(raw, caught.value.violations))
+    data_of(repair(Data, raw, caught.value.violations))
 
 
 def test_names_given_thrice_are_told_apart() -> None:
     raw = {**FULL, "train": ["python_stdlib"] * 3, "valid": []}
     with pytest.raises(RunError) as caught:
         data_of(raw)
-    mended = data_of(repair(raw, caught.value.violations))
+    mended = data_of(repair(Data, raw, caught.value.violations))
     assert len({s.label for s in mended.train}) == 3
 
 
@@ -133,7 +133,7 @@ def test_paths_begin_at_the_file_that_names_them(
         assert indexed.prefix == str(runs / "tokens" / "d")
         assert [expand((name,)) for name in matched.files] == [[runs / "v[1].txt"]] * 2
         assert jsonl.files == (str(here / "e.jsonl"),)
-        assert load(Data, plain(data)).record == data
+        assert load(Data, to_dict(data)).record == data
         raw = load(Data, {"seq": 8, "train": [{"source": "text", "files": ["a.txt"]}]}).record
         assert raw.train[0] == Text(files=(str(here / "a.txt"),))
     (runs / "saved.yaml").write_text("seq: 8\ntrain: [{source: text, files: [a.txt]}]\n")
@@ -150,7 +150,7 @@ def test_every_path_of_a_run_is_known_as_one(tmp_path: Path) -> None:
         "data": {"tokenizer": {"kind": "file", "path": "hub", "end": "</s>"}, "valid": [source]},
         "watch": {"checkpoint": {"local": {"folder": "scratch"}}},
     }
-    assert [text for _, text, _ in paths_in(Place(Run), raw)] == [
+    assert [text for _, text, _ in paths_in(FieldSpec(Run), raw)] == [
         "part.py", "hub", "hub", "a.jsonl", "b.jsonl", "scratch",
     ]  # fmt: skip
     found = {"scratch": str(tmp_path / "scratch"), "$JOB/x": "$JOB/x", r'"~\0"': "~\0"}

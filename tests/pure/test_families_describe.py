@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from moefold.config.check import check
-from moefold.config.problems import repair
+from moefold.config.errors import Rename, RunError
 from moefold.config.schema import json_schema
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
@@ -19,6 +19,7 @@ from moefold.model.families.base import Family
 from moefold.model.families.names import choose_layout, find, pieces
 from moefold.moe.config import Aux, Bias, Moe, Router
 from moefold.run import Run, load_run
+from tests.mutations import repair
 
 SIZES = {"hidden": 32, "layers": 3, "heads": 4, "experts": 4, "top_k": 2, "expert_width": 12}
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,7 +113,7 @@ def test_impossible_sizes_are_refused_with_one_that_is_possible(
     verdict = check(record, data)
     assert verdict.record is None
     assert (path, nearest) in [(v.path, v.nearest) for v in verdict.violations]
-    assert check(record, repair(data, verdict.violations)).record is not None
+    assert check(record, repair(record, data, verdict.violations)).record is not None
 
 
 CLASHES = [
@@ -143,9 +144,10 @@ def test_what_a_family_does_not_have_is_refused(
     family: str, change: dict[str, Any], path: tuple[Any, ...]
 ) -> None:
     data = {"family": family, **MODELS[family], **change}
-    verdict = check(MODEL.kinds[family], data)
+    record = MODEL.kinds[family]
+    verdict = check(record, data)
     assert path in [v.path for v in verdict.violations]
-    assert check(MODEL.kinds[family], repair(data, verdict.violations)).record is not None
+    assert check(record, repair(record, data, verdict.violations)).record is not None
 
 
 def test_a_router_in_place_of_the_family_s_keeps_its_sizes_and_is_no_longer_the_family_s() -> None:
@@ -245,10 +247,21 @@ def test_a_parameter_without_a_name_is_refused() -> None:
 
 def test_an_editor_accepts_from_without_the_family() -> None:
     whole = json_schema(Run)
-    schema = {"$defs": whole["$defs"], **whole["properties"]["model"]}
+    model = whole["$defs"]["Run"]["properties"]["model"]
+    schema = {"$defs": whole["$defs"], **model}
     jsonschema.validate({"from": "./folder"}, schema)
     jsonschema.validate({"family": "folder", "from": "./folder"}, schema)
     jsonschema.validate({"family": "mixtral", **MODELS["mixtral"]}, schema)
     for wrong in (MODELS["mixtral"], {"family": "olmoe", "from": "./folder"}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
+
+
+def test_a_router_can_be_chosen_by_an_override_under_any_family() -> None:
+    router = load_run("tiny", ["model.router.score=sigmoid"]).model.router  # type: ignore[attr-defined]
+    assert router.score == "sigmoid"
+    with pytest.raises(RunError) as caught:
+        load_run("tiny", ["model.ruter.score=sigmoid"])
+    (item,) = caught.value.violations
+    assert (item.path, item.nearest) == (("model", "ruter"), Rename("router"))
+    assert item.where == "model.ruter.score=sigmoid"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import Context, Gathered, Mixed, Ring, Ulysses
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import KINDS, AttentionSpot, ExpertSpot, Folding
 

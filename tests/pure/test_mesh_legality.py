@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from moefold.config.base import to_dict
 from moefold.config.check import check
-from moefold.config.problems import RunError, repair
-from moefold.config.records import plain
+from moefold.config.errors import RunError
 from moefold.layers.config import ATTENTION
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
@@ -21,7 +21,7 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.run import Run, load_run
 from moefold.spec.decoder import Model, needs
 from moefold.spec.layer import Units
-from tests.mutations import Judge, mutations
+from tests.mutations import Judge, mutations, repair
 
 GQA = Gqa(heads=12, kv_heads=4, head_dim=16)
 MIXTURE = Moe(width=96, router=Router(experts=24, top_k=2), shared=Shared(width=80))
@@ -139,7 +139,7 @@ def test_together_the_nearest_are_legal() -> None:
         found = violations(sizes, MODEL, world, order, stages)
         seen |= {(item.path[0], bool(found)) for item in found}
         mended: dict[Any, Any] = {"sizes": sizes.text, "world": world, "order": order}
-        mended = repair({**mended, "stages": stages}, found)
+        mended |= {"stages": stages} | {item.path[0]: item.nearest for item in found}
         near = Sizes.parse(mended["sizes"])
         again = violations(near, MODEL, mended["world"], mended["order"], mended["stages"])
         assert not again, (sizes.text, world, order, stages, found, mended, again)
@@ -186,7 +186,7 @@ def demo(**layout: Any) -> dict[str, Any]:
 
     Its step is in two micro-batches, as virtual stages ask.
     """
-    data = plain(load_run("demo"))
+    data = to_dict(load_run("demo"))
     data["train"]["micro_batch"] = 4
     data["layout"] |= layout
     return data
@@ -230,7 +230,7 @@ def test_a_run_that_has_none_is_told_what_is_near(
     (item,) = verdict.violations
     assert item.path == ("layout", path) and rule in item.rule
     assert item.nearest == near
-    assert verdict.mended_record is not None
+    assert check(Run, repair(Run, demo(**layout), verdict.violations)).record is not None
 
 
 def test_a_stage_may_be_empty_where_it_is_said() -> None:
@@ -261,7 +261,7 @@ def test_a_model_that_moves_under_a_layout(layout: dict[str, Any]) -> None:
         return verdict.record
 
     data = demo(**layout)
-    judge = Judge(judged, data)
+    judge = Judge(Run, judged, data)
     told = set()
     for mutation in list(mutations(Run, data))[::3]:
         if mutation.path[0] in ("model", "layout") or mutation.path == ("data", "seq"):

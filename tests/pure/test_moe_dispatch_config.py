@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack

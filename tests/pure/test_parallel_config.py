@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.parallel.config import Layout
 from moefold.run import load_run
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moefold.config.records import plain
+from moefold.config.base import to_dict
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
@@ -20,7 +20,7 @@ DENSE = Block(attention=Gqa(heads=4, kv_heads=2, head_dim=8), ffn=Dense(width=64
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "family": "custom",
-        "decoder": plain(
+        "decoder": to_dict(
             Decoder(vocab=2048, hidden=32, stacks=(Stack(repeat=2, blocks=(DENSE,)),))
         ),
     },

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.dump import dump_yaml, golden
+from moefold.config.dump import dump_yaml
 from moefold.run import load_run, recipes
+from tests.golden import golden
 from tests.refresh_golden import FOLDER, golden_file
 
 REFRESH = "run `python -m tests.refresh_golden` and look at the difference"

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from moefold.config.base import to_dict
 from moefold.config.check import check
 from moefold.config.dump import dump_yaml
+from moefold.config.errors import RunError
 from moefold.config.load import load
-from moefold.config.problems import RunError
 from moefold.config.reader import read_yaml
-from moefold.config.records import plain
 from moefold.run import Run, load_run, recipes
 from tests.mutations import Judge, mutations
 
@@ -27,7 +27,7 @@ def test_fields_that_a_recipe_states(name: str) -> None:
     data = read_yaml(RECIPES[name].read_bytes()).data
     if "base" in data:
         pytest.skip("states only what differs from its base; the resolved form covers it")
-    judge = Judge(lambda raw: load(Run, raw, (), RECIPES), data)
+    judge = Judge(Run, lambda raw: load(Run, raw, (), RECIPES), data)
     for mutation in list(mutations(Run, data))[::4]:
         judge(mutation)
 
@@ -40,8 +40,8 @@ def test_every_field_that_a_recipe_has(name: str) -> None:
             raise RunError(verdict.violations, raw)
         return verdict.record
 
-    data = plain(load_run(name))
-    judge = Judge(judged, data)
+    data = to_dict(load_run(name))
+    judge = Judge(Run, judged, data)
     for mutation in mutations(Run, data):
         judge(mutation)
 
@@ -53,7 +53,7 @@ def test_some_fields_through_a_file(name: str, tmp_path: Path) -> None:
         file.write_text(dump_yaml(raw), "utf-8")
         return load_run(file)
 
-    data = plain(load_run(name))
-    judge = Judge(from_file, data)
+    data = to_dict(load_run(name))
+    judge = Judge(Run, from_file, data)
     for mutation in list(mutations(Run, data))[::97]:
         judge(mutation)

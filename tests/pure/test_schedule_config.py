@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from moefold.config.base import Record
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.schedule.config import SCHEDULE, Interleaved, Merged, OneFOneB, Schedule, tabulate
 from tests.schedules import KINDS, Sizes, any_sizes, mended, schedule
 

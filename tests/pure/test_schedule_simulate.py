@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,

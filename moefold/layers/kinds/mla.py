@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import ATTENTION, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.problems import PathPart, Spot, Violation, dotted
+from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.layers.config import Rope, Size
 from moefold.model.config import Block, Decoder, Layers, Stack
 from moefold.model.families.hub import ConfigReader, rope_fields
@@ -287,7 +287,7 @@ class Family(Record):
                 yield Violation((name,), value, rule, unset)
 
 
-def too_few_rows(path: Spot, rows: int | None, vocab: int) -> Iterator[Violation]:
+def too_few_rows(path: FieldPath, rows: int | None, vocab: int) -> Iterator[Violation]:
     """Yield a violation where an embedding of ``rows`` has none for some tokens."""
     if rows is not None and rows < vocab:
         yield Violation(
@@ -305,6 +305,7 @@ def refuse(broken: Iterable[Violation], where: str = "model") -> None:
 def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[Violation]:
     """Yield a violation for each term that stands twice, or moves a bias the router lacks."""
     seen: list[Record] = []
+    taken = list(balance)
     for i, term in enumerate(balance):
         rule = ""
         if isinstance(term, Bias) and not selection_bias:
@@ -312,7 +313,9 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
         elif any(_same_term(term, other) for other in seen):
             rule = "the same term stands in the list already"
         if rule:
-            yield Violation(("balance", i), term, rule, _free_term([*balance, *seen]))
+            free = _free_term(taken)
+            taken += [] if free is None else [free]
+            yield Violation(("balance", i), term, rule, REMOVE if free is None else free)
         seen.append(term)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families.base import refuse, too_few_rows
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.mla import Mla

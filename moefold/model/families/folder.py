@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.config.problems import Violation
 from moefold.files import named
 from moefold.model.config import MODEL, Block, Decoder, Stack
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Decoder

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL, Block
 from moefold.model.families.base import Balance

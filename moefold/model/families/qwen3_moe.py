@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import MODEL, Block, Decoder

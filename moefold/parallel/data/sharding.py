@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moefold.comm.collectives import sum_
 from moefold.comm.group import Group
 from moefold.config.base import Record
-from moefold.config.problems import RunError
+from moefold.config.errors import RunError
 from moefold.config.slot import build
 from moefold.layers.placement import Box, Shard
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of

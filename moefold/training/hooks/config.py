@@ -8,7 +8,7 @@ from pydantic import Field
 from moefold.checkpoint.config import Policy
 from moefold.comm.config import Survive
 from moefold.config.base import Record
-from moefold.config.problems import Violation
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import Size
 

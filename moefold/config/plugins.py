@@ -1,4 +1,4 @@
-"""Parts from outside the package: importing Python files that register records of their own."""
+"""Plugins: importing Python files from outside the package that register records of their own."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ OUTSIDE = "outside_"
 """How the names of modules made of such files begin."""
 
 
-def bring(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[str, str]:
+def import_plugins(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[str, str]:
     """Import Python files so that they can register their parts.
 
     A file is imported once per content, under a module name of its own made from its path and
@@ -31,7 +31,7 @@ def bring(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[st
     Raises:
         ValueError: where a file does not exist, is no ``.py`` file, or fails while it is imported.
     """
-    return {str(path): _bring(path) for path in (resolve(item, relative_to) for item in paths)}
+    return {str(path): _import(path) for path in (resolve(item, relative_to) for item in paths)}
 
 
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
@@ -40,8 +40,8 @@ def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
     return Path(os.path.realpath(Path(relative_to, os.path.expanduser(path))))
 
 
-class Brought:
-    """Imports, where it is loaded by pickle, the files that were brought where it was written.
+class PluginImports:
+    """Imports, where it is unpickled, the plugins that were imported where it was pickled.
 
     Pickle loads in the order in which it wrote: what stands behind this finds its classes.
     """
@@ -50,10 +50,10 @@ class Brought:
         """Say what loads it."""
         modules = [module for name, module in sys.modules.items() if name.startswith(OUTSIDE)]
         files = [str(module.__file__) for module in modules]
-        return bring, ([file for file in files if Path(file).is_file()],)
+        return import_plugins, ([file for file in files if Path(file).is_file()],)
 
 
-def _bring(path: Path) -> str:
+def _import(path: Path) -> str:
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{path} is not a Python file")
     with named(path):

@@ -1,0 +1,129 @@
+"""What is wrong with a run file: violations, each with its path and a legal value, and the error
+that carries them all.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+PathPart = str | int
+FieldPath = tuple[PathPart, ...]
+"""Keys and list indices from the top of a run file to one value."""
+
+
+class _Missing:
+    """The type of ``MISSING``."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"  # pickled by its name, so that it stays one object
+
+
+MISSING: Any = _Missing()
+"""Stands for a value that is not there."""
+
+
+@dataclass(frozen=True)
+class Remove:
+    """The suggestion to leave a key out."""
+
+    def __repr__(self) -> str:
+        return "leave it out"
+
+
+@dataclass(frozen=True)
+class Rename:
+    """The suggestion to put the same value under another key."""
+
+    to: str
+
+    def __repr__(self) -> str:
+        return f"rename to {self.to!r}"
+
+
+REMOVE = Remove()
+_NO_VALUE = ("missing", "syntax", "tag", "too-large", "no-file", "override")
+"""Ids of violations in which a value of None says nothing."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: where, what stands there, the rule, and the nearest legal value.
+
+    ``nearest`` may also be ``REMOVE``, ``Rename(key)``, or ``MISSING`` where no legal value is
+    known: then ``check`` suggests null or the field's default, if that settles the rule. ``id`` is
+    a stable name of the sort of violation; ``where`` is the file and line, or the override, that
+    the value comes from.
+    """
+
+    path: FieldPath
+    value: Any
+    rule: str
+    nearest: Any = MISSING
+    id: str = "relation"
+    where: str = ""
+
+    def under(self, *parents: PathPart) -> "Violation":
+        """Return the same violation seen from an enclosing record."""
+        return replace(self, path=(*parents, *self.path))
+
+
+class RunError(ValueError):
+    """Everything that is wrong with a run, all at once.
+
+    ``violations`` are in the order in which they are best fixed; ``data`` is the raw data that was
+    checked, after ``base`` and overrides.
+    """
+
+    def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
+        self.violations = tuple(violations)
+        self.data = data
+        self.source = source
+        super().__init__(self.text())
+
+    def __reduce__(self) -> tuple[type["RunError"], tuple[Any, ...]]:
+        return type(self), (self.violations, self.data, self.source)
+
+    def text(self) -> str:
+        """Return the error as plain lines: a count, then path, value, rule and nearest of each."""
+        count = len(self.violations)
+        head = f"{self.source or 'the run'}: {count} thing{'s' if count != 1 else ''} to mend"
+        return "\n".join([head, *(line for item in self.violations for line in describe(item))])
+
+
+def describe(violation: Violation) -> list[str]:
+    """Return a violation as two or three plain lines."""
+    where = f"  [{violation.where}]" if violation.where else ""
+    silent = violation.value is None and violation.id in _NO_VALUE
+    said = "" if silent else f" = {show(violation.value)}"
+    nowhere = "(override)" if violation.id == "override" else "(whole file)"
+    lines = [f"  {dotted(violation.path) or nowhere}{said}{where}", f"      {violation.rule}"]
+    if violation.nearest is not MISSING:
+        lines.append(f"      nearest: {show(violation.nearest)}")
+    return lines
+
+
+def show(value: Any, width: int = 100) -> str:
+    """Return a value as it would stand in a run file, cut to ``width`` characters."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(show(item) for item in value) + "]"
+    elif isinstance(value, Remove | Rename):
+        return repr(value)
+    else:
+        text = repr(str(value) if isinstance(value, PurePath) else value)
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def dotted(path: Iterable[PathPart]) -> str:
+    """Return a path as people write it: ``data.train[0].weight``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text

@@ -1,0 +1,166 @@
+"""Merging raw data from bases, a file and overrides, each value with where it came from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from moefold.config.base import Record
+from moefold.config.errors import MISSING, FieldPath, PathPart, Violation, dotted
+from moefold.config.fields import (
+    ANYTHING,
+    FieldSpec,
+    child_spec,
+    get_at,
+    leaves,
+    set_at,
+    spec_at,
+    with_parents,
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from: a sort, and the file and line, the name of data, or the override."""
+
+    sort: Literal["file", "given", "base", "override", "default"]
+    where: str = ""
+    folder: Path | None = field(default=None, compare=False)
+    """Where its paths of files begin; None is the working folder."""
+
+    def __str__(self) -> str:
+        return f"{self.sort} {self.where}".strip()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of raw data: what it says, and the line of each leaf where it is a file."""
+
+    data: Mapping[str, Any]
+    sort: Literal["file", "given", "base"]
+    name: str = ""
+    lines: Mapping[FieldPath, int] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def origin(self, path: FieldPath) -> Origin:
+        """Return where what this layer has at a path begins."""
+        below = [line for leaf, line in self.lines.items() if leaf[: len(path)] == path]
+        around = [self.lines[path[:end]] for end in range(len(path)) if path[:end] in self.lines]
+        at = f":{min(below or around)}" if below or around else ""
+        return Origin(self.sort, self.name + at, self.folder)
+
+
+class Merged:
+    """Raw data for a record class, built up layer by layer, and the origin of each leaf.
+
+    Mappings merge key by key, lists and scalars replace. Where a later layer chooses another kind
+    in a slot, the earlier choice goes as a whole: its fields belong to another part.
+    """
+
+    def __init__(self, cls: type[Record]) -> None:
+        self.spec = FieldSpec(cls)
+        self.data: Any = {}
+        self.origins: dict[FieldPath, Origin] = {}
+
+    def add(self, layer: Layer) -> None:
+        """Merge a layer over what is there."""
+        self.data = self._merged(self.spec, self.data, layer.data, (), layer)
+
+    def _merged(self, spec: FieldSpec, under: Any, over: Any, path: FieldPath, layer: Layer) -> Any:
+        over = spec.expanded(over)
+        both = isinstance(over, Mapping) and isinstance(under, Mapping)
+        kept: Mapping[str, Any] = under if both and not _other_kind(spec, under, over) else {}
+        if not kept and under is not MISSING:
+            self._forget(path)
+        if not isinstance(over, Mapping) or not (over or kept):
+            self._note(path, over, layer)
+            return over
+        merged, whole = dict(kept), {**kept, **over}
+        for key, item in over.items():
+            below = child_spec(spec, whole, key) or ANYTHING
+            merged[key] = self._merged(below, kept.get(key, MISSING), item, (*path, key), layer)
+        return merged
+
+    def origin(self, path: FieldPath) -> Origin:
+        """Return where what stands at a path came from, or else what stands around it."""
+        for end in range(len(path), 0, -1):
+            inner = (origin for leaf, origin in self.origins.items() if leaf[:end] == path[:end])
+            first = next(inner, None)
+            if first is not None:
+                return first
+        return Origin("default")
+
+    def override(self, path: FieldPath, value: Any, text: str, add: bool) -> Violation | None:
+        """Set one value by its path, or add it to the list there; return what is wrong with it.
+
+        Args:
+            path: keys and list indices.
+            value: raw data.
+            text: the override as it was given.
+            add: whether the value becomes one more item of the list at the path.
+        """
+        if add:
+            there = get_at(self.data, path)
+            above = spec_at(self.spec, self.data, path) or ANYTHING
+            there = above.default if there is MISSING else there
+            if there is not MISSING and not isinstance(there, list):
+                rule = f"{dotted(path)} is no list, so nothing can be added to it"
+                return Violation(path, value, rule, id="override", where=text)
+            path = (*path, 0 if there is MISSING else len(there))
+        for i, part in enumerate(path):
+            rule = _misplaced(self._holder(path[: i + 1]), part, dotted(path[:i]) or "the run")
+            if rule is not None:
+                return Violation(path[: i + 1], None, rule, id="override", where=text)
+        self._put(path, value, Origin("override", text))
+        return None
+
+    def _put(self, path: FieldPath, value: Any, origin: Origin) -> None:
+        """Set a value; setting the tag of a slot to another kind replaces the whole choice."""
+        self.data = with_parents(self.spec, self.data, path)
+        above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
+        chosen = {str(path[-1]): value}
+        if above is not None and isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
+            path, value = path[:-1], chosen
+        value = (spec_at(self.spec, self.data, path) or ANYTHING).expanded(value)
+        self._forget(path)
+        self.data = set_at(self.data, path, value)
+        self.origins |= dict.fromkeys((leaf for leaf, _ in leaves(value, path)), origin)
+
+    def _holder(self, path: FieldPath) -> Any:
+        """Return what holds the last part of a path, made where it is absent; else a scalar."""
+        there = get_at(self.data, path[:-1])
+        above = spec_at(self.spec, self.data, path[:-1]) or ANYTHING
+        if there is MISSING or there is None or isinstance(above.expanded(there), Mapping):
+            return get_at(with_parents(self.spec, self.data, path), path[:-1])
+        return there
+
+    def _note(self, path: FieldPath, value: Any, layer: Layer) -> None:
+        """Write down where the leaves of a value came from."""
+        self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(value, path)}
+
+    def _forget(self, path: FieldPath) -> None:
+        """Drop the origins of everything at and below a path."""
+        for leaf in [leaf for leaf in self.origins if leaf[: len(path)] == path]:
+            del self.origins[leaf]
+
+
+def _other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
+    """Whether a tag chooses another kind than stands there; a misspelt one may mean the same."""
+    slot = spec.slot
+    there = under if slot is None else slot.completed(under)
+    if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:
+        return False
+    return there[slot.tag] != over[slot.tag]
+
+
+def _misplaced(holder: Any, part: PathPart, name: str) -> str | None:
+    """Return what is wrong with taking ``part`` of what goes by a name."""
+    if isinstance(holder, list) and not isinstance(part, int):
+        return f"{name} is a list: name an item by its number, from 0"
+    if isinstance(holder, list) and isinstance(part, int) and part > len(holder):
+        return f"{name} has length {len(holder)}, so the next is {len(holder)}"
+    if isinstance(holder, Mapping) and isinstance(part, int):
+        return f"{name} is not a list"
+    if not isinstance(holder, Mapping | list):
+        return f"{name} is a single value, so nothing stands at {part!r} in it"
+    return None

@@ -1,0 +1,251 @@
+"""What is legal in a field, in words, and the legal values nearest to one that is not."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from pydantic import BaseModel
+
+from moefold.config.errors import MISSING, FieldPath, show
+from moefold.config.fields import FieldSpec, Option, specs
+from moefold.config.slot import Slot
+
+_BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "0"), False),
+}
+_KINDS = {
+    "list": "a list",
+    "map": "a mapping",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "none": "null",
+}
+_BOUND_WORDS = {
+    "ge": "of at least {}",
+    "gt": "above {}",
+    "le": "of at most {}",
+    "lt": "below {}",
+    "multiple_of": "a multiple of {}",
+    "min_length": "of at least {} {unit}",
+    "max_length": "of at most {} {unit}",
+    "pattern": "of the form {}",
+}
+
+
+# -------------------------------------------------------------------------------------- words
+
+
+def words(spec: FieldSpec) -> str:
+    """Return what may stand in a field: ``a whole number of at least 1 or null``."""
+    said = dict.fromkeys(_words(option, spec) for option in spec.options)
+    example = f", such as {show(spec.examples[0])}" if spec.examples else ""
+    return " or ".join(said) + example
+
+
+def _words(option: Option, spec: FieldSpec) -> str:
+    if option.kind == "record":
+        said = f"a mapping with the keys {_listed(specs(option.of))}"
+    elif option.kind == "slot":
+        said = (
+            f"a {option.of.name}: a mapping with {option.of.tag}, one of {_listed(option.of.kinds)}"
+        )
+    elif option.kind == "fixed":
+        said = f"a list of {len(option.of)} ({', '.join(words(FieldSpec(of)) for of in option.of)})"
+    elif option.kind == "literal":
+        said = f"one of {_listed(option.of)}"
+    else:
+        said = _KINDS.get(option.kind) or getattr(option.of, "__name__", "a value").lower()
+    if option.kind == "list" and not FieldSpec(option.of).option("record", "slot", "other", "list"):
+        said += f" ({words(FieldSpec(option.of))})"
+    bounds = dict(option.bounds)
+    if spec.examples:  # an example says more to a person than a pattern does
+        bounds.pop("pattern", None)
+    unit = "characters" if option.kind == "str" else "items"
+    parts = [_BOUND_WORDS[name].format(bound, unit=unit) for name, bound in bounds.items()]
+    text = " ".join([said, " and ".join(parts)]).rstrip()
+    return re.sub(r"\b1 (item|character)s\b", r"1 \1", text)
+
+
+def _listed(names: Iterable[Any], most: int = 24) -> str:
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (", …" if len(shown) > most else "")
+
+
+# -------------------------------------------------------------------------------------- names
+
+
+def closest(name: Any, names: Iterable[str], cutoff: float = 0.65) -> str | None:
+    """Return the name most like ``name`` in spelling, None where none is at least so alike."""
+    folded = {_fold(item): item for item in reversed(list(names))}
+    found = difflib.get_close_matches(_fold(name), list(folded), 1, cutoff)
+    return folded[found[0]] if found else None
+
+
+def _fold(name: Any) -> str:
+    return str(name).strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
+    """Return the kind of a slot that a raw value most likely means.
+
+    That is the one closest in spelling, else the one that knows most of the given keys, among
+    equals the default's, then the one with the fewest required fields.
+    """
+    given = value if isinstance(value, Mapping) else {}
+    found = closest(given.get(slot.tag, value), slot.kinds)
+    if found is not None:
+        return found
+    default = spec.default.get(slot.tag) if isinstance(spec.default, Mapping) else None
+
+    def rank(kind: str) -> tuple[int, bool, int]:
+        record = slot.kinds[kind]
+        return -len(given.keys() & specs(record).keys()), kind != default, _required(record)
+
+    return min(slot.kinds, key=rank, default=None)
+
+
+def places_of_key(spec: FieldSpec, value: Any, key: str) -> Iterator[FieldPath]:
+    """Yield where below a raw value a key is known, what is left to defaults included."""
+    record = spec.record(value)
+    if record is None or not isinstance(value, Mapping):
+        return
+    for name, below in specs(record).items():
+        if name == key:
+            yield (name,)
+        for path in places_of_key(below, value.get(name, below.default), key):
+            yield (name, *path)
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
+    """Yield values that may be legal in a field, the nearest to ``value`` first.
+
+    First what the value can be read as, moved inside its bounds; then the default, the examples,
+    and what can be made from the annotation. Whether one is legal is for the caller to try.
+    """
+    for option in spec.options:
+        yield from _converted(option, value)
+    if spec.default is not MISSING:
+        yield spec.default
+    yield from spec.examples
+    for option in sorted(spec.options, key=lambda option: option.kind == "none"):
+        if option.kind == "slot":
+            kind = likely_kind(spec, option.of, value)
+            yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
+        else:
+            yield from _ordinary(option)
+
+
+def _converted(option: Option, value: Any) -> Iterator[Any]:
+    """Yield a value read as the option's type, and moved inside its bounds."""
+    number = _number(value)
+    if option.kind in ("int", "float") and number is not None:
+        yield from _inside(option, number)
+    elif option.kind == "bool" and str(value).strip().lower() in _BOOLS:
+        yield _BOOLS[str(value).strip().lower()]
+    elif option.kind == "literal":
+        name = closest(value, [item for item in option.of if isinstance(item, str)])
+        numbers = [item for item in option.of if _number(item) is not None]
+        yield from [] if name is None else [name]
+        if number is not None and numbers:
+            yield min(numbers, key=lambda item: abs(item - number))
+    elif option.kind in ("str", "other") and (isinstance(value, str) or number is not None):
+        yield from _texts(option, str(value).strip())
+    elif option.kind in ("list", "fixed") and value is not MISSING:
+        items = value if isinstance(value, list) else [value]
+        yield items
+        fill = [] if option.kind == "list" else [_made_up(FieldSpec(of)) for of in option.of]
+        yield [*items, *fill[len(items) :]][: len(fill) or option.bounds.get("max_length")]
+    elif option.kind == "slot" and isinstance(value, str):
+        kind = closest(value, option.of.kinds)
+        yield from [] if kind is None else [{option.of.tag: kind}]
+
+
+def _number(value: Any) -> int | float | None:
+    """Return the number that a value can be read as: ``"1e-4"``, ``"1_000"``, ``"4"``."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        return None
+    return int(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d_]+", value) else number
+
+
+def _inside(option: Option, number: int | float) -> Iterator[int | float]:
+    """Yield a number as the option's type, at the nearest end of its bounds and on its multiples.
+
+    Nothing where a real number lies beyond an end that is itself excluded: none is nearest.
+    """
+    bounds, whole = option.bounds, option.kind == "int"
+    above, below = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
+    if not above < number < below and not whole:
+        return
+    low, high = bounds.get("ge", above + 1), bounds.get("le", below - 1)
+    found = min(max(number, low), high) if whole or "ge" in bounds or "le" in bounds else number
+    found = round(found) if whole else float(found)
+    step = bounds.get("multiple_of")
+    if step:
+        yield from (type(found)(step * round(found / step + d)) for d in (0, 1, -1))
+    yield found
+
+
+def _texts(option: Option, text: str) -> Iterator[str]:
+    """Yield text as it is, cut or filled to its length, and without what its form forbids."""
+    yield text
+    yield text[: option.bounds.get("max_length")].ljust(option.bounds.get("min_length", 0), "x")
+    pattern = option.bounds.get("pattern")
+    if pattern is not None:
+        parts = re.split(r"[\s,;]+|(?<=\d)(?=[a-z])", text)
+        yield " ".join(part for part in parts if re.search(pattern, part))
+        yield re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
+
+
+def _ordinary(option: Option) -> Iterator[Any]:
+    """Yield ordinary values of an option's type, holding no more than it needs."""
+    if option.kind == "record":
+        yield minimal(option.of)
+    elif option.kind == "slot":
+        kind = min(option.of.kinds, key=lambda kind: _required(option.of.kinds[kind]), default=None)
+        yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
+    elif option.kind == "list":
+        yield [_made_up(FieldSpec(option.of))] * option.bounds.get("min_length", 0)
+    elif option.kind == "fixed":
+        yield [_made_up(FieldSpec(of)) for of in option.of]
+    elif option.kind == "literal":
+        yield from option.of
+    elif option.kind in ("int", "float"):
+        low, high = option.bounds.get("gt", -math.inf), option.bounds.get("lt", math.inf)
+        between = (low + high) / 2 if math.isfinite(high - low) else max(low + 1, min(high - 1, 0))
+        yield from (found for number in (1, 0, between) for found in _inside(option, number))
+    elif option.kind in ("str", "other"):
+        yield "x" * max(1, option.bounds.get("min_length", 1))
+    else:
+        yield {"bool": False, "map": {}}.get(option.kind)
+
+
+def _made_up(spec: FieldSpec) -> Any:
+    """Return a value for a field that has none: its default, an example, or an ordinary one."""
+    if spec.default is not MISSING:
+        return spec.default
+    options = sorted(spec.options, key=lambda option: option.kind == "none")
+    return next(chain(spec.examples, *(_ordinary(option) for option in options)), None)
+
+
+def minimal(record: type[BaseModel], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return raw data for a record that holds its required fields alone, besides what is given."""
+    missing = {key: spec for key, spec in specs(record).items() if spec.default is MISSING}
+    made = {key: _made_up(spec) for key, spec in missing.items() if key not in (given or {})}
+    return {**(given or {}), **made}
+
+
+def _required(record: type[BaseModel]) -> int:
+    return sum(spec.default is MISSING for spec in specs(record).values())
