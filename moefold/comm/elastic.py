@@ -45,7 +45,7 @@ def launch_elastic(
         KeyboardInterrupt: where the ranks ended after an interrupt.
     """
     memories = [RankMemory.create() for _ in range(nproc)]
-    losses, loss = Losses(record, memories), None
+    limit, loss = RestartLimit(record, memories), None
     running: list[Workers] = []
 
     def hand_on(number: int) -> None:
@@ -66,7 +66,7 @@ def launch_elastic(
                 workers.start()
                 for asked in set(received):
                     workers.signal(asked)
-                answers = workers.answers(silent=losses.silence())
+                answers = workers.answers(silent=limit.silence())
                 workers.leave()
                 return answers[0]
             except RankLost as lost:
@@ -74,15 +74,15 @@ def launch_elastic(
                 if done:  # The work is done: who died since has nothing left to do.
                     return done[0].value
                 loss = Loss(lost.ranks, lost.why, time.time())
-                if len(set(received)) < len(received) or (received and not losses.in_step):
+                if len(set(received)) < len(received) or (received and not limit.in_step):
                     raise  # It was asked to end at once, or before there was anything to save.
-                losses.add(lost.why)
+                limit.add(lost.why)
             finally:
                 workers.end()
     raise AssertionError("attempts go on until one returns or raises")
 
 
-class Losses:
+class RestartLimit:
     """Sees the ranks' counters and how often ranks were lost, and gives up when that is too often.
 
     Args:

@@ -150,7 +150,8 @@ class JsonlReader(FileReader):
                     try:
                         yield Document(name, self._text(line))
                     except _BadLineError as error:
-                        self.refuse(name, *error.args, skipped)
+                        reason, said = error.args
+                        self.refuse(name, reason, said, skipped)
 
     def _text(self, line: bytes) -> str:
         """Return the document of a line."""

@@ -12,7 +12,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count, product
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from moefold.planner.held import Held, kinds
 from moefold.planner.memory import layer_kept, peak_within, software_of
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
+from moefold.planner.remember import remembered
 from moefold.planner.search_space import VIRTUAL, Foldings, Modules, Space, apart, weighted
 from moefold.planner.time import HOST_ADAM, LEAST, Pass, StepTime, estimate, pipeline_seconds
 from moefold.planner.time_layer import (
@@ -186,15 +187,15 @@ class Search:
     ) -> Iterator[tuple[float, int, Any]]:
         """Yield every schedule, its virtual stages and a dispatcher; and the depth keeping less."""
         grids, pp, m = depth.grids, depth.pp, depth.m
-        again, away = depth.kept[0]
-        if len(depth.kept) > 1:
-            less = depth._replace(kept=depth.kept[1:])
+        (again, away), *others = depth.kept
+        if others:
+            less = depth._replace(kept=tuple(others))
             yield self.least(space, less), 1, less
         keeping = Keeping(
             depth.zero, recompute=again, offload=away, optimizer_offload=depth.on_host
         )
         for dispatch, paired in self._ways(space, grids):
-            work, slowest = self._rank(grids, dispatch, paired, depth.kept[0], pp)
+            work, slowest = self._rank(grids, dispatch, paired, (again, away), pp)
             ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
             outside = self._fixed(depth.on_host) + self._shared(depth)
             for schedule in space.schedules:
@@ -261,10 +262,10 @@ class Search:
 
     # --------------------------------------------------------------------------- time
 
-    def micro_batches(self, grids: Grids, pp: int) -> int | None:
-        """Return the micro-batches of a data rank, where the batch can be shared so."""
+    def micro_batches(self, grids: Grids, pp: int) -> int:
+        """Return the micro-batches of a data rank; 0 where the batch cannot be shared so."""
         share = self.foldings.world // (grids.tp * grids.cp * pp) * grids.micro_batch
-        return None if self.task.batch % share else self.task.batch // share
+        return 0 if self.task.batch % share else self.task.batch // share
 
     def _dense(self, grids: Grids) -> float:
         """Return the device's seconds of all but routed experts, for one micro-batch."""
@@ -466,7 +467,7 @@ def _sides(space: Space) -> list[bool]:
     return sorted({isinstance(schedule, PAIRED) for schedule in space.schedules})
 
 
-@lru_cache(maxsize=256)
+@remembered(256)
 def _bare(mixture: Record) -> Record:
     """Return a mixture without shared experts, whose time only its rows and its grid decide."""
     return mixture.model_copy(update={"shared": None})

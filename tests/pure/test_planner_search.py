@@ -149,7 +149,7 @@ def test_bounds_are_never_above() -> None:
         one = Grids("bf16", choice.micro_batch, sizes.tp, sizes.cp, sizes.ep, sizes.etp)
         kept = keeping.recompute, keeping.offload
         m = search.micro_batches(one, sizes.pp)
-        assert m is not None and grids[one] <= seconds * (1 + 1e-9)
+        assert m and grids[one] <= seconds * (1 + 1e-9)
         depth = Depth(one, sizes.pp, m, keeping.zero, 0.0, (kept,))
         assert search.least(SPACE, depth) <= seconds * (1 + 1e-9)
         for bound, _, tried in search.schedules(SPACE, depth, needed):

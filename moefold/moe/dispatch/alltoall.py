@@ -74,8 +74,8 @@ class DeduplicatedDispatch(EpDispatcher[AllToAllOnce]):
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
         sent = pack(tokens, order, rank_TK, per_rank)
-        arrived = RoutedTokens(*(plan.out(part, ep, etp) for part in sent[:3]))
-        here = permute(arrived, per_rank, copies)
+        rows, weights, experts = (plan.out(part, ep, etp) for part in sent[:3])
+        here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:

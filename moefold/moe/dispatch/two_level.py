@@ -44,14 +44,15 @@ class TwoLevelDispatch(EpDispatcher[TwoLevel]):
         hops = _Hops.of(numbers, across, inside, etp)
         order = order.first(sum(hops.send))
         sent = pack(tokens, order, node_TK, per_node)
-        relayed = RoutedTokens(
-            *(all_to_all(part, across, hops.send, hops.receive) for part in sent[:3])
+        rows, weights, experts = (
+            all_to_all(part, across, hops.send, hops.receive) for part in sent[:3]
         )
+        relayed = RoutedTokens(rows, weights, experts)
         second, rank_NK = sort_tokens(relayed, per_rank, inside.size)
         second = second.first(sum(hops.inside.send))
         sent = pack(relayed, second, rank_NK, per_rank)
-        arrived = RoutedTokens(*(hops.inside.out(part, inside, etp) for part in sent[:3]))
-        here = permute(arrived, per_rank, copies)
+        rows, weights, experts = (hops.inside.out(part, inside, etp) for part in sent[:3])
+        here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
         orders = (order.token_R, order.row_TK, second.token_R, second.row_TK)
         return here._replace(handle=(*orders, *here.handle, hops))
 
