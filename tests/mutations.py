@@ -213,11 +213,13 @@ def may_stay(violations: Iterable[Violation]) -> set[FieldPath]:
 
     That is where no legal value was known (the rule names none, and the default does not settle
     it), and the wholes around a suggestion: what is said of them may be due to the value suggested,
-    so it is told in the next check.
+    so it is told in the next check. And it is where two rules ask for different values of one
+    field, so that what is suggested is what it holds.
     """
     told = list(violations)
     around = {item.path[:end] for item in told for end in range(len(item.path))}
-    return around | {item.path for item in told if item.nearest is MISSING}
+    stuck = {item.path for item in told if item.nearest is MISSING or item.nearest == item.value}
+    return around | stuck
 
 
 class Judge:

@@ -4,7 +4,7 @@ Imports torch.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,18 @@ ENDED, STOPPED_BY_POLICY, SAVED_AND_STOPPED = 0, 3, 75
 """Exit status of a command that trains; ``docs/errors.md`` says what each one asks for."""
 
 
-def elastic_rank(spot: Spot, attempt: Attempt, record: Survive, args: argparse.Namespace) -> int:
-    """Carry out ``train`` as a rank that goes on from memory when some were lost.
+def elastic_rank(
+    spot: Spot,
+    attempt: Attempt,
+    rank: Callable[..., int],
+    record: Survive,
+    args: argparse.Namespace,
+) -> int:
+    """Call ``rank`` of a command with memory that it goes on from when ranks were lost.
 
     It stands here since ranks fork from a process that has loaded its module: this one has all of
     what training needs.
     """
-    from moefold.cli.train import rank
-
     return rank(spot, args, MemoryCheckpoint(attempt, record))
 
 

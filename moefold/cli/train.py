@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     how = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
     if record is None:
         return launch(rank, nproc, args, **how)
-    return launch_elastic(elastic_rank, nproc, record, args, record=record, **how)
+    return launch_elastic(elastic_rank, nproc, rank, record, args, record=record, **how)
 
 
 # --------------------------------------------------------------------- before torch is imported

@@ -191,6 +191,12 @@ class World:
 
     def close(self) -> None:
         """End all groups; nothing can be sent afterwards."""
+        self.forget_groups()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def forget_groups(self) -> None:
+        """End what others keep for groups, and forget the groups; the ranks stay joined."""
         for end in self._ends:
             end()
         self._kept.clear()
@@ -198,8 +204,6 @@ class World:
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
         """Make the groups of some kinds; the names of all kinds say what ranks they have."""

@@ -131,8 +131,10 @@ def nearest_sizes(
         most: bound on the number of stages.
     """
     asked, chosen = dict(sizes), dict[str, int]()
+    # Schedules ask for virtual stages: where a pipeline can keep them, its ranks give way.
+    deepest = most if most is None or most < 2 * sizes.vpp else most // sizes.vpp
     for axis in SPLIT:
-        legal = _choices(axis, asked[axis], model, most)
+        legal = _choices(axis, asked[axis], model, deepest)
         if world is not None:
             legal = [d for d in divisors(world) if d in legal or legal is ANY]
             legal = [d for d in legal if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]

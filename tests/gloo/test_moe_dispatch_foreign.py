@@ -91,7 +91,7 @@ def gaps(rank: int) -> Seen:
                 for groups in (world, world.beside):
                     ours = there_and_back(WAYS[way], parts[rank], *here(world, *weights), groups)
                     errors.append(gap(ours, want))
-            world._forget()
+            world.forget_groups()
         found[way, revision] = errors, log
     return found
 

@@ -32,7 +32,7 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
         alive[what][id(bucket)] = elements
         peaks[what] = max(peaks.get(what, 0), sum(alive[what].values()))
 
-    resize, opening, close = Bucket._resize, Bucket.open, Bucket.close
+    resize, opening, close = Bucket._resize, Bucket.open_gradients, Bucket.free_gradients
 
     def resized(self: Bucket, elements: int) -> None:
         note("weights", self, elements)
@@ -46,11 +46,11 @@ def watched(peaks: dict[str, int]) -> Iterator[None]:
         close(self)
         note("gradients", self, 0)
 
-    Bucket._resize, Bucket.open, Bucket.close = resized, opened_, closed  # type: ignore
+    Bucket._resize, Bucket.open_gradients, Bucket.free_gradients = resized, opened_, closed  # type: ignore
     try:
         yield
     finally:
-        Bucket._resize, Bucket.open, Bucket.close = resize, opening, close  # type: ignore
+        Bucket._resize, Bucket.open_gradients, Bucket.free_gradients = resize, opening, close  # type: ignore
 
 
 def look(case: Case, precision: str) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_every_broken_rule_is_listed() -> None:
         "tp divides the vocabulary (2000)",
     ]
     (near,) = {item.nearest for item in found if item.path == ("sizes",)}
-    assert near == "tp4 cp6 pp6 ep6 etp8"
+    assert near == "tp4 cp6 pp3 vpp2 ep6 etp8"
     (world,) = [item for item in found if item.path == ("world",)]
     assert world.nearest == Sizes.parse(near).smallest_world == 288
 

@@ -93,7 +93,7 @@ def test_all_kinds_are_known() -> None:
 
 
 def test_a_schedule_may_come_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCHEDULE, "kinds", dict(SCHEDULE.kinds))
+    monkeypatch.setattr(SCHEDULE, "_kinds", dict(SCHEDULE.kinds))
 
     @SCHEDULE.register
     class Sequential(Schedule):
