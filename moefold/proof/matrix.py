@@ -15,6 +15,7 @@ from moefold.layers.config import CONTEXT, RECOMPUTE, Rope, Yarn
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
+from moefold.layers.kinds.windowed import Windowed
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import (
@@ -45,6 +46,7 @@ ROOM = 256
 
 GQA = Gqa(heads=8, kv_heads=4, head_dim=4, qk_norm="head")
 MHA = Gqa(heads=8, kv_heads=8, head_dim=4, qk_norm="projection")
+WINDOWED = Windowed(heads=8, kv_heads=4, head_dim=4, window=5, qk_norm="head")
 YARN = Yarn(factor=4.0, original_length=16, mscale_all_dim=1.0)
 MLA = Mla(
     heads=8,
@@ -99,6 +101,7 @@ SUBJECTS: dict[str, Subject] = {
     "gqa": subject(decoder(GQA, DENSE, SHARED)),
     "mha": subject(decoder(MHA, DENSE, SHARED)),
     "mla": subject(decoder(MLA, DENSE, BIASED)),
+    "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -281,6 +284,7 @@ def contexts() -> Iterator[Case]:
     for record in kinds(CONTEXT):
         yield from _each(["mha", "mla"], layouts, context=record)
         yield from _each(["idle ranks"], [("cp4", 4)], context=record)
+        yield from _each(["windowed"], [("cp2", 2), ("tp2 cp2", 4)], context=record)
 
 
 @rule

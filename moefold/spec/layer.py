@@ -24,7 +24,7 @@ Module = Literal[
     "block", "norms", "attention", "mla_up", "ffn", "shared", "experts", "moe", "moe_act"
 ]
 """What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
-``moe_act`` the experts' activation alone; the rest are the kinds of ``policies.config``."""
+``moe_act`` the experts' activation alone; the rest are those of ``layers.config.Kind``."""
 Modules = frozenset[Module]
 NOTHING: Modules = frozenset()
 NORMS: Modules = frozenset(("norms",))

@@ -34,7 +34,7 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import Data
 from moefold.proof.case import Case, Subject
-from moefold.proof.matrix import BIASED, DENSE, GQA, MLA, SHARED, decoder
+from moefold.proof.matrix import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
 from moefold.proof.rank_run import fill, micro_batches
 from moefold.proof.shrink import small_optimizer
 from moefold.training.state import Progress, contents, held_by, restore
@@ -84,7 +84,7 @@ SELECTED = {"adamw": (0, 11, 16, 20), "muon": (2, 3, 19)}
 Place = tuple[str, int, int]
 
 MODELS = {
-    "tied": decoder(GQA, DENSE, SHARED, BIASED, SHARED, tied=True),
+    "tied": decoder(WINDOWED, DENSE, SHARED, BIASED, SHARED, tied=True),
     "latent": decoder(MLA, DENSE, BIASED, SHARED, BIASED),
 }
 
