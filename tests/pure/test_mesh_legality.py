@@ -122,7 +122,7 @@ def test_every_broken_rule_is_listed() -> None:
     (near,) = {item.nearest for item in found if item.path == ("sizes",)}
     assert near == "tp4 cp6 pp3 vpp2 ep6 etp8"
     (world,) = [item for item in found if item.path == ("world",)]
-    assert world.nearest == Sizes.parse(near).smallest_world == 288
+    assert world.nearest == Sizes.parse(near).smallest_world == 144
 
 
 def test_together_the_nearest_are_legal() -> None:
