@@ -131,8 +131,8 @@ def nearest_sizes(
         most: bound on the number of stages.
     """
     asked, chosen = dict(sizes), dict[str, int]()
-    # Schedules ask for virtual stages: where a pipeline can keep them, its ranks give way.
-    deepest = most if most is None or most < 2 * sizes.vpp else most // sizes.vpp
+    # Schedules ask for virtual stages, two of each rank at the least: its ranks give way to them.
+    deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
     for axis in SPLIT:
         legal = _choices(axis, asked[axis], model, deepest)
         if world is not None:
