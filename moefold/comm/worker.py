@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -270,25 +270,23 @@ def fork_server(*preload: str) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
     resource_tracker.ensure_running()  # starting it would give the server its ears back
-    with short_socket_path(), deaf_children():
+    keep_socket_paths_short()
+    with deaf_children():
         forkserver.ensure_running()
     return context
 
 
-@contextmanager
-def short_socket_path() -> Iterator[None]:
-    """Place ``multiprocessing``'s sockets where their paths are short enough.
+def keep_socket_paths_short() -> None:
+    """Have ``multiprocessing`` place its sockets where their paths are short enough.
 
     They lie in the system's temporary folder, and a path of a socket holds 107 bytes on Linux;
     below a longer ``TMPDIR`` they lie in ``/tmp``.
     """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= SOCKET_PATH_BYTES - len("/pymp-12345678/listener-12345678"):
-        yield
         return
     set_before, tempfile.tempdir = tempfile.tempdir, "/tmp"
     try:
         get_temp_dir()  # made once, and kept by ``multiprocessing``
     finally:
         tempfile.tempdir = set_before
-    yield

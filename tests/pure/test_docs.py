@@ -9,6 +9,7 @@ from moefold.cli.main import command_files
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = [ROOT / "Makefile", ROOT / ".ci" / "run", *sorted((ROOT / "tools").iterdir())]
 READING = 8
 READING_LINES = 1500
 
@@ -37,6 +38,14 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_the_commands_a_page_shows_exist(page: Path) -> None:
     shown = set(re.findall(r"\bmoefold ([a-z]+)\b", " ".join(code(page.read_text()))))
     assert shown <= set(command_files()), f"no such command: {shown - set(command_files())}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_the_modules_a_script_names_exist(script: Path) -> None:
+    named = set(re.findall(r"\b((?:moefold|tests)(?:\.\w+)+)", script.read_text()))
+    stems = [ROOT.joinpath(*name.split(".")) for name in named]
+    missing = [stem for stem in stems if not (stem.is_dir() or stem.with_suffix(".py").exists())]
+    assert not missing, f"{script.name} names what is not there: {missing}"
 
 
 def code(text: str) -> list[str]:
