@@ -10,6 +10,7 @@ import yaml
 
 from moefold.config.plugins import OUTSIDE
 from moefold.data.config import SOURCE
+from moefold.layers.config import ATTENTION
 from moefold.model.config import MODEL
 from moefold.moe.config import BALANCE, DISPATCH, ROUTER
 from moefold.optim.config import OPTIMIZER
@@ -18,7 +19,7 @@ from tests.cpu.runs import WORDS, corpus
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-SLOTS = (BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
+SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -36,19 +36,22 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        x_TD, whole = flow.gather(x_TD), flow.whole
-        q_THd = self._heads(self.q(x_TD, whole), self.q_norm, whole)
-        k_TGd = self._heads(self.k(x_TD, whole), self.k_norm, whole)
-        v_TGd = self.v(x_TD, whole).unflatten(1, (-1, self.record.head_dim))
-        q_THd, k_TGd = (_turned(x, self.record.rope, whole) for x in (q_THd, k_TGd))
-        out_THd = self.attend(q_THd, k_TGd, v_TGd, whole)
-        return flow.scatter(self.o(out_THd.flatten(1), whole))
+        out_THd = self.heads(flow.gather(x_TD), flow.whole)
+        return flow.scatter(self.o(out_THd.flatten(1), flow.whole))
+
+    def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""
+        q_THd = self._split(self.q(x_TD, flow), self.q_norm, flow)
+        k_TGd = self._split(self.k(x_TD, flow), self.k_norm, flow)
+        v_TGd = self.v(x_TD, flow).unflatten(1, (-1, self.record.head_dim))
+        q_THd, k_TGd = (_turned(x, self.record.rope, flow) for x in (q_THd, k_TGd))
+        return self.attend(q_THd, k_TGd, v_TGd, flow)
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see; kinds that see otherwise replace this."""
         return attended(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
 
-    def _heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
+    def _split(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads and norm them, per head or before the cut."""
         if norm is not None and self.record.qk_norm == "projection":
             rows = norm(rows, flow)

@@ -8,7 +8,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moefold.config.base import Record
+from moefold.data.batch import from_ids
 from moefold.layers.flow import Flow
+from moefold.layers.recompute import Recompute
+from moefold.model.config import Block, Decoder, Stack
+from moefold.model.decoder import DecoderModel
+from moefold.planner.case import recomputed
+from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.spec.layer import Shape
+
+HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 
 
 class Made(TorchDispatchMode):
@@ -41,3 +51,36 @@ def there(layer: nn.Module, flow: Flow) -> set[int]:
     rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
     known = [*layer.parameters(), *layer.buffers(), *copies, *angles, *rows]
     return {one.untyped_storage()._cdata for one in known}
+
+
+def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Module, Flow, Any]:
+    """Return a layer, a pass whose copies of weights and angles are made, and its rows."""
+    torch.manual_seed(0)
+    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
+    model = DecoderModel(decoder, precision)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
+    flow = Flow(rows, model.recipe, recompute=Recompute(policy))
+    layer = model.get_submodule("layers.0")
+    x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
+    layer(x_TD, flow)
+    flow.decisions.clear()
+    return layer, flow, x_TD
+
+
+def bytes_planned(block: Block, policy: Record | None, precision: str) -> int:
+    """Return the bytes that the planner says a block keeps for backward."""
+    shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
+    return kept_bytes(kept(block, shape), recomputed(policy))
+
+
+def bytes_alive(block: Block, policy: Record | None, precision: str) -> int:
+    """Return the bytes that a block's forward leaves alive, its input among them."""
+    layer, flow, x_TD = set_up(block, policy, precision)
+    old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
+    made = Made()
+    with made, flow.recompute.keeping():
+        out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
+    old |= {one.untyped_storage()._cdata for one in out}
+    return x_TD.untyped_storage().nbytes() + made.alive(old)

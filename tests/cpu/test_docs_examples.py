@@ -13,8 +13,12 @@ import moefold
 from moefold.cli.main import main
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
+from moefold.layers.config import Selective
+from moefold.model.decoder import DecoderModel
 from moefold.moe.router import Router, RoutingContext
+from moefold.spec.decoder import model_weights
 from moefold.training.run_folder import History
+from tests.cpu.alive import bytes_alive, bytes_planned
 from tests.cpu.runs import corpus
 from tests.examples import EXAMPLES, ROOT, blocks, forget, written
 
@@ -54,7 +58,8 @@ def test_the_page_has_a_part_of_each_sort() -> None:
     """No section loses its example."""
     used = " ".join(code for code, _ in EXAMPLES.values())
     assert all(f"@{slot}.register" in used for slot in (
-        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "ROUTER", "MODEL"))  # fmt: skip
+        "BALANCE", "HOOKS", "OPTIMIZER", "SOURCE", "DISPATCH", "ROUTER", "MODEL",
+        "ATTENTION"))  # fmt: skip
 
 
 def test_the_term_and_the_hook_are_in_the_figures(prepared: Path, tmp_path: Path) -> None:
@@ -103,6 +108,17 @@ def test_the_family_has_what_it_adds(tmp_path: Path) -> None:
         assert ffn.shared.width == ffn.width == 32
         plain_ffn: Any = other.ffn  # whose recipe names balance terms of its own
         assert ffn.model_copy(update={"shared": None, "balance": plain_ffn.balance}) == plain_ffn
+
+
+def test_the_attention_is_what_its_record_describes(tmp_path: Path) -> None:
+    """Names and shapes of its weights, and the bytes that it keeps, whatever is recomputed."""
+    decoder = moefold.load_run(written(tmp_path, "gated_attention.py")).decoder()
+    model = DecoderModel(decoder, device="meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert shapes == {weight.name: weight.shape for weight in model_weights(decoder)}
+    block, some = decoder.blocks[0], Selective(modules=("norms", "attention", "experts"))
+    for policy in (None, Selective(modules=("attention",)), some):
+        assert bytes_alive(block, policy, "bf16") == bytes_planned(block, policy, "bf16"), policy
 
 
 def test_a_checkpoint_names_parts_and_runs_none_of_their_code(tmp_path: Path, capsys: Any) -> None:

@@ -1,29 +1,21 @@
 """Planned bytes that a layer keeps, against what a pass really leaves alive: by storage."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
-from moefold.data.batch import from_ids
 from moefold.layers.config import Full, Kind, Selective
-from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
-from moefold.layers.recompute import Recompute
-from moefold.model.config import Block, Decoder, Stack
-from moefold.model.decoder import DecoderModel
+from moefold.layers.kinds.windowed import Windowed
+from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Router, Shared
-from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
-from tests.cpu.alive import Made, there
+from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, bytes_alive, bytes_planned, set_up, there
 
-HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 GQA = Gqa(heads=4, kv_heads=2, head_dim=16)
 MLA = Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16)
 MOE = Moe(width=24, router=Router(experts=8, top_k=2), shared=Shared(width=40), balance=(Aux(),))
@@ -34,6 +26,9 @@ BLOCKS = {
     "norms on projections, gate": Block(
         attention=GQA.model_copy(update={"qk_norm": "projection"}),
         ffn=MOE.model_copy(update={"shared": Shared(width=40, gate=True), "balance": ()}),
+    ),
+    "window, sinks": Block(
+        attention=Windowed(heads=4, kv_heads=2, head_dim=16, window=8), ffn=Dense(width=48)
     ),
     "latents, sigmoid": Block(attention=MLA, ffn=Moe(width=24, router=BIASED)),
     "latents without a query's, wide values": Block(
@@ -51,40 +46,13 @@ POLICIES: list[Record | None] = [
 ]
 
 
-def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Module, Flow, Any]:
-    """Return a layer, a pass whose copies of weights and angles are made, and its rows."""
-    torch.manual_seed(0)
-    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
-    model = DecoderModel(decoder, precision)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
-    flow = Flow(rows, model.recipe, recompute=Recompute(policy))
-    layer = model.get_submodule("layers.0")
-    x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
-    layer(x_TD, flow)
-    flow.decisions.clear()
-    return layer, flow, x_TD
-
-
-def planned(block: Block, policy: Record | None, precision: str) -> int:
-    shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
-    return kept_bytes(kept(block, shape), recomputed(policy))
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -> None:
     """Under every policy, decisions included."""
     for policy in POLICIES:
-        layer, flow, x_TD = set_up(BLOCKS[name], policy, precision)
-        old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
-        made = Made()
-        with made, flow.recompute.keeping():
-            out = flow.recompute.run("block", lambda x, f=flow, m=layer: m(x, f), x_TD)
-        old |= {one.untyped_storage()._cdata for one in out}
-        found = x_TD.untyped_storage().nbytes() + made.alive(old)
-        assert found == planned(BLOCKS[name], policy, precision), policy
+        found = bytes_alive(BLOCKS[name], policy, precision)
+        assert found == bytes_planned(BLOCKS[name], policy, precision), policy
 
 
 @pytest.mark.parametrize("name", BLOCKS)

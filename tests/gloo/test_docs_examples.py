@@ -22,6 +22,7 @@ LAYOUTS = {
     "plain_dispatch.py": ["cp2"],
     "sinkhorn.py": ["tp2"],
     "shared_qwen.py": ["ep2"],
+    "gated_attention.py": ["tp2 cp2"],
 }
 """Sizes that cut what the example is about, and what else goes with them."""
 

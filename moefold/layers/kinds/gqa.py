@@ -61,7 +61,9 @@ class Gqa(LayerSpec):
         dim, normed = self.head_dim, self.qk_norm != "none"
         return Attention(self.heads, self.kv_heads, dim, dim, head_norms=normed)
 
-    def _units(self) -> tuple[Units, Units]:
+    @property
+    def head_units(self) -> tuple[Units, Units]:
+        """What tensor ranks share: query heads, and heads of keys and values."""
         return (
             Units("tp", self.heads, "attention heads", heads=True),
             Units("tp", self.kv_heads, "key-value heads", heads=True),
@@ -69,7 +71,7 @@ class Gqa(LayerSpec):
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the projections, cut by heads, and norms of queries and keys."""
-        heads, groups = self._units()
+        heads, groups = self.head_units
         each = (("q", heads), ("k", groups), ("v", groups))
         for name, units in each:
             width = units.number * self.head_dim
@@ -85,7 +87,7 @@ class Gqa(LayerSpec):
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections with rotary positions and norms, and attention."""
-        heads, groups = self._units()
+        heads, groups = self.head_units
         # The projection writes a feature, rotation reads and writes it, and so does a norm.
         turned = 2 if self.qk_norm == "none" else 4
         traffic = tuple(

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from moefold.layers.config import ATTENTION, Size
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
-from moefold.spec.layer import STATISTIC, Attention, Saved, Shape, Units, Weight
+from moefold.spec.layer import STATISTIC, Attention, Saved, Shape, Weight
 
 SMALL_WINDOW = 4
 """Window of the small models that ``verify`` computes: shorter than their documents."""
@@ -36,8 +36,7 @@ class Windowed(Gqa):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the sinks, cut by heads, and the weights of grouped-query attention."""
         if self.sinks:
-            heads = Units("tp", self.heads, "attention heads", heads=True)
-            yield Weight("sinks", (self.heads,), ((0, heads),), product=False)
+            yield Weight("sinks", (self.heads,), ((0, self.head_units[0]),), product=False)
         yield from super().weights(hidden)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
