@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.gloo.harness import load_in_fork_server
+
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
@@ -15,3 +17,9 @@ def settings() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_start_fast() -> None:
+    """Some tests here start ranks, and the server that these fork from serves later tests too."""
+    load_in_fork_server()

@@ -579,7 +579,6 @@ def test_health_says_how_experts_are_used() -> None:
 # Parts from outside, and sums
 
 
-@BALANCE.register
 class Spread(Record):
     """A term that a user brings along."""
 
@@ -598,8 +597,9 @@ class SpreadTerm(Term):
         return observed.mean(observed.probability_TE.square().sum(1))
 
 
-def test_a_term_from_outside_is_one_record_and_one_class() -> None:
+def test_a_term_from_outside_is_one_record_and_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """And something that is neither a term nor an update is refused."""
+    monkeypatch.setitem(BALANCE.kinds, "test_spread", Spread)
     Spread.owner = SpreadTerm
     record = moe_of(Spread())
     router, flow = router_of(record.router), flow_of(rows_of([10], pads=2))

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,10 +12,20 @@ from typing import Any
 
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError, all_answers
+from moefold.comm.worker import fork_server
 
-__all__ = ["RankError", "one_at_a_time", "run_ranks"]
+__all__ = ["RankError", "load_in_fork_server", "one_at_a_time", "run_ranks"]
 
 TIME_OUT_S = 30.0
+
+
+def load_in_fork_server() -> None:
+    """Start the server that ranks fork from with all loaded that this process has loaded of ours.
+
+    A rank that imports the package and its test by itself takes a second of processor time for it.
+    """
+    ours = [name for name in sys.modules if name.startswith(("moefold.", "tests.gloo."))]
+    fork_server("pytest", *sorted(ours))
 
 
 def run_ranks(
