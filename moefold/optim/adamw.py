@@ -102,17 +102,9 @@ def fusible(param: Tensor) -> bool:
 
 
 class AdamWOptimizer(Optimizer):
-    """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
+    """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each."""
 
-    ``blocks`` is taken for the sake of one signature: an elementwise update has no use for it.
-    """
-
-    def __init__(
-        self,
-        rule: AdamWRule,
-        params: Mapping[str, Tensor],
-        blocks: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
+    def __init__(self, rule: AdamWRule, params: Mapping[str, Tensor]) -> None:
         super().__init__(params)
         self.rule = rule
         misfits = [name for name, p in self.params.items() if not fusible(p)]

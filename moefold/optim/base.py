@@ -15,26 +15,18 @@ from torch import Tensor
 PREFIX = "optim"
 
 
-class StateMismatch(ValueError):
-    """Stored state is not the state of this optimizer; the message lists every difference."""
-
-
 class Wholes(Protocol):
     """Whole matrices of parameters of which this rank updates only some elements.
 
-    Every matrix of all ranks' parameters is worked on by one rank, or by a few alike.
+    Every matrix of all ranks' parameters is worked on by one rank, or by a few alike, which change
+    in place what ``gather`` returns.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     """Whole shape of each parameter of which this rank updates elements."""
 
-    @property
-    def matrices(self) -> Sequence[tuple[int, int]]:
-        """Shapes of the matrices that this rank works on."""
-        ...
-
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return these matrices, made of all ranks' pieces; every rank calls it."""
+        """Return matrices ``[..., m, n]`` made of all ranks' pieces; every rank calls it."""
         ...
 
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -49,9 +41,8 @@ class Optimizer(ABC):
     dim, of as many dims as the parameter has. What does not require a gradient when the optimizer
     is built has no state and is never touched. State is float32, or float64 for float64 parameters.
 
-    Every optimizer is built as ``build(record, params, blocks)``, where ``blocks`` gives the rows
-    of each matrix in parameters that hold several. Raises ``ValueError`` when one tensor is given
-    under two names.
+    Every optimizer is built as ``build(record, params)``. Raises ``ValueError`` when one tensor is
+    given under two names.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -84,25 +75,6 @@ class Optimizer(ABC):
         """Return the state as ``optim.<parameter>.<what>``: live tensors, not copies."""
         return dict(self._state)
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy stored state in, all of it or nothing.
-
-        Raises ``StateMismatch`` listing every missing and unexpected name and every wrong shape or
-        type.
-        """
-        own = self.state()
-        problems = [f"missing: {name}" for name in own if name not in state]
-        problems += [f"unexpected: {name}" for name in state if name not in own]
-        for name, mine in own.items():
-            theirs = state.get(name, mine)
-            if (theirs.shape, theirs.dtype) != (mine.shape, mine.dtype):
-                problems.append(f"differs: {name} is {_form(theirs)}, expected {_form(mine)}")
-        if problems:
-            raise StateMismatch("optimizer state does not fit\n  " + "\n  ".join(problems))
-        for name, mine in own.items():
-            mine.copy_(state[name])
-
     def _add_state(self, name: str, what: str, tensor: Tensor) -> Tensor:
         self._state[f"{PREFIX}.{name}.{what}"] = tensor
         return tensor
@@ -128,7 +100,3 @@ def state_dtype(param: Tensor) -> torch.dtype:
 def zeros_for(param: Tensor) -> Tensor:
     """Return zeroed state of the parameter's shape and layout, on its device."""
     return torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False)
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

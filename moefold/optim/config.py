@@ -186,7 +186,7 @@ class Optim(Record):
         """Return whether the update of a parameter needs its whole matrices.
 
         Where it does not, any run of elements can be updated by itself. An optimizer for which
-        some do is built with a fourth argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
+        some do is built with one more argument, ``wholes`` (:class:`moefold.optim.base.Wholes`).
         """
         return False
 

@@ -9,8 +9,9 @@ Shape suffixes: N matrices of a batch, m rows, n columns.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -32,17 +33,6 @@ small bfloat16 product depend on how many matrices share the batch."""
 BATCH_BYTES = {"cpu": 2 * 2**20}
 BATCH_BYTES_ELSEWHERE = 128 * 2**20
 """Bytes of matrices in one batch: on a CPU they stay in its cache."""
-
-
-def orthogonalise_reference(matrix_mn: Tensor, steps: int) -> Tensor:
-    """Return Newton-Schulz of one matrix after ``steps``, plainly, in the matrix's own type."""
-    if matrix_mn.shape[0] > matrix_mn.shape[1]:
-        return orthogonalise_reference(matrix_mn.mT, steps).mT
-    x = matrix_mn / torch.linalg.vector_norm(matrix_mn).clamp(min=EPS)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = LINEAR * x + (CUBIC * gram + QUINTIC * gram @ gram) @ x
-    return x
 
 
 def orthogonalise(x_Nmn: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -96,15 +86,18 @@ def apply_update_(weight: Tensor, update: Tensor, rule: Muon, *, lr: float, size
     weight.mul_(1 - lr * rule.weight_decay).add_(update, alpha=-lr * size)
 
 
-def choose_arithmetic(setting: str, weight: Tensor) -> torch.dtype:
+def choose_arithmetic(
+    setting: str, weight: Tensor, shape: Sequence[int] | None = None
+) -> torch.dtype:
     """Return the type Newton-Schulz computes in for matrices ``[..., m, n]`` like ``weight``.
 
-    Nothing is timed, so that a run repeats itself.
+    ``shape`` is of the whole, where ``weight`` has elements of it. Nothing is timed, so that a run
+    repeats itself.
     """
     if weight.dtype == torch.float64:
         return torch.float64
     if setting == "auto":
-        large = min(weight.shape[-2:]) >= BFLOAT16_SIDE
+        large = min((shape or weight.shape)[-2:]) >= BFLOAT16_SIDE
         setting = "bfloat16" if large and multiplies_bfloat16(weight.device) else "float32"
     return torch.bfloat16 if setting == "bfloat16" else torch.float32
 
@@ -120,86 +113,53 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Equal matrices inside one parameter: some of its stack, and a block of their rows."""
+class LocalMatrices:
+    """Matrices of parameters that this rank updates alone: views of its own tensors."""
 
-    name: str
-    first: int
-    """First matrix of the stack."""
-    count: int
-    row: int
-    rows: int
+    shapes: Mapping[str, tuple[int, ...]]
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """Return the piece ``[count, rows, n]`` of the parameter, or of a tensor of its shape."""
-        stack = stacked(tensor)
-        return stack[self.first : self.first + self.count, self.row : self.row + self.rows]
+    def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the tensors as they are."""
+        return list(pieces.values())
+
+    def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors, in which the matrices were changed in place."""
+        return dict(like)
 
 
-def stacked(tensor: Tensor) -> Tensor:
-    """Return ``[..., m, n]`` as one stack ``[N, m, n]``, over the same memory."""
-    if tensor.ndim < 4:
-        return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
-    return tensor.view(-1, *tensor.shape[-2:])
+def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield stacks ``[N, m, n]`` of matrices ``[..., m, n]``, views of one shape and limited size.
 
-
-def cut(params: Mapping[str, Tensor], blocks: Mapping[str, tuple[int, ...]]) -> list[list[Piece]]:
-    """Return batches of pieces; those of a batch agree in matrix shape, device and type.
-
-    ``blocks`` gives the rows of each matrix that a fused parameter holds, in order; a parameter
-    that it does not name is one matrix, or a stack of single ones.
+    How many matrices are computed at once is bounded by ``BATCH_BYTES``.
     """
-    alike: dict[tuple, list[Piece]] = defaultdict(list)
-    for name, p in params.items():
-        row = 0
-        for rows in blocks.get(name, (p.shape[-2],)):
-            key = rows, p.shape[-1], p.device, p.dtype
-            room = _matrices_per_batch(rows * p.shape[-1], p.device)
-            stack = stacked(p).shape[0]
-            for first in range(0, stack, room):
-                alike[key].append(Piece(name, first, min(room, stack - first), row, rows))
-            row += rows
-    return [
-        batch
-        for (rows, cols, device, _), pieces in alike.items()
-        for batch in _batches(pieces, _matrices_per_batch(rows * cols, device))
-    ]
-
-
-def _matrices_per_batch(elements: int, device: torch.device) -> int:
-    return max(1, BATCH_BYTES.get(device.type, BATCH_BYTES_ELSEWHERE) // (2 * elements))
-
-
-def _batches(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    for piece in pieces:
-        if batch and sum(p.count for p in batch) + piece.count > room:
-            yield batch
-            batch = []
-        batch.append(piece)
-    yield batch
+    alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for matrix in matrices:
+        alike[matrix.shape[-2:]].append(matrix.view(-1, *matrix.shape[-2:]))
+    for shape, stacks in alike.items():
+        limit = BATCH_BYTES.get(stacks[0].device.type, BATCH_BYTES_ELSEWHERE)
+        most = max(1, limit // (2 * shape.numel()))
+        batch: list[Tensor] = []
+        for part in chain.from_iterable(stack.split(most) for stack in stacks):
+            if sum(map(len, batch)) + len(part) > most:
+                yield batch
+                batch = []
+            batch.append(part)
+        yield batch
 
 
 class MuonOptimizer(Optimizer):
     """Muon for matrices, AdamW for the rest. State: ``momentum`` for each matrix parameter.
 
-    ``blocks`` declares the parameters that hold several matrices over one another: their rows, in
-    order (a fused query-key-value or gate-up projection). Each is made orthogonal on its own.
-    Raises ``ValueError`` listing the blocks that fit no parameter.
+    ``wholes`` brings the matrices together where this rank updates only elements of them.
     """
 
     def __init__(
-        self,
-        rule: Muon,
-        params: Mapping[str, Tensor],
-        blocks: Mapping[str, tuple[int, ...]] | None = None,
-        wholes: Wholes | None = None,
+        self, rule: Muon, params: Mapping[str, Tensor], wholes: Wholes | None = None
     ) -> None:
         super().__init__(params)
-        self.rule, self._wholes = rule, wholes
-        blocks = blocks or {}
-        _check_blocks(blocks, params)
-        shapes = {n: tuple(p.shape) for n, p in params.items()} if wholes is None else wholes.shapes
+        self.rule = rule
+        self._wholes = wholes or LocalMatrices({n: tuple(p.shape) for n, p in params.items()})
+        shapes = self._wholes.shapes
         self._matrices = {n: p for n, p in self.params.items() if rule.orthogonalises(n, shapes[n])}
         rest = {n: p for n, p in self.params.items() if n not in self._matrices}
         self._rest = AdamWOptimizer(rule.rest, rest)
@@ -208,65 +168,30 @@ class MuonOptimizer(Optimizer):
             for name, p in self._matrices.items()
             for what in rule.state_names(name, shapes[name])
         }
-        self._batches = cut(self._matrices, blocks) if wholes is None else []
-        samples = [batch[0].view(self.params[batch[0].name]) for batch in self._batches]
-        self._dtypes = [choose_arithmetic(rule.arithmetic, weight) for weight in samples]
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
-        """Update matrices by Muon, and the rest by the optimizer for it."""
+        """Update matrices by Muon, and the rest by AdamW.
+
+        All but Newton-Schulz is elementwise, so that elements of a matrix are enough for it.
+        """
         grads = self._gradients(scale)
         grads = {name: grads[name].contiguous() for name in self._matrices}
-        lr = self.rule.lr * lr_factor
-        if self._wholes is not None:
-            self._step_pieces(self._wholes, grads, scale, lr)
-        for batch, dtype in zip(self._batches, self._dtypes, strict=True):
-            update_Nmn = self._take_momentum(batch, grads, scale)
-            update_Nmn.copy_(orthogonalise(update_Nmn, self.rule.ns_steps, dtype))
-            self._apply(batch, update_Nmn, lr)
-        self._rest.step(scale, lr_factor)
-
-    def _step_pieces(
-        self, wholes: Wholes, grads: dict[str, Tensor], scale: float, lr: float
-    ) -> None:
-        """Update elements of matrices: all but Newton-Schulz is elementwise."""
         for name, grad in grads.items():
             # In place: an element's momentum is read before its direction is written.
-            momentum = self._momenta[name]
-            advance_momentum_(momentum, grad, self.rule, scale=scale, out=grad)
-        matrices = wholes.gather(grads)
-        alike: dict[torch.Size, list[int]] = defaultdict(list)
-        for number, matrix in enumerate(matrices):
-            alike[matrix.shape].append(number)
-        for (rows, cols), numbers in alike.items():
-            room = _matrices_per_batch(rows * cols, matrices[numbers[0]].device)
-            for first in range(0, len(numbers), room):
-                some = numbers[first : first + room]
-                stacked_Nmn = torch.stack([matrices[number] for number in some])
-                dtype = choose_arithmetic(self.rule.arithmetic, stacked_Nmn)
-                made = orthogonalise(stacked_Nmn, self.rule.ns_steps, dtype)
-                for number, update in zip(some, made.to(stacked_Nmn.dtype), strict=True):
-                    matrices[number] = update
-        for name, update in wholes.scatter(matrices, grads).items():
-            size = update_scale(self.rule.scale, *wholes.shapes[name][-2:])
+            advance_momentum_(self._momenta[name], grad, self.rule, scale=scale, out=grad)
+        matrices = self._wholes.gather(grads)
+        for batch in batches(matrices):
+            stack_Nmn = torch.cat(batch)
+            dtype = choose_arithmetic(self.rule.arithmetic, stack_Nmn)
+            updates = orthogonalise(stack_Nmn, self.rule.ns_steps, dtype)
+            for part, update in zip(batch, updates.split([len(x) for x in batch]), strict=True):
+                part.copy_(update)
+        for name, update in self._wholes.scatter(matrices, grads).items():
+            size = update_scale(self.rule.scale, *self._wholes.shapes[name][-2:])
+            lr = self.rule.lr * lr_factor
             apply_update_(self.params[name], update, self.rule, lr=lr, size=size)
-
-    def _take_momentum(self, batch: list[Piece], grads: dict[str, Tensor], scale: float) -> Tensor:
-        """Advance the momenta of a batch and return the directions, stacked."""
-        first = batch[0].view(grads[batch[0].name])
-        stacked_Nmn = first.new_empty(sum(piece.count for piece in batch), *first.shape[1:])
-        for piece, out in zip(batch, stacked_Nmn.split([p.count for p in batch]), strict=True):
-            grad = piece.view(grads[piece.name])
-            momentum = piece.view(self._momenta[piece.name])
-            advance_momentum_(momentum, grad, self.rule, scale=scale, out=out)
-        return stacked_Nmn
-
-    def _apply(self, batch: list[Piece], update_Nmn: Tensor, lr: float) -> None:
-        """Decay the weights of a batch and take the step."""
-        for piece, update in zip(batch, update_Nmn.split([p.count for p in batch]), strict=True):
-            rows, cols = update.shape[1:]
-            size = update_scale(self.rule.scale, rows, cols)
-            apply_update_(piece.view(self.params[piece.name]), update, self.rule, lr=lr, size=size)
+        self._rest.step(scale, lr_factor)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of both optimizers by its names in a checkpoint."""
@@ -278,23 +203,12 @@ class MuonOptimizer(Optimizer):
 
     def describe(self) -> dict[str, str]:
         """Return in words how either update is computed."""
-        if self._wholes is not None:
-            line = f"{len(self._wholes.matrices)} whole matrices of other ranks' and own pieces"
-            return {self.rule.kind: line, **self._rest.describe()}
-        types = {str(dtype).removeprefix("torch.") for dtype in self._dtypes}
-        words = " and ".join(sorted(types)) or "no type"
-        count = sum(piece.count for batch in self._batches for piece in batch)
-        line = f"{count} matrices in {len(self._batches)} batches, Newton-Schulz in {words}"
+        shapes = self._wholes.shapes
+        types = {
+            str(choose_arithmetic(self.rule.arithmetic, momentum, shapes[name]))
+            for name, momentum in self._momenta.items()
+        }
+        words = " and ".join(sorted(types)).replace("torch.", "") or "no type"
+        owner = "its own" if isinstance(self._wholes, LocalMatrices) else "all ranks'"
+        line = f"{len(self._matrices)} parameters, Newton-Schulz of {owner} matrices in {words}"
         return {self.rule.kind: line, **self._rest.describe()}
-
-
-def _check_blocks(blocks: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]) -> None:
-    """Refuse blocks whose parameter does not exist, or whose rows do not add up to its own."""
-    problems = []
-    for name, rows in blocks.items():
-        if name not in params:
-            problems.append(f"{name}: no such parameter")
-        elif params[name].ndim < 2 or sum(rows) != params[name].shape[-2] or min(rows) < 1:
-            problems.append(f"{name}: rows {rows} do not make up {list(params[name].shape)}")
-    if problems:
-        raise ValueError("blocks of fused parameters:\n  " + "\n  ".join(problems))

@@ -82,12 +82,6 @@ class Wholes:
         for shared in alike.values():
             self._exchanges.append(_Exchange(shared, nothing))
 
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of the matrices that this rank works on."""
-        mine = [matrix for exchange in self._exchanges for matrix in exchange.mine]
-        return [(matrix.source.whole[-2], matrix.source.whole[-1]) for matrix in mine]
-
     def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the matrices that this rank works on, made of all ranks' pieces."""
         return [whole for exchange in self._exchanges for whole in exchange.gather(pieces)]
