@@ -185,8 +185,8 @@ def in_turn(segments: Callable[[], Sequence[Segment]], x_TD: Tensor, flow: Flow)
 def delay_exchanges(trial: Trial, sound: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the exchange of rows over a slow network."""
 
-    def slow(x_R: Tensor, group: Any, *rest: Any) -> Tensor:
-        out = sound(x_R, group, *rest)
+    def slow(x_R: Tensor, group: Any, *rest: Any, **named: Any) -> Tensor:
+        out = sound(x_R, group, *rest, **named)
         size = x_R.numel() * x_R.element_size() / max(group.size, 1)
         time.sleep(trial.latency_s + size / trial.bytes_per_s)
         return out

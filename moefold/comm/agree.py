@@ -6,12 +6,19 @@ world's ``on_host``: the first rank may take long, and no device waits for it.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 
-from moefold.comm.collectives import broadcast_, gather, gather_objects, receive, send
+from moefold.comm.collectives import (
+    broadcast_,
+    from_bytes,
+    gather,
+    gather_objects,
+    receive,
+    send,
+    to_bytes,
+)
 from moefold.comm.group import Group
 
 
@@ -27,12 +34,10 @@ def told_by_first(value: Any, ranks: Group) -> Any:
     """Return the first rank's ``value``; what the others give is not looked at."""
     if ranks.size == 1:
         return value
-    data = json.dumps(value).encode() if ranks.index == 0 else b""
-    length = broadcast_(torch.tensor([len(data)]), ranks, 0)
-    buffer = torch.empty(int(length), dtype=torch.uint8)
-    if ranks.index == 0:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return json.loads(bytes(broadcast_(buffer, ranks, 0).numpy()))
+    data = to_bytes(value if ranks.index == 0 else None)
+    length = int(broadcast_(torch.tensor([len(data)]), ranks, 0))
+    data = data if ranks.index == 0 else data.new_empty(length)
+    return from_bytes(broadcast_(data, ranks, 0))
 
 
 def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
@@ -42,20 +47,20 @@ def tell_first(value: Any, ranks: Group) -> Iterator[Any]:
     """
     if ranks.size == 1:
         return iter([value])
-    data = json.dumps(value).encode()
+    data = to_bytes(value)
     lengths = gather(torch.tensor([len(data)]), ranks).flatten().tolist()
-    if ranks.index == 0:
-        return chain([value], _heard(lengths, ranks))
-    said = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    send(said, ranks.ranks[0], ranks).wait()
-    return iter(())
+    if ranks.index:
+        send(data, ranks.ranks[0], ranks).wait()
+        return iter(())
 
+    def heard() -> Iterator[Any]:
+        yield value
+        for rank, length in zip(ranks.ranks[1:], lengths[1:], strict=True):
+            buffer = data.new_empty(length)
+            receive(buffer, rank, ranks).wait()
+            yield from_bytes(buffer)
 
-def _heard(lengths: list[int], ranks: Group) -> Iterator[Any]:
-    for rank, length in zip(ranks.ranks[1:], lengths[1:], strict=True):
-        buffer = torch.empty(length, dtype=torch.uint8)
-        receive(buffer, rank, ranks).wait()
-        yield json.loads(bytes(buffer.numpy()))
+    return heard()
 
 
 def on_first(function: Callable[[], Any], ranks: Group) -> Any:
@@ -93,12 +98,10 @@ def demand_same(facts: Mapping[str, Any], ranks: Group) -> None:
         for rank, each in zip(ranks.ranks, shown, strict=True):
             holders.setdefault(json.dumps(each.get(key)), []).append(rank)
         if len(holders) > 1:
-            said = "; ".join(f"{value} on rank {_some(held)}" for value, held in holders.items())
-            lines.append(f"{key}: {said}")
+            said = []
+            for value, held in holders.items():
+                more = f" and {len(held) - 4} more" if len(held) > 4 else ""
+                said.append(f"{value} on rank {', '.join(map(str, held[:4]))}{more}")
+            lines.append(f"{key}: {'; '.join(said)}")
     if lines:
         raise Disagreement("ranks were started with different values\n  " + "\n  ".join(lines))
-
-
-def _some(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    return shown if len(ranks) <= 4 else f"{shown} and {len(ranks) - 4} more"

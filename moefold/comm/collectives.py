@@ -2,13 +2,13 @@
 
 The only file that calls them. Over a group of one rank each is the identity and nothing is
 recorded. Bytes are what this rank sends in the cheapest form of the operation: a ring for sums and
-gathers, rows for other ranks in an exchange.
+gathers, rows for other ranks in an exchange. ``label`` names, in a backward pass, the module of the
+forward call, under which the operation is recorded.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,17 +29,40 @@ _scatter_single: Callable[..., Any] = (
 )
 
 
+def size_of(x: Tensor) -> int:
+    """Return the bytes of a tensor's values."""
+    return x.numel() * x.element_size()
+
+
+def _begin(
+    group: Group, op: str, given: Tensor, bytes_sent: int, waits: bool, label: str | None = None
+) -> Record:
+    site = Site(group.recorder.label, op, group.name)
+    if label is not None:
+        site = Site(label, op, group.name, BACKWARD)
+    return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent, waits)
+
+
+def _end(record: Record, group: Group, out: Tensor, alone: Tensor | None) -> None:
+    """Close a record; where a proof asks for it, replace what is in ``out``.
+
+    ``alone`` is what the result were had no other rank taken part, None for zeros.
+    """
+    group.recorder.end(record)
+    if group.recorder.alter is not None:
+        alone = torch.zeros_like(out) if alone is None else alone.reshape(out.shape)
+        out.copy_(group.recorder.alter(record, out, alone))
+
+
 class Pending:
     """An operation under way. What it fills must not be touched before ``wait`` has returned."""
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work] = (),
-        begin_to_wait: Callable[[], None] | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        """Hold the backend's works, and what is to be done before and after waiting for them."""
-        self._works, self._begin, self._finish = works, begin_to_wait, finish
+    def __init__(self, works: Sequence[dist.Work] = (), *begun: Any) -> None:
+        """Hold the backend's works, and record, group, out and alone as ``_end`` takes them.
+
+        Further tensors are held until then, since the backend reads them.
+        """
+        self._works, self._begun = works, begun
 
     def wait(self) -> None:
         """Return when the result may be read; a second call does nothing.
@@ -47,192 +70,47 @@ class Pending:
         Raises:
             RuntimeError: where the group's time-out passed or another rank is gone.
         """
-        works, begin, finish = self._works, self._begin, self._finish
-        self._works, self._begin, self._finish = (), None, None
-        if begin is not None:
-            begin()
-        for work in works:
-            work.wait()  # on a device only its stream does, and it has to be this thread's
-        if finish is not None:
-            finish()
+        works, begun = self._works, self._begun
+        self._works, self._begun = (), ()
+        if begun:
+            record, group, out, alone = begun[:4]
+            group.recorder.wait(record)
+            for work in works:
+                work.wait()  # on a device only its stream does, and it has to be this thread's
+            _end(record, group, out, alone)
 
 
-def site_of(group: Group, op: str, backward_of: str | None = None) -> Site:
-    """Return the call-site of an operation: under the label now, or of the forward call."""
-    if backward_of is None:
-        return Site(group.recorder.label, op, group.name)
-    return Site(backward_of, op, group.name, BACKWARD)
-
-
-def size_of(x: Tensor) -> int:
-    """Return the bytes of a tensor's values."""
-    return x.numel() * x.element_size()
-
-
-def _begin(site: Site, group: Group, given: Tensor, bytes_sent: int, waits: bool) -> Record:
-    return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent, waits)
-
-
-def _pending(
-    work: dist.Work | None,
-    record: Record,
-    group: Group,
-    out: Tensor,
-    alone: Callable[[], Tensor] | None = None,
-) -> Pending:
-    return Pending(
-        () if work is None else (work,),
-        lambda: group.recorder.wait(record),
-        lambda: _settle(record, group, out, alone),
-    )
-
-
-def _settle(
-    record: Record, group: Group, out: Tensor, alone: Callable[[], Tensor] | None = None
-) -> None:
-    """Close a record; where a proof asks for it, replace what is in ``out``."""
-    group.recorder.end(record)
-    if alone is not None and group.recorder.alter is not None:
-        out.copy_(group.recorder.alter(record, out, alone()))
-
-
-def reduce_(x: Tensor, group: Group, site: Site, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce over the ranks, in place; every rank gets the same bits."""
-    if group.size == 1:
-        return x
-    record = _begin(site, group, x, 2 * (group.size - 1) * size_of(x) // group.size, True)
-    before = x.clone() if group.recorder.alter is not None else None
+def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: Record) -> Tensor:
+    """Run an operation that fills a contiguous tensor on one with any strides."""
+    before = x.clone() if group.recorder.alter is not None else x
     if x.numel():
-        whole = x if x.is_contiguous() else x.contiguous()
-        dist.all_reduce(whole, op, group=group.handle)
+        whole = x.contiguous()
+        run(whole)
         if whole is not x:
             x.copy_(whole)
-    _settle(record, group, x, None if before is None else lambda: before)
+    _end(record, group, x, before)
     return x
 
 
-def gather_into(
-    out: Tensor, x: Tensor, group: Group, site: Site, asynchronous: bool = False
-) -> Pending:
-    """Put every rank's ``x`` into ``out``, one after the other; ``out`` is contiguous."""
-    if group.size == 1:
-        out.copy_(x.reshape(out.shape))
-        return Pending()
-    record = _begin(site, group, x, (group.size - 1) * size_of(x), not asynchronous)
-    x = x.contiguous()
-    work = None
-    if x.numel():
-        work = _gather_single(out, x, group=group.handle, async_op=True)
-
-    def alone() -> Tensor:
-        return x.reshape(1, -1).expand(group.size, -1).reshape(out.shape)
-
-    pending = _pending(work, record, group, out, alone)
-    return pending if asynchronous else _waited(pending)
-
-
-def scatter_into(
-    out: Tensor, x: Tensor, group: Group, site: Site, asynchronous: bool = False
-) -> Pending:
-    """Sum ``x`` over the ranks and leave each its own part along dim 0 in ``out``."""
-    if group.size == 1:
-        out.copy_(x.reshape(out.shape))
-        return Pending()
-    record = _begin(site, group, x, (group.size - 1) * size_of(out), not asynchronous)
-    x = x.contiguous()
-    work = None
-    if x.numel():
-        work = _scatter_single(out, x, group=group.handle, async_op=True)
-
-    def alone() -> Tensor:
-        return x.reshape(group.size, -1)[group.index].reshape(out.shape)
-
-    pending = _pending(work, record, group, out, alone)
-    return pending if asynchronous else _waited(pending)
-
-
-def exchange(
-    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], site: Site
+def reduce_(
+    x: Tensor, group: Group, label: str | None = None, op: Any = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Send ``send[i]`` rows to each rank in turn; return the rows received, by sending rank."""
-    assert len(send) == len(receive) == group.size, "one count for each rank of the group"
-    assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
-    if group.size == 1:
-        return x_R
-    row = size_of(x_R) // max(1, x_R.shape[0])
-    record = _begin(site, group, x_R, (sum(send) - send[group.index]) * row, True)
-    out = x_R.new_empty((sum(receive), *x_R.shape[1:]))
-    dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
-    _settle(record, group, out, lambda: _kept_rows(x_R, group, send, receive))
-    return out
-
-
-def _kept_rows(x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """What an exchange gives where only a rank's own rows arrive: zeros in all other places."""
-    alone = x_R.new_zeros((sum(receive), *x_R.shape[1:]))
-    own = x_R.split(list(send))[group.index]
-    alone.split(list(receive))[group.index].copy_(own)
-    return alone
-
-
-def gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) -> Tensor:
-    """Return every rank's rows, one rank after the other; rank i has ``counts[i]``."""
-    assert counts[group.index] == x.shape[0], f"{x.shape[0]} rows, {counts[group.index]} stated"
+    """Reduce over the ranks, in place; every rank gets the same bits."""
     if group.size == 1:
         return x
-    out = x.new_empty((sum(counts), *x.shape[1:]))
-    if len(set(counts)) == 1:
-        gather_into(out, x, group, site)
-        return out
-    record = _begin(site, group, x, (group.size - 1) * size_of(x), True)
-    copies = x.repeat(group.size, *[1] * (x.ndim - 1))
-    sent = [x.shape[0]] * group.size
-    dist.all_to_all_single(out, copies, list(counts), sent, group=group.handle)
-    _settle(record, group, out, lambda: _kept_rows(copies, group, sent, counts))
-    return out
-
-
-def scatter_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Site) -> Tensor:
-    """Sum ``x`` over the ranks and return rank i's ``counts[i]`` rows, added in rank order."""
-    if group.size == 1:
-        return x
-    own = counts[group.index]
-    received = exchange(x, group, counts, [own] * group.size, site)
-    return received.view(group.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
-
-
-def _waited(pending: Pending) -> Pending:
-    pending.wait()
-    return pending
+    name = "all_reduce" if op == dist.ReduceOp.SUM else "all_reduce_max"
+    record = _begin(group, name, x, 2 * (group.size - 1) * size_of(x) // group.size, True, label)
+    return _in_place(lambda whole: dist.all_reduce(whole, op, group=group.handle), x, group, record)
 
 
 def sum_(tensor: Tensor, group: Group) -> Tensor:
     """Sum over the ranks, in place; every rank gets the same bits. Of booleans: any."""
-    return reduce_(tensor, group, site_of(group, "all_reduce"))
+    return reduce_(tensor, group)
 
 
 def max_(tensor: Tensor, group: Group) -> Tensor:
     """Take the largest over the ranks, in place."""
-    return reduce_(tensor, group, site_of(group, "all_reduce_max"), dist.ReduceOp.MAX)
-
-
-def gather(tensor: Tensor, group: Group) -> Tensor:
-    """Return every rank's tensor, ``[size, *shape]``; all have the same shape."""
-    out = tensor.new_empty((group.size, *tensor.shape))
-    gather_into(out.view(-1), tensor.reshape(-1), group, site_of(group, "all_gather"))
-    return out
-
-
-def all_gather_into(out: Tensor, x: Tensor, group: Group, asynchronous: bool = False) -> Pending:
-    """Fill contiguous ``out`` with every rank's ``x``, one after the other along dim 0."""
-    return gather_into(out, x, group, site_of(group, "all_gather"), asynchronous)
-
-
-def reduce_scatter_into(
-    out: Tensor, x: Tensor, group: Group, asynchronous: bool = False
-) -> Pending:
-    """Fill contiguous ``out`` with this rank's part, along dim 0, of the sum of ``x``."""
-    return scatter_into(out, x, group, site_of(group, "reduce_scatter"), asynchronous)
+    return reduce_(tensor, group, op=dist.ReduceOp.MAX)
 
 
 def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
@@ -240,101 +118,179 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
     if group.size == 1:
         return tensor
     sent = (group.size - 1) * size_of(tensor) if group.index == index else 0
-    record = _begin(site_of(group, "broadcast"), group, tensor, sent, True)
-    before = tensor.clone() if group.recorder.alter is not None else None
-    if tensor.numel():
-        whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-        dist.broadcast(whole, group.ranks[index], group=group.handle)
-        if whole is not tensor:
-            tensor.copy_(whole)
-    _settle(record, group, tensor, None if before is None else lambda: before)
-    return tensor
+    record, source = _begin(group, "broadcast", tensor, sent, True), group.ranks[index]
+    return _in_place(
+        lambda whole: dist.broadcast(whole, source, group=group.handle), tensor, group, record
+    )
 
 
-def all_to_all_plain(
-    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]
+def _into(
+    op: str, out: Tensor, x: Tensor, group: Group, asynchronous: bool, label: str | None
+) -> Pending:
+    """Fill ``out`` by a gather of all ranks' ``x``, or by this rank's part of their sum."""
+    if group.size == 1:
+        out.copy_(x.reshape(out.shape))
+        return Pending()
+    gathers = op != "reduce_scatter"
+    sent = (group.size - 1) * size_of(x if gathers else out)
+    record = _begin(group, op, x, sent, not asynchronous, label)
+    x = x.contiguous()
+    rows = x.reshape(1 if gathers else group.size, -1)
+    alone = rows.expand(group.size, -1) if gathers else rows[group.index]
+    run = _gather_single if gathers else _scatter_single
+    works = [run(out, x, group=group.handle, async_op=True)] if x.numel() else []
+    pending = Pending(works, record, group, out, alone)
+    if not asynchronous:
+        pending.wait()
+    return pending
+
+
+def all_gather_into(
+    out: Tensor, x: Tensor, group: Group, asynchronous: bool = False, label: str | None = None
+) -> Pending:
+    """Fill contiguous ``out`` with every rank's ``x``, one after the other along dim 0."""
+    return _into("all_gather", out, x, group, asynchronous, label)
+
+
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, group: Group, asynchronous: bool = False, label: str | None = None
+) -> Pending:
+    """Fill contiguous ``out`` with this rank's part, along dim 0, of the sum of ``x``."""
+    return _into("reduce_scatter", out, x, group, asynchronous, label)
+
+
+def gather(tensor: Tensor, group: Group) -> Tensor:
+    """Return every rank's tensor, ``[size, *shape]``; all have the same shape."""
+    out = tensor.new_empty((group.size, *tensor.shape))
+    all_gather_into(out.view(-1), tensor.reshape(-1), group)
+    return out
+
+
+def _all_to_all(
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], record: Record
 ) -> Tensor:
-    """Exchange rows without a gradient; as ``all_to_all`` otherwise."""
-    return exchange(x_R, group, send, receive, site_of(group, "all_to_all"))
+    out, alone = x_R.new_empty((sum(receive), *x_R.shape[1:])), None
+    dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)
+    if group.recorder.alter is not None:
+        alone = torch.zeros_like(out)  # but where a rank's own rows arrive
+        alone.split(list(receive))[group.index].copy_(x_R.split(list(send))[group.index])
+    _end(record, group, out, alone)
+    return out
 
 
-def _way(group: Group, source: int, to: int) -> dist.ProcessGroup | None:
-    return group.back if to < source and group.back is not None else group.handle
+def exchange(
+    x_R: Tensor,
+    group: Group,
+    send: Sequence[int],
+    receive: Sequence[int],
+    label: str | None = None,
+    op: str = "all_to_all",
+) -> Tensor:
+    """Send ``send[i]`` rows to each rank in turn; return the rows received, by sending rank."""
+    assert len(send) == len(receive) == group.size, "one count for each rank of the group"
+    assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
+    if group.size == 1:
+        return x_R
+    row = size_of(x_R) // max(1, x_R.shape[0])
+    record = _begin(group, op, x_R, (sum(send) - send[group.index]) * row, True, label)
+    return _all_to_all(x_R, group, send, receive, record)
+
+
+def gather_uneven(
+    x: Tensor, group: Group, counts: Sequence[int], label: str | None = None
+) -> Tensor:
+    """Return every rank's rows, one rank after the other; rank i has ``counts[i]``."""
+    assert counts[group.index] == x.shape[0], f"{x.shape[0]} rows, {counts[group.index]} stated"
+    if group.size == 1:
+        return x
+    if len(set(counts)) == 1:
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        _into("gather_rows", out, x, group, False, label)
+        return out
+    record = _begin(group, "gather_rows", x, (group.size - 1) * size_of(x), True, label)
+    copies = x.repeat(group.size, *[1] * (x.ndim - 1))
+    return _all_to_all(copies, group, [x.shape[0]] * group.size, counts, record)
+
+
+def scatter_uneven(
+    x: Tensor, group: Group, counts: Sequence[int], label: str | None = None
+) -> Tensor:
+    """Sum ``x`` over the ranks and return rank i's ``counts[i]`` rows, added in rank order."""
+    if group.size == 1:
+        return x
+    own = counts[group.index]
+    received = exchange(x, group, counts, [own] * group.size, label, "scatter_rows")
+    return received.view(group.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
+
+
+def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
+    """Start to send or to receive a contiguous tensor between two ranks of the world."""
+    assert source != to, "a rank does not send to itself"
+    site, sent = Site(group.recorder.label, op, group.name), size_of(x) if op == "send" else 0
+    channel = f"{group.kind}:{source}>{to}"
+    record = group.recorder.begin(site, channel, (source, to), x, sent, False)
+    backwards = group.ranks.index(to) < group.ranks.index(source)
+    way = group.back if backwards and group.back is not None else group.handle
+    works = []
+    if x.numel() and op == "send":
+        works = [dist.isend(x, dst=to, group=way)]
+    elif x.numel():
+        works = [dist.irecv(x, src=source, group=way)]
+    return Pending([work for work in works if work is not None], record, group, x, None)
 
 
 def send(tensor: Tensor, peer_rank: int, group: Group) -> Pending:
     """Start to send a tensor to a rank of the group, named by its place in the world."""
-    peer = group.ranks.index(peer_rank)
-    assert peer != group.index, "a rank does not send to itself"
-    me = group.ranks[group.index]
-    site, channel = site_of(group, "send"), f"{group.kind}:{me}>{peer_rank}"
-    ranks, sent = (me, peer_rank), size_of(tensor)
-    record = group.recorder.begin(site, channel, ranks, tensor, sent, False)
-    tensor = tensor.contiguous()
-    way = _way(group, group.index, peer)
-    work = dist.isend(tensor, dst=peer_rank, group=way) if tensor.numel() else None
-    # Held until waited for: the backend reads the tensor meanwhile.
-    return _pending(work, record, group, tensor)
+    return _message("send", tensor.contiguous(), group.ranks[group.index], peer_rank, group)
 
 
 def receive(buffer: Tensor, peer_rank: int, group: Group) -> Pending:
     """Start to receive into a contiguous buffer from a rank, named by its place in the world."""
-    peer = group.ranks.index(peer_rank)
-    assert peer != group.index, "a rank does not receive from itself"
-    me = group.ranks[group.index]
-    site, channel = site_of(group, "receive"), f"{group.kind}:{peer_rank}>{me}"
-    record = group.recorder.begin(site, channel, (peer_rank, me), buffer, 0, False)
     assert buffer.is_contiguous(), "received rows need a contiguous buffer"
-    way = _way(group, peer, group.index)
-    work = dist.irecv(buffer, src=peer_rank, group=way) if buffer.numel() else None
-    return _pending(work, record, group, buffer, lambda: torch.zeros_like(buffer))
+    return _message("receive", buffer, peer_rank, group.ranks[group.index], group)
 
 
-def shift(
-    given: Tensor, into: Tensor, by: int, group: Group, backward_of: str | None = None
-) -> Pending:
+def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None = None) -> Pending:
     """Start to send ``given`` to the rank ``by`` places on, and to fill ``into`` from ``by`` back.
 
     All ranks of the group call it together; places are counted round the group, and ``by`` may be
     negative. A pair with no values to pass on passes nothing: both ends know how many there are.
     """
-    site = site_of(group, "shift", backward_of)
     assert by % group.size, "a rank does not send to itself"
     assert given.is_contiguous() and into.is_contiguous(), "shifted rows lie side by side"
-    record = _begin(site, group, given, size_of(given), False)
+    record = _begin(group, "shift", given, size_of(given), False, label)
     there = group.ranks[(group.index + by) % group.size]
     back = group.ranks[(group.index - by) % group.size]
     sides = [(dist.isend, given, there), (dist.irecv, into, back)]
     # As one batch: NCCL would let each send wait for a receive that is queued behind a send.
     ops = [dist.P2POp(op, x, peer, group.handle) for op, x, peer in sides if x.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
+    return Pending(works, record, group, into, None, given)
 
-    def finish(held: Tensor = given) -> None:
-        """Close the record; until then what is sent is held, since the backend reads it."""
-        _settle(record, group, into, lambda: torch.zeros_like(into))
 
-    return Pending(works, lambda: group.recorder.wait(record), finish)
+def to_bytes(value: Any) -> Tensor:
+    """Return small data that JSON can hold as a tensor of its bytes; numbers stay exact."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Any:
+    """Return the data whose bytes a tensor holds."""
+    return json.loads(data.numpy().tobytes())
 
 
 def gather_objects(value: Any, group: Group) -> list[Any]:
     """Return every rank's value, small data that JSON can hold, over a group in host memory."""
     if group.size == 1:
         return [value]
-    text = json.dumps(value).encode()
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    lengths = gather(torch.tensor([len(text)]), group).flatten().tolist()
-    joined = gather_uneven(mine, group, lengths, site_of(group, "all_gather")).numpy()
-    ends = list(accumulate(lengths))
-    return [
-        json.loads(joined[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+    mine = to_bytes(value)
+    lengths = gather(torch.tensor([len(mine)]), group).flatten().tolist()
+    return [from_bytes(one) for one in gather_uneven(mine, group, lengths).split(lengths)]
 
 
 # Operations with gradients. In a backward pass they are recorded under the forward call's label.
 
-Operation = Callable[[Tensor, Group, str | None], Tensor]
-"""Of a tensor over a group; the label is the forward call's, None in the forward call itself."""
+Operation = Callable[..., Tensor]
+"""``operation(x, group, label=…)``: the label is the forward call's, left out in that itself."""
 
 
 class _Differentiable(Function):
@@ -343,12 +299,12 @@ class _Differentiable(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
         ctx.group, ctx.back, ctx.label = group, back, group.recorder.label
-        return there(x, group, None)
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.group, ctx.label), None, None, None
+        return ctx.back(grad, ctx.group, label=ctx.label), None, None, None
 
 
 def _differentiable(x: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
@@ -357,38 +313,24 @@ def _differentiable(x: Tensor, group: Group, there: Operation, back: Operation) 
     return _Differentiable.apply(x, group, there, back)  # type: ignore[return-value]
 
 
-def _gathered(x: Tensor, group: Group, label: str | None, dim: int) -> Tensor:
+def _gathered(x: Tensor, group: Group, dim: int, label: str | None = None) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty((group.size * front.shape[0], *front.shape[1:]))
-    gather_into(out, front, group, site_of(group, "all_gather", label))
+    all_gather_into(out, front, group, label=label)
     return out.movedim(0, dim).contiguous()
 
 
-def _scattered(x: Tensor, group: Group, label: str | None, dim: int) -> Tensor:
+def _scattered(x: Tensor, group: Group, dim: int, label: str | None = None) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     rows, rest = divmod(front.shape[0], group.size)
     assert not rest, f"dim {dim} has {front.shape[0]} rows, which {group.size} ranks cannot share"
     out = front.new_empty((rows, *front.shape[1:]))
-    scatter_into(out, front, group, site_of(group, "reduce_scatter", label))
+    reduce_scatter_into(out, front, group, label=label)
     return out.movedim(0, dim).contiguous()
 
 
-def _summed(x: Tensor, group: Group, label: str | None) -> Tensor:
-    return reduce_(x.clone(), group, site_of(group, "all_reduce", label))
-
-
-def _exchanged(
-    x_R: Tensor, group: Group, label: str | None, send: Sequence[int], receive: Sequence[int]
-) -> Tensor:
-    return exchange(x_R, group, send, receive, site_of(group, "all_to_all", label))
-
-
-def _rows_gathered(x: Tensor, group: Group, label: str | None, counts: Sequence[int]) -> Tensor:
-    return gather_uneven(x, group, counts, site_of(group, "gather_rows", label))
-
-
-def _rows_scattered(x: Tensor, group: Group, label: str | None, counts: Sequence[int]) -> Tensor:
-    return scatter_uneven(x, group, counts, site_of(group, "scatter_rows", label))
+def _summed(x: Tensor, group: Group, label: str | None = None) -> Tensor:
+    return reduce_(x.clone(), group, label)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
@@ -412,13 +354,13 @@ def all_to_all(x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence
     Returns:
         The rows received, ``receive[i]`` from each rank i in order. Backward sends them back.
     """
-    there = partial(_exchanged, send=send, receive=receive)
-    return _differentiable(x_R, group, there, partial(_exchanged, send=receive, receive=send))
+    there = partial(exchange, send=send, receive=receive)
+    return _differentiable(x_R, group, there, partial(exchange, send=receive, receive=send))
 
 
 def gather_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
     """Join the ranks' rows along dim 0, ``counts[i]`` from rank i. Backward: ``scatter_rows``."""
-    there, back = partial(_rows_gathered, counts=counts), partial(_rows_scattered, counts=counts)
+    there, back = partial(gather_uneven, counts=counts), partial(scatter_uneven, counts=counts)
     return _differentiable(x, group, there, back)
 
 
@@ -427,5 +369,5 @@ def scatter_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
 
     Sums run in rank order with one rounding. Backward: ``gather_rows``.
     """
-    there, back = partial(_rows_scattered, counts=counts), partial(_rows_gathered, counts=counts)
+    there, back = partial(scatter_uneven, counts=counts), partial(gather_uneven, counts=counts)
     return _differentiable(x, group, there, back)

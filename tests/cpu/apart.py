@@ -60,10 +60,9 @@ def apart() -> Iterator[None]:
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: True,
         (collectives, "exchange"): _exchange,
-        (collectives, "gather_into"): _into,
-        (collectives, "scatter_into"): _into,
+        (collectives, "_into"): _into,
         (collectives, "gather_uneven"): _gather_uneven,
-        (collectives, "reduce_"): lambda x, group, site, op=None: x,
+        (collectives, "reduce_"): lambda x, group, label=None, op=None: x,
     }
     with ExitStack() as stack:
         for (owner, name), change in changes.items():
@@ -76,17 +75,17 @@ def _group(world: World, name: str, ranks: tuple[int, ...]) -> Group:
 
 
 def _exchange(
-    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], site: Any
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], **labels: Any
 ) -> Tensor:
     return x_R if group.size == 1 else x_R.new_empty((sum(receive), *x_R.shape[1:]))
 
 
-def _gather_uneven(x: Tensor, group: Group, counts: Sequence[int], site: Any) -> Tensor:
+def _gather_uneven(x: Tensor, group: Group, counts: Sequence[int], label: Any = None) -> Tensor:
     return x if group.size == 1 else x.new_empty((sum(counts), *x.shape[1:]))
 
 
 def _into(
-    out: Tensor, x: Tensor, group: Group, site: Any, asynchronous: bool = False
+    op: str, out: Tensor, x: Tensor, group: Group, asynchronous: bool, label: Any
 ) -> collectives.Pending:
     if group.size == 1:
         out.copy_(x.reshape(out.shape))

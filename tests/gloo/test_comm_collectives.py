@@ -171,7 +171,7 @@ def check_plain(rank: int, n: int) -> bool:
         same(comm.broadcast_(mine.clone(), group, n - 1), every[-1])
         sent, received = [2, *[0] * (n - 1)], [2 if rank == 0 else 0] * n
         same(
-            comm.all_to_all_plain(mine, group, sent, received),
+            comm.exchange(mine, group, sent, received),
             torch.cat(every) if rank == 0 else mine[:0],
         )
         if dtype is not torch.bool:
@@ -253,7 +253,7 @@ def test_one_rank_alone_gets_back_what_it_gives() -> None:
         comm.sum_(x.detach(), ALONE),
         comm.max_(x.detach(), ALONE),
         comm.broadcast_(x.detach(), ALONE, 0),
-        comm.all_to_all_plain(x, ALONE, [3], [3]),
+        comm.exchange(x, ALONE, [3], [3]),
     ):
         assert result.data_ptr() == x.data_ptr()
     out = torch.empty(3, 2)

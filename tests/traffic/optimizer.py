@@ -1,4 +1,4 @@
-"""What an update of whole matrices exchanges: as ``parallel/data/wholes.py`` brings them together.
+"""What an update of whole matrices exchanges, as ``parallel/data/matrices.py`` does it.
 
 Every matrix has one owner among the ranks that share its parameter. Runs of its elements go to the
 owner, slices of other tensor ranks are gathered there, and results go back the way they came.

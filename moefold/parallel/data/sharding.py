@@ -26,8 +26,8 @@ from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, Placed
 from moefold.parallel.data.bucket import Bucket
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
+from moefold.parallel.data.matrices import ShardedMatrices, Source
 from moefold.parallel.data.runs import boxes, moved, size_of
-from moefold.parallel.data.wholes import Source, Wholes
 
 TABLE = f"{EMBEDDING}.weight"
 
@@ -137,7 +137,7 @@ class Data:
         shapes = {name: shards[name].shape for name in self.params}
         dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
         nothing = torch.empty(0, dtype=dtype, device=device)
-        return build(record, self.params, wholes=Wholes(sources, shapes, nothing))
+        return build(record, self.params, wholes=ShardedMatrices(sources, shapes, nothing))
 
     def _source(self, name: str) -> Source:
         """Return how ranks hold a parameter that has matrices."""
@@ -154,7 +154,7 @@ class Data:
         if bucket is not None:
             slot, length = bucket.slot(name), bucket.length
             runs = tuple(slot.part(r * length, (r + 1) * length) for r in range(inside.size))
-        return Source(name, shape, shard.shape, runs, inside, slices, dim)
+        return Source(name, shape, runs, inside, slices, dim)
 
     # A step
 
