@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from moefold.schedule.simulate import Deadlock, topological_steps
+from moefold.schedule.simulate import Deadlock, Timeline, topological_steps
 from moefold.schedule.table import Action, Kind, Pair, Step, Table, actions_of
-from moefold.schedule.transfers import channels
+from tests.schedule_transfers import channels
 
 _EARLIER: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
 
@@ -23,6 +23,17 @@ def problems(table: Table, limit: Sequence[int] | None = None) -> list[str]:
         if peak > most:
             found.append(f"rank {rank} keeps {peak} chunks in flight, at most {most} are allowed")
     return found
+
+
+def bubble(timeline: Timeline) -> tuple[float, ...]:
+    """Return the time each rank is in no step."""
+    return tuple(timeline.makespan - busy for busy in timeline.busy)
+
+
+def gaps(timeline: Timeline) -> tuple[float, ...]:
+    """Return the time each rank is in no step between its first start and its last end."""
+    lines = zip(timeline.spans, timeline.busy, strict=True)
+    return tuple(line[-1].end - line[0].start - busy for line, busy in lines)
 
 
 def peak_in_flight(table: Table) -> tuple[int, ...]:

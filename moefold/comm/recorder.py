@@ -172,17 +172,6 @@ class Recorder:
             waiting += [held for held, is_past in self._behind.values() if not is_past()]
             return sorted(waiting, key=lambda held: held.since)
 
-    def bytes_sent(
-        self, op: str | None = None, group: str | None = None, label: str | None = None
-    ) -> int:
-        """Sum the bytes this rank sent, over all call-sites or those that match."""
-        wanted = (label, op, group)
-        return sum(
-            total.bytes
-            for site, total in self.totals.items()
-            if all(want in (None, has) for want, has in zip(wanted, site[:3], strict=True))
-        )
-
     def clear(self) -> None:
         """Forget totals; the numbers of operations go on."""
         with self._lock:

@@ -65,13 +65,6 @@ class ExpertSpot(NamedTuple):
     etp: int
 
 
-class Group(NamedTuple):
-    """Ranks that talk to each other, and every kind of group that they are."""
-
-    ranks: Ranks
-    kinds: tuple[str, ...]
-
-
 class Folding:
     """Sizes laid over a number of ranks.
 
@@ -147,17 +140,6 @@ class Folding:
         start = grid.start(self._inside(rank), axes)
         (ranks,) = self._groups([start], offsets)
         return ranks if rank in ranks else ()
-
-    def distinct(self) -> tuple[Group, ...]:
-        """Return every distinct group once with all its kinds, in one order on all ranks."""
-        same: dict[str, list[str]] = {}
-        for kind, first in self.same().items():
-            same.setdefault(first, []).append(kind)
-        return tuple(
-            Group(ranks, kinds)
-            for first, kinds in ((first, tuple(kinds)) for first, kinds in same.items())
-            for ranks in self.groups(first)
-        )
 
     def same(self) -> dict[str, str]:
         """Return for each kind the first kind that has the same groups, which may be itself.

@@ -118,13 +118,6 @@ class Stages:
             dealt[_rank(k, pp, way)].append(stage)
         return tuple(tuple(stages) for stages in dealt)
 
-    def holders(self, letters: str, pp: int, way: Way = "round") -> tuple[int, ...]:
-        """Return the ranks of a pipeline with a place of some letters, such as ``"EL"``."""
-        found = {
-            _rank(k, pp, way) for k, stage in enumerate(self.letters) if set(stage) & set(letters)
-        }
-        return tuple(sorted(found))
-
     def faults(
         self, count: int, mixtures: Sequence[bool] | None = None, multi_token: int = 0
     ) -> list[str]:

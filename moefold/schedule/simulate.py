@@ -73,19 +73,6 @@ class Timeline:
         return tuple(sum(span.end - span.start for span in line) for line in self.spans)
 
     @property
-    def bubble(self) -> tuple[float, ...]:
-        """The time each rank is in no step."""
-        return tuple(self.makespan - busy for busy in self.busy)
-
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """The time each rank is in no step between its first start and its last end."""
-        return tuple(
-            line[-1].end - line[0].start - busy
-            for line, busy in zip(self.spans, self.busy, strict=True)
-        )
-
-    @property
     def hidden(self) -> tuple[float, ...]:
         """The share of each rank's exchanging time that hides under other work (1 without any)."""
         shown = (busy - work for busy, work in zip(self.busy, self.work, strict=True))

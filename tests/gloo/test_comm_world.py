@@ -136,8 +136,6 @@ def bytes_sent(rank: int, n: int) -> dict[Site, tuple[int, int]]:
         arriving = comm.receive(torch.empty(3), group.ranks[rank - 1], group)
         comm.send(torch.ones(3), (rank + 1) % n, group).wait()
         arriving.wait()
-    assert recorder.bytes_sent() == sum(total.bytes for total in recorder.totals.values())
-    assert recorder.bytes_sent(op="all_to_all") == 2 * 12 and recorder.bytes_sent(label="x") == 0
     numbers = [r.number for r in recorder.last() if r.channel == group.channel]
     assert numbers == list(range(1, 16)), f"{[r.words for r in recorder.last()]}"
     return {site._replace(group=""): tuple(total) for site, total in recorder.totals.items()}

@@ -77,7 +77,10 @@ def look(case: Case, precision: str) -> dict[str, Any]:
             for name, p in data.placed.model.named_parameters()
             if p is not data.params.get(name)
         ),
-        "sent": {label: recorder.bytes_sent(label=label) for label in ("weights", "gradients")},
+        "sent": {
+            label: sum(t.bytes for site, t in recorder.totals.items() if site.label == label)
+            for label in ("weights", "gradients")
+        },
         "whole": sum(p.numel() for p in data.placed.model.parameters()),
         "weights": {(held.name, held.box): held.tensor.detach().clone() for held in data.weights()},
     }

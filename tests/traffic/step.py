@@ -19,8 +19,8 @@ from moefold.moe.config import Aux, Moe, Z
 from moefold.planner.case import Case, sharing_heads
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
-from moefold.schedule.transfers import Transfer, with_transfers
 from moefold.spec.layer import INDEX, STATISTIC, Shape
+from tests.schedule_transfers import Transfer, with_transfers
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
