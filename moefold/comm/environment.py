@@ -8,6 +8,9 @@ from typing import NamedTuple
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 FIRST_PORT, PORTS = 20_000, 12_000
+NUMBERS = r"[0-9]+(?:-[0-9]+)?"
+HOSTS = rf"(?=[^,])[^,\[\]]*(?:\[{NUMBERS}(?:,{NUMBERS})*\][^,\[\]]*)*"
+"""One part of a Slurm node list, such as ``gpu[01-03,7]``."""
 
 
 class Spot(NamedTuple):
@@ -100,38 +103,13 @@ def _checked(spot: Spot) -> Spot:
 
 
 def first_host(text: str) -> str:
-    """Return the first host of a Slurm node list."""
-    return hosts(text)[0]
-
-
-def hosts(text: str) -> list[str]:
-    """Expand a Slurm node list: ``gpu[01-03,7],login`` names gpu01, gpu02, gpu03, gpu7, login.
+    """Return the first host of a Slurm node list: of ``gpu[01-03,7],login`` that is gpu01.
 
     Raises:
         ValueError: for text that is no node list.
     """
-    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if not parts or ",".join(parts) != text:
+    if not re.fullmatch(rf"{HOSTS}(,{HOSTS})*", text):
         raise ValueError(f"{text!r} is no list of nodes such as gpu[01-03,7],login")
-    return [host for part in parts for host in _expand(part)]
-
-
-def _expand(part: str) -> list[str]:
-    found = re.search(r"\[([^\]]*)\]", part)
-    if found is None:
-        return [part]
-    before, after = part[: found.start()], _expand(part[found.end() :])
-    return [
-        before + middle + end
-        for item in found[1].split(",")
-        for middle in _range(item)
-        for end in after
-    ]
-
-
-def _range(item: str) -> list[str]:
-    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", item)
-    if match is None or (match[2] and int(match[2]) < int(match[1])):
-        raise ValueError(f"{item!r} is no range of node numbers such as 01-03")
-    width = len(match[1])
-    return [f"{n:0{width}d}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    first = re.match(HOSTS, text)
+    assert first is not None
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])

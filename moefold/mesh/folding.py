@@ -3,7 +3,6 @@ ep, etp)``. Only pp must agree, so expert parallelism may run over what tp, cp a
 attention (MoE Parallel Folding, arXiv 2504.14960). Arithmetic alone: no process is needed.
 """
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from moefold.config.errors import RunError
@@ -66,11 +65,7 @@ class ExpertSpot(NamedTuple):
 
 
 class Folding:
-    """Sizes laid over a number of ranks.
-
-    Groups are made when first asked for. Groups of the same ranks are one object, whatever their
-    kinds: they can be compared with ``is``, and a communicator is made once for each.
-    """
+    """Sizes laid over a number of ranks. Groups are made when they are asked for."""
 
     def __init__(self, sizes: Sizes, world: int, order: Order = ORDERS[0]) -> None:
         """Lay ``sizes`` over ``world`` ranks.
@@ -99,7 +94,6 @@ class Folding:
         names = order.split("-")
         self.attention = Grid(tuple((name, axes[name]) for name in names if name in axes))
         self.experts = Grid(tuple(expert_axes[name] for name in names if name in expert_axes))
-        self._made: dict[Offsets, dict[int, Ranks]] = {}
 
     def attention_spot(self, rank: int) -> AttentionSpot:
         """Return a rank's coordinates in the attention grid."""
@@ -128,7 +122,8 @@ class Folding:
         Raises:
             ValueError: where there is no such kind.
         """
-        return self._groups(*self._parts(kind))
+        starts, offsets = self._parts(kind)
+        return tuple([shifted(offsets, start) for start in starts])
 
     def group(self, kind: str, rank: int) -> Ranks:
         """Return the one group of a kind that a rank is in, without making the others.
@@ -137,8 +132,7 @@ class Folding:
         """
         _, offsets = self._parts(kind)
         grid, axes = self._axes(kind)
-        start = grid.start(self._inside(rank), axes)
-        (ranks,) = self._groups([start], offsets)
+        ranks = shifted(offsets, grid.start(self._inside(rank), axes))
         return ranks if rank in ranks else ()
 
     def same(self) -> dict[str, str]:
@@ -168,17 +162,6 @@ class Folding:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank}: ranks run from 0 to {self.world - 1}")
         return rank
-
-    def _groups(self, starts: Collection[int], offsets: Offsets) -> tuple[Ranks, ...]:
-        """Return the groups at ``starts``, made only where the same ranks are not known yet.
-
-        Offsets begin with 0, so two groups have the same ranks only if both parts are the same.
-        """
-        made = self._made.setdefault(offsets, {})
-        for start in starts:
-            if start not in made:
-                made[start] = shifted(offsets, start)
-        return tuple([made[start] for start in starts])
 
     def __repr__(self) -> str:
         """Return sizes, ranks and order."""

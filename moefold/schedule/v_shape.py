@@ -6,6 +6,7 @@ Each table function is the owner of one record and takes the record, p, v and m.
 """
 
 from collections import deque
+from typing import cast
 
 from moefold.schedule.config import DualPipeV, ZeroBubbleV
 from moefold.schedule.table import Action, Kind, Line, Pair, Step, Table
@@ -40,113 +41,67 @@ class LineBuilder:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
-        self._next: dict[tuple[str, int], int] = {}
+        self._next: dict[tuple[str, str], int] = {}
         self._weights: deque[Action] = deque()
 
-    def forward(self, chunk: int) -> None:
-        """Add the next forward of a chunk."""
-        self._steps.append(self._take("F", chunk))
+    def add(self, words: str, times: int = 1) -> None:
+        """Add steps, so many times over: ``F0``, ``B0`` and ``I0`` are the next of chunk 0.
 
-    def backward(self, chunk: int) -> None:
-        """Add the next backward of a chunk, inputs and weights at once."""
-        self._steps.append(self._take("B", chunk))
-
-    def inputs(self, chunk: int) -> None:
-        """Add the next input gradient of a chunk and put its weight gradient off."""
-        action = self._take("I", chunk)
-        self._steps.append(action)
-        self._weights.append(action._replace(kind="W"))
-
-    def weights(self) -> None:
-        """Add the oldest weight gradient that was put off."""
-        self._steps.append(self._weights.popleft())
-
-    def pair(self, forward: int, backward: int) -> None:
-        """Add the next forward of one chunk beside the next backward of another."""
-        self._steps.append(Pair(self._take("F", forward), self._take("B", backward)))
+        ``I0`` puts a weight gradient off, ``W`` is the oldest of these; ``F0+B1`` is a pair.
+        """
+        for word in words.split() * times:
+            one, *other = map(self._action, word.split("+"))
+            self._steps.append(Pair(one, *other) if other else one)
 
     def done(self) -> Line:
         """Return the line, once no weight gradient is put off any more."""
         assert not self._weights, "weight gradients are left over"
         return tuple(self._steps)
 
-    def _take(self, kind: Kind, chunk: int) -> Action:
-        way = "forward" if kind == "F" else "backward"
-        micro = self._next.get((way, chunk), 0)
-        self._next[way, chunk] = micro + 1
-        return Action(kind, chunk, micro)
+    def _action(self, word: str) -> Action:
+        if word == "W":
+            return self._weights.popleft()
+        key = "F" if word[0] == "F" else "B", word[1:]
+        micro = self._next.get(key, 0)
+        self._next[key] = micro + 1
+        action = Action(cast(Kind, word[0]), int(word[1:]), micro)
+        if action.kind == "I":
+            self._weights.append(action._replace(kind="W"))
+        return action
 
 
 def _zb_v_line(rank: int, p: int, m: int) -> Line:
     line = LineBuilder()
     below = p - rank  # ranks from here to the turn of the V, this one included
-    for _ in range(2 * below - 1):  # 1. down the V
-        line.forward(0)
-    for _ in range(rank):  # 2. the first ones come back up
-        line.forward(1)
-        line.forward(0)
-    for _ in range(below):  # 3. their gradients come back down
-        line.forward(1)
-        line.inputs(1)
-        line.weights()
-    for turn in range(m - p):  # 4. steady: a forward and a whole backward of each chunk
-        if turn < m - (2 * p - rank - 1):
-            line.forward(0)
-        line.inputs(0)
-        line.weights()
-        line.forward(1)
-        line.inputs(1)
-        line.weights()
-    for _ in range(rank):  # 5. gradients run down and up, weights wait
-        line.inputs(0)
-        line.inputs(1)
-    for _ in range(below):  # 6. gradients run up, weights fill the gaps
-        line.inputs(0)
-        line.weights()
-    for _ in range(2 * rank):  # 7. the rest of the weight gradients
-        line.weights()
+    line.add("F0", 2 * below - 1)  # 1. down the V
+    line.add("F1 F0", rank)  # 2. the first ones come back up
+    line.add("F1 I1 W", below)  # 3. their gradients come back down
+    full = m - (2 * p - rank - 1)  # 4. steady: a forward and a whole backward of each chunk
+    line.add("F0 I0 W F1 I1 W", full)
+    line.add("I0 W F1 I1 W", m - p - full)
+    line.add("I0 I1", rank)  # 5. gradients run down and up, weights wait
+    line.add("I0 W", below)  # 6. gradients run up, weights fill the gaps
+    line.add("W", 2 * rank)  # 7. the rest of the weight gradients
     return line.done()
 
 
 def _dualpipe_v_line(rank: int, p: int, m: int) -> Line:
     line = LineBuilder()
     below = p - rank - 1  # ranks between here and the turn of the V
-    _fill(line, rank, below)
-    for turn in range(m - 2 * p + rank + 1):  # 4. steady: each chunk forward beside the other's
-        if turn == 0 and below == 0:  # backward; at the turn the first pair has nothing to hide
-            line.forward(0)
-            line.backward(1)
-        else:
-            line.pair(0, 1)
-        line.pair(1, 0)
-    _drain(line, rank, below)
+    line.add("F0", 2 * below)  # 1. down the V
+    line.add("F0 F1", rank + 1)  # 2. the first ones come back up
+    line.add("I1 W F1", below)  # 3. their gradients come back down; weights fill the gaps
+    # 4. steady: each chunk forward beside the other's backward; at the turn the first pair has
+    # nothing to hide
+    line.add("F0+B1 F1+B0" if below else "F0 B1 F1+B0")
+    line.add("F0+B1 F1+B0", m - 2 * p + rank)
+    line.add("B1 F1+B0", below)  # 5. the last forwards
+    whole, half = divmod(
+        rank + 1, 2
+    )  # 6. backwards of both chunks; in the second half weights wait
+    line.add("B1 B0", whole)
+    line.add("B1 I0", half)
+    line.add("I1 I0", whole)
+    line.add("W I0", below)  # 7. the last gradients run up, weights fill the gaps
+    line.add("W", rank + 1)  # 8. the rest of the weight gradients
     return line.done()
-
-
-def _fill(line: LineBuilder, rank: int, below: int) -> None:
-    for _ in range(2 * below):  # 1. down the V
-        line.forward(0)
-    for _ in range(rank + 1):  # 2. the first ones come back up
-        line.forward(0)
-        line.forward(1)
-    for _ in range(below):  # 3. their gradients come back down; weights fill the gaps
-        line.inputs(1)
-        line.weights()
-        line.forward(1)
-
-
-def _drain(line: LineBuilder, rank: int, below: int) -> None:
-    for _ in range(below):  # 5. the last forwards
-        line.backward(1)
-        line.pair(1, 0)
-    whole = rank + 1  # 6. backwards of both chunks; in the second half weights wait
-    for turn in range(2 * (rank + 1)):
-        if turn < whole:
-            line.backward(1 - turn % 2)
-        else:
-            line.inputs(1 - turn % 2)
-    for _ in range(below):  # 7. the last gradients run up, weights fill the gaps
-        line.weights()
-        line.inputs(0)
-    for _ in range(rank + 1):  # 8. the rest of the weight gradients
-        line.weights()

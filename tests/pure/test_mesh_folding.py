@@ -92,8 +92,6 @@ def hold(folding: Folding) -> None:
     for kind, first in folding.same().items():
         assert all({kind, first} <= once[ranks] for ranks in folding.groups(kind))
     assert sum(len(folding.groups(kind)) for kind in set(folding.same().values())) == len(once)
-    objects = {id(ranks) for kind in KINDS for ranks in folding.groups(kind)}
-    assert len(objects) == len(once), "groups of the same ranks are one object"
 
 
 def foldings(most: int) -> Iterator[Folding]:
