@@ -15,7 +15,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Precision
 from moefold.layers.placement import Shard, placements, shard
 from moefold.layers.unshard import RESIDENT, UnshardHooks
-from moefold.mesh.pipeline import Place, Stages
+from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.config import Layout
@@ -32,6 +32,13 @@ class Chunk:
     """Whether it begins with the embedding."""
     scores: bool
     """Whether it ends with norm, head and loss."""
+
+    @classmethod
+    def of(cls, places: tuple[Place, ...]) -> "Chunk":
+        """Return what the places of a pipeline layout say."""
+        kinds = [place.kind for place in places]
+        layers = tuple(str(place.index) for place in places if place.kind == "layer")
+        return cls(layers, "embedding" in kinds, "loss" in kinds)
 
 
 class HooksFor(Protocol):
@@ -59,27 +66,15 @@ class Placed:
     """Stages that are here, in the order of the model."""
     shards: dict[str, Shard]
     """The piece of each tensor of ``model`` that is here, by its global name."""
-    stages: Stages
+    table: Table
+    """Of some micro-batches; all tables of a layout lay stages on ranks alike."""
+    embedding_stages: tuple[int, ...]
+    """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it."""
     term_layers: dict[str, int]
     """How many layers of the whole model have each router term."""
     beside: World | None
     """The same ranks with groups for the exchanges of pairs, where the schedule has any."""
     hooks_for: HooksFor = resident
-
-    def table(self, micro_batches: int) -> Table:
-        """Return the pipeline's table for so many micro-batches on each data rank."""
-        return self.layout.table(micro_batches)
-
-    @property
-    def embedding_stages(self) -> tuple[int, ...]:
-        """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it."""
-        letters = "EL" if self.model.record.tied else "E"
-        return holders(self.stages, letters, self.layout.table(self.enough))
-
-    @property
-    def enough(self) -> int:
-        """Micro-batches for which the schedule has a table."""
-        return 2 * self.world.folding.sizes.pp
 
 
 def build(
@@ -105,15 +100,21 @@ def build(
 def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
     """Take from a whole model what does not live on this rank; its tensors may be on ``meta``."""
     term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
-    stages = layout.stages_of(len(model.record.blocks))
-    chunks = chunks_of(stages, layout, world)
-    keep(model, chunks)
-    shards = cut(model, world)
-    beside = world.beside if layout.table(2 * world.folding.sizes.pp).has_pairs else None
+    sizes = world.folding.sizes
+    table, stages = layout.table(2 * sizes.pp), layout.stages_of(len(model.record.blocks))
+    places = stages.places()
+    here = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
+    chunks = tuple(Chunk.of(places[stage]) for stage in here)
+    letters = "EL" if model.record.tied else "E"
+    holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
+    _keep(model, chunks)
+    shards = _cut(model, world)
+    beside = world.beside if table.has_pairs else None
     for each in filter(None, (world, beside)):
         for kind, inner in layout.split_groups:
             each.split(kind, inner)
-    return Placed(model, world, layout, chunks, shards, stages, dict(term_layers), beside)
+    embedding = tuple(sorted(holders))
+    return Placed(model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside)
 
 
 def alone(model: DecoderModel, layout: Layout | None = None) -> Placed:
@@ -122,29 +123,7 @@ def alone(model: DecoderModel, layout: Layout | None = None) -> Placed:
     return place_model(model, layout or Layout(), World.single(device))
 
 
-def chunks_of(stages: Stages, layout: Layout, world: World) -> tuple[Chunk, ...]:
-    """Return the stages of this pipeline rank, in the order of the model."""
-    sizes = world.folding.sizes
-    table = layout.table(2 * sizes.pp)
-    places = stages.places()
-    return tuple(
-        _chunk(places[table.stage(world.attention.pp, chunk)]) for chunk in range(sizes.vpp)
-    )
-
-
-def holders(stages: Stages, letters: str, table: Table) -> tuple[int, ...]:
-    """Return the pipeline ranks with a place of some letters, such as ``"EL"``."""
-    found = {table.home(k) for k, here in enumerate(stages.letters) if set(here) & set(letters)}
-    return tuple(sorted(found))
-
-
-def _chunk(places: tuple[Place, ...]) -> Chunk:
-    kinds = [place.kind for place in places]
-    layers = tuple(str(place.index) for place in places if place.kind == "layer")
-    return Chunk(layers, "embedding" in kinds, "loss" in kinds)
-
-
-def keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
+def _keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
     """Drop the parts of a model that no chunk here runs."""
     kept = [number for chunk in chunks for number in chunk.layers]
     model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
@@ -156,7 +135,7 @@ def keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
         model.norm = model.head = None
 
 
-def cut(model: DecoderModel, world: World) -> dict[str, Shard]:
+def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
     """Replace each parameter by this rank's piece of it, and return the pieces by name."""
     sizes = world.folding.sizes
     at = {

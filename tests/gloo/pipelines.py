@@ -156,7 +156,7 @@ def run_case(case: Case, ranks: int) -> Outcome:
         theirs = gradients[held.name]
         piece = theirs[tuple(slice(start, end) for start, end in held.box)]
         errors.append(float((held.tensor - piece).norm() / theirs.norm()))
-    table, rank = data.placed.table(len(mine)), world.attention.pp
+    table, rank = data.placed.layout.table(len(mine)), world.attention.pp
     follows = tuple(Recording.last.executed) == table.lines[rank]
     peak = Recording.last.peak, peak_in_flight(table)[rank]
     least = min(float(gradient.norm()) for gradient in gradients.values())

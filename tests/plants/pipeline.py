@@ -15,7 +15,7 @@ PLANTS = (
         "a tied embedding's gradient is not summed over stages",
         B03,
         "parallel/apply.py",
-        'letters = "EL" if self.model.record.tied else "E"',
+        'letters = "EL" if model.record.tied else "E"',
         'letters = "E"',
     ),
     Plant(

@@ -70,8 +70,8 @@ def next_logits(
         with _head(placed):
             logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
-    last_rank = placed.layout.table(placed.enough)
-    return broadcast_(logits_PV, world.group("pp"), last_rank.home(last_rank.stages - 1))
+    last_rank = placed.table.home(placed.table.stages - 1)
+    return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
 def continuing(placed: Placed) -> Callable[[Sequence[Sequence[int]]], Tensor]:
@@ -82,7 +82,7 @@ def continuing(placed: Placed) -> Callable[[Sequence[Sequence[int]]], Tensor]:
 def forward(placed: Placed, flow: Flow) -> Tensor | None:
     """Run every stage; returns the normed rows ``x_TD`` where the last one is, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
-    table, rank = placed.table(placed.enough), placed.world.attention.pp
+    table, rank = placed.table, placed.world.attention.pp
     here = {table.stage(rank, number): chunk for number, chunk in enumerate(placed.chunks)}
     x_TD: Tensor | None = None
     for stage in range(table.stages):
