@@ -13,8 +13,8 @@ from moefold.layers.flow import Flow
 from moefold.layers.recompute import Recompute
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, Task
-from moefold.parallel.pipeline.parts import Part
 from moefold.parallel.pipeline.passes import Pass
+from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
 
 ROWS = small.padded_rows((5, 7), 0)
@@ -113,10 +113,10 @@ class Holds(torch.autograd.Function):
         return 2 * grad, None, None, None, None
 
 
-def held(part_of: list[Part], sink: Deferred, weight: Tensor) -> tuple[Any, Any]:
+def held(part_of: list[Subgraph], sink: Deferred, weight: Tensor) -> tuple[Any, Any]:
     """Make a part and run it; returns what its graph and its product hold, weakly."""
     graph, late = Payload(), Payload()
-    part = Part(lambda x: (Holds.apply(x, weight, sink, graph, late),))  # type: ignore[arg-type, return-value]
+    part = Subgraph(lambda x: (Holds.apply(x, weight, sink, graph, late),))  # type: ignore[arg-type, return-value]
     part.forward(torch.ones(3, requires_grad=True))
     part._function = tuple  # type: ignore[assignment]
     part_of.append(part)
@@ -124,7 +124,7 @@ def held(part_of: list[Part], sink: Deferred, weight: Tensor) -> tuple[Any, Any]
 
 
 def test_inputs_gradient_frees_the_graph_and_the_queue_keeps_what_weights_need() -> None:
-    sink, weight, parts = Deferred(), torch.zeros(1, requires_grad=True), list[Part]()
+    sink, weight, parts = Deferred(), torch.zeros(1, requires_grad=True), list[Subgraph]()
     graph, late = held(parts, sink, weight)
     assert graph() is not None
     (gradient,) = parts[0].backward(torch.ones(3))
@@ -137,7 +137,7 @@ def test_inputs_gradient_frees_the_graph_and_the_queue_keeps_what_weights_need()
 
 def test_a_part_keeps_neither_inputs_nor_outputs() -> None:
     kept = [torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)]
-    part = Part(lambda a, b: (a + b,))
+    part = Subgraph(lambda a, b: (a + b,))
     (y,) = part.forward(*kept)
     storages = [weakref.ref(t.untyped_storage()) for t in (*kept, y)]
     del y

@@ -30,7 +30,7 @@ PLANTS = (
         "b29",
         "receives are posted in the order in which they are read",
         B29,
-        "parallel/pipeline/plan.py",
+        "parallel/pipeline/p2p.py",
         "now.append(queues[source].pop(0))",
         "now.append(need)",
     ),

@@ -17,9 +17,8 @@ from moefold.layers.flow import Flow
 from moefold.layers.unshard import UnshardHooks
 from moefold.parallel.apply import Placed
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
-from moefold.parallel.pipeline.mail import Mail
+from moefold.parallel.pipeline.p2p import P2PMessages, Plan, plan
 from moefold.parallel.pipeline.passes import Loss, Pass
-from moefold.parallel.pipeline.plan import Plan, plan
 from moefold.schedule.table import Action, Result, Step, actions_of
 
 
@@ -68,7 +67,7 @@ class Executor:
         self.executed: list[Step] = []
         """Steps that have ended."""
         self._beside = placed.beside if self.plan.table.has_pairs else None
-        self._mail = Mail(self.plan, placed.world.group("pp"), self._buffer)
+        self._messages = P2PMessages(self.plan, placed.world.group("pp"), self._buffer)
         self._held: dict[tuple[int, int], Held] = {}
         self._ran = Ran()
 
@@ -76,10 +75,10 @@ class Executor:
         """Run every step of this rank's line."""
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
-                self._mail.post(at)
+                self._messages.post(at)
                 self._step(step, lanes)
                 self.executed.append(step)
-        self._mail.close()
+        self._messages.close()
         assert not self._held, "passes without their backward"
         return self._ran
 
@@ -97,7 +96,7 @@ class Executor:
         if action.kind == "F":
             held = self._held[stage, micro] = self._start(action)
             needs = self.plan.table.needs(self.plan.rank, action)
-            given = [self._mail.take(need).requires_grad_() for need in needs]
+            given = [self._messages.take(need).requires_grad_() for need in needs]
             return Chain(tuple(given), held.way.forward())
         held = self._held[stage, micro]
         if action.kind == "W":
@@ -107,7 +106,7 @@ class Executor:
             return Chain((), ())
         gradient, held.gradient = held.gradient, None
         if gradient is None:
-            gradient = self._mail.take(Result("gradient", stage + 1, micro))
+            gradient = self._messages.take(Result("gradient", stage + 1, micro))
         drain = held.sink.drain if isinstance(held.sink, Deferred) else None
         if drain is not None and action.kind == "B":
             held.hooks.pre_weight_gradients()
@@ -142,7 +141,7 @@ class Executor:
         if given is not None and self.plan.table.reader(given) is not None:
             (rows_TD,) = left
             assert rows_TD is not None, "no gradient reaches the chunk's input"
-            self._mail.give(given, rows_TD.detach())
+            self._messages.give(given, rows_TD.detach())
 
     def _spot(self, action: Action) -> tuple[int, int]:
         return self.plan.table.stage(self.plan.rank, action.chunk), action.micro

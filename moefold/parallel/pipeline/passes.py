@@ -8,7 +8,7 @@ another.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, State, Task
-from moefold.parallel.pipeline.parts import Part, detached
+from moefold.parallel.pipeline.subgraph import Subgraph
 
 Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
 """``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
@@ -51,7 +51,8 @@ class Pass:
         self._model, self._chunk, self._flow = model, chunk, flow
         self._share, self._loss = share, loss
         self._beside = None if beside is None else replace(flow, world=beside)
-        self._stretches: list[_Apart | _Again | _Told] = []
+        self._back: list[list[Task]] = []
+        """Of each stretch that has been run, the tasks of its backward."""
         self.summed: Tensor | None = None
         """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
         self.terms: list[tuple[int, Tensor]] = []
@@ -64,11 +65,11 @@ class Pass:
             return [Task(self._in_one), *([Task(self._end)] if chunk.scores else [])]
         tasks: list[Task] = []
         if chunk.embeds:
-            tasks += self._apart(lambda: (self._model.start(self._flow),))
+            tasks += self._alone(lambda: (self._model.start(self._flow),))
         for number in chunk.layers:
             tasks += self._block(number)
         if chunk.scores:
-            tasks += self._apart(lambda x_TD: (self._model.finish(self._flow, x_TD),))
+            tasks += self._alone(lambda x_TD: (self._model.finish(self._flow, x_TD),))
             tasks.append(Task(self._end))
         return tasks
 
@@ -78,8 +79,8 @@ class Pass:
         Args:
             drain: runs the weights' products that are waiting: beside exchanges, and at the end.
         """
-        stretches, self._stretches = self._stretches, []
-        back = [task for stretch in reversed(stretches) for task in stretch.backward()]
+        stretches, self._back = self._back, []
+        back = [task for stretch in reversed(stretches) for task in stretch]
         if drain is None:
             return list(back)
         tasks: list[Task | Fill] = []
@@ -98,8 +99,8 @@ class Pass:
             numbers.extend(terms)
             return model.finish(flow, x_TD) if chunk.scores else x_TD, *terms.values()
 
-        part = Part(run)
-        self._stretches.append(_Apart(part))
+        part = Subgraph(run)
+        self._back.append([Task(part.backward)])
         x_TD, *terms = part.forward(*given)
         part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
         return (x_TD,)
@@ -110,35 +111,31 @@ class Pass:
             self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
         return (dx_TD,)
 
-    def _apart(self, function: Callable[..., tuple[Tensor, ...]]) -> list[Task]:
+    def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[Task]:
         """Return the task of one part that exchanges nothing."""
-        part = Part(function)
-        self._stretches.append(_Apart(part))
+        part = Subgraph(function)
+        self._back.append([Task(part.backward)])
         return [Task(part.forward)]
 
     def _block(self, number: str) -> list[Task]:
         """Return the tasks of one layer; the last one also notes its router terms."""
         parts = self._parts(self._model.layers[number].segments())  # type: ignore[operator]
         hooks, unit = self._flow.unshard, f"layers.{number}"
-        self._stretches.append(_Told(hooks.post_backward, unit))
+        forward = [Task(part.forward, part.exchanges) for part in parts]
+        backward = [Task(part.backward, part.exchanges) for part in reversed(parts)]
         if self._flow.recompute.block:
-            again = _Again(parts)
-            self._stretches.append(again)
-            tasks, last = again.forward(), again.last
-        else:
-            self._stretches += parts
-            tasks = [Task(part.forward, exchanges) for part, exchanges in parts]
-            last = parts[-1].part
-        self._stretches.append(_Told(hooks.pre_backward, unit))
+            forward, backward = _recomputed(parts)
+        before, after = _tell(hooks.pre_backward, unit), _tell(hooks.post_backward, unit)
+        self._back.append([before, *backward, after])
 
         def close(x_TD: Tensor, terms_N: Tensor) -> State:
             hooks.post_forward(unit)
-            last.seeds = self._seeds({int(number): terms_N})
+            parts[-1].seeds = self._seeds({int(number): terms_N})
             return (x_TD,)
 
-        return [Task(_Told(hooks.pre_forward, unit).run), *tasks, Task(close)]
+        return [_tell(hooks.pre_forward, unit), *forward, Task(close)]
 
-    def _parts(self, segments: Sequence[Segment]) -> list["_Apart"]:
+    def _parts(self, segments: Sequence[Segment]) -> list[Subgraph]:
         """Return segments as parts: what is a record in a layer is its tensors between parts."""
         assert self._beside is not None
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
@@ -151,9 +148,7 @@ class Pass:
 
         exchanges = [isinstance(segment, Exchange) for segment in segments]
         flows = [self._beside if away else self._flow for away in exchanges]
-        return [
-            _Apart(Part(partial(run, at, flows[at])), away) for at, away in enumerate(exchanges)
-        ]
+        return [Subgraph(partial(run, at, flows[at]), away) for at, away in enumerate(exchanges)]
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Note router terms [N] by layer, and return the gradient of the step's loss by each."""
@@ -167,77 +162,41 @@ class Pass:
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
 
 
-class _Told(NamedTuple):
-    """A place where the weights of a unit are told what is about to run, or has."""
+def _tell(hook: Callable[[str], None], unit: str) -> Task:
+    """Return the task that tells a unit's weights what is about to run, or has."""
 
-    tell: Callable[[str], None]
-    unit: str
-
-    def run(self, *state: Tensor | None) -> State:
-        """Tell, and hand on what came."""
-        self.tell(self.unit)
+    def run(*state: Any) -> State:
+        hook(unit)
         return state
 
-    def backward(self) -> list[Task]:
-        return [Task(self.run)]
+    return Task(run)
 
 
-class _Apart(NamedTuple):
-    """A part, and whether it exchanges."""
+def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[Task], list[Task]]:
+    """Return the tasks forward and backward of a block of which only the input is kept.
 
-    part: Part
-    exchanges: bool = False
-
-    def backward(self) -> list[Task]:
-        return [Task(self.part.backward, self.exchanges)]
-
-
-class _Again:
-    """A block of which only the input is kept: its parts run again in backward.
-
-    Where it ends with an exchange, that one runs once, as a part of its own: it keeps where rows
-    go and nothing of the rows.
+    Its parts run again in backward. Where it ends with an exchange, that one runs once, as a part
+    of its own: it keeps where rows go and nothing of the rows.
     """
+    once = [part for part in parts[1:][-1:] if part.exchanges]
+    again = parts[: len(parts) - len(once)]
+    kept: list[State] = []
+    held: list[State] = []
 
-    def __init__(self, parts: list[_Apart]) -> None:
-        self._parts = parts
-        self._kept: tuple[Tensor, ...] = ()
-        self._once = parts[-1] if len(parts) > 1 and parts[-1].exchanges else None
-        self.last = parts[-1].part
+    def keep(*given: Any) -> State:
+        kept.append(given)
+        return given
 
-    def forward(self) -> list[Task]:
-        """Return the tasks of the first run, which keep no graph but the last exchange's."""
-        runs = self._parts[:-1] if self._once else self._parts
-        tasks = [Task(partial(_bare, part), exchanges) for part, exchanges in runs]
-        if self._once:
-            tasks.append(Task(self.last.forward, exchanges=True))
+    def begin(*gradients: Any) -> State:
+        held.append(gradients)
+        return kept.pop()
 
-        def keep(*given: Tensor) -> State:
-            self._kept = given
-            return given
-
-        return [Task(keep), *tasks]
-
-    def backward(self) -> list[Task]:
-        """Return the tasks of the second run and of its backward."""
-        runs = self._parts[:-1] if self._once else self._parts
-        held: list[State] = []
-
-        def begin(*gradients: Tensor | None) -> State:
-            held.append(gradients)
-            kept, self._kept = self._kept, ()
-            return kept
-
-        return [
-            *(self._once.backward() if self._once else ()),
-            Task(begin),
-            *(Task(part.forward, exchanges) for part, exchanges in runs),
-            Task(lambda *_: held.pop()),
-            *(task for run in reversed(runs) for task in run.backward()),
-        ]
-
-
-def _bare(part: Part, *given: Tensor) -> State:
-    """Run a part without a graph; what follows still asks for gradients."""
-    outputs = part.bare(*given)
-    return tuple(detached(y, isinstance(y, Tensor) and y.is_floating_point()) for y in outputs)
+    forward = [Task(keep), *(Task(part.bare, part.exchanges) for part in again)]
+    forward += [Task(part.forward, True) for part in once]
+    return forward, [
+        *(Task(part.backward, True) for part in once),
+        Task(begin),
+        *(Task(part.forward, part.exchanges) for part in again),
+        Task(lambda *_: held.pop()),
+        *(Task(part.backward, part.exchanges) for part in reversed(again)),
+    ]

@@ -1,4 +1,4 @@
-"""A stretch of a pass whose graph autograd keeps apart: backward can stop at its borders."""
+"""Part of a pass whose autograd graph is apart: backward can stop at its borders."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,18 +11,21 @@ from torch.autograd.graph import get_gradient_edge
 Gradients = tuple[Tensor | None, ...]
 
 
-class Part:
+class Subgraph:
     """One function of a pass, from its inputs' border to its outputs' border.
 
     It keeps what its function saves for backward and nothing else: neither inputs nor outputs.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], exchanges: bool = False
+    ) -> None:
+        """Take the function, and whether it mostly waits for other ranks."""
+        self._function, self.exchanges = function, exchanges
         self._caught: list[Tensor | None] = []
         self._edges: list[Any] = []
         self.seeds: Gradients = ()
-        """Gradients, known from the forward on, of outputs that the next part does not take."""
+        """Gradients, known from the forward on, of outputs that the next subgraph does not take."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the function; each output asks for a gradient where one would reach something."""
@@ -38,9 +41,13 @@ class Part:
         return tuple(map(detached, outputs, live))
 
     def bare(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the function and keep nothing: the part runs again before its backward."""
+        """Run the function and keep nothing: it runs again before its backward.
+
+        What follows still asks for gradients.
+        """
         with torch.no_grad():
-            return self._function(*inputs)
+            outputs = self._function(*inputs)
+        return tuple(detached(y, isinstance(y, Tensor) and y.is_floating_point()) for y in outputs)
 
     def backward(self, *gradients: Tensor | None) -> Gradients:
         """Run backward from the outputs' gradients, once; returns those of the inputs."""

@@ -1,0 +1,138 @@
+"""Messages between pipeline stages: which cross when, and sending them without blocking the host.
+
+Between two ranks each direction is one channel on which messages keep their order: outputs and
+gradients have the same shape, and NCCL knows no tags, so a message is told by its place alone. The
+receiver therefore posts receives in the order in which the *sender* sends, which both read off the
+table; a result that comes early is held until its step. Receives are posted a step ahead, sends are
+waited for late, and neither blocks the host, so no order of steps that the table allows can
+deadlock, on gloo or on NCCL: there each pair of ranks has a communicator of its own per direction
+(``Group.back``), as long as communicators are made lazily (no ``device_id`` where ranks join), and
+one direction never waits behind the other.
+
+T rows here, D hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from moefold.comm.collectives import Pending, receive, send
+from moefold.comm.group import Group
+from moefold.parallel.config import Layout
+from moefold.schedule.table import Line, Result, Table
+
+AHEAD = 1
+"""Steps between posting a receive and the step that needs it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank does in a step of training."""
+
+    table: Table
+    rank: int
+    posts: tuple[tuple[Result, ...], ...]
+    """Receives to post for each of the rank's steps, in the order in which they were sent."""
+    given_at: dict[Result, int]
+    """For a result that comes from another rank, the step of that rank's line that gives it."""
+    read_at: dict[Result, int]
+    """For a result that goes to another rank, the step of that rank's line that reads it."""
+
+    @property
+    def line(self) -> Line:
+        """The rank's steps."""
+        return self.table.lines[self.rank]
+
+    @property
+    def splits(self) -> bool:
+        """Whether this rank runs weight gradients apart."""
+        return any(action.kind == "W" for action in self.table.actions(self.rank))
+
+
+@lru_cache(maxsize=8)
+def plan(layout: Layout, rank: int, micro_batches: int) -> Plan:
+    """Return the plan of a pipeline rank, for every step of so many micro-batches."""
+    table = layout.table(micro_batches)
+    stages = [table.stage(rank, chunk) for chunk in range(table.chunks)]
+    near = {stage + way for stage in stages for way in (-1, 1)} & set(range(table.stages))
+    queues: dict[int, list[Result]] = {table.home(stage): [] for stage in near}
+    given_at: dict[Result, int] = {}
+    read_at: dict[Result, int] = {}
+    for peer in queues.keys() - {rank}:
+        for at, step in enumerate(table.lines[peer]):
+            sent = [r for r in table.step_gives(peer, step) if table.reader(r) == rank]
+            queues[peer] += sent
+            given_at.update(dict.fromkeys(sent, at))
+            needs = table.step_needs(peer, step)
+            read_at.update({need: at for need in needs if table.home(need.stage) == rank})
+    posts = []
+    posted: set[Result] = set()
+    for step in table.lines[rank]:
+        now: list[Result] = []
+        for need in table.step_needs(rank, step):
+            source = table.home(need.stage)
+            while source != rank and need not in posted:
+                now.append(queues[source].pop(0))
+                posted.add(now[-1])
+        posts.append(tuple(now))
+    return Plan(table, rank, tuple(posts), given_at, read_at)
+
+
+class P2PMessages:
+    """The results that one rank gives and takes in a step of training.
+
+    Args:
+        plan: what crosses when.
+        ranks: the pipeline.
+        buffer: makes the tensor [T, D] that a micro-batch's rows arrive in.
+    """
+
+    def __init__(self, plan: Plan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
+        self._plan, self._ranks, self._buffer = plan, ranks, buffer
+        self._here: dict[Result, Tensor] = {}
+        self._coming: dict[Result, tuple[Tensor, Pending]] = {}
+        self._sent: dict[int, list[tuple[int, Pending]]] = {}
+        self._posted = 0
+
+    def post(self, at: int) -> None:
+        """Post the receives of steps up to ``at`` and a little further."""
+        until = min(at + AHEAD + 1, len(self._plan.posts))
+        for results in self._plan.posts[self._posted : until]:
+            for result in results:
+                buffer = self._buffer(result.micro)
+                source = self._ranks.ranks[self._plan.table.home(result.stage)]
+                self._coming[result] = buffer, receive(buffer, source, self._ranks)
+        self._posted = max(self._posted, until)
+
+    def take(self, result: Result) -> Tensor:
+        """Return what another stage has given, waiting for it if it is still on its way."""
+        if result in self._here:
+            return self._here.pop(result)
+        buffer, pending = self._coming.pop(result)
+        pending.wait()
+        # What the other rank must have read before it gave this is sent: its memory is freed.
+        peer, given_at = self._plan.table.home(result.stage), self._plan.given_at[result]
+        sent = self._sent.pop(peer, [])
+        for read_at, each in sent:
+            if read_at <= given_at:
+                each.wait()
+        self._sent[peer] = [(read_at, each) for read_at, each in sent if read_at > given_at]
+        return buffer
+
+    def give(self, result: Result, tensor: Tensor) -> None:
+        """Hand a result to the stage that reads it, here or elsewhere."""
+        reader = self._plan.table.reader(result)
+        assert reader is not None, "nobody reads the result"
+        if reader == self._plan.rank:
+            self._here[result] = tensor
+            return
+        pending = send(tensor, self._ranks.ranks[reader], self._ranks)
+        self._sent.setdefault(reader, []).append((self._plan.read_at[result], pending))
+
+    def close(self) -> None:
+        """Wait for what is still on its way out; nothing else may be left."""
+        for pending in [p for sent in self._sent.values() for _, p in sent]:
+            pending.wait()
+        assert not (self._here or self._coming), "results that nobody has read"
