@@ -17,16 +17,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moefold.comm.recorder import Site
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
+from moefold.parallel.data.sharding import Held
 from moefold.proof.case import Subject
-from moefold.proof.rank_run import Piece, RankResult
+from moefold.proof.rank_run import RankResult
 from moefold.spec.layer import LayerSpec
 
 NEGLIGIBLE = 1e-6
 """A quantity below this proves nothing."""
 FLOOR = 1e-6
 SEPARATOR = "|"
+Tensors = dict[str, tuple[float, Sequence[int]]]
+"""Norm and shape of each tensor of a kind, in the reference."""
 Row = Sequence[Any]
 """A piece: its tensor's name, its box, its squared error, and a digest of its bits."""
 
@@ -37,7 +41,7 @@ class Outcome:
 
     errors: dict[str, float] = field(default_factory=dict)
     """The largest relative error by quantity."""
-    worst: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
     """The tensor or step of that error."""
     floored: tuple[str, ...] = ()
     """Tensors so small beside the others of their kind that the floor is their measure."""
@@ -45,7 +49,8 @@ class Outcome:
     """What is wrong beside errors: pieces missing, copies that differ, narrow tensors."""
     zero: tuple[str, ...] = ()
     """Gradients that are zero by the run's own maths, each with its reason."""
-    sites: tuple[tuple[str, str, str, str], ...] = ()
+    sites: tuple[Site, ...] = ()
+    """Call-sites of exchanges between ranks that it recorded."""
     seconds: float = 0.0
 
 
@@ -55,7 +60,7 @@ class Outcome:
 def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
     """Write what one rank found, to be read by the ranks of layouts."""
     tensors = {
-        kind + SEPARATOR + piece.name: piece.values.contiguous()
+        kind + SEPARATOR + piece.name: piece.tensor.contiguous()
         for kind, pieces in found.pieces.items()
         for piece in pieces
     }
@@ -66,12 +71,8 @@ def write_reference(path: Path, subject: Subject, found: RankResult) -> None:
         "zero": [f"gradient of {name}: {why}" for name, why in zero(subject.decoder).items()],
         "degenerate": degenerate(subject, found),
         "narrow": found.narrow,
-        "norms": {
-            kind: {piece.name: float(piece.values.double().norm()) for piece in pieces}
-            for kind, pieces in found.pieces.items()
-        },
-        "shapes": {
-            kind: {piece.name: list(piece.values.shape) for piece in pieces}
+        "tensors": {
+            kind: {p.name: (float(p.tensor.double().norm()), p.tensor.shape) for p in pieces}
             for kind, pieces in found.pieces.items()
         },
     }
@@ -101,12 +102,12 @@ def degenerate(subject: Subject, found: RankResult) -> list[str]:
     excused = zero(subject.decoder)
     for kind, pieces in (("gradients", grads), ("weights", weights)):
         for name in grads:
-            norm = float(pieces[name].values.double().norm())
+            norm = float(pieces[name].tensor.double().norm())
             vanishes = not norm > NEGLIGIBLE and name not in excused
             words += [f"{kind} of {name}: {norm:g}"] if vanishes else []
     for name, piece in grads.items():
         if ".experts." in name:
-            by_expert = piece.values.double().flatten(1).norm(dim=1).tolist()
+            by_expert = piece.tensor.double().flatten(1).norm(dim=1).tolist()
             words += _idle_words(f"gradients of {name}", by_expert, subject, NEGLIGIBLE)
     for name, counts in found.counts.items():
         if name.endswith("load_E"):
@@ -154,7 +155,7 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
                 wanted = file.get_slice(key) if key in known else None
-                row = [piece.name, piece.box, _error(piece, wanted), _digest(piece.values)]
+                row = [piece.name, piece.box, _error(piece, wanted), _digest(piece.tensor)]
                 told[kind].append(row)
     return {
         "figures": found.figures,
@@ -165,13 +166,13 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
     }
 
 
-def _error(piece: Piece, wanted: Any) -> float:
+def _error(piece: Held, wanted: Any) -> float:
     """Return the squared error, NaN where the reference has no such tensor."""
     if wanted is None:
         return math.nan
     place = tuple(slice(start, end) for start, end in piece.box)
     values = wanted[place] if place else wanted[...]
-    difference = piece.values.double() - values.double()
+    difference = piece.tensor.double() - values.double()
     return float(difference.square().sum())
 
 
@@ -190,20 +191,19 @@ def judge(facts: dict[str, Any], told: Sequence[dict[str, Any]]) -> Outcome:
     narrow = sorted({words for rank in told for words in rank["narrow"]} | set(facts["narrow"]))
     problems += [f"not fp64: {words}" for words in narrow]
     _judge_figures(outcome, facts["figures"], told)
-    _judge_norm(outcome, facts["norms"]["gradients"], told)
+    _judge_norm(outcome, facts["tensors"]["gradients"], told)
     if len(told[0]["figures"]["lm_loss"]) == len(facts["figures"]["lm_loss"]):
-        missing = facts["norms"].keys() - {kind for rank in told for kind in rank["pieces"]}
+        missing = facts["tensors"].keys() - {kind for rank in told for kind in rank["pieces"]}
         problems += [f"{kind} is on no rank" for kind in sorted(missing)]
     problems += _judge_counts(outcome, facts["counts"], told)
     replicas: list[str] = []
     for kind in dict.fromkeys(kind for rank in told for kind in rank["pieces"]):
         rows = [row for rank in told for row in rank["pieces"].get(kind, ())]
-        norms, shapes = facts["norms"].get(kind, {}), facts["shapes"].get(kind, {})
-        problems += _judge_kind(outcome, kind, norms, shapes, rows, replicas)
+        problems += _judge_kind(outcome, kind, facts["tensors"].get(kind, {}), rows, replicas)
     outcome.errors["replicas"] = float(len(replicas))
-    outcome.worst["replicas"] = replicas[0] if replicas else ""
+    outcome.where["replicas"] = replicas[0] if replicas else ""
     outcome.problems, outcome.zero = tuple(problems), tuple(facts["zero"])
-    outcome.sites = tuple(sorted({tuple(site) for rank in told for site in rank["sites"]}))
+    outcome.sites = tuple(sorted({Site(*site) for rank in told for site in rank["sites"]}))
     return outcome
 
 
@@ -211,7 +211,7 @@ def _note(outcome: Outcome, quantity: str, error: float, where: str) -> None:
     """Keep the larger error of a quantity; NaN is the largest."""
     held = outcome.errors.get(quantity)
     if held is None or math.isnan(error) or error > held:
-        outcome.errors[quantity], outcome.worst[quantity] = error, where
+        outcome.errors[quantity], outcome.where[quantity] = error, where
 
 
 def _judge_figures(
@@ -227,9 +227,9 @@ def _judge_figures(
                 _note(outcome, name, error, f"step {step + 1}, rank {number}")
 
 
-def _judge_norm(outcome: Outcome, norms: dict[str, float], told: Sequence[dict[str, Any]]) -> None:
+def _judge_norm(outcome: Outcome, tensors: Tensors, told: Sequence[dict[str, Any]]) -> None:
     """Hold the first step's norm against the gradients themselves: one rank may be wrong alike."""
-    whole = math.hypot(*norms.values())
+    whole = math.hypot(*(norm for norm, _ in tensors.values()))
     for number, rank in enumerate(told):
         for have in rank["figures"].get("grad_norm", [])[:1]:
             error = abs(have - whole) / max(whole, NEGLIGIBLE)
@@ -254,8 +254,7 @@ def _judge_counts(
 def _judge_kind(
     outcome: Outcome,
     kind: str,
-    norms: dict[str, float],
-    shapes: dict[str, list[int]],
+    tensors: Tensors,
     rows: Sequence[Row],
     replicas: list[str],
 ) -> Iterator[str]:
@@ -263,31 +262,31 @@ def _judge_kind(
 
     Yields tensors of which the ranks' pieces do not make up the whole, exactly once.
     """
-    held: dict[str, dict[Box, list[Row]]] = {name: {} for name in shapes}
+    held: dict[str, dict[Box, list[Row]]] = {name: {} for name in tensors}
     for row in rows:
         box = tuple((int(start), int(end)) for start, end in row[1])
         held.setdefault(row[0], {}).setdefault(box, []).append(row)
-    everything = math.hypot(*norms.values())
-    elements = sum(math.prod(shape) for shape in shapes.values())
+    everything = math.hypot(*(norm for norm, _ in tensors.values()))
+    elements = sum(math.prod(shape) for _, shape in tensors.values())
     for name, boxes in held.items():
         what = f"{kind} of {name}"
         if any(len({digest for *_, digest in copies}) > 1 for copies in boxes.values()):
             replicas.append(what)
-        if name not in shapes:
+        if name not in tensors:
             yield f"{what}: one rank has no such tensor"
             continue
-        size = math.prod(shapes[name])
+        norm, shape = tensors[name]
+        size = math.prod(shape)
         volume = sum(math.prod(end - start for start, end in box) for box in boxes)
         if volume != size or not boxes:
             yield f"{what}: {volume} of {size} elements are there"
         floor = FLOOR * everything * math.sqrt(size / max(elements, 1))
-        if norms[name] < floor:
+        if norm < floor:
             outcome.floored = (*outcome.floored, what)
-        error = math.sqrt(sum(_largest(copies) for copies in boxes.values()))
-        _note(outcome, kind, error / max(norms[name], floor) if error else 0.0, name)
+        errors = [[error for _, _, error, _ in copies] for copies in boxes.values()]
+        error = math.sqrt(sum(max(e, key=_nan_last) for e in errors))
+        _note(outcome, kind, error / max(norm, floor) if error else 0.0, name)
 
 
-def _largest(copies: Sequence[Row]) -> float:
-    """Return the largest squared error of a piece's copies; NaN is the largest."""
-    errors = [error for _, _, error, _ in copies]
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+def _nan_last(error: float) -> float:
+    return math.inf if math.isnan(error) else error

@@ -88,9 +88,7 @@ class ShuffledSums(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
         """Run an operation."""
-        if func is aten.mm.default:
-            return self._product(func, *args)
-        if func is aten.bmm.default:
+        if func in (aten.mm.default, aten.bmm.default):
             return self._product(func, *args)
         if func is aten.addmm_.default and not kwargs:
             into, *factors = args

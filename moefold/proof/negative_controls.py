@@ -106,11 +106,11 @@ def control(
 def _noticed(broken: InjectedFault, outcome: Outcome, bound: float) -> tuple[bool, str]:
     beyond = {name: e for name, e in outcome.errors.items() if not e <= bound}
     if broken.parameter:
-        error, named = outcome.errors.get("gradients", 0.0), outcome.worst.get("gradients")
+        error, named = outcome.errors.get("gradients", 0.0), outcome.where.get("gradients")
         return named == broken.parameter and not error <= bound, f"gradients {error:.1e} of {named}"
     if beyond:
         name = max(beyond, key=lambda quantity: beyond[quantity])
-        return True, f"{name} {beyond[name]:.1e}, {outcome.worst[name]}"
+        return True, f"{name} {beyond[name]:.1e}, {outcome.where[name]}"
     if not outcome.errors:
         return True, outcome.problems[0].strip().splitlines()[-1]
     return False, "nothing"

@@ -18,7 +18,7 @@ from moefold.comm.recorder import Record as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
 from moefold.data.batch import IGNORED, MicroBatch, assemble
-from moefold.layers.placement import Box, Shard
+from moefold.layers.placement import Shard
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise, normal_piece
 from moefold.optim.base import Optimizer
@@ -117,17 +117,6 @@ def plain(site: Site) -> Site:
     return site._replace(label=label, group=group)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part of a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-    values: Tensor
-
-
 @dataclass
 class RankResult:
     """What one rank saw."""
@@ -136,7 +125,7 @@ class RankResult:
     """Loss, norm, clip factor and router terms of each step; those of an evaluation."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Tokens by expert of each layer here, over the whole first step."""
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[Held]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
     """Operations that made a narrower tensor in an fp64 step."""
     sites: tuple[Site, ...] = ()
@@ -193,12 +182,12 @@ class RankRun:
         found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
         return found
 
-    def _note_changes(self, before: list[Piece]) -> None:
+    def _note_changes(self, before: list[Held]) -> None:
         """Note what the steps changed, and the optimizer's state after them."""
         pieces = self.found.pieces
         after = _pieces(self.data.weights())
         pieces["weights"] = [
-            replace(b, values=b.values - a.values) for a, b in zip(before, after, strict=True)
+            replace(b, tensor=b.tensor - a.tensor) for a, b in zip(before, after, strict=True)
         ]
         for piece in _pieces(self.data.states(self.optimizer)):
             parameter, _, what = piece.name.removeprefix("optim.").rpartition(".")
@@ -228,5 +217,5 @@ class RankRun:
                 self.found.counts[key] = getattr(counters, what).reshape(-1).tolist()
 
 
-def _pieces(here: Iterable[Held]) -> list[Piece]:
-    return [Piece(held.name, held.shape, held.box, held.tensor.clone()) for held in here]
+def _pieces(here: Iterable[Held]) -> list[Held]:
+    return [replace(held, tensor=held.tensor.clone()) for held in here]

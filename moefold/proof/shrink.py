@@ -29,23 +29,21 @@ RATE = 0.01
 class Asked:
     """What some layouts ask a model's dims to be divisible by."""
 
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    by: Sizes
+    """Of each axis the least common multiple."""
     stages: int = 1
     """Stages of the longest pipeline."""
     named_layers: int | None = None
     """Layers, where a layout names each stage's."""
 
     @classmethod
-    def by(cls, layouts: Sequence[Layout]) -> "Asked":
+    def of(cls, layouts: Sequence[Layout]) -> "Asked":
         """Return what several layouts ask together."""
-        sizes: list[Sizes] = [layout.split for layout in layouts]
+        sizes = [layout.split for layout in layouts]
         axes = {a: math.lcm(*(getattr(s, a) for s in sizes)) for a in ("tp", "cp", "ep", "etp")}
         named = [layout.stages_of(0).layers for layout in layouts if layout.stages is not None]
         stages = max(size.pp * size.vpp for size in sizes)
-        return cls(**axes, stages=stages, named_layers=max(named, default=None))
+        return cls(Sizes(**axes), stages, max(named, default=None))
 
 
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
@@ -56,11 +54,11 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
         layouts: layouts that must be legal for the result.
         precision: number format of the proof.
     """
-    asked = Asked.by(layouts)
+    asked = Asked.of(layouts)
     return Subject(
         small_decoder(run.decoder(), asked),
         small_optimizer(run.optim),
-        rows=rounded_up(ROWS, asked.tp * 2 * asked.cp),
+        rows=rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp),
         precision=precision,
     )
 
@@ -80,7 +78,7 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     )
     stacks = tuple(Stack(repeat=len(list(same)), blocks=(b,)) for b, same in groupby(small))
     changed = {
-        "vocab": rounded_up(VOCAB, asked.tp),
+        "vocab": rounded_up(VOCAB, asked.by.tp),
         "hidden": HIDDEN,
         "stacks": stacks,
         # Large enough that every part of the model matters to the loss.
@@ -106,5 +104,4 @@ def _some(blocks: tuple[Block, ...], asked: Asked) -> tuple[Block, ...]:
 
 def small_part(record: Record, asked: Asked) -> Record:
     """Return a layer's record with small sizes; one that describes nothing stays as it is."""
-    by = Sizes(tp=asked.tp, cp=asked.cp, ep=asked.ep, etp=asked.etp)
-    return record.shrunk(by) if isinstance(record, LayerSpec) else record
+    return record.shrunk(asked.by) if isinstance(record, LayerSpec) else record

@@ -5,13 +5,13 @@ run's own number format ten times what two orders of the same sums differ by on 
 narrow format beside fp64 what its rounding explains.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from moefold.comm.recorder import Site
 from moefold.config.errors import RunError, Violation
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
@@ -56,22 +56,23 @@ class Row(NamedTuple):
     """The tensor, step or rank of the largest error."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What one layout came to."""
+@dataclass
+class Verdict(Outcome):
+    """What one layout came to, beside the bounds of its errors."""
 
-    layout: str
-    world: int
-    rows: tuple[Row, ...]
-    problems: tuple[str, ...]
-    """What is wrong beside errors."""
-    floored: tuple[str, ...]
-    """Tensors that are compared at the floor, being tiny beside the others of their kind."""
-    seconds: float
-    zero: tuple[str, ...] = ()
-    """Gradients that are zero by the run's own maths, each with its reason."""
-    sites: tuple[Site, ...] = ()
-    """Call-sites of exchanges between ranks that it recorded."""
+    layout: str = ""
+    world: int = 1
+    bound: float = BOUND
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Of quantities that have one of their own."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Each compared quantity."""
+        return tuple(
+            Row(self.layout, name, error, self.bounds.get(name, self.bound), self.where[name])
+            for name, error in self.errors.items()
+        )
 
     @property
     def passed(self) -> bool:
@@ -82,12 +83,12 @@ class Verdict:
     @property
     def worst(self) -> Row | None:
         """The row furthest beyond, or nearest to, its bound."""
-        return max(self.rows, key=_excess, default=None)
 
+        def excess(row: Row) -> float:
+            error = row.max_relative_error
+            return math.inf if math.isnan(error) else error / (row.bound or 1e-300)
 
-def _excess(row: Row) -> float:
-    error = row.max_relative_error
-    return float("inf") if error != error else error / row.bound if row.bound else error * 1e300
+        return max(self.rows, key=excess, default=None)
 
 
 @dataclass(frozen=True)
@@ -177,14 +178,20 @@ def prove(
     cases: Sequence[Case],
     told: Told | None = None,
     bound: Callable[[Case], float] = lambda case: BOUND,
-    bounds: dict[str, float] | None = None,
+    bounds: Mapping[str, float] | None = None,
 ) -> Proof:
     """Run cases against one rank in fp64; ``bounds`` names quantities with a bound of their own."""
     found: dict[int, Verdict] = {}
 
     def tell(number: int, outcome: Outcome) -> None:
         case = cases[number]
-        found[number] = verdict(case, outcome, bound(case), bounds)
+        found[number] = Verdict(
+            **vars(outcome),
+            layout=case.name,
+            world=case.world,
+            bound=bound(case),
+            bounds=bounds or {},
+        )
         if told is not None:
             told(found[number])
 
@@ -192,27 +199,12 @@ def prove(
     return Proof(tuple(found[number] for number in range(len(cases))))
 
 
-def verdict(
-    case: Case, outcome: Outcome, bound: float, bounds: dict[str, float] | None = None
-) -> Verdict:
-    """Return a case's verdict; ``bounds`` names quantities with a bound of their own."""
-    rows = [
-        Row(
-            case.name, quantity, error, (bounds or {}).get(quantity, bound), outcome.worst[quantity]
-        )
-        for quantity, error in outcome.errors.items()
-    ]
-    sites = tuple(Site(*site) for site in outcome.sites)
-    told = outcome.problems, outcome.floored, outcome.seconds, outcome.zero, sites
-    return Verdict(case.name, case.world, tuple(rows), *told)
-
-
 def controls_of(
     cases: Sequence[Case],
     proof: Proof,
     told: Callable[[Control], None] | None = None,
 ) -> list[Control]:
-    """InjectedFault every exchange that cases recorded, once at each number of ranks."""
+    """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
     return control(faults_of(cover(recorded)), BOUND, told)
 
@@ -237,7 +229,8 @@ def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
         seen = spread[case.subject].items()
         bounds = {quantity: SPREAD * max(error, least) for quantity, error in seen}
         bounds |= {"replicas": 0.0}
-        verdicts.append(verdict(case, outcome, SPREAD * least, bounds))
+        named = {"layout": case.name, "world": case.world, "bound": SPREAD * least}
+        verdicts.append(Verdict(**vars(outcome), **named, bounds=bounds))
         if told is not None:
             told(verdicts[-1])
     return Proof(tuple(verdicts))

@@ -8,7 +8,7 @@ import pytest
 import moefold
 from moefold.cli.main import main
 from moefold.proof.case import Case
-from moefold.proof.verify import Proof, Row, Verdict
+from moefold.proof.verify import Proof, Verdict
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -68,15 +68,15 @@ def test_wrong_input_is_worded(
 
 
 def verdict_of(error: float, problems: tuple[str, ...] = ()) -> Verdict:
-    row = Row("tp2", "gradients", error, 1e-10, "layers.0.attention.q.weight")
-    return Verdict("tp2", 2, (row,), problems, (), 1.0)
+    worst = {"gradients": "layers.0.attention.q.weight"}
+    return Verdict({"gradients": error}, worst, problems=problems, layout="tp2", world=2)
 
 
 FAILURES = [
     verdict_of(1e-9),
     verdict_of(math.nan),
     verdict_of(0.0, ("gradients of x: 1 of 2 elements are there",)),
-    Verdict("tp2", 2, (), (), (), 1.0),
+    Verdict(layout="tp2", world=2),
 ]
 
 

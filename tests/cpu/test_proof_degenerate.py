@@ -59,7 +59,7 @@ def replaced(record: Any, **changes: Any) -> Any:
 def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[Any, ...]) -> None:
     asked = small(moe(router=ONE, balance=terms))
     found = run_rank(Case("one rank", asked, Layout(), 1), World.single())
-    routers = {p.name: p.values for p in found.pieces["gradients"] if "router" in p.name}
+    routers = {p.name: p.tensor for p in found.pieces["gradients"] if "router" in p.name}
     assert not any(values.any() for values in routers.values())
     assert zero(asked.decoder).keys() == routers.keys()
     assert not degenerate(asked, found)

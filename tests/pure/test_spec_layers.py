@@ -103,9 +103,9 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]
     share = Share(4, 8, 1, 1, 1, 1, 1, 1.0, False)
     assert half(Diagonal(), share)["attention"].products == ()
-    small = small_part(Diagonal(), Asked(tp=3, cp=2))
+    small = small_part(Diagonal(), Asked(Sizes(tp=3, cp=2)))
     assert isinstance(small, Diagonal) and small.features == 18
-    assert small_part(Diagonal(features=6), Asked(tp=3)) == Diagonal(features=6)
+    assert small_part(Diagonal(features=6), Asked(Sizes(tp=3))) == Diagonal(features=6)
 
 
 def test_a_subclass_is_described_as_what_it_inherits_from() -> None:
