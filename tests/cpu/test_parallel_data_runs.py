@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.mesh.share import ALIGN, share_out
-from moefold.parallel.data.runs import boxes, lay_out, moved, size_of
+from moefold.parallel.data.bucket import boxes, lay_out, moved, size_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

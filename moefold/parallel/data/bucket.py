@@ -1,14 +1,18 @@
 """Parameters whose copies live on the same ranks: each rank keeps a run of them.
 
-A bucket is one row of elements (see :mod:`.runs`) of which a rank owns the masters, the summed
-gradients and, through the optimizer, the state of its run. Whole are, for as long as they are
-needed, the weights in the dtype that products take and the gradients of one pass or step. Both are
-filled and read in place: parameters are views, and nothing is copied in or out.
+A bucket is one row of elements: parameters one after the other, each at an aligned place, cut into
+as many equal runs as ranks share it. A rank owns the masters, the summed gradients and, through the
+optimizer, the state of its run, which covers some parameters whole and at most two in part; any run
+of a row-major tensor is a few boxes, which is what checkpoints name. Whole are, for as long as they
+are needed, the weights in the dtype that products take and the gradients of one pass or step. Both
+are filled and read in place: parameters are views, and nothing is copied in or out.
 
 Suffix L: elements of a run; others are of the whole bucket.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +20,74 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from moefold.comm.collectives import Pending, all_gather_into, reduce_scatter_into, sum_
 from moefold.comm.group import Group
-from moefold.parallel.data.runs import Slot, lay_out
+from moefold.layers.placement import Box
+from moefold.mesh.share import aligned
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of what this rank computes with."""
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The place after its last element."""
+        return self.start + math.prod(self.shape)
+
+    def of(self, row: Tensor) -> Tensor:
+        """Return the parameter as a view of a whole bucket's row."""
+        return row[self.start : self.stop].view(self.shape)
+
+    def part(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which of its own elements lie in a run of the bucket; ``(a, a)`` for none."""
+        first = min(max(start, self.start), self.stop)
+        return first - self.start, max(first, min(stop, self.stop)) - self.start
+
+
+def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> tuple[list[Slot], int]:
+    """Return the parameters' places and the length of each rank's run."""
+    slots, end = [], 0
+    for name, shape in shapes:
+        slots.append(Slot(name, shape, end))
+        end = aligned(slots[-1].stop)
+    return slots, aligned(-(-end // ranks))
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return the boxes that the elements ``start`` to ``stop`` of a row-major tensor are, in order.
+
+    At most ``2 * dims - 1`` of them; each is contiguous in memory.
+    """
+    if start >= stop:
+        return []
+    rest = shape[1:]
+    inner = math.prod(rest)
+    whole = tuple((0, size) for size in rest)
+    a, b = -(-start // inner), stop // inner
+    if a > b:  # inside one index
+        return [((b, a), *box) for box in boxes(rest, start - b * inner, stop - b * inner)]
+    found: list[Box] = []
+    if start < a * inner:
+        found += [((a - 1, a), *box) for box in boxes(rest, start - (a - 1) * inner, inner)]
+    if a < b:
+        found.append(((a, b), *whole))
+    if b * inner < stop:
+        found += [((b, b + 1), *box) for box in boxes(rest, 0, stop - b * inner)]
+    return found
+
+
+def size_of(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def moved(box: Box, by: Box) -> Box:
+    """Return a box of a tensor's piece as a box of the tensor, given where the piece is."""
+    return tuple((a + at, b + at) for (a, b), (at, _) in zip(box, by, strict=True))
 
 
 class Bucket:
@@ -46,8 +117,8 @@ class Bucket:
         self.unit, self.inside, self.across, self.keeps = unit, inside, across, keeps
         self.trained = first.requires_grad
         shapes = [(name, tuple(p.shape)) for name, p in parameters.items()]
-        self.slots, self.length = lay_out(shapes, inside.size)
-        self._by_name = {slot.name: slot for slot in self.slots}
+        slots, self.length = lay_out(shapes, inside.size)
+        self.slots = {slot.name: slot for slot in slots}
         self.master_L = torch.zeros(self.length, dtype=first.dtype, device=device)
         self.values = torch.empty(self.length * inside.size, dtype=dtype, device=device)
         self.gradients: Tensor | None = None
@@ -56,21 +127,20 @@ class Bucket:
         self._gathering: tuple[Pending, _unsafe_preserve_version_counter] | None = None
         self._scattering: tuple[Tensor, Pending] | None = None
         # Views are made while there is memory behind them; they see it come and go.
-        self.weights = {slot.name: self._whole(slot, self.values) for slot in self.slots}
+        self.weights = {name: slot.of(self.values) for name, slot in self.slots.items()}
         self._resize(0)
-        for slot in self.slots:
-            if not parameters[slot.name].is_meta:
-                self.own(slot, self.master_L).copy_(self._owned(slot, parameters[slot.name]))
+        for name, slot in self.slots.items():
+            if not parameters[name].is_meta:
+                first, last = self.part(slot)
+                self.own(slot, self.master_L).copy_(
+                    parameters[name].detach().reshape(-1)[first:last]
+                )
         self.handles = {name: handle_of(p, device) for name, p in parameters.items()}
 
     @property
     def start(self) -> int:
         """The place of this rank's first element."""
         return self.inside.index * self.length
-
-    def slot(self, name: str) -> Slot:
-        """Return a parameter's place."""
-        return self._by_name[name]
 
     def part(self, slot: Slot) -> tuple[int, int]:
         """Return which elements of a parameter are in this rank's run."""
@@ -81,13 +151,6 @@ class Bucket:
         first, last = self.part(slot)
         at = slot.start + first - self.start
         return run_L[at : at + last - first]
-
-    def _whole(self, slot: Slot, row: Tensor) -> Tensor:
-        return row[slot.start : slot.stop].view(slot.shape)
-
-    def _owned(self, slot: Slot, parameter: Tensor) -> Tensor:
-        first, last = self.part(slot)
-        return parameter.detach().reshape(-1)[first:last]
 
     # Weights
 
@@ -139,8 +202,8 @@ class Bucket:
         if self.gradients is not None or not self.trained:
             return
         self.gradients = self.master_L.new_zeros(self.length * self.inside.size)
-        for slot in self.slots:
-            self.handles[slot.name].grad = self._whole(slot, self.gradients)
+        for name, slot in self.slots.items():
+            self.handles[name].grad = slot.of(self.gradients)
 
     def free_gradients(self) -> None:
         """Let the whole gradients go."""

@@ -24,10 +24,9 @@ from moefold.optim.base import PREFIX, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, Placed
-from moefold.parallel.data.bucket import Bucket
+from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.matrices import ShardedMatrices, Source
-from moefold.parallel.data.runs import boxes, moved, size_of
 
 TABLE = f"{EMBEDDING}.weight"
 
@@ -67,12 +66,15 @@ class Data:
         Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
         """
         self.placed = replace(placed, hooks_for=self.hooks_for)
-        world, layout = placed.world, placed.layout
+        self._shards, world, layout = placed.shards, placed.world, placed.layout
         if broken := list(layout.misfits_over(world.size)):
             raise RunError(broken, source="layout")
-        self._levels = {
-            kind: _levels(placed, kind, layout.zero, layout.zero_ranks) for kind in ("dp_cp", "edp")
-        }
+        self._levels: dict[str, tuple[Group, Group]] = {}
+        """By kind: the ranks that share a copy, and those with the same share of other copies."""
+        for kind in ("dp_cp", "edp"):
+            size = world.group(kind).size
+            inside = math.gcd(layout.zero_ranks or size, size) if layout.zero else 1
+            self._levels[kind] = world.split(kind, inside)
         self._ends: Group | None = None
         if len(placed.embedding_stages) > 1:
             # Every rank takes part in making the group, those on stages between too.
@@ -91,7 +93,7 @@ class Data:
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in model.named_parameters():
-            placement = self.placed.shards[name].placement
+            placement = self._shards[name].placement
             if self._levels[placement.copies][0].size == 1:
                 continue
             wide = placement.wide or parameter.dim() < 2
@@ -110,12 +112,12 @@ class Data:
             if name not in self._bucket:
                 self.params[name] = parameter
         for bucket in self.buckets:
-            for slot in bucket.slots:
+            for name, slot in bucket.slots.items():
                 own = bucket.own(slot, bucket.master_L)
                 if own.numel():
                     # As many dims as the parameter has: what decays is told by them.
                     own = own.view(*[1] * (len(slot.shape) - 1), -1)
-                    self.params[slot.name] = own.requires_grad_(bucket.trained)
+                    self.params[name] = own.requires_grad_(bucket.trained)
 
     @property
     def buckets(self) -> Iterator[Bucket]:
@@ -126,22 +128,21 @@ class Data:
     def optimizer(self, record: Record) -> Optimizer:
         """Build the optimizer of what this rank updates."""
         assert isinstance(record, Optim)
-        shards = self.placed.shards
         sources = [
             self._source(name)
             for name, parameter in self.placed.model.named_parameters()
-            if parameter.requires_grad and record.needs_whole(name, shards[name].shape)
+            if parameter.requires_grad and record.needs_whole(name, self._shards[name].shape)
         ]
         if all(source.inside.size == 1 and source.slices is None for source in sources):
             return build(record, self.params)
-        shapes = {name: shards[name].shape for name in self.params}
+        shapes = {name: self._shards[name].shape for name in self.params}
         dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
         nothing = torch.empty(0, dtype=dtype, device=device)
         return build(record, self.params, wholes=ShardedMatrices(sources, shapes, nothing))
 
     def _source(self, name: str) -> Source:
         """Return how ranks hold a parameter that has matrices."""
-        shard, bucket, world = self._shard(name), self._bucket.get(name), self.placed.world
+        shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
         shape = shard.local_shape
         dims = len(shape)
         cut = [
@@ -152,7 +153,7 @@ class Data:
         slices, dim = cut[0] if cut else (None, 0)
         inside, runs = self._levels[shard.placement.copies][0], ((0, math.prod(shape)),)
         if bucket is not None:
-            slot, length = bucket.slot(name), bucket.length
+            slot, length = bucket.slots[name], bucket.length
             runs = tuple(slot.part(r * length, (r + 1) * length) for r in range(inside.size))
         return Source(name, shape, runs, inside, slices, dim)
 
@@ -166,7 +167,7 @@ class Data:
             bucket.begin_step()
         uses: dict[str, int] = defaultdict(int)
         for chunk in self.placed.chunks:
-            for unit in [*self._order(chunk), *([self._head] if chunk.scores else [])]:
+            for unit in self._order(chunk) + [self.placed.model.head_unit] * chunk.scores:
                 uses[unit] += micro_batches
         self._reducer = GradReducer(self._units, uses, self.placed.layout.zero >= 2)
 
@@ -176,10 +177,6 @@ class Data:
             return RESIDENT
         reducer = self._reducer if training else None
         return FsdpHooks(self._units, self._order(chunk), reducer, deferred)
-
-    @property
-    def _head(self) -> str:
-        return self.placed.model.head_unit
 
     def _order(self, chunk: Chunk) -> list[str]:
         """Return the units that a chunk runs one after another, all but the head."""
@@ -198,10 +195,10 @@ class Data:
             bucket = self._bucket.get(name)
             if bucket is not None:
                 assert bucket.summed_L is not None
-                parameter.grad = bucket.own(bucket.slot(name), bucket.summed_L).view_as(parameter)
+                parameter.grad = bucket.own(bucket.slots[name], bucket.summed_L).view_as(parameter)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        whole = [p for n, p in trained.items() if self._shard(n).placement.shared_over_tp]
+        whole = [p for n, p in trained.items() if self._shards[n].placement.shared_over_tp]
         _sum(whole, self.placed.world.group("tp"))
         if self._ends is not None and TABLE in trained:
             _sum([trained[TABLE]], self._ends)
@@ -209,7 +206,7 @@ class Data:
             copied = [
                 p
                 for n, p in trained.items()
-                if n not in self._bucket and self._shard(n).placement.copies == kind
+                if n not in self._bucket and self._shards[n].placement.copies == kind
             ]
             _sum(copied, across)
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
@@ -228,12 +225,9 @@ class Data:
 
     # What is here
 
-    def _shard(self, name: str) -> Shard:
-        return self.placed.shards[name]
-
     def _copy(self, name: str) -> tuple[int, int]:
         """Return this rank's place among those that hold the same of a tensor, and their number."""
-        placement, world = self._shard(name).placement, self.placed.world
+        placement, world = self._shards[name].placement, self.placed.world
         bucket = self._bucket.get(name)
         holders = world.group(placement.copies) if bucket is None else bucket.across
         place, count = holders.index, holders.size
@@ -253,7 +247,7 @@ class Data:
         for name, buffer in self.placed.model.named_buffers():
             if name not in kept:
                 continue
-            shard = self._shard(name)
+            shard = self._shards[name]
             yield Held(name, buffer, shard.shape, shard.box, *self._copy(name))
 
     def gradients(self) -> Iterator[Held]:
@@ -269,7 +263,7 @@ class Data:
             if tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: who owns the first of them states it
-                at_start = not any(start for start, _ in self._shard(name).box)
+                at_start = not any(start for start, _ in self._shards[name].box)
                 place, count = self._copy(name)
                 owned = at_start and not self._run(name)[0]
                 box = tuple((0, size) for size in tensor.shape)
@@ -285,7 +279,7 @@ class Data:
             buffer.zero_()
         for held in self.weights():
             if held.name in self.params or buffers:
-                placement = self._shard(held.name).placement
+                placement = self._shards[held.name].placement
                 held.tensor.copy_(values(Shard(held.name, held.shape, held.box, placement)))
         self.renew()
 
@@ -293,12 +287,12 @@ class Data:
         """Return which elements of this rank's piece of a parameter it updates."""
         bucket = self._bucket.get(name)
         if bucket is None:
-            return 0, math.prod(self._shard(name).local_shape)
-        return bucket.part(bucket.slot(name))
+            return 0, math.prod(self._shards[name].local_shape)
+        return bucket.part(bucket.slots[name])
 
     def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[Held]:
         """Yield the boxes that a tensor of a parameter's elements here is made of."""
-        shard, copy = self._shard(name), self._copy(name)
+        shard, copy = self._shards[name], self._copy(name)
         if name not in self._bucket:
             yield Held(key, tensor, shard.shape, shard.box, *copy)
             return
@@ -307,12 +301,6 @@ class Data:
             part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
             yield Held(key, part, shard.shape, moved(box, shard.box), *copy)
             at += size_of(box)
-
-
-def _levels(placed: Placed, kind: str, zero: int, ranks: int | None) -> tuple[Group, Group]:
-    """Return the ranks that share one copy, and those that hold the same share of other copies."""
-    size = placed.world.group(kind).size
-    return placed.world.split(kind, math.gcd(ranks or size, size) if zero else 1)
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
