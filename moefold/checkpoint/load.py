@@ -49,17 +49,14 @@ class Reader:
         self.read_into(name, tensor)
         return tensor
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill ``target``, of the same shape and data type, with a tensor of the checkpoint."""
-        self.read_part_into(name, target, (0,) * target.dim())
-
-    def read_part_into(self, name: str, target: Tensor, at: tuple[int, ...]) -> None:
-        """Fill ``target`` with the box of a tensor that begins at ``at``.
+    def read_into(self, name: str, target: Tensor, at: tuple[int, ...] | None = None) -> None:
+        """Fill ``target`` with a tensor of the checkpoint, or with its box that begins at ``at``.
 
         Of each slice only the rows that reach into the box are read, in whole chunks: what is read
         is checked. Where they do not fit the target as they lie, some rows at a time are held.
         """
         stored, target = self.manifest.tensors[name], target.detach()
+        at = (0,) * target.dim() if at is None else at
         box = tuple((a, a + n) for a, n in zip(at, target.shape, strict=True))
         for part in stored.slices:
             shared = shared_box(part.box, box)

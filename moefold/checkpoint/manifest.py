@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from operator import gt
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -344,33 +345,24 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     Boxes are swept along the first dim, so that only those which share a row are compared: the
     usual splits cost little more than a sort.
     """
-    if not boxes or any(not _inside(shape, box) for box in boxes):
-        return False
+    for at, size in boxes:
+        ends = [a + n for a, n in zip(at, size, strict=False)]
+        if not len(at) == len(size) == len(shape) or any(map(gt, ends, shape)):
+            return False
     full = [box for box in boxes if math.prod(box[1])]
-    if sum(math.prod(box[1]) for box in full) != math.prod(shape):
+    if not boxes or sum(math.prod(box[1]) for box in full) != math.prod(shape):
         return False
     if not shape:
         return True
     open_boxes: list[Box] = []
-    for box in sorted(full):
-        open_boxes = [b for b in open_boxes if b[0][0] + b[1][0] > box[0][0]]
-        if any(_overlap(b, box) for b in open_boxes):
-            return False
-        open_boxes.append(box)
+    for at, size in sorted(full):
+        open_boxes = [other for other in open_boxes if other[0][0] + other[1][0] > at[0]]
+        for other in open_boxes:
+            sides = zip(at, size, *other, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in sides):
+                return False
+        open_boxes.append((at, size))
     return True
-
-
-def _inside(shape: tuple[int, ...], box: Box) -> bool:
-    at, size = box
-    return len(at) == len(size) == len(shape) and all(
-        a + n <= whole for a, n, whole in zip(at, size, shape, strict=True)
-    )
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    """Return whether two boxes that are not empty share an element."""
-    sides = zip(*one, *other, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in sides)
 
 
 def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:

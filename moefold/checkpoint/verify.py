@@ -124,19 +124,13 @@ def _header_problems(
     disk.read(fd, memoryview(raw), 0)
     expected = entries_of(found, shard.header, rows)
     if sha256(raw).hexdigest() != shard.header_sha256:
-        name = _tensor_at(_first_difference(bytes(raw), shard_header(expected)), expected, rows)
+        pairs = enumerate(zip(raw, shard_header(expected), strict=False))
+        differs = next((i for i, (one, other) in pairs if one != other), len(raw))
+        name = _tensor_at(differs, expected, rows)
         yield Problem(shard.file, name, f"the header (bytes 0 to {shard.header}) is not as written")
     elif bytes(raw) != shard_header(expected):
         for name in _contradicted(raw[8:], expected):
             yield Problem(shard.file, name, "the header and the manifest contradict each other")
-
-
-def _first_difference(one: bytes, other: bytes) -> int:
-    """Return the first position where two texts differ."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
 
 
 def _tensor_at(position: int, entries: dict[str, HeaderEntry], rows: list[Row]) -> str | None:

@@ -122,12 +122,8 @@ def all_answers(
 class Workers:
     """The ranks of one attempt, seen from the launcher: their processes and the store they meet at.
 
-    Args:
-        function: what each rank runs; its module is loaded in the server that ranks fork from.
-        args: of each rank, what the function is given after its ``Spot``.
-        time_out_s: how long ranks wait for each other in an operation.
-        device: ``cpu`` or ``cuda``.
-        attempts: what each rank is told where ranks are started anew; else none.
+    ``args`` are of each rank, ``attempts`` what each is told where ranks are started anew. The
+    function's module is loaded in the server that ranks fork from.
     """
 
     def __init__(
@@ -175,11 +171,9 @@ class Workers:
     def answers(
         self, limit_s: float | None = None, silent: Callable[[], list[int]] | None = None
     ) -> list[Any]:
-        """Wait until all ranks have answered; return their results in order.
+        """Wait until all ranks have answered, ``limit_s`` at most; return their results in order.
 
-        Args:
-            limit_s: for so long at most.
-            silent: returns the ranks that give no sign of life; they count as dead.
+        ``silent`` returns the ranks that give no sign of life; they count as dead.
 
         Raises:
             RankLost: where no rank failed by itself.

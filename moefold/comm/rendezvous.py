@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +42,8 @@ def serve_beside(port: int, time_out_s: float) -> None:
     atexit.register(keeper.communicate, DONE)
 
 
-class Meeting:
-    """Where this process has met the other ranks: the address of their store, once it has."""
-
-    address: str = ""
-    port: int = 0
-
-
-MEETING = Meeting()
+MEETING: dict[str, Any] = {}
+"""Where this process has met the other ranks: address and port of their store, once it has."""
 
 
 def own_connection(time_out_s: float) -> TCPStore:
@@ -59,9 +54,9 @@ def own_connection(time_out_s: float) -> TCPStore:
     Raises:
         ValueError: where it joined nobody.
     """
-    if not MEETING.address:
+    if not MEETING:
         raise ValueError("this process has not joined other ranks: comm.rendezvous.join does that")
-    return connect(MEETING.address, MEETING.port, time_out_s)
+    return connect(**MEETING, time_out_s=time_out_s)
 
 
 def join(
@@ -112,18 +107,15 @@ def join(
             timeout=timedelta(seconds=time_out_s),
         )
     except RuntimeError as error:
-        raise RuntimeError(f"{_missing(store, spot.world)}: {error}") from error
-    MEETING.address, MEETING.port = spot.address, spot.port
-    return here
-
-
-def _missing(store: PrefixStore, world: int) -> str:
-    """Word which ranks have not come, as far as the store still says."""
-    with suppress(RuntimeError):
-        absent = [rank for rank in range(world) if not store.check([f"here/{rank}"])]
+        what, absent = "the ranks could not meet", list[int]()
+        with suppress(RuntimeError):  # The store may be gone.
+            absent = [rank for rank in range(spot.world) if not store.check([f"here/{rank}"])]
         if absent:
-            return f"ranks {', '.join(map(str, absent))} of {world} have not come in time"
-    return "the ranks could not meet"
+            named = ", ".join(map(str, absent))
+            what = f"ranks {named} of {spot.world} have not come in time"
+        raise RuntimeError(f"{what}: {error}") from error
+    MEETING.update(address=spot.address, port=spot.port)
+    return here
 
 
 def main(arguments: list[str]) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import PrefixStore, Store
@@ -128,14 +129,9 @@ class Watch:
         self._turns += 1
         now = time.monotonic()
         waiting = tuple(
-            Waiting(
-                held.record.channel,
-                held.record.number,
-                held.record.words,
-                held.ranks,
-                now - held.since,
-            )
+            Waiting(held.record.channel, held.record.number, held.record.words, held.ranks, s)
             for held in self.recorder.waiting()
+            for s in (now - held.since,)
         )
         last = self.recorder.last(1)
         beat = Beat(self._turns, self.recorder.begun(), waiting, last[0].words if last else "")
@@ -190,7 +186,11 @@ class Watch:
             ]
             if not silent or time.monotonic() > until:
                 break
-        verdict = judge(beats, silent, self._rings(alarm))
+        rings = {
+            rank: {(channel, number): (op, words) for channel, number, op, words in ring}
+            for rank, ring in self._told_by_ranks(f"ring/{alarm}").items()
+        }
+        verdict = judge(beats, silent, rings)
         self._store.set("report", json.dumps([time.time(), verdict.text]))
         if self.folder is not None:
             (self.folder / "report.txt").write_text(verdict.text + "\n", encoding="utf-8")
@@ -198,23 +198,16 @@ class Watch:
         return verdict
 
     def _beats(self) -> dict[int, Beat]:
-        beats = {}
-        for rank in range(self.world):
-            if self._store.check([f"beat/{rank}"]):
-                turn, begun, waiting, last = json.loads(self._store.get(f"beat/{rank}"))
-                waits = tuple(Waiting(c, n, w, tuple(r), s) for c, n, w, r, s in waiting)
-                beats[rank] = Beat(turn, begun, waits, last)
-        return beats
+        return {
+            rank: Beat(turn, begun, tuple(Waiting(*w[:3], tuple(w[3]), w[4]) for w in waits), last)
+            for rank, (turn, begun, waits, last) in self._told_by_ranks("beat").items()
+        }
 
-    def _rings(self, alarm: int) -> dict[int, dict[tuple[str, int], tuple[str, str]]]:
-        rings = {}
-        for rank in range(self.world):
-            if self._store.check([f"ring/{alarm}/{rank}"]):
-                ring = json.loads(self._store.get(f"ring/{alarm}/{rank}"))
-                rings[rank] = {
-                    (channel, number): (op, words) for channel, number, op, words in ring
-                }
-        return rings
+    def _told_by_ranks(self, key: str) -> dict[int, Any]:
+        """Return what ranks have written under a key."""
+        keys = {rank: f"{key}/{rank}" for rank in range(self.world)}
+        there = {rank: name for rank, name in keys.items() if self._store.check([name])}
+        return {rank: json.loads(self._store.get(name)) for rank, name in there.items()}
 
 
 def report_in(store: Store, within_s: float) -> str:

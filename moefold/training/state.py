@@ -113,7 +113,7 @@ def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
         _check_names(path, stored, dict(wanted), whole=data.placed.world.size == 1)
         reader.check_sizes(dict(wanted))
         for name, held in wanted:
-            reader.read_part_into(name, held.tensor, tuple(start for start, _ in held.box))
+            reader.read_into(name, held.tensor, tuple(start for start, _ in held.box))
         if optimizer is None:
             return Progress()
         progress = reader.manifest.meta["progress"]

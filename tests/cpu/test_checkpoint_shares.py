@@ -76,7 +76,7 @@ def test_only_the_chunks_of_a_box_are_read(tmp_path: Path) -> None:
             disk, target = Calls(), torch.zeros(last - first, len(range(32)[columns]))
             with Reader(path, disk=disk) as reader:
                 disk.read_bytes = 0
-                reader.read_part_into("w", target, (first, columns.start))
+                reader.read_into("w", target, (first, columns.start))
             assert torch.equal(target, tensor[first:last, columns])
             assert disk.read_bytes <= (last - first) * 128 + 4 * 512
 
@@ -99,7 +99,7 @@ def test_a_box_of_columns_takes_little_memory_beside_itself(
     monkeypatch.setattr(loading, "BLOCK_BYTES", 4096)
     target = torch.zeros(512, 8)
     with Reader(path) as reader:
-        reader.read_part_into("w", target, (0, 24))
+        reader.read_into("w", target, (0, 24))
     assert torch.equal(target, tensor[:, 24:32])
     assert max(taken) <= 4096 + 2 * 1024, "some rows at a time, in whole chunks"
 
