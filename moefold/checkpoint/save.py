@@ -157,7 +157,10 @@ class CheckpointWriter:
         if self._ranks.index:
             return
         try:
-            self._raise_refusals()
+            refused = [f"rank {n}: {s['error']}" for n, s in enumerate(self._told) if "error" in s]
+            if refused:  # One rank raises its own error.
+                alone = self._ranks.size == 1 and self._error
+                raise alone or SaveError(self.path, "; ".join(refused))
             content = self._manifest(*_merged(self._told))
             self._attempts(lambda: self._write_manifest(content))
             self._lock.check()
@@ -232,18 +235,6 @@ class CheckpointWriter:
                 meta = tensors.get(name) or _meta(part)
                 tensors[name] = meta.model_copy(update={"slices": (*meta.slices, stored)})
         return shards, tensors
-
-    def _raise_refusals(self) -> None:
-        """Raise what kept a rank from writing: its own error where there is one rank."""
-        refused = [
-            f"rank {rank}: {said['error']}"
-            for rank, said in enumerate(self._told)
-            if "error" in said
-        ]
-        if refused and self._ranks.size == 1 and self._error is not None:
-            raise self._error
-        if refused:
-            raise SaveError(self.path, "; ".join(refused))
 
     def _manifest(self, shards: Sequence[Shard], tensors: dict[str, TensorMeta]) -> bytes:
         """Return the manifest file's content.

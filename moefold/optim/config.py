@@ -101,7 +101,7 @@ class Linear(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the point of the line."""
-        return self.final + (1 - self.final) * (1 - _progress(step, steps))
+        return _fall("linear", self.final, step, steps)
 
 
 @LR_SCHEDULE.register
@@ -113,7 +113,7 @@ class Cosine(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the point of the half cosine."""
-        return self.final + (1 - self.final) * _half_cosine(_progress(step, steps))
+        return _fall("cosine", self.final, step, steps)
 
 
 @LR_SCHEDULE.register
@@ -133,13 +133,7 @@ class Wsd(Schedule):
         into = min(step, total_steps) - (total_steps - decay)
         if step < span_steps(self.warmup, total_steps) or into <= 0:
             return super().factor(step, total_steps)
-        progress = into / decay
-        fall = {
-            "linear": 1 - progress,
-            "cosine": _half_cosine(progress),
-            "sqrt": 1 - math.sqrt(progress),
-        }[self.shape]
-        return self.final + (1 - self.final) * fall
+        return _fall(self.shape, self.final, into, decay)
 
     def after_warmup(self, step: int, steps: int) -> float:
         """Return 1: the stable part."""
@@ -160,12 +154,15 @@ class Wsd(Schedule):
             yield Violation(("decay",), self.decay, rule, room)
 
 
-def _progress(step: int, steps: int) -> float:
-    return step / steps if steps > 0 else 1.0
-
-
-def _half_cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
+def _fall(shape: str, final: float, step: int, steps: int) -> float:
+    """Return the point after ``step`` of ``steps`` on a curve from 1 down to ``final``."""
+    progress = step / steps if steps > 0 else 1.0
+    left = {
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "sqrt": 1 - math.sqrt(progress),
+    }[shape]
+    return final + (1 - final) * left
 
 
 class Optim(Record):

@@ -5,8 +5,8 @@ cut stands beside it in its layer (:mod:`moefold.layers.placement`).
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -41,17 +41,15 @@ class Chunk:
         return cls(layers, "embedding" in kinds, "loss" in kinds)
 
 
-class HooksFor(Protocol):
-    """Returns the unshard hooks for one micro-batch on a chunk.
+HooksFor = Callable[..., UnshardHooks]
+"""``hooks_for(chunk, training=…, deferred=False)`` returns the unshard hooks for one micro-batch.
 
-    ``training``: a backward follows. ``deferred``: weights' products wait for their own action.
-    """
-
-    def __call__(self, chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks: ...
+``training``: a backward follows. ``deferred``: weights' products wait for their own action.
+"""
 
 
 def resident(chunk: Chunk, *, training: bool, deferred: bool = False) -> UnshardHooks:
-    """All weights stay where they are."""
+    """Return the hooks of weights that stay where they are."""
     return RESIDENT
 
 

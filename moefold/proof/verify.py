@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from moefold.config.errors import RunError, Violation
+from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
-from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
@@ -145,10 +144,13 @@ def cases_of(
     """
     records = [_layout(run, sizes) for sizes in layouts or [run.layout.sizes]]
     precision = settled(run.train.precision, torch.device("cpu")) if as_run else "fp64"
-    cases = []
+    model, cases = needs(run.decoder(), run.data.seq), []
     for record in records:
         ranks = world or max(2, record.split.smallest_world)
-        _check(run, record, ranks)
+        found = list(record.misfits(model))
+        found = found or violations(record.split, model, ranks, record.order, record.stages)
+        if found:
+            raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))
         cases.append(Case(record.split.text or f"dp{ranks}", subject, record, ranks))
     return cases
@@ -156,22 +158,12 @@ def cases_of(
 
 def _layout(run: Run, sizes: str) -> Layout:
     """Return the run's layout with other sizes; named stages go where they fit no longer."""
-    Sizes.parse(sizes)
     asked = run.layout.model_copy(update={"sizes": sizes})
     if asked.stages is not None and asked.split.pp * asked.split.vpp != len(
         asked.stages_of(0).letters
     ):
         asked = asked.model_copy(update={"stages": None})
     return asked
-
-
-def _check(run: Run, layout: Layout, world: int) -> None:
-    model = needs(run.decoder(), run.data.seq)
-    found: list[Violation] = list(layout.misfits(model))
-    if not found:
-        found = list(violations(layout.split, model, world, layout.order, layout.stages))
-    if found:
-        raise RunError(found, source=f"layout {str(layout.split)!r} on {world} ranks")
 
 
 def prove(
@@ -271,12 +263,11 @@ def low_precision_case(case: Case, precision: Precision) -> Case:
 
 def steady(decoder: Decoder) -> Decoder:
     """Return a decoder none of whose choices hangs on a rounding."""
-    stacks = tuple(
-        Stack(repeat=s.repeat, blocks=tuple(_to_all(block) for block in s.blocks))
-        for s in decoder.stacks
-    )
-    return decoder.model_copy(update={"stacks": stacks, "init_std": 0.1})
-
-
-def _to_all(block: Block) -> Block:
-    return Block(attention=described(block.attention).steady(), ffn=described(block.ffn).steady())
+    stacks = []
+    for stack in decoder.stacks:
+        halves = [
+            (described(b.attention).steady(), described(b.ffn).steady()) for b in stack.blocks
+        ]
+        blocks = tuple(Block(attention=attention, ffn=ffn) for attention, ffn in halves)
+        stacks.append(Stack(repeat=stack.repeat, blocks=blocks))
+    return decoder.model_copy(update={"stacks": tuple(stacks), "init_std": 0.1})

@@ -95,7 +95,10 @@ def simulate(
     Raises:
         Deadlock: where the table cannot run to its end.
     """
-    each = _each(table, Costs() if costs is None else costs)
+    costs = Costs() if costs is None else costs
+    each = [costs] * table.stages if isinstance(costs, Costs) else costs
+    if len(each) != table.stages:
+        raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
     work, exchange = [0.0] * table.ranks, [0.0] * table.ranks
     ended: dict[Result, float] = {}
@@ -125,13 +128,6 @@ def duration(took: Sequence[tuple[float, float]]) -> float:
     """
     device, network = (sum(one) for one in zip(*took, strict=True))
     return max(device, network, *(sum(one) for one in took))
-
-
-def _each(table: Table, costs: Costs | Sequence[Costs]) -> Sequence[Costs]:
-    each = [costs] * table.stages if isinstance(costs, Costs) else costs
-    if len(each) != table.stages:
-        raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
-    return each
 
 
 def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:

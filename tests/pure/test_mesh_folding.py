@@ -169,7 +169,7 @@ def test_a_folding_in_figures() -> None:
     assert folding.attention_spot(6) == AttentionSpot(pp=1, dp=1, cp=0, tp=0)
     assert folding.expert_spot(6) == ExpertSpot(pp=1, edp=0, ep=2, etp=0)
     assert folding.on_stage(6, 0) == 2
-    assert folding.group("ep", 5) is folding.group("stage", 5) == (4, 5, 6, 7)
+    assert folding.group("ep", 5) == folding.group("stage", 5) == (4, 5, 6, 7)
 
 
 def test_pp_before_dp_puts_stages_next_to_each_other() -> None:
