@@ -65,39 +65,31 @@ class Reader:
             there = target[inside(shared, box)]
             plain = there.is_contiguous() and not there.is_conj() and not there.is_neg()
             if plain and there.shape == part.shape:
-                self._read_slice(name, part, there.view(-1).view(torch.uint8))
+                bytes_ = there.view(-1).view(torch.uint8)
+                self._read_chunks(name, part, 0, len(part.sha256), bytes_)
             elif not shared:
                 value = empty(stored.dtype, ())
-                self._read_slice(name, part, value.view(-1).view(torch.uint8))
+                self._read_chunks(name, part, 0, 1, value.view(-1).view(torch.uint8))
                 there.copy_(value)
             else:
                 self._read_box(name, part, shared, there)
 
     def _read_box(self, name: str, part: StoredSlice, shared: Box, there: Tensor) -> None:
         """Fill ``there`` with the box ``shared``, in global places, of a slice."""
+        dtype, step = self.manifest.tensors[name].dtype, self.manifest.chunk_bytes
+        columns, row = inside(shared[1:], part.box[1:]), part.size // part.shape[0]
         first, end = (place - part.at[0] for place in shared[0])
-        columns = inside(shared[1:], part.box[1:])
-        rows = max(1, BLOCK_BYTES // (part.size // part.shape[0]))
+        rows = max(1, BLOCK_BYTES // row)
         for start in range(first, end, rows):
             stop = min(start + rows, end)
-            held = self._read_rows(name, part, start, stop)
-            there[start - first : stop - first].copy_(held[(slice(None), *columns)])
-
-    def _read_rows(self, name: str, part: StoredSlice, first: int, end: int) -> Tensor:
-        """Return rows ``first`` to ``end`` of a slice."""
-        dtype, row = self.manifest.tensors[name].dtype, part.size // part.shape[0]
-        step = self.manifest.chunk_bytes
-        low, high = first * row // step, -(-end * row // step)
-        start, stop = low * step, min(high * step, part.size)
-        held = empty("U8", (stop - start,))
-        for i in range(low, high):
-            chunk = held[i * step - start : min((i + 1) * step, part.size) - start]
-            offset = part.span[0] + i * step
-            self._read_chunk(name, part.shard, offset, host_bytes(chunk), part.sha256[i])
-        rows = held[first * row - start : end * row - start]
-        if rows.storage_offset() % ITEM_BYTES[dtype]:
-            rows = rows.clone()
-        return rows.view(DTYPES[dtype]).view(end - first, *part.shape[1:])
+            low, high = start * row // step, -(-stop * row // step)
+            held = empty("U8", (min(high * step, part.size) - low * step,))
+            self._read_chunks(name, part, low, high, held)
+            found = held[start * row - low * step : stop * row - low * step]
+            if found.storage_offset() % ITEM_BYTES[dtype]:
+                found = found.clone()
+            found = found.view(DTYPES[dtype]).view(stop - start, *part.shape[1:])
+            there[start - first : stop - first].copy_(found[(slice(None), *columns)])
 
     def check_sizes(self, names: Iterable[str]) -> None:
         """Raise ``DamagedError`` where a shard that these tensors lie in has not its full size."""
@@ -105,14 +97,15 @@ class Reader:
         for number in sorted(shards):
             check_size(self.path, self.manifest.shards[number], self._disk)
 
-    def _read_slice(self, name: str, part: StoredSlice, into: Tensor) -> None:
-        """Fill a slice's bytes, which may lie on any device, chunk by chunk."""
+    def _read_chunks(self, name: str, part: StoredSlice, low: int, high: int, into: Tensor) -> None:
+        """Fill bytes, which may lie on any device, with chunks ``low`` to ``high`` of a slice."""
         step = self.manifest.chunk_bytes
         staging = None if into.device.type == "cpu" else empty("U8", (min(step, part.size),))
-        for i, digest in enumerate(part.sha256):
-            chunk = into[i * step : (i + 1) * step]
+        for i in range(low, high):
+            chunk = into[(i - low) * step : min((i + 1) * step, part.size) - low * step]
             host = chunk if staging is None else staging[: len(chunk)]
-            self._read_chunk(name, part.shard, part.span[0] + i * step, host_bytes(host), digest)
+            offset = part.span[0] + i * step
+            self._read_chunk(name, part.shard, offset, host_bytes(host), part.sha256[i])
             if staging is not None:
                 chunk.copy_(host)
 
