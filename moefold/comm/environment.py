@@ -29,13 +29,7 @@ class Spot(NamedTuple):
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
-    """Read this process's place from torchrun's variables, else from Slurm's.
-
-    Args:
-        variables: the environment to read; the process's own where left out.
-
-    Returns:
-        The place; None where nobody started several ranks.
+    """Return this process's place by torchrun's variables, else by Slurm's; None for one alone.
 
     Raises:
         ValueError: where some of the variables are there and others missing or malformed.

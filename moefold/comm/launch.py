@@ -70,13 +70,7 @@ def launch(
     SIGUSR1 and a first SIGINT reach the ranks, a second SIGINT ends them. A rank computes on one
     thread unless OMP_NUM_THREADS is set.
 
-    Args:
-        function: what each rank runs, its process group being there.
-        nproc: number of ranks.
-        args: what the function is given after its ``Spot``.
-        time_out_s: how long ranks wait for each other in an operation.
-        device: ``cpu`` or ``cuda``.
-        words: what Ctrl-C is answered with.
+    Ranks wait ``time_out_s`` for each other in an operation; ``words`` answer Ctrl-C.
 
     Raises:
         ValueError, OSError: what the first rank that failed raised, where it is one of these.

@@ -80,10 +80,8 @@ class Recorder:
     def __init__(self, keep: int = KEPT, mark: Mark | None = None) -> None:
         """Keep the last ``keep`` operations; totals are kept for all.
 
-        Args:
-            keep: number of operations.
-            mark: for a device that executes operations after the call has returned: it marks the
-                end of what is queued, and what it returns says whether the device is past it.
+        ``mark`` is for a device that executes operations after the call has returned: it marks the
+        end of what is queued, and what it returns says whether the device is past it.
         """
         self._labels = threading.local()
         self.alter: Alter | None = None

@@ -39,15 +39,10 @@ class Watch:
         time_out_s: float,
         folder: Path | None = None,
     ) -> None:
-        """Begin to watch.
+        """Begin to watch this rank, whose operations ``recorder`` has.
 
-        Args:
-            recorder: this rank's operations.
-            store: a connection of its own to the store of all ranks.
-            rank: this rank.
-            world: number of ranks.
-            time_out_s: the time-out of the groups.
-            folder: where reports are written; None writes no files.
+        ``store`` is a connection of its own to the store of all ranks; reports are written into
+        ``folder``, if any.
         """
         self.recorder, self.rank, self.world, self.folder = recorder, rank, world, folder
         self.time_out_s = time_out_s

@@ -71,11 +71,8 @@ class World:
     ) -> "World":
         """Make all groups on all ranks and let each group talk once, before memory is tight.
 
-        Args:
-            folding: the layout.
-            device: this rank's device.
-            time_out_s: how long ranks wait for each other in any operation of any group.
-            reports: folder for what ranks write when they wait in vain.
+        Ranks wait ``time_out_s`` for each other in any operation of any group, and write into
+        ``reports`` when they wait in vain.
 
         Raises:
             ValueError: where the folding is laid over another number of ranks, or where no process

@@ -122,13 +122,9 @@ def nearest_sizes(
     world: int | None = None,
     most: int | None = None,
 ) -> Sizes:
-    """Return the legal sizes nearest to what is asked: each axis by ratio, in the order of SPLIT.
+    """Return the legal sizes nearest to ``sizes``: each axis by ratio, in the order of SPLIT.
 
-    Args:
-        sizes: what is asked.
-        model: what the model asks.
-        world: ranks to fit.
-        most: bound on the number of stages.
+    ``most`` bounds the number of stages.
     """
     asked, chosen = dict(sizes), dict[str, int]()
     # Schedules ask for virtual stages, two of each rank at the least: its ranks give way to them.

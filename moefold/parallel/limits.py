@@ -35,9 +35,7 @@ def check_even_rows(placed: Placed, batches: Sequence[MicroBatch]) -> None:
 def check_overflow(placed: Placed, overflow: Sequence[Tensor]) -> None:
     """Refuse passes in which a dispatch of stated capacity left rows out; all ranks do alike.
 
-    Args:
-        placed: the model's parts on this rank.
-        overflow: of every such dispatch here, the rows that it could not take.
+    ``overflow`` are, of every such dispatch here, the rows that it could not take.
 
     Raises:
         ValueError: names the capacity that would have been enough.

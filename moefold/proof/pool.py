@@ -58,13 +58,9 @@ def run_cases(
     told: Told | None = None,
     time_out_s: float = TIME_OUT_S,
 ) -> list[Outcome]:
-    """Run cases and return their outcomes in order.
+    """Run cases and return their outcomes in order; those of one subject share its reference.
 
-    Args:
-        cases: what to run; cases of one subject share its reference.
-        faults: for each case what goes wrong in it on purpose; nothing where left out.
-        told: is called with each case's number and outcome when it is known.
-        time_out_s: how long ranks wait for each other.
+    ``faults`` are, for each case, what goes wrong in it on purpose.
     """
     outcomes: dict[int, Outcome] = {}
 

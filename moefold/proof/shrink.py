@@ -49,10 +49,7 @@ class Asked:
 def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -> Subject:
     """Return what a proof of a run computes, small and of the same kinds.
 
-    Args:
-        run: the run.
-        layouts: layouts that must be legal for the result.
-        precision: number format of the proof.
+    All of ``layouts`` are legal for it.
     """
     asked = Asked.of(layouts)
     return Subject(

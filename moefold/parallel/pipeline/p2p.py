@@ -81,12 +81,9 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> Plan:
 
 
 class P2PMessages:
-    """The results that one rank gives and takes in a step of training.
+    """The results that one rank of the pipeline ``ranks`` gives and takes in a step of training.
 
-    Args:
-        plan: what crosses when.
-        ranks: the pipeline.
-        buffer: makes the tensor [T, D] that a micro-batch's rows arrive in.
+    ``buffer`` makes the tensor [T, D] that a micro-batch's rows arrive in.
     """
 
     def __init__(self, plan: Plan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:

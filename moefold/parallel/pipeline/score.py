@@ -24,10 +24,7 @@ from moefold.parallel.apply import Placed
 def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
     """Return this rank's share of a micro-batch's summed cross-entropy, fp64.
 
-    Args:
-        placed: this rank's parts.
-        flow: the pass; outside training.
-        loss_chunk: rows whose logits exist at once.
+    ``loss_chunk`` rows' logits exist at once.
     """
     total = torch.zeros((), dtype=torch.float64, device=placed.world.device)
     x_TD = forward(placed, flow)
