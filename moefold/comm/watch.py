@@ -194,8 +194,10 @@ class Watch:
 
     def _beats(self) -> dict[int, Beat]:
         return {
-            rank: Beat(turn, begun, tuple(Waiting(*w[:3], tuple(w[3]), w[4]) for w in waits), last)
-            for rank, (turn, begun, waits, last) in self._told_by_ranks("beat").items()
+            rank: Beat(
+                turn, begun, tuple(Waiting(c, n, w, tuple(r), s) for c, n, w, r, s in on), last
+            )
+            for rank, (turn, begun, on, last) in self._told_by_ranks("beat").items()
         }
 
     def _told_by_ranks(self, key: str) -> dict[int, Any]:
