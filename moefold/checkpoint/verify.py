@@ -138,10 +138,7 @@ def _tensor_at(position: int, entries: dict[str, HeaderEntry], rows: list[Row]) 
     frame = len(shard_header({}).rstrip())
     end = frame - 1  # where the first entry's comma stands
     for (name, entry), row in zip(entries.items(), rows, strict=True):
-        start, end = (
-            end,
-            end + len(shard_header({name: entry}).rstrip()) - frame,
-        )
+        start, end = end, end + len(shard_header({name: entry}).rstrip()) - frame
         if start <= position < end:
             return row[2]
     return None

@@ -14,14 +14,7 @@ from typing import Any
 
 from moefold.comm.config import Survive
 from moefold.comm.interrupt import SILENT, Words
-from moefold.comm.launch import (
-    TIME_OUT_S,
-    RankError,
-    RankLost,
-    Workers,
-    as_one_process,
-    forwarding,
-)
+from moefold.comm.launch import TIME_OUT_S, RankError, RankLost, Workers, as_one_process, forwarding
 from moefold.comm.worker import ATTEMPTS, BEATS, STEPS, Attempt, Loss, RankMemory
 
 

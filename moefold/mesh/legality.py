@@ -117,10 +117,7 @@ def stage_violations(text: str, sizes: Sizes, model: Model | None) -> Iterator[V
 
 
 def nearest_sizes(
-    sizes: Sizes,
-    model: Model | None = None,
-    world: int | None = None,
-    most: int | None = None,
+    sizes: Sizes, model: Model | None = None, world: int | None = None, most: int | None = None
 ) -> Sizes:
     """Return the legal sizes nearest to ``sizes``: each axis by ratio, in the order of SPLIT.
 

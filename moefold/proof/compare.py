@@ -252,11 +252,7 @@ def _judge_counts(
 
 
 def _judge_kind(
-    outcome: Outcome,
-    kind: str,
-    tensors: Tensors,
-    rows: Sequence[Row],
-    replicas: list[str],
+    outcome: Outcome, kind: str, tensors: Tensors, rows: Sequence[Row], replicas: list[str]
 ) -> Iterator[str]:
     """Note the error of each tensor of a kind, those on the floor, and copies that differ.
 

@@ -129,12 +129,7 @@ def _run(tasks: dict[int, Task], keep: Told, time_out_s: float) -> str | None:
 # --------------------------------------------------------------------------------- on each rank
 
 
-def _work(
-    spot: Spot,
-    tasks: list[tuple[int, Task]],
-    told: Connection,
-    time_out_s: float,
-) -> None:
+def _work(spot: Spot, tasks: list[tuple[int, Task]], told: Connection, time_out_s: float) -> None:
     """Run every task that this rank is in."""
     with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
         _references(spot, [task for _, task in tasks])

@@ -126,10 +126,7 @@ def verify(
 
 
 def cases_of(
-    run: Run,
-    layouts: Sequence[str] | None = None,
-    world: int | None = None,
-    as_run: bool = False,
+    run: Run, layouts: Sequence[str] | None = None, world: int | None = None, as_run: bool = False
 ) -> list[Case]:
     """Return a run's layouts as cases of its shrunk model.
 
@@ -192,9 +189,7 @@ def prove(
 
 
 def controls_of(
-    cases: Sequence[Case],
-    proof: Proof,
-    told: Callable[[Control], None] | None = None,
+    cases: Sequence[Case], proof: Proof, told: Callable[[Control], None] | None = None
 ) -> list[Control]:
     """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]

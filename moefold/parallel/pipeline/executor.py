@@ -54,11 +54,7 @@ class Executor:
     """
 
     def __init__(
-        self,
-        placed: Placed,
-        flows: Sequence[Flow],
-        shares: Sequence[float],
-        loss: Loss,
+        self, placed: Placed, flows: Sequence[Flow], shares: Sequence[float], loss: Loss
     ) -> None:
         self._placed, self._flows, self._shares = placed, flows, shares
         self._loss = loss
