@@ -103,18 +103,9 @@ class Folding:
         """Return a rank's coordinates in the expert grid."""
         return ExpertSpot(**self.experts.coordinates(self._inside(rank)))
 
-    def rank_at(self, spot: AttentionSpot | ExpertSpot) -> int:
-        """Return the rank at coordinates in either grid.
-
-        Raises:
-            ValueError: where a coordinate lies outside its axis.
-        """
-        grid = self.attention if isinstance(spot, AttentionSpot) else self.experts
-        return grid.rank(spot._asdict())
-
     def on_stage(self, rank: int, stage: int) -> int:
         """Return the rank of the same pipeline on another stage."""
-        return self.rank_at(self.attention_spot(rank)._replace(pp=stage))
+        return self.attention.rank(self.attention_spot(rank)._replace(pp=stage)._asdict())
 
     def groups(self, kind: str) -> tuple[Ranks, ...]:
         """Return all groups of a kind, by their smallest rank; ranks in a group ascend.
@@ -122,16 +113,15 @@ class Folding:
         Raises:
             ValueError: where there is no such kind.
         """
-        starts, offsets = self._parts(kind)
-        return tuple([shifted(offsets, start) for start in starts])
+        grid, axes, offsets = self._parts(kind)
+        return tuple([shifted(offsets, start) for start in grid.starts(axes)])
 
     def group(self, kind: str, rank: int) -> Ranks:
         """Return the one group of a kind that a rank is in, without making the others.
 
         A rank of a middle stage is in no embedding group: its group is empty.
         """
-        _, offsets = self._parts(kind)
-        grid, axes = self._axes(kind)
+        grid, axes, offsets = self._parts(kind)
         ranks = shifted(offsets, grid.start(self._inside(rank), axes))
         return ranks if rank in ranks else ()
 
@@ -142,21 +132,18 @@ class Folding:
         copies of the one that holds rank 0, and that one can be laid over the ranks in one way.
         """
         first: dict[Offsets, str] = {}
-        return {kind: first.setdefault(self._parts(kind)[1], kind) for kind in KINDS}
+        return {kind: first.setdefault(self._parts(kind)[2], kind) for kind in KINDS}
 
-    def _parts(self, kind: str) -> tuple[Offsets, Offsets]:
-        """Return the smallest rank of each group of a kind, and the offsets of its ranks."""
-        grid, axes = self._axes(kind)
-        if kind != EMBEDDING or self.sizes.pp == 1:
-            return grid.starts(axes), grid.offsets(axes)
-        last = (self.sizes.pp - 1) * grid.strides["pp"]
-        return grid.starts(axes), range(0, 2 * last, last)
-
-    def _axes(self, kind: str) -> tuple[Grid, tuple[str, ...]]:
+    def _parts(self, kind: str) -> tuple[Grid, tuple[str, ...], Offsets]:
+        """Return the grid and the axes of a kind, and its ranks' offsets from a group's smallest."""
         found = KINDS.get(kind)
         if found is None:
             raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
-        return (self.attention if found.grid == ATTENTION else self.experts), found.axes
+        grid = self.attention if found.grid == ATTENTION else self.experts
+        if kind != EMBEDDING or self.sizes.pp == 1:
+            return grid, found.axes, grid.offsets(found.axes)
+        last = (self.sizes.pp - 1) * grid.strides["pp"]
+        return grid, found.axes, range(0, 2 * last, last)
 
     def _inside(self, rank: int) -> int:
         if not 0 <= rank < self.world:

@@ -78,7 +78,7 @@ def hold(folding: Folding) -> None:
     ):
         for rank, spot in enumerate(walk(folding, grid)):
             assert spot_of(rank)._asdict() == spot
-            assert folding.rank_at(spot_of(rank)) == rank
+            assert getattr(folding, grid).rank(spot) == rank
     wanted = brute(folding)
     assert set(wanted) == set(KINDS)
     for kind, groups in wanted.items():
@@ -242,4 +242,4 @@ def test_what_is_not_there_is_said() -> None:
     with pytest.raises(ValueError, match="no kind of group is called 'xp'"):
         folding.groups("xp")
     with pytest.raises(ValueError, match="dp 2: this axis runs from 0 to 1"):
-        folding.rank_at(AttentionSpot(0, 2, 0, 0))
+        folding.attention.rank(AttentionSpot(0, 2, 0, 0)._asdict())
