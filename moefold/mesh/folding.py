@@ -135,7 +135,7 @@ class Folding:
         return {kind: first.setdefault(self._parts(kind)[2], kind) for kind in KINDS}
 
     def _parts(self, kind: str) -> tuple[Grid, tuple[str, ...], Offsets]:
-        """Return the grid and the axes of a kind, and its ranks' offsets from a group's smallest."""
+        """Return a kind's grid and axes, and its ranks' offsets from the smallest of a group."""
         found = KINDS.get(kind)
         if found is None:
             raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
