@@ -223,14 +223,17 @@ def scatter_uneven(
     return received.view(group.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
 
 
+def _way(group: Group, source: int, to: int) -> dist.ProcessGroup | None:
+    return group.back if to < source and group.back is not None else group.handle
+
+
 def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
     """Start to send or to receive a contiguous tensor between two ranks of the world."""
     assert source != to, "a rank does not send to itself"
     site, sent = Site(group.recorder.label, op, group.name), size_of(x) if op == "send" else 0
     channel = f"{group.kind}:{source}>{to}"
     record = group.recorder.begin(site, channel, (source, to), x, sent, False)
-    backwards = group.ranks.index(to) < group.ranks.index(source)
-    way = group.back if backwards and group.back is not None else group.handle
+    way = _way(group, group.ranks.index(source), group.ranks.index(to))
     works = []
     if x.numel() and op == "send":
         works = [dist.isend(x, dst=to, group=way)]
