@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
@@ -132,7 +131,10 @@ def _run(tasks: dict[int, Task], keep: Told, time_out_s: float) -> str | None:
 def _work(spot: Spot, tasks: list[tuple[int, Task]], told: Connection, time_out_s: float) -> None:
     """Run every task that this rank is in."""
     with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
-        _references(spot, [task for _, task in tasks])
+        subjects = {Path(task.reference): task.case.subject for _, task in tasks}
+        for turn, (path, subject) in enumerate(subjects.items()):
+            if turn % spot.world == spot.rank and not path.exists():
+                write_reference(path, *draw(subject))
         gather_objects("references are there", everyone.on_host)
     for number, task in tasks:
         case = task.case
@@ -143,21 +145,16 @@ def _work(spot: Spot, tasks: list[tuple[int, Task]], told: Connection, time_out_
             if case.world > 1:
                 join(spot._replace(world=case.world, attempt=number + 1), time_out_s)
             with World.open(case.folding, "cpu", time_out_s) as world:
-                answers = _answers(task, world)
+                facts = facts_of(Path(task.reference))
+                drawn = replace(case, subject=replace(case.subject, seed=facts["seed"]))
+                found = measure(Path(task.reference), run_rank(drawn, world, task.fault))
+                answers = gather_objects(found, world.on_host)
         except Exception as error:
             raise CaseFailed(f"{number}: {type(error).__name__}: {error}") from error
         if spot.rank == 0:
-            outcome = judge(facts_of(Path(task.reference)), answers)
+            outcome = judge(facts, answers)
             outcome.seconds = time.perf_counter() - started
             told.send((number, outcome))
-
-
-def _references(spot: Spot, tasks: list[Task]) -> None:
-    """Make the references that are not there yet, each on one rank."""
-    subjects = {task.reference: task.case.subject for task in tasks}
-    for turn, (path, subject) in enumerate(subjects.items()):
-        if turn % spot.world == spot.rank and not Path(path).exists():
-            write_reference(Path(path), *draw(subject))
 
 
 def draw(subject: Subject) -> tuple[Subject, RankResult]:
@@ -173,10 +170,3 @@ def draw(subject: Subject) -> tuple[Subject, RankResult]:
         if not degenerate(*tries[-1]):
             return tries[-1]
     return tries[0]
-
-
-def _answers(task: Task, world: World) -> list[dict[str, Any]]:
-    seed = facts_of(Path(task.reference))["seed"]
-    drawn = replace(task.case, subject=replace(task.case.subject, seed=seed))
-    found = run_rank(drawn, world, task.fault)
-    return gather_objects(measure(Path(task.reference), found), world.on_host)

@@ -44,27 +44,21 @@ NEVER = -100.0
 
 
 def micro_batches(subject: Subject) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whole."""
-    return [_micro_batch(subject, number) for number in range(subject.micro_batches)]
-
-
-def lengths_of(subject: Subject, number: int) -> tuple[int, ...]:
-    """Return the lengths of a micro-batch's three documents; an empty one has none."""
-    if number in subject.empty:
-        return ()
-    valid = subject.rows - (number % 3) * subject.padding
-    first, second = valid // 5 + number % 3, valid // 3
-    return first, second, valid - first - second
-
-
-def _micro_batch(subject: Subject, number: int) -> MicroBatch:
-    lengths = lengths_of(subject, number)
-    draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
-    ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
-    labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
-    labels_T[np.cumsum(lengths, dtype=np.int64) - 1] = IGNORED
-    token_T = np.arange(subject.rows) + number * subject.rows
-    return assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T)
+    """Return the micro-batches of a step, whole: three documents each, an empty one has none."""
+    made = []
+    for number in range(subject.micro_batches):
+        valid = subject.rows - (number % 3) * subject.padding
+        first, second = valid // 5 + number % 3, valid // 3
+        lengths = first, second, valid - first - second
+        if number in subject.empty:
+            lengths = ()
+        draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
+        ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
+        labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
+        labels_T[np.cumsum(lengths, dtype=np.int64) - 1] = IGNORED
+        token_T = np.arange(subject.rows) + number * subject.rows
+        made.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
+    return made
 
 
 @torch.no_grad()
