@@ -49,9 +49,8 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
         first, second = valid // 5 + number % 3, valid // 3
-        lengths = first, second, valid - first - second
-        if number in subject.empty:
-            lengths = ()
+        documents = (first, second, valid - first - second)
+        lengths = () if number in subject.empty else documents
         draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
         ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
         labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
