@@ -113,9 +113,19 @@ class World:
         wanted = tuple(sorted(set(stages)))
         if len(wanted) == 1:
             return Group(f"stage {wanted[0]}", (self.rank,), 0, None, self.recorder)
-        ends = wanted == (0, self.folding.sizes.pp - 1)
-        name = EMBEDDING if ends else "stages " + ",".join(map(str, wanted))
-        return self._on_stages(wanted, name)
+        if wanted not in self._by_stages:
+            ends = wanted == (0, self.folding.sizes.pp - 1)
+            name = EMBEDDING if ends else "stages " + ",".join(map(str, wanted))
+            others = tuple(stage for stage in range(self.folding.sizes.pp) if stage not in wanted)
+            inside = self.attention.pp in wanted
+            mine = wanted if inside else others
+            ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
+            # torch names a group that only its own ranks make by these ranks and by how many groups
+            # the process has made, so all ranks have to make as many: two of each pipeline.
+            self._by_stages[wanted] = (
+                self._made(name, ranks) if inside else self._new(f"beside {name}", ranks)
+            )
+        return self._by_stages[wanted]
 
     def split(self, kind: str, inner: int) -> tuple[Group, Group]:
         """Cut this rank's group of a kind in two levels: (inner, outer).
@@ -211,23 +221,6 @@ class World:
             if not set(spoken).isdisjoint(kinds):
                 group = self._made("+".join(kinds), self.folding.group(first, self.rank))
                 self._by_kind.update(dict.fromkeys(kinds, group))
-
-    def _on_stages(self, wanted: tuple[int, ...], name: str) -> Group:
-        """Make two groups of each pipeline: its ranks on some stages, and all others of it.
-
-        torch names a group that only its own ranks make by these ranks and by how many groups
-        the process has made, so all ranks have to make as many.
-        """
-        if wanted not in self._by_stages:
-            others = tuple(stage for stage in range(self.folding.sizes.pp) if stage not in wanted)
-            inside = self.attention.pp in wanted
-            mine = wanted if inside else others
-            ranks = tuple(sorted(self.folding.on_stage(self.rank, stage) for stage in mine))
-            if inside:
-                self._by_stages[wanted] = self._made(name, ranks)
-            else:
-                self._by_stages[wanted] = self._new(f"beside {name}", ranks)
-        return self._by_stages[wanted]
 
     def _made(self, name: str, ranks: Ranks) -> Group:
         """Make a group, or find the one of the same ranks."""

@@ -127,11 +127,13 @@ def nearest_sizes(
     # Schedules ask for virtual stages, two of each rank at the least: its ranks give way to them.
     deepest = most if most is None or sizes.vpp == 1 else most // 2 or most
     for axis in SPLIT:
-        legal = _choices(axis, asked[axis], model, deepest)
+        legal = _choices(axis, model, deepest)
         if world is not None:
             legal = [d for d in divisors(world) if d in legal or legal is ANY]
             legal = [d for d in legal if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
-        chosen[axis] = asked[axis] if legal is ANY else _nearest(asked[axis], legal)
+        one = asked[axis]
+        # The nearest by ratio, the smaller of two.
+        chosen[axis] = min(legal, key=lambda d: (max(d / one, one / d), d), default=one)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
 
@@ -140,17 +142,12 @@ ANY: Sequence[int] = ()
 """Stands for every size, where nothing bounds an axis."""
 
 
-def _choices(axis: str, asked: int, model: Model | None, most: int | None) -> Sequence[int]:
+def _choices(axis: str, model: Model | None, most: int | None) -> Sequence[int]:
     """Return the sizes of an axis that a model allows."""
     if axis == "pp":
         return ANY if most is None else range(1, most + 1)
     sizes = [need.size for need in model.needs if need.axis == axis] if model else []
     return divisors(math.gcd(*sizes)) if sizes else ANY
-
-
-def _nearest(asked: int, legal: Sequence[int]) -> int:
-    """Return the legal size nearest by ratio, the smaller of two."""
-    return min(legal, key=lambda size: (max(size / asked, asked / size), size))
 
 
 def divisors(number: int) -> list[int]:

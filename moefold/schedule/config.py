@@ -4,7 +4,7 @@ A new schedule is one file with its table and one record here. p pipeline ranks,
 rank, m micro-batches per step and data rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -50,23 +50,14 @@ class Grouped(Schedule):
             rule = f"with vpp{v} micro-batches come in groups of {group}"
             if group > p:
                 rule += f", the last one may be shorter, down to {p}"
-            nearest = _nearest(m, lambda other: _fills(other, p, group))
+            near = (n for n in range(max(1, m - group), m + group + 1) if _fills(n, p, group))
+            nearest = min(near, key=lambda n: (abs(n - m), -n))  # the larger of two
             yield Violation(("micro_batches",), m, rule, nearest)
 
 
 def _fills(m: int, p: int, group: int) -> bool:
     rest = m % group
     return rest == 0 or rest >= p
-
-
-def _nearest(value: int, legal: Callable[[int], bool]) -> int:
-    """Return the legal positive number nearest to ``value``, the larger of two; one must exist."""
-    far = 0
-    while True:
-        for other in (value + far, value - far):
-            if other >= 1 and legal(other):
-                return other
-        far += 1
 
 
 class Vee(Schedule):
