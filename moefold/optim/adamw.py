@@ -6,7 +6,8 @@ parameters and shards alike. All arithmetic is elementwise.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +19,31 @@ from moefold.optim.config import AdamWRule
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-def adamw_reference_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    rule: AdamWRule,
-    *,
-    step: int,
-    lr: float,
-    weight_decay: float,
-    scale: float = 1.0,
-) -> None:
-    """Update ``params`` and both moments in place, one tensor at a time, in the moments' type.
+class Update(NamedTuple):
+    """One update of tensors that are treated alike; the gradient is ``grads * scale``."""
 
-    ``step`` counts from 1 and includes this update; the gradient is ``grads * scale``.
-    """
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    rule: AdamWRule
+    step: int
+    """Counts from 1 and includes this update."""
+    lr: float
+    weight_decay: float
+    scale: float
+
+
+def adamw_reference_(update: Update) -> None:
+    """Update parameters and both moments in place, one tensor at a time, in the moments' type."""
+    rule, lr = update.rule, update.lr
     beta1, beta2 = rule.betas
-    rate = lr / (1 - beta1**step)
-    correction2 = math.sqrt(1 - beta2**step)
-    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        grad = grad * scale if scale != 1 else grad
+    rate = lr / (1 - beta1**update.step)
+    correction2 = math.sqrt(1 - beta2**update.step)
+    for param, grad, exp_avg, exp_avg_sq in zip(*update[:4], strict=True):
+        grad = grad * update.scale if update.scale != 1 else grad
         wide = param if param.dtype == exp_avg.dtype else param.to(exp_avg.dtype)
-        wide.mul_(1 - lr * weight_decay)
+        wide.mul_(1 - lr * update.weight_decay)
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         wide.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / correction2).add_(rule.eps), value=-rate)
@@ -48,38 +51,28 @@ def adamw_reference_(
             param.copy_(wide)
 
 
-def adamw_fused_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    rule: AdamWRule,
-    *,
-    step: int,
-    lr: float,
-    weight_decay: float,
-    scale: float = 1.0,
-) -> None:
+def adamw_fused_(update: Update) -> None:
     """Update as ``adamw_reference_`` does, in one pass over memory; ``fusible`` tensors only.
 
     The gradients of all tensors are overwritten when ``scale`` is not 1.
     """
-    device = params[0].device
+    params, grads, exp_avgs, exp_avg_sqs = update[:4]
+    device, scale = params[0].device, update.scale
     # The kernel divides by its scale, and trusts every tensor to be laid out like the parameter.
     divisor = None if scale == 1 else torch.tensor(1 / scale, dtype=torch.float32, device=device)
-    count = torch.tensor(float(step), device=device)
+    count = torch.tensor(float(update.step), device=device)
     torch.ops.aten._fused_adamw_(
-        list(params),
+        params,
         [grad.contiguous() for grad in grads],
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        exp_avgs,
+        exp_avg_sqs,
         [],
         [count] * len(params),
-        lr=lr,
-        beta1=rule.betas[0],
-        beta2=rule.betas[1],
-        weight_decay=weight_decay,
-        eps=rule.eps,
+        lr=update.lr,
+        beta1=update.rule.betas[0],
+        beta2=update.rule.betas[1],
+        weight_decay=update.weight_decay,
+        eps=update.rule.eps,
         amsgrad=False,
         maximize=False,
         grad_scale=divisor,
@@ -138,18 +131,18 @@ class AdamWOptimizer(Optimizer):
             key = p.device, name in self._fused, name in self._decayed, int(self._steps[name])
             groups[key].append(name)
         for (_, fused, decayed, step), group in groups.items():
-            update = adamw_fused_ if fused else adamw_reference_
-            update(
+            update = Update(
                 [self.params[n] for n in group],
                 [grads[n] for n in group],
                 [self._moments[n][0] for n in group],
                 [self._moments[n][1] for n in group],
                 self.rule,
-                step=step,
-                lr=self.rule.lr * lr_factor,
-                weight_decay=self.rule.weight_decay if decayed else 0.0,
-                scale=scale,
+                step,
+                self.rule.lr * lr_factor,
+                self.rule.weight_decay if decayed else 0.0,
+                scale,
             )
+            (adamw_fused_ if fused else adamw_reference_)(update)
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Return the learning rate of this step."""
