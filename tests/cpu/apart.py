@@ -75,7 +75,7 @@ def _group(world: World, name: str, ranks: tuple[int, ...]) -> Group:
 
 
 def _exchange(
-    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], **labels: Any
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], *said: Any, **named: Any
 ) -> Tensor:
     return x_R if group.size == 1 else x_R.new_empty((sum(receive), *x_R.shape[1:]))
 
