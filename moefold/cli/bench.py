@@ -1,34 +1,61 @@
 """``moefold bench``: measure this machine on recipes, beside what the planner says.
 
 Times products, attention, memory and small steps on one thread of this machine's CPU, writes them
-to a file that plans can use, and shows the step of each run as planned with them, as measured in
-turn with the others, and as on record.
+to a file that ``moefold plan --cluster cpu`` plans with, and shows the step of each run as planned
+with them and as measured in turn with the others.
 """
 
 import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from moefold.cli._common import add_json, plain_table, print_json
+from moefold.files import demand_writable
+from moefold.planner.hardware import usual_file
+from moefold.run import load_run
 
 RUNS = ["demo", "tiny"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
-        "sources", metavar="RUN", nargs="*", help="run files or recipes (default: demo tiny)"
-    )
-    parser.add_argument("--machine", metavar="FILE", help="where to write (default: a cache)")
+    text = "run files or recipes (default: demo tiny)"
+    parser.add_argument("sources", metavar="RUN", nargs="*", help=text)
+    text = "where to write, a .json file (default: a cache, which --cluster cpu reads)"
+    parser.add_argument("--machine", metavar="FILE", help=text)
     parser.add_argument("--rounds", metavar="N", type=int, default=5, help="times each step is run")
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    from moefold.run import load_run
-
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: at least 1")
-    args.sources = args.sources or RUNS
-    for source in args.sources:
-        load_run(source)
-    from moefold.cli._bench import bench
+    runs = {source: load_run(source) for source in args.sources or RUNS}
+    file = Path(args.machine) if args.machine else usual_file()
+    demand_writable(file)  # before minutes of measuring
+    from moefold.training.calibrate import measured
 
-    return bench(args)
+    machine, steps = measured(runs, args.rounds)
+    machine.write(file)
+    if args.json:
+        about = {"machine": machine.name, "threads": 1, "software": machine.software}
+        print_json({**about, "rounds": args.rounds, "steps": steps, "file": str(file)})
+        return 0
+    console = Console()
+    console.print(f"{machine.name}, one thread, {machine.software}", style="bold")
+    console.print(
+        f"products {machine.fp32 / 1e9:.0f} GFLOP/s in fp32, {machine.bf16 / 1e9:.0f} in bf16; "
+        f"memory {machine.bandwidth / 1e9:.1f} GB/s"
+    )
+    titles = ("run", "planned", "measured", "off", "wall clock")
+    table = plain_table(*titles, right=titles[1:])
+    for source, one in steps.items():
+        planned, own, wall = (
+            f"{one[name]:.3f} s" for name in ("planned_s", "measured_s", "wall_s")
+        )
+        table.add_row(source, planned, own, f"{one['off']:+.0%}", wall)
+    console.print(table)
+    console.print(f"written to {file}", style="dim")
+    return 0

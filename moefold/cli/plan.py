@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     kinds = "run file, recipe, Hugging Face folder, or published model"
     add_run(parser, "train.micro_batch=2", kinds)
-    text = "device and number, such as h100x256"
+    text = "device and number, such as h100x256; or cpu, this machine by `moefold bench`"
     parser.add_argument("--cluster", metavar="NAME", required=True, help=text)
     text = "sequences per step, all devices (default: the run's; published models have none)"
     parser.add_argument("--batch", metavar="N", type=int, help=text)

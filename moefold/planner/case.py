@@ -1,23 +1,25 @@
 """A case: everything that decides a plan, stated and never guessed, and what follows from it.
 
 What follows is read from where training reads it: ranks and groups from :class:`Folding`, places of
-stages from :class:`Stages`, what is in flight from the schedule's own table.
+stages from :class:`Stages`, what is in flight from the schedule's own table. Equal layers of a
+stage are counted, so that a deep model costs no more to plan.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from itertools import chain
+from typing import Literal, NamedTuple, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Full, Gathered, Mixed, Ring, Selective, Ulysses
+from moefold.layers.config import Context, Full, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.model.config import Block, Decoder
 from moefold.optim.config import AdamW, Optim
-from moefold.planner import held
 from moefold.planner.hardware import Cluster
-from moefold.planner.held import Held, kinds
 from moefold.planner.remember import remembered
 from moefold.schedule.config import GPipe, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
@@ -117,6 +119,60 @@ class Software:
     """Rows whose logits exist at once in Moefold; other stacks keep those of all rows."""
 
 
+class Held(NamedTuple):
+    """What a chunk of a pipeline computes, or a rank over its chunks."""
+
+    layers: tuple[tuple[int, int], ...] = ()
+    """Kinds of blocks, as :func:`kinds` numbers them, and how many of each."""
+    multi_token: int = 0
+    """Multi-token prediction layers, each with a loss of its own."""
+    embedding: bool = False
+    loss: bool = False
+    """Whether the last norm, the head and the loss are there."""
+
+    @property
+    def number(self) -> int:
+        """Layers of all kinds."""
+        return sum(count for _, count in self.layers)
+
+    @classmethod
+    def of(cls, places: Iterable[Place], order: tuple[int, ...]) -> "Held":
+        """Count places; ``order`` is the kind of each layer of the model."""
+        layers: Counter[int] = Counter()
+        others: Counter[str] = Counter()
+        for place in places:
+            if place.kind == "layer":
+                layers[order[place.index]] += 1
+            else:
+                others[place.kind] += 1
+        ends = others["embedding"] > 0, others["loss"] > 0
+        return cls(tuple(sorted(layers.items())), others["multi_token"], *ends)
+
+
+class Contents(NamedTuple):
+    """What a pipeline's ranks compute."""
+
+    places: tuple[tuple[tuple[Place, ...], ...], ...]
+    chunks: tuple[tuple[Held, ...], ...]
+    ranks: tuple[Held, ...]
+
+
+@remembered(256)
+def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """Return the different blocks of a model, and for each of its layers which one it is."""
+    numbers: dict[Block, int] = {}
+    order = tuple(numbers.setdefault(block, len(numbers)) for block in decoder.blocks)
+    return tuple(numbers), order
+
+
+@remembered(4096)
+def contents(decoder: Decoder, stages: Stages, pp: int, way: Way) -> Contents:
+    """Return what the ranks of a pipeline compute, chunk by chunk and over their chunks."""
+    places, order = stages.table(pp, way), kinds(decoder)[1]
+    chunks = tuple(tuple(Held.of(chunk, order) for chunk in rank) for rank in places)
+    return Contents(places, chunks, tuple(Held.of(chain(*rank), order) for rank in places))
+
+
 @dataclass(frozen=True)
 class Case:
     """One step of one model in one layout on one cluster."""
@@ -205,20 +261,24 @@ class Case:
         """The schedule's table, as training executes it."""
         return table_of(self.schedule, self.sizes.pp, self.sizes.vpp, self.micro_batches)
 
-    @cached_property
+    @property
     def places(self) -> tuple[tuple[tuple[Place, ...], ...], ...]:
         """What each chunk of each pipeline rank computes: ``[rank][chunk]``."""
-        return held.places(self.stages, self.sizes.pp, self.way)
+        return self._contents.places
 
-    @cached_property
+    @property
     def chunks(self) -> tuple[tuple[Held, ...], ...]:
         """Number of layers of each kind in each chunk of each pipeline rank: ``[rank][chunk]``."""
-        return held.chunks(self.decoder, self.stages, self.sizes.pp, self.way)
+        return self._contents.chunks
 
-    @cached_property
+    @property
     def held(self) -> tuple[Held, ...]:
         """Number of layers of each kind on each pipeline rank, over all its chunks."""
-        return held.ranks(self.decoder, self.stages, self.sizes.pp, self.way)
+        return self._contents.ranks
+
+    @cached_property
+    def _contents(self) -> Contents:
+        return contents(self.decoder, self.stages, self.sizes.pp, self.way)
 
 
 @remembered(512)
@@ -238,23 +298,6 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     if m <= full + period or isinstance(schedule, GPipe):
         return m
     return full + (m - full) % period
-
-
-def sharing_heads(context: Context, cp: int) -> int:
-    """Return how many neighbouring context ranks exchange heads for rows; one is none.
-
-    Raises:
-        ValueError: where the planner does not know the record.
-    """
-    if isinstance(context, Ring | Gathered):
-        return 1
-    if isinstance(context, Ulysses):
-        return cp
-    if isinstance(context, Mixed):
-        return min(context.heads, cp)
-    raise ValueError(
-        f"context {type(context).__name__} is not planned: Ring, Gathered, Ulysses or Mixed"
-    )
 
 
 def recomputed(record: Record | None) -> frozenset[Module]:

@@ -6,12 +6,13 @@ norms, embedding look-up, router and the gate of a shared expert (the convention
 published figures).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder
 from moefold.spec.decoder import halves
-from moefold.spec.layer import Attention, LayerSpec
+from moefold.spec.layer import Attention, Scan
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,6 @@ class Part:
     """Of those, the ones a token does not pass through."""
     multiplied: int = 0
     """Of the others, those that enter a matrix product counted in FLOPs."""
-    attended: int = 0
-    """Multiply-adds per token and per token it attends to, where it attends to all before it."""
-    experts: int = 0
-    """Of the parameters, those of routed experts."""
 
     def __add__(self, other: "Part") -> "Part":
         mine, theirs = vars(self), vars(other)
@@ -44,8 +41,8 @@ class Counts:
 
     parts: Mapping[str, Part] = field(default_factory=dict)
     """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head."""
-    windows: Sequence[tuple[Attention, int]] = ()
-    """Attention within windows, and how many layers have it."""
+    cores: Sequence[tuple[Attention | Scan, int]] = ()
+    """Attention and scans over the sequence, and how many layers have each."""
 
     @property
     def total(self) -> Part:
@@ -69,15 +66,16 @@ class Counts:
             lengths: tokens of each sequence.
             causal: whether attention counts the half that the mask leaves, or all of it.
         """
-        total = self.total
-        products = total.multiplied * sum(lengths)
-        pairs = total.attended * sum(length**2 for length in lengths)
-        seen = sum(
-            layers * core.query_width * length * (core.pairs(length) if causal else length)
-            for core, layers in self.windows
-            for length in lengths
-        )
-        return 6 * products + (3 if causal else 6) * pairs + round(6 * seen)
+        found = 6 * self.total.multiplied * sum(lengths)
+        for core, layers in self.cores:
+            if isinstance(core, Scan):
+                found += round(6 * layers * core.products * sum(lengths))
+                continue
+            for length in lengths:
+                # Twice the pairs of a sequence: they are whole numbers.
+                seen = round(2 * length * core.pairs(length)) if causal else 2 * length**2
+                found += 3 * layers * core.query_width * seen
+        return found
 
     def flops_per_token(self, seq: int, causal: bool = True) -> float:
         """Return the FLOPs of one sequence of ``seq`` tokens, see :meth:`flops`, per token."""
@@ -91,67 +89,43 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
         decoder: the description.
         multi_token: layers of multi-token prediction, each a block like the last with a matrix
             that joins two rows, three norms, and the model's own embedding and head once more
-            (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+            (DeepSeek-V3, arXiv 2412.19437, section 2.2). The norms count as one product each.
     """
-    matrix = decoder.vocab * decoder.hidden
-    parts = {"embedding": Part(parameters=matrix), "norms": Part(parameters=decoder.hidden)}
-    parts["head"] = Part(parameters=0 if decoder.tied else matrix, multiplied=matrix)
-    for stack in decoder.stacks:
-        for block in stack.blocks:
-            norms = decoder.hidden * len(list(halves(block)))
-            found = {"norms": Part(parameters=norms)}
-            for _, spec in halves(block):
-                for name, part in _layer(spec, decoder.hidden).items():
-                    found[name] = found.get(name, Part()) + part
-            for name, part in found.items():
-                parts[name] = parts.get(name, Part()) + part.times(stack.repeat)
-    if multi_token:
-        parts["multi_token"] = _multi_token(decoder).times(multi_token)
-    layers = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
-    layers.append((decoder.blocks[-1], multi_token))
-    windows = tuple((core, n) for block, n in layers if n for core in _windows(block, decoder))
-    return Counts(parts, windows)
-
-
-def _windows(block: Block, decoder: Decoder) -> Iterator[Attention]:
-    """Yield a block's attention where it sees a window of what is before it."""
-    for _, spec in halves(block):
-        for one in spec.operations(decoder.hidden):
-            if isinstance(one.core, Attention) and one.core.window is not None:
-                yield one.core
-
-
-def _multi_token(decoder: Decoder) -> Part:
-    """Count what one layer of multi-token prediction adds; its norms count as one product each."""
+    hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
+    parts = {"embedding": Part(matrix), "norms": Part(hidden)}
+    parts["head"] = Part(0 if decoder.tied else matrix, 0, matrix)
+    cores = Counter[Attention | Scan]()
     last = decoder.stacks[-1].blocks[-1]
-    block = Decoder(vocab=2, hidden=decoder.hidden, stacks=(Stack(blocks=(last,)),))
-    alone = count(block).parts
-    joined = _matrices(2 * decoder.hidden**2 + 3 * decoder.hidden)
-    head = Part(multiplied=decoder.vocab * decoder.hidden)
-    layer = sum((p for name, p in alone.items() if name not in ("embedding", "head")), Part())
-    # The block's own last norm stands among the three.
-    return layer + joined + head + Part(parameters=-decoder.hidden)
+    blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
+    for block, repeat in blocks:
+        for name, part in _block(block, hidden).items():
+            parts[name] = parts.get(name, Part()) + part.times(repeat)
+    for block, repeat in (*blocks, (last, multi_token)):
+        for _, spec in halves(block):
+            for one in spec.operations(hidden):
+                if one.core is not None and repeat:
+                    cores[one.core] += repeat
+    if multi_token:
+        joined = 2 * hidden**2 + 3 * hidden
+        layer = sum(_block(last, hidden).values(), Part(joined, 0, joined + matrix))
+        parts["multi_token"] = layer.times(multi_token)
+    return Counts(parts, tuple(cores.items()))
 
 
-def _layer(spec: LayerSpec, hidden: int) -> dict[str, Part]:
-    """Count one half of a block by what its weights are counted under."""
-    operations = [one for one in spec.operations(hidden) if not one.wide]
-    multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
-    routing, found = spec.routing, dict[str, Part]()
-    for weight in spec.weights(hidden):
-        size = used = weight.elements
-        if weight.expert and routing is not None:
-            used = size // routing.experts * routing.top_k
-        # The convention takes the norm of a latent, alone among norms, for one product.
-        counted = weight.name in multiplied or weight.latent
-        part = Part(size, size - used, used if counted else 0, 0, size if weight.expert else 0)
-        found[weight.counted] = found.get(weight.counted, Part()) + part
-    for one in operations:
-        if isinstance(one.core, Attention) and one.core.window is None:
-            part = Part(attended=one.core.query_width)
-            found["attention"] = found.get("attention", Part()) + part
+def _block(block: Block, hidden: int) -> dict[str, Part]:
+    """Count a block by what its weights are counted under."""
+    found: dict[str, Part] = {}
+    for _, spec in halves(block):
+        found["norms"] = found.get("norms", Part()) + Part(hidden)
+        operations = [one for one in spec.operations(hidden) if not one.wide]
+        multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
+        routing = spec.routing
+        for weight in spec.weights(hidden):
+            size = used = weight.elements
+            if weight.expert and routing is not None:
+                used = size // routing.experts * routing.top_k
+            # The convention takes the norm of a latent, alone among norms, for one product.
+            counted = weight.name in multiplied or weight.latent
+            part = Part(size, size - used, used if counted else 0)
+            found[weight.counted] = found.get(weight.counted, Part()) + part
     return found
-
-
-def _matrices(size: int) -> Part:
-    return Part(parameters=size, multiplied=size)

@@ -11,6 +11,8 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+from moefold.planner.hardware import GRACE
+
 FAMILIES = {
     "H100": "hopper",
     "H200": "hopper",
@@ -24,7 +26,6 @@ FAMILIES = {
 """Devices that share their curves."""
 FALLBACK = "hopper"
 """The family as which any other device is planned, less surely: shares of its own peaks."""
-GRACE = ("GB200", "GB300")
 
 
 class Product(NamedTuple):
@@ -88,20 +89,31 @@ class Rates:
     """Factor of the stack on the number of launches."""
 
 
+Own = tuple[tuple[str, float], ...]
+"""Constants by name."""
+
+
 class Constants:
     """Constants by dotted name: ``hopper.gemm``, ``common.hidden``, ``megatron 26.06.device``."""
 
     def __init__(self, values: Mapping[str, float], spread: Mapping[str, float]) -> None:
         """Take values by name, and the relative spread of what was predicted with them."""
-        self.values = dict(values)
-        self.spread = dict(spread)
-        self._made: dict[tuple[str, str, str], Rates] = {}
+        self.values, self.spread = dict(values), dict(spread)
+        self._made: dict[tuple[str, str, str, Own], Rates] = {}
 
-    def rates(self, device: str, stack: str, release: str) -> Rates:
-        """Return what holds for a device and a stack's release."""
-        key = (device, stack, release)
+    def rates(self, device: str, stack: str, release: str, own: Own = ()) -> Rates:
+        """Return what holds for a device and a stack's release.
+
+        Args:
+            own: constants that were measured on the device itself; they come before all others.
+        """
+        key = (device, stack, release, own)
         if key not in self._made:
-            self._made[key] = self._rates(device, stack, release)
+            family, host = FAMILIES.get(device, FALLBACK), "grace" if device in GRACE else "x86"
+            software = f"{stack} {self.nearest(stack, release)}".strip()
+            scopes = (software, stack, device, family, host, "common", FALLBACK)
+            found = {field.name: self._first(field.name, scopes) for field in fields(Rates)}
+            self._made[key] = Rates(**found | dict(own))
         return self._made[key]
 
     def nearest(self, stack: str, release: str) -> str:
@@ -119,21 +131,8 @@ class Constants:
         numbered = [one for one in known if one[:1].isdigit()]
         if not numbered or (release and not release[:1].isdigit()):
             return ""
-        if not release:
-            return numbered[-1]
-        before = [one for one in numbered if one <= release]
+        before = [one for one in numbered if not release or one <= release]
         return before[-1] if before else numbered[0]
-
-    def _rates(self, device: str, stack: str, release: str) -> Rates:
-        near = self.nearest(stack, release)
-        family = FAMILIES.get(device, FALLBACK)
-        scopes = (f"{stack} {near}".strip(), stack, device, family)
-        host = "grace" if device in GRACE else "x86"
-        found = {
-            field.name: self._first(field.name, (*scopes, host, "common", FALLBACK))
-            for field in fields(Rates)
-        }
-        return Rates(**found)
 
     def _first(self, name: str, scopes: tuple[str, ...]) -> float:
         for scope in scopes:
@@ -142,10 +141,14 @@ class Constants:
                 return value
         raise KeyError(f"no constant {name} for any of {', '.join(scopes)}")
 
-    def knows(self, device: str, stack: str, release: str) -> tuple[bool, bool]:
-        """Return whether the device and the release were among what was measured."""
+    def uncertainty(self, device: str, stack: str, release: str, own: Own = ()) -> float:
+        """Return the relative spread of steps on a device and a release: wider where one of them
+        was not measured, and widest where neither was.
+        """
         software = f"{stack} {release}".strip()
-        return f"{device}.measured" in self.values, f"{software}.device" in self.values
+        known = bool(own) or f"{device}.measured" in self.values
+        measured = known + (f"{software}.device" in self.values)
+        return self.spread[("none", "one", "measured")[measured]]
 
 
 @cache

@@ -26,11 +26,10 @@ from moefold.planner.case import (
     Overlaps,
     Recipe,
     Software,
+    kinds,
     recomputed,
-    sharing_heads,
 )
 from moefold.planner.hardware import Cluster
-from moefold.planner.held import kinds
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import Model
 from moefold.run import Run
@@ -211,8 +210,9 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
     """
     sizes = layout.split
     schedule = layout.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
-    context = cast("Context", layout.context)
-    sharing_heads(context, sizes.cp)
+    context = layout.context
+    if not isinstance(context, Context):
+        raise ValueError(f"context {type(context).__name__} is not planned: no kind of Context")
     return Choice(
         sizes=sizes,
         schedule=cast("Schedule", schedule),

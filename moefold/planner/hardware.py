@@ -1,8 +1,5 @@
 """Devices and clusters as data: ``devices.json`` holds each number with its source. Also this
-machine's CPU, by the rates that ``moefold bench`` measured and keeps in a small file:
-
-machine = Machine.read(file)
-estimate(case_on(machine.cluster), machine.constants("bf16")).seconds
+machine's CPU, by the rates that ``moefold bench`` measured and keeps in a small file.
 """
 
 import json
@@ -16,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.files import folder_for, write_text
-from moefold.planner.curves import Constants, constants
 
 Format = Literal["fp32", "bf16", "fp8", "fp4"]
 """Formats of dense products that peaks are stated for."""
-FORMAT_OF = {
+FORMAT_OF: Mapping[str, Format] = {
     "fp32": "fp32",
     "bf16": "bf16",
     "fp8_tensor": "fp8",
@@ -44,20 +40,23 @@ class Device:
     """What a program can allocate: the nominal size less what driver and firmware take."""
     memory_bandwidth: float
     """Bytes/s."""
-    link_bandwidth: float
-    """Bytes/s in one direction to the other devices of its domain."""
-    nic_bandwidth: float
+    link_bandwidth: float = 0.0
+    """Bytes/s in one direction to the other devices of its domain; 0 for a CPU."""
+    nic_bandwidth: float = 0.0
     """Bytes/s in one direction to devices outside its domain."""
-    domain: int
+    domain: int = 1
     """Devices that its fast links join, as sold."""
-    host_bandwidth: float
+    host_bandwidth: float = 0.0
     """Bytes/s in one direction to host memory."""
-    watts: float
+    watts: float = 0.0
     """Power of the board, at its limit."""
     sold_gb: float = 0.0
     """Memory by the name it is sold under; what can be allocated is counted in bytes."""
     sources: tuple[tuple[str, str], ...] = ()
     """Field and where its number is from."""
+    rates: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+    """For a device that was measured itself: by recipe, the constants of
+    :class:`moefold.planner.curves.Rates` that hold for it instead of its family's."""
 
     @property
     def size(self) -> str:
@@ -134,16 +133,22 @@ def cluster(text: str, per_node: int | None = None, domain: int | None = None) -
     """Return the cluster that a text such as ``h100x256`` names.
 
     Args:
-        text: device, ``x`` and number.
+        text: device, ``x`` and number; or ``cpu``, or the path of a ``.json`` file: this machine as
+            ``moefold bench`` measured it, from the file that it writes unless told otherwise.
         per_node: devices that share a host; as sold unless given.
         domain: devices that fast links join; as sold unless given.
 
     Raises:
         ValueError: where the text is no such thing.
     """
+    if text.lower() == "cpu" or text.endswith(".json"):
+        return Machine.read(Path(text) if text.endswith(".json") else usual_file()).cluster
     name, cross, number = text.lower().rpartition("x")
     if not (cross and number.isdigit() and int(number)):
-        raise ValueError(f"cluster {text!r}: device, x and number, such as h100x256")
+        raise ValueError(
+            f"cluster {text!r}: device, x and number, such as h100x256; or cpu, this machine as "
+            "`moefold bench` measured it"
+        )
     found = device(name)
     joined = domain or found.domain
     host = per_node or (4 if found.name in GRACE else min(8, joined))
@@ -162,7 +167,7 @@ def resized(one: Device, memory_bytes: int) -> Device:
 def processor(
     peak: float, memory_bandwidth: float, memory_bytes: int, bf16: float | None = None
 ) -> Device:
-    """Return this machine's CPU as one device, by rates that were measured on it.
+    """Return a CPU as one device.
 
     Args:
         peak: FLOP/s of large fp32 products.
@@ -170,20 +175,8 @@ def processor(
         memory_bytes: what a process may take.
         bf16: FLOP/s of large bfloat16 products; None is as fp32.
     """
-    names = ("peaks.fp32", "peaks.bf16", "memory_bandwidth")
-    sources = tuple((name, "measured here") for name in names)
-    return Device(
-        name="CPU",
-        peaks=(("fp32", peak), ("bf16", bf16 or peak)),
-        memory_bytes=memory_bytes,
-        memory_bandwidth=memory_bandwidth,
-        link_bandwidth=0.0,
-        nic_bandwidth=0.0,
-        domain=1,
-        host_bandwidth=0.0,
-        watts=0.0,
-        sources=sources,
-    )
+    peaks: tuple[tuple[Format, float], ...] = (("fp32", peak), ("bf16", bf16 or peak))
+    return Device("CPU", peaks, memory_bytes, memory_bandwidth)
 
 
 @dataclass(frozen=True)
@@ -209,15 +202,10 @@ class Machine:
 
     @property
     def cluster(self) -> Cluster:
-        """The machine as a cluster of one device."""
+        """The machine as a cluster of one device, with its own rates."""
         device = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
-        return Cluster(device, 1, 1, 1)
-
-    def constants(self, format: str) -> Constants:
-        """Return the package's constants with this machine's own in place of any other's."""
-        known = constants()
-        own = {f"CPU.{name}": value for name, value in self.rates[format].items()}
-        return Constants({**known.values, **own, "CPU.measured": 1.0}, known.spread)
+        rates = tuple((recipe, tuple(known.items())) for recipe, known in self.rates.items())
+        return Cluster(replace(device, rates=rates), 1, 1, 1)
 
     def write(self, file: Path) -> None:
         """Write the file, its folder too."""
@@ -232,6 +220,8 @@ class Machine:
         Raises:
             ValueError: where it is not such a file; ``moefold bench`` writes one.
         """
+        if not file.exists():
+            raise ValueError(f"{file} is not there: `moefold bench` measures this machine into it")
         try:
             stored = json.loads(file.read_text("utf-8"))
             if stored.pop("form") != MACHINE_FORM:

@@ -6,25 +6,23 @@ rank is planned: the one whose experts get the most rows. A table repeats itself
 thousands of steps few differ, and of those fewer can be the fullest.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from operator import mul
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from moefold.mesh.config import Order, Sizes
+from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
 from moefold.model.config import Block, Decoder
-from moefold.planner import memory_kept, memory_megatron
-from moefold.planner.case import Case, Keeping, settled, table_of
-from moefold.planner.held import Held, kinds
-from moefold.planner.memory_kept import shape_of
+from moefold.planner.case import Case, Held, Keeping, kinds, settled, table_of
+from moefold.planner.memory_kept import kept, shape_of
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.remember import remembered
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
-from moefold.spec.layer import Saved, Shape, activation_width, described
+from moefold.spec.layer import Shape, activation_width, described
 
 MIB = 2**20
 
@@ -118,14 +116,14 @@ def memory(case: Case) -> tuple[Memory, ...]:
 
 
 def _memory(case: Case, rank: int) -> Memory:
-    state, stage = _stage(case, _chunks_of(case), rank)
-    line = case.table.lines[rank]
+    stage, line = _chunks_of(case).stage(case, rank), case.table.lines[rank]
     moments = [
         Moment(str(step), *stage.needs(running))
         for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
     ]
-    moments.append(Moment("step", 0.0, 0.0, state.gradients))
-    return Memory(rank, state, overheads(case), software_of(case).fragments, tuple(moments))
+    moments.append(Moment("step", 0.0, 0.0, stage.state.gradients))
+    software = software_of(case)
+    return Memory(rank, stage.state, overheads(case), software.fragments, tuple(moments))
 
 
 def totals(case: Case, room: float = inf) -> Iterator[float]:
@@ -138,10 +136,10 @@ def totals(case: Case, room: float = inf) -> Iterator[float]:
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
     running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
     for rank, steps in enumerate(running):
-        state, stage = _stage(case, chunks, rank)
-        lasting = state.total - state.gradients
+        stage = chunks.stage(case, rank)
+        most = stage.state.gradients
+        lasting = stage.state.total - most
         enough = (room - outside) / (1 + fragments) - lasting
-        most = state.gradients
         for step in steps:
             most = max(most, sum(stage.needs(step)))
             if most > enough:
@@ -176,18 +174,6 @@ def shortened(case: Case) -> Case:
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
-def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
-    """Return what one block keeps for one micro-batch if nothing is recomputed."""
-    return _layer_kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
-
-
-@remembered(1 << 12)
-def _layer_kept(block: Block, shape: Shape, stack: str, recipe: str) -> tuple[Saved, ...]:
-    if stack == "moefold":
-        return memory_kept.kept(block, shape)
-    return memory_megatron.kept(block, shape, memory_megatron.Widths.of(recipe, stack, shape.width))
-
-
 def software_of(case: Case) -> Overheads:
     """Return what software takes beside tensors on a case's devices."""
     return CPU if case.cluster.device.link_bandwidth == 0 else GPU
@@ -195,42 +181,33 @@ def software_of(case: Case) -> Overheads:
 
 def overheads(case: Case) -> float:
     """Return what software takes outside the allocator; groups of the same ranks are one."""
-    software = software_of(case)
-    return software.context + communicators(case.folding) * software.communicator
-
-
-def communicators(folding: Folding) -> int:
-    """Return how many different groups of several ranks a rank is in.
-
-    Without making them: groups are the same where the axes that they run over are, written with
-    neighbouring axes joined.
-    """
-    return _communicators(folding.sizes, folding.world, folding.order)
+    software, groups = software_of(case), communicators(case.sizes, case.world, case.order)
+    return software.context + groups * software.communicator
 
 
 @remembered(1 << 12)
-def _communicators(sizes: Sizes, world: int, order: str) -> int:
-    folding = Folding(sizes, world, cast("Order", order))
-    return len({_reach(folding, kind) for kind in KINDS} - {()})
+def communicators(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> int:
+    """Return how many different groups of several ranks a rank is in.
 
-
-def _reach(folding: Folding, kind: str) -> tuple[tuple[int, int], ...]:
-    """Return the strides and sizes of the axes that a kind of group runs over."""
-    name, axes, _ = KINDS[kind]
-    grid = folding.attention if name == ATTENTION else folding.experts
-    if kind == EMBEDDING:
-        pp = folding.sizes.pp
-        return ((grid.strides["pp"] * (pp - 1), 2),) if pp > 1 else ()
-    found: list[tuple[int, int]] = []
-    for axis, size in grid.axes:
-        if axis not in axes or size == 1:
-            continue
-        stride, last = grid.strides[axis], found[-1] if found else (0, 0)
-        if last[0] * last[1] == stride:
-            found[-1] = last[0], last[1] * size
-        else:
-            found.append((stride, size))
-    return tuple(found)
+    Without making them: groups are the same where the axes that they run over are, written as
+    strides and sizes with neighbouring axes joined.
+    """
+    folding, found = Folding(sizes, world, order), set[tuple[tuple[int, int], ...]]()
+    for kind, (name, axes, _) in KINDS.items():
+        grid = folding.attention if name == ATTENTION else folding.experts
+        group: list[tuple[int, int]] = []
+        for axis, size in grid.axes:
+            if axis not in axes or size == 1:
+                continue
+            stride, last = grid.strides[axis], group[-1] if group else (0, 0)
+            if kind == EMBEDDING:
+                group = [(stride * (size - 1), 2)]
+            elif last[0] * last[1] == stride:
+                group[-1] = last[0], last[1] * size
+            else:
+                group.append((stride, size))
+        found.add(tuple(group))
+    return len(found - {()})
 
 
 # ----------------------------------------------------------------------------- steps
@@ -318,11 +295,12 @@ class _Chunk(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """A pipeline rank's chunks."""
+    """What a pipeline rank holds."""
 
+    state: State
     chunks: list[_Chunk]
     kept: list[float]
-    """What each keeps."""
+    """What each chunk keeps."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
 
@@ -348,14 +326,6 @@ class _Stage(NamedTuple):
         return alive, used, there
 
 
-def _stage(case: Case, chunks: "_Chunks", rank: int) -> tuple[State, _Stage]:
-    """Return what a pipeline rank holds."""
-    found = [chunks.of(held) for held in case.chunks[rank]]
-    state = chunks.states.held(case.held[rank])
-    there = state.gradients - sum(chunk.coming for chunk in found)
-    return state, _Stage(found, [chunk.kept for chunk in found], there)
-
-
 class _Chunks:
     """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
 
@@ -366,95 +336,69 @@ class _Chunks:
         split: Split,
         keeping: Keeping,
         graphs: float,
-        loss_chunk: int,
+        rows: int,
     ) -> None:
+        """Take what decides; ``rows`` are those whose logits exist at once."""
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
-        self.loss_chunk = loss_chunk
-        self.blocks = kinds(decoder)[0]
-        self.last = kinds(decoder)[1][-1]
+        self.blocks, order = kinds(decoder)
+        self.last, self.loss_rows = order[-1], min(rows, shape.piece)
         self.stack, self.recipe = split.stack, split.numbers.recipe
         self.states = states_of(decoder, split)
-        self._layers: dict[int, tuple[float, float, float]] = {}
         self._known: dict[Held, _Chunk] = {}
+
+    def stage(self, case: Case, rank: int) -> _Stage:
+        """Return what a pipeline rank holds."""
+        chunks = [self.of(held) for held in case.chunks[rank]]
+        state = self.states.held(case.held[rank])
+        there = state.gradients - sum(chunk.coming for chunk in chunks)
+        return _Stage(state, chunks, [chunk.kept for chunk in chunks], there)
 
     def of(self, held: Held) -> _Chunk:
         """Return the bytes of a chunk that holds this."""
         if held not in self._known:
-            layers = [self._layer(kind) for kind, _ in held.layers]
-            kept = max((layer[0] for layer in layers), default=0.0)
-            forward, backward = self._working(held, layers)
-            made = _Chunk(self._kept(held), forward, backward, kept, self._gradients(held))
-            self._known[held] = made
+            self._known[held] = self._made(held)
         return self._known[held]
 
+    def _made(self, held: Held) -> _Chunk:
+        shape, logits = self.shape, self._logits()
+        layers = [(self._layer(kind), count) for kind, count in held.layers]
+        widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
+        layer, forward, backward = widest
+        total = sum(one[0] * count for one, count in layers)
+        if held.multi_token:
+            # The joined pair of rows and the norms before and after it.
+            total += held.multi_token * (self._layer(self.last)[0] + 5 * shape.row + logits)
+        if held.loss:
+            total += shape.row + logits
+        if held.loss and self.stack == "moefold":
+            # Logits, and their logarithms in fp32, which become the gradient in place.
+            columns = self.decoder.vocab / shape.tp
+            forward = max(forward, self.loss_rows * columns * (shape.width + 4))
+        kept = total * (1 + self.graphs)
+        return _Chunk(kept, forward, backward, layer, self._gradients(held))
+
     def _gradients(self, held: Held) -> float:
-        """Bytes of a chunk's gradients that are not there before its first backward.
+        """Return the bytes of a chunk's gradients that come with its first backward.
 
         Moefold drops gradients as a step begins; other stacks keep their buffers.
         """
         if self.stack != "moefold" or self.keeping.zero > 1:
             return 0.0
-        found = self.states.layers(held).gradients
         embeds = held.embedding and not self.decoder.tied
-        return found + (self.states.of("embedding").gradients if embeds else 0.0)
-
-    def _kept(self, held: Held) -> float:
-        """Bytes that a chunk keeps for one micro-batch."""
-        row = self.shape.rows * self.shape.hidden * self.shape.width
-        total = sum(self._layer(kind)[0] * count for kind, count in held.layers)
-        if held.multi_token:
-            # The joined pair of rows and the norms before and after it.
-            each = self._layer(self.last)[0] + 5 * row + self._logits()
-            total += held.multi_token * each
-        if held.loss:
-            total += row + self._logits()
-        return total * (1 + self.graphs)
+        found = self.states.of("embedding").gradients if embeds else 0.0
+        return found + self.states.inner(held).gradients
 
     def _logits(self) -> float:
         """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
         if self.stack == "moefold":
-            return self.shape.rows * self.shape.hidden * self.shape.width
+            return self.shape.row
         columns = self.decoder.vocab / self.shape.tp
         return self.shape.piece * columns * (self.shape.width + 4)
 
-    def _working(
-        self, held: Held, layers: Sequence[tuple[float, float, float]]
-    ) -> tuple[float, float]:
-        """Bytes that forward and backward of a chunk work with at their fullest."""
-        forward = max((layer[1] for layer in layers), default=0.0)
-        backward = max((layer[2] for layer in layers), default=0.0)
-        if self.stack == "moefold" and held.loss:
-            rows = min(self.loss_chunk, self.shape.piece)
-            columns = self.decoder.vocab / self.shape.tp
-            # Logits, and their logarithms in fp32, which become the gradient in place.
-            forward = max(forward, rows * columns * (self.shape.width + 4))
-        return forward, backward
-
     def _layer(self, kind: int) -> tuple[float, float, float]:
         """Return what a block keeps, and what its forward and its backward work with."""
-        if kind not in self._layers:
-            block, keeping = self.blocks[kind], self.keeping
-            parts = _layer_kept(block, self.shape, self.stack, self.recipe)
-            stays = [part for part in parts if part.stays(keeping.recompute)]
-            away = sum(part.bytes for part in stays if part.module in keeping.offload)
-            kept = sum(part.bytes for part in stays) - away * keeping.offload_share
-            again = sum(part.bytes for part in parts) - sum(part.bytes for part in stays)
-            forward, backward = self._widest(block)
-            self._layers[kind] = (kept, forward, backward + max(again, 0))
-        return self._layers[kind]
-
-    def _widest(self, block: Block) -> tuple[float, float]:
-        """Return the bytes of activation and output, and of the gradients in a feed-forward."""
-        shape, spec = self.shape, described(block.ffn)
-        row, routing = shape.row, spec.routing
-        if routing is None:
-            rows, sent = shape.piece, shape.piece * shape.hidden * shape.width
-        else:
-            rows = shape.received(routing.top_k)
-            sent = rows * (routing.width or shape.hidden) * shape.width
-        width = activation_width(spec, shape)
-        inner = rows * width * shape.width
-        return inner + sent + row, 4 * inner + 2 * sent + 2 * row
+        block = self.blocks[kind]
+        return _layer(block, self.shape, self.stack, self.recipe, self.keeping)
 
 
 _chunks = remembered(1 << 12)(_Chunks)
@@ -462,5 +406,27 @@ _chunks = remembered(1 << 12)(_Chunks)
 
 def _chunks_of(case: Case) -> _Chunks:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
-    split, chunk = Split.of(case), case.software.loss_chunk
-    return _chunks(case.decoder, shape_of(case), split, case.keeping, graphs, chunk)
+    split, rows = Split.of(case), case.software.loss_chunk
+    return _chunks(case.decoder, shape_of(case), split, case.keeping, graphs, rows)
+
+
+@remembered(1 << 12)
+def _layer(
+    block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
+) -> tuple[float, float, float]:
+    """Return what a block keeps, and what its forward and its backward work with: activation and
+    output, the gradients in a feed-forward, and what is made again.
+    """
+    parts = kept(block, shape, stack, recipe)
+    stays = [part for part in parts if part.stays(keeping.recompute)]
+    here = sum(part.bytes for part in stays)
+    away = sum(part.bytes for part in stays if part.module in keeping.offload)
+    again = sum(part.bytes for part in parts) - here
+    spec = described(block.ffn)
+    rows, features = shape.piece, shape.hidden
+    if spec.routing is not None:
+        rows, features = shape.received(spec.routing.top_k), spec.routing.width or shape.hidden
+    sent = rows * features * shape.width
+    inner = rows * activation_width(spec, shape) * shape.width
+    forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
+    return here - away * keeping.offload_share, forward, backward + max(again, 0)

@@ -1,15 +1,56 @@
-"""What a block keeps for backward, tensor by tensor, as its autograd functions save it.
+"""What a block keeps for backward, tensor by tensor.
 
 It follows from the layers' descriptions (``moefold/spec/layer.py``). Weights and their copies are
 not among it, nor what a whole pass shares (rotary angles, token ids).
+
+Moefold keeps what its autograd functions save, which each description lists;
 ``tests/cpu/test_planner_kept.py`` holds every line against what a pass really leaves alive.
+
+What Megatron-Core keeps follows from the operations of a layer: inputs of products, what
+activations and attention read, and outputs of norms. Under tp a rank keeps its own band of what it
+gathers, and gathers it again in backward. Products in few bits keep their inputs in codes. The
+routing weight stands before the experts' second product (arXiv 2603.07685, section 4.1.2), so that
+its output is not kept. What ``layernorm``, ``moe_act`` and ``mla_up_proj`` drop is in section 4.1.4
+there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from moefold.model.config import Block
 from moefold.planner.case import Case
-from moefold.spec.layer import NOTHING, Modules, Saved, Shape, described
+from moefold.planner.remember import remembered
+from moefold.spec.decoder import halves
+from moefold.spec.layer import (
+    CORE,
+    NORMS,
+    NOTHING,
+    STATISTIC,
+    UP,
+    Attention,
+    Axis,
+    LayerSpec,
+    Modules,
+    Saved,
+    Scan,
+    Shape,
+    described,
+)
+
+CODES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
+"""Bytes per element of a product's input that Megatron keeps in codes, their scales included."""
+ACTIVATION: Modules = frozenset(("moe_act",))
+MIXTURE: Modules = frozenset(("moe",))
+
+
+class Widths(NamedTuple):
+    """Bytes of an element by what becomes of it."""
+
+    code: float
+    """Inputs of products."""
+    hidden: float
+    """Inputs of an activation: DeepSeek's own software keeps them in codes too (arXiv 2412.19437,
+    section 3.3.3)."""
 
 
 def shape_of(case: Case) -> Shape:
@@ -22,16 +63,111 @@ def shape_of(case: Case) -> Shape:
     )
 
 
-def kept(block: Block, shape: Shape) -> tuple[Saved, ...]:
-    """Return what one block keeps if nothing is recomputed, as Moefold's layers do.
+@remembered(1 << 12)
+def kept(
+    block: Block, shape: Shape, stack: str = "moefold", recipe: str = "bf16"
+) -> tuple[Saved, ...]:
+    """Return what one block keeps for one micro-batch if nothing is recomputed.
 
     Raises:
         ValueError: where a layer from outside describes nothing.
     """
-    halves = (described(record).saved(shape) for record in (block.attention, block.ffn))
-    return (Saved("input", shape.row), *(saved for half in halves for saved in half))
+    if stack == "moefold":
+        saved = (described(record).saved(shape) for record in (block.attention, block.ffn))
+        return (Saved("input", shape.row), *(one for half in saved for one in half))
+    code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
+    widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
+    for _, spec in halves(block):
+        found.append(Saved("residual" if found else "input", shape.row))
+        found += _half(spec, shape, widths)
+    return tuple(found)
+
+
+def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
+    """Return what one block of a case keeps for one micro-batch if nothing is recomputed."""
+    return kept(block, shape_of(case), case.software.stack, case.numbers.recipe)
 
 
 def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     """Return the bytes that stay under a recompute policy."""
     return sum(part.bytes for part in parts if part.stays(recompute))
+
+
+# ----------------------------------------------------------------------------- Megatron-Core
+
+
+def _half(spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield what one half keeps beside its residual."""
+    routing = spec.routing
+    # The router reads normed rows too, in the compute dtype.
+    code = shape.width if routing else widths.code
+    yield _part("norm.output", shape.rows * shape.hidden * code, NORMS, "norms")
+    operations = tuple(spec.operations(shape.hidden))
+    for one in operations:
+        if isinstance(one.core, Attention):
+            yield from _attention(spec, one.core, shape, widths)
+        elif isinstance(one.core, Scan):
+            yield from spec.saved(shape)
+    if routing is not None:
+        scores = shape.rows * routing.experts * (STATISTIC + STATISTIC + 1)
+        yield _part("router", scores, MIXTURE)
+    for one in operations:
+        if one.name in ("ffn", "experts", "shared"):
+            yield from _feed_forward(one.name, spec, shape, widths)
+
+
+def _part(name: str, size: float, dropped: Modules = NOTHING, module: Any = "block") -> Saved:
+    return Saved(name, round(size), dropped, module=module)
+
+
+def _attention(spec: LayerSpec, core: Attention, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield latents before and after their norms, queries, keys and values, and the output."""
+    rows, latents = shape.piece / shape.tp, [w for w in spec.weights(shape.hidden) if w.latent]
+    if latents:
+        outputs = sum(n for n, _ in _products(spec, shape, "attention", "own"))
+        yield _part("latents", shape.rows * outputs * shape.width)
+        normed = sum(weight.elements for weight in latents)
+        yield _part("latents.normed", shape.rows * normed * widths.code, NORMS, "norms")
+    if core.head_norms:
+        width = (core.heads + core.kv_heads) * core.qk_dim
+        yield _part("qk.projected", rows * width * shape.width)
+    features = core.heads * core.qk_dim + core.key_value_width
+    yield _part("qkv", rows * features * shape.width, UP if latents else NOTHING, "attention")
+    rows *= core.heads
+    yield _part("attended", rows * core.v_dim * shape.width, module="attention")
+    yield _part("attended.statistic", rows * STATISTIC, CORE, "attention")
+    if widths.code < shape.width:
+        yield _part("attended.codes", rows * core.v_dim * widths.code, module="attention")
+
+
+def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> Iterator[Saved]:
+    """Yield the pre-activation, the activation, and what routed experts keep besides."""
+    (into, inputs), (_, features) = _products(spec, shape, name)
+    if name == "experts" and spec.routing is not None:
+        rows = shape.received(spec.routing.top_k)
+        yield _part("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
+        yield _part("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
+        activation = rows * features * widths.code
+        yield _part("experts.activation", activation, MIXTURE | ACTIVATION, "moe_act")
+        yield _part("experts.weights", rows * STATISTIC, MIXTURE)
+        return
+    module: Any = name
+    dropped: Modules = frozenset((module, "moe")) if name == "shared" else frozenset((module,))
+    size = shape.piece * (into * widths.hidden + features * widths.code)
+    yield _part(name, size, dropped, module)
+
+
+def _products(
+    spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
+) -> list[tuple[float, float]]:
+    """Return outputs and inputs of an operation's products on a rank, in their order."""
+    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
+    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
+    return [
+        weights[name].matrix(sizes)[:2]
+        for one in spec.operations(shape.hidden)
+        if one.name == operation
+        for matmul in one.matmuls
+        if rows in (None, matmul.rows)
+        for name in matmul.weights
+    ]

@@ -4,15 +4,14 @@ Parameters are listed with global names and shapes, as the built model has them:
 an optimizer keeps and what tp cuts follow from both.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from operator import add
+from typing import Literal, NamedTuple
 
-from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
-from moefold.planner.case import Case, Numbers
-from moefold.planner.held import Held, kinds
+from moefold.planner.case import Case, Held, Numbers, kinds
 from moefold.planner.remember import remembered
 from moefold.spec.decoder import (
     block_weights,
@@ -26,9 +25,10 @@ from moefold.spec.layer import Weight
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
 product and one, transposed, for the gradient of its input."""
-
 WIDE_BYTES = 2
 """Bytes per element of what stays in bfloat16 beside codes."""
+Part = int | Literal["multi_token", "norm", "head", "embedding"]
+"""Something that ranks hold: a kind of block, as ``case.kinds`` numbers them, or what is named."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,16 @@ class State:
     moments: float = 0.0
 
     def __add__(self, other: "State") -> "State":
-        return State(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.master + other.master,
-            self.moments + other.moments,
-        )
+        return State(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, number: int) -> "State":
         """Return the bytes of so many equal parts."""
-        return State(
-            self.weights * number,
-            self.gradients * number,
-            self.master * number,
-            self.moments * number,
-        )
+        return State(*(value * number for value in vars(self).values()))
 
     @property
     def total(self) -> float:
         """All of it."""
         return self.weights + self.gradients + self.master + self.moments
-
-
-def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
-    """Return the parameters of one thing that a stage computes, without embedding and head."""
-    decoder = case.decoder
-    if place.kind == "layer":
-        return block_weights(decoder.blocks[place.index], decoder.hidden, place.index)
-    if place.kind == "multi_token":
-        return multi_token_weights(decoder, len(decoder.blocks) + place.index)
-    return (last_norm(decoder),) if place.kind == "loss" else ()
 
 
 class Split(NamedTuple):
@@ -123,65 +103,51 @@ class Split(NamedTuple):
         )
 
 
-def elements_here(case: Case, weight: Weight) -> float:
-    """Return the elements of a parameter that one rank holds before data ranks share them."""
-    return weight.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
+def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
+    """Yield what a rank holds besides embedding and head, and how often."""
+    yield from held.layers
+    yield "multi_token", held.multi_token
+    yield "norm", int(held.loss)
 
 
-def state(case: Case, weights: Iterable[Weight]) -> State:
-    """Return the state of some parameters on one rank."""
-    return Split.of(case).state(weights)
+def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
+    """Return the parameters of a part."""
+    blocks, order = kinds(decoder)
+    if isinstance(part, int):
+        return block_weights(blocks[part], decoder.hidden, part)
+    if part == "multi_token":
+        return multi_token_weights(decoder, len(order))
+    if part == "norm":
+        return (last_norm(decoder),)
+    return (head(decoder) if part == "head" else embedding(decoder),)
 
 
 class States:
-    """The states of what ranks hold; of equal pieces one is counted."""
+    """The states of what ranks hold; of equal parts one is counted."""
 
     def __init__(self, decoder: Decoder, split: Split) -> None:
         self.decoder, self.split = decoder, split
-        self._known: dict[int | str, State] = {}
+        self._known: dict[Part, State] = {}
 
-    def of(self, name: int | str) -> State:
-        """Return that of a kind of block, or of what is named: ``multi_token``, ``norm``, ``head``
-        or ``embedding``.
-        """
-        if name not in self._known:
-            self._known[name] = self.split.state(self._weights(name))
-        return self._known[name]
+    def of(self, part: Part) -> State:
+        """Return that of one part."""
+        if part not in self._known:
+            self._known[part] = self.split.state(part_weights(self.decoder, part))
+        return self._known[part]
 
-    def _weights(self, name: int | str) -> tuple[Weight, ...]:
-        decoder = self.decoder
-        if isinstance(name, int):
-            return block_weights(kinds(decoder)[0][name], decoder.hidden, name)
-        if name == "multi_token":
-            return multi_token_weights(decoder, len(kinds(decoder)[1]))
-        if name == "norm":
-            return (last_norm(decoder),)
-        return (head(decoder) if name == "head" else embedding(decoder),)
+    def inner(self, held: Held) -> State:
+        """Return that of all that a rank holds besides embedding and head."""
+        return sum((self.of(part).times(n) for part, n in inner_parts(held) if n), State())
 
     def held(self, held: Held) -> State:
         """Return that of all that a rank holds."""
-        found, tied = self.layers(held), self.decoder.tied
+        found, tied = self.inner(held), self.decoder.tied
         if held.embedding or held.multi_token or (held.loss and tied):
             found += self.of("embedding")
         return found + self.of("head") if held.loss and not tied else found
 
-    def layers(self, held: Held) -> State:
-        """Return the same without embedding and head."""
-        found = sum((self.of(kind).times(count) for kind, count in held.layers), State())
-        if held.multi_token:
-            found += self.of("multi_token").times(held.multi_token)
-        return found + self.of("norm") if held.loss else found
 
-
+@remembered(1 << 12)
 def states_of(decoder: Decoder, split: Split) -> States:
     """Return the states of what ranks hold, the same for all cases split alike."""
-    return _states(decoder, split)
-
-
-_states = remembered(1 << 12)(States)
-
-
-def stage_states(case: Case) -> tuple[State, ...]:
-    """Return the state of one rank of each pipeline rank, from the first to the last."""
-    states = states_of(case.decoder, Split.of(case))
-    return tuple(states.held(held) for held in case.held)
+    return States(decoder, split)

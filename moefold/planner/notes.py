@@ -7,7 +7,7 @@ from moefold.layers.config import Selective
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
-from moefold.planner.held import kinds
+from moefold.planner.case import kinds
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.run import STAND_IN, Run
 from moefold.spec.layer import Modules, Saved, Shape

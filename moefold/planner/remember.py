@@ -2,20 +2,15 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def remembered(most: int) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+def remembered(most: int) -> Callable[[Function], Function]:
     """Return a decorator that keeps the last ``most`` results of a function by its arguments.
 
     Checkers take a frozen record for something without a hash; ``lru_cache`` alone would have them
     complain wherever such a function is called.
     """
-
-    def keep(function: Callable[Given, Made]) -> Callable[Given, Made]:
-        return cast("Any", lru_cache(maxsize=most)(function))
-
-    return keep
+    return cast("Any", lru_cache(maxsize=most))

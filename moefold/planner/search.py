@@ -20,12 +20,12 @@ from moefold.config.base import Record
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block
-from moefold.planner.case import Case, Dispatcher, Keeping, Recipe
+from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.curves import constants
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import PAIRED, Choice, Task
-from moefold.planner.held import Held, kinds
-from moefold.planner.memory import layer_kept, peak_within, software_of
+from moefold.planner.memory import peak_within, software_of
+from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
 from moefold.planner.remember import remembered

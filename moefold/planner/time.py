@@ -8,7 +8,6 @@ training executes; a schedule without one is simulated.
     took.seconds, took.tflops_per_gpu, took.parts, took.binds, took.uncertainty
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +17,10 @@ from typing import NamedTuple
 from moefold.config.base import Record
 from moefold.model.config import Decoder
 from moefold.optim.config import Muon
-from moefold.planner.case import Case, table_of
+from moefold.planner.case import Case, Held, kinds, table_of
+from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, constants, product_seconds
-from moefold.planner.held import Held, kinds
-from moefold.planner.memory_state import place_weights
+from moefold.planner.memory_state import inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_layer import (
@@ -35,7 +34,7 @@ from moefold.planner.time_layer import (
     layer_time,
     setting_of,
 )
-from moefold.planner.time_work import Share, Work, half, head, joint
+from moefold.planner.time_work import Share
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,
@@ -102,13 +101,46 @@ class StepTime:
         return flops(self.case) / self.seconds / self.case.world / 1e12
 
 
+def flops(case: Case) -> int:
+    """Return a step's model FLOPs, as :mod:`moefold.planner.count` counts them."""
+    return case.batch * count(case.decoder, case.multi_token).flops([case.seq])
+
+
 def estimate(case: Case, given: Constants | None = None) -> StepTime:
     """Return the time of a step.
 
+    Args:
+        given: constants of devices and software; those of the package unless given.
+
     Raises:
-        ValueError: where a layer's kind is not planned.
+        ValueError: where a layer describes nothing.
     """
-    return _Step(case, given or constants()).time()
+    given, software, numbers = given or constants(), case.software, case.numbers
+    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
+    rates, m = setting.rates, case.micro_batches
+    made = Pass(case.decoder, Share.of(case), setting, Policy.of(case), software.overlaps.ep)
+    ranks = [made.time(held) for held in case.held]
+    spans = [made.span(rank) for rank in ranks]
+    slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
+    span = spans[slow]
+    inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, [one.seconds for one in spans])
+    parts = {name: m * seconds for name, seconds in span.parts.items()}
+    if software.overlaps.ep:
+        # The first has nothing to hide under.
+        parts["dispatch"] += span.hidden / case.sizes.vpp
+    parts["bubble"] = inner - m * span.seconds
+    parts["dp"], covered = _data_seconds(case, ranks[slow], span, rates)
+    parts["optimizer"] = _optimizer_seconds(case, ranks[slow], rates)
+    parts["optimizer"] += orthogonal_seconds(case, slow, rates)
+    parts["step"] = rates.step_s
+    whole = {group: sum(parts[name] for name in names) for group, names in BINDS.items()}
+    device, own = case.cluster.device, dict(case.cluster.device.rates).get(numbers.recipe, ())
+    return StepTime(
+        case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
+        tuple(rank.host_forward + rank.host_backward for rank in ranks),
+        {"dispatch": m * span.hidden, "dp": covered}, max(whole, key=lambda group: whole[group]),
+        given.uncertainty(device.name, software.stack, software.release[:5], own),
+    )  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -135,9 +167,7 @@ class Pass:
     ) -> None:
         """Take what decides it; ``paired`` is whether exchanges run beside computing."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
-        self.last = decoder.stacks[-1].blocks[-1]
-        self.how = share, setting, policy
-        self.paired, self.rates = paired, setting.rates
+        self.how, self.paired, self.rates = (share, setting, policy), paired, setting.rates
         self._known: dict[Held, Time] = {}
 
     def time(self, held: Held) -> Time:
@@ -147,7 +177,8 @@ class Pass:
             for kind, count in held.layers:
                 made.add(layer_time(self.blocks[kind], *self.how), count)
             if held.multi_token:
-                made.add(layer_time(self.last, *self.how), held.multi_token)
+                last = self.decoder.stacks[-1].blocks[-1]
+                made.add(layer_time(last, *self.how), held.multi_token)
                 made.add(joint_time(*self.how), held.multi_token)
             losses = held.multi_token + held.loss
             if losses:
@@ -180,114 +211,41 @@ class Pass:
         return Span(spans[0], spans[1], parts, hidden)
 
 
-class _Step:
-    """One estimate in the making."""
+def _data_seconds(case: Case, rank: Time, span: Span, rates: Rates) -> tuple[float, float]:
+    """Return data-parallel communication per step: what shows, and what is hidden."""
+    cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
+    sizes, folding = case.sizes, case.folding
+    dense = rank.weights - rank.experts
+    copies = reach(cluster, folding.dp * sizes.cp, sizes.tp)
+    expert = reach(cluster, folding.edp, sizes.ep * sizes.etp)
 
-    def __init__(self, case: Case, given: Constants) -> None:
-        self.case, self.given = case, given
-        software, numbers = case.software, case.numbers
-        setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
-        self.rates = setting.rates
-        self.passing = Pass(
-            case.decoder, Share.of(case), setting, Policy.of(case), case.software.overlaps.ep
+    def ring(each: float) -> float:
+        return ring_seconds(dense * each, copies, cluster, rates) + ring_seconds(
+            rank.experts * each, expert, cluster, rates
         )
 
-    def time(self) -> StepTime:
-        """Return the time of the step."""
-        case, m = self.case, self.case.micro_batches
-        ranks = [self.passing.time(held) for held in case.held]
-        spans = [self.passing.span(rank) for rank in ranks]
-        slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
-        span = spans[slow]
-        each = [one.seconds for one in spans]
-        inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, each)
-        parts = dict.fromkeys((*PARTS, "host", "bubble", "dp", "optimizer", "step"), 0.0)
-        for name, seconds in span.parts.items():
-            parts[name] = m * seconds
-        if case.software.overlaps.ep:
-            # The first has nothing to hide under.
-            parts["dispatch"] += span.hidden / case.sizes.vpp
-        parts["bubble"] = inner - m * span.seconds
-        parts["dp"], covered = self._data(ranks[slow], span, m)
-        orthogonal = orthogonal_seconds(case, slow, self.rates)
-        parts["optimizer"] = self._optimizer(ranks[slow]) + orthogonal
-        parts["step"] = self.rates.step_s
-        whole = {group: sum(parts[name] for name in names) for group, names in BINDS.items()}
-        return StepTime(
-            case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
-            tuple(rank.host_forward + rank.host_backward for rank in ranks),
-            {"dispatch": m * span.hidden, "dp": covered},
-            max(whole, key=lambda group: whole[group]), self._uncertainty(),
-        )  # fmt: skip
-
-    def _data(self, rank: Time, span: Span, m: int) -> tuple[float, float]:
-        """Return data-parallel communication per step: what shows, and what is hidden."""
-        case, cluster = self.case, self.case.cluster
-        sizes, folding, overlaps = case.sizes, case.folding, case.software.overlaps
-        dense = rank.weights - rank.experts
-        copies = reach(cluster, folding.dp * sizes.cp, sizes.tp)
-        expert = reach(cluster, folding.edp, sizes.ep * sizes.etp)
-
-        def ring(each: float) -> float:
-            return ring_seconds(dense * each, copies, cluster, self.rates) + ring_seconds(
-                rank.experts * each, expert, cluster, self.rates
-            )
-
-        reduce, gather = ring(case.numbers.gradient_bytes), ring(2.0)
-        shown = covered = 0.0
-        if case.keeping.zero == 3 and sizes.pp == 1:
-            for each, under in ((gather, span.forward), (gather + ring(2.0), span.backward)):
-                free = self.rates.hidden_shards * under if overlaps.parameters else 0.0
-                covered += m * min(each, free)
-                shown += m * max(0.0, each - free)
-            return shown, covered
-        for each, under, hides in (
-            (reduce, span.backward, overlaps.gradients),
-            (gather, span.forward, overlaps.parameters),
-        ):
-            free = 0.8 * under if hides else 0.0
-            covered += min(each, free)
-            shown += max(0.0, each - free)
-        return shown, covered
-
-    def _optimizer(self, rank: Time) -> float:
-        """Return the seconds of zeroing gradients and of the update, on device and host."""
-        case, numbers = self.case, self.case.numbers
-        sharded = case.keeping.zero > 0
-        dense = (rank.weights - rank.experts) / (case.folding.dp * case.sizes.cp if sharded else 1)
-        own = dense + rank.experts / (case.folding.edp if sharded else 1)
-        each = 2 * (numbers.master_bytes + 2 * numbers.moment_bytes) + 2 * numbers.gradient_bytes
-        local = rank.weights / (case.folding.edp if case.keeping.zero == 3 else 1)
-        moved = own * (each + numbers.weight_bytes) + local * 2 * numbers.gradient_bytes
-        device = moved / (case.cluster.device.memory_bandwidth * self.rates.memory)
-        return device + own * case.keeping.optimizer_offload / HOST_ADAM
-
-    def _uncertainty(self) -> float:
-        software = self.case.software
-        device, stack = self.given.knows(
-            self.case.cluster.device.name, software.stack, software.release[:5]
-        )
-        name = "measured" if device and stack else ("one" if device or stack else "none")
-        return self.given.spread[name]
+    gather, times = ring(2.0), 1
+    backward = ring(case.numbers.gradient_bytes), 0.8 * overlaps.gradients * span.backward
+    forward = gather, 0.8 * overlaps.parameters * span.forward
+    if case.keeping.zero == 3 and sizes.pp == 1:
+        # Weights come and gradients go with every micro-batch.
+        times, free = m, rates.hidden_shards * overlaps.parameters
+        backward, forward = (2 * gather, free * span.backward), (gather, free * span.forward)
+    hidden = min(backward) + min(forward)
+    return times * (backward[0] + forward[0] - hidden), times * hidden
 
 
-def flops(case: Case) -> float:
-    """Return a step's model FLOPs: 6 per multiplied weight and token, attention's causal half."""
-    share = Share(case.decoder.hidden, case.seq, 1, 1, 1, 1, 1, 1.0, True)
-    blocks, order = kinds(case.decoder)
-    each = [_counted(half(b.attention, share) | half(b.ffn, share)) for b in blocks]
-    logits = _counted(head(case.decoder.vocab, share))
-    extra = each[order[-1]] + logits + _counted(joint(share))
-    total = sum(each[kind] * count for kind, count in Counter(order).items())
-    return 3 * case.batch * (total + logits + case.multi_token * extra)
-
-
-def _counted(parts: Mapping[str, Work]) -> float:
-    return sum(
-        sum(one.flops for one in work.products) + sum(core.flops for core in work.cores)
-        for name, work in parts.items()
-        if name != "router"
-    )
+def _optimizer_seconds(case: Case, rank: Time, rates: Rates) -> float:
+    """Return the seconds of zeroing gradients and of the update, on device and host."""
+    numbers, keeping, folding = case.numbers, case.keeping, case.folding
+    sharded = keeping.zero > 0
+    dense = (rank.weights - rank.experts) / (folding.dp * case.sizes.cp if sharded else 1)
+    own = dense + rank.experts / (folding.edp if sharded else 1)
+    each = 2 * (numbers.master_bytes + 2 * numbers.moment_bytes) + 2 * numbers.gradient_bytes
+    local = rank.weights / (folding.edp if keeping.zero == 3 else 1)
+    moved = own * (each + numbers.weight_bytes) + local * 2 * numbers.gradient_bytes
+    device = moved / (case.cluster.device.memory_bandwidth * rates.memory)
+    return device + own * keeping.optimizer_offload / HOST_ADAM
 
 
 # ----------------------------------------------------------------------------- pipelines
@@ -366,17 +324,17 @@ def orthogonal_seconds(case: Case, stage: int, rates: Rates) -> float:
     if not isinstance(rule, Muon):
         return 0.0
     peak, folding, total = case.cluster.device.peak("bf16"), case.folding, 0.0
-    for chunk in case.places[stage]:
-        for weight in (one for place in chunk for one in place_weights(case, place)):
+    for part, times in inner_parts(case.held[stage]):
+        for weight in part_weights(case.decoder, part) if times else ():
             if not rule.orthogonalises(weight.name, weight.shape):
                 continue
             short, long = sorted(weight.shape[-2:])
-            count = prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
+            matrices = times * prod(weight.shape[:-2]) / (case.sizes.ep if weight.expert else 1)
             if case.keeping.zero:
-                count /= folding.edp if weight.expert else folding.dp * case.sizes.cp
+                matrices /= folding.edp if weight.expert else folding.dp * case.sizes.cp
             products = (
-                Product(short, short, long, 2 * count),
-                Product(short, short, short, count),
+                Product(short, short, long, 2 * matrices),
+                Product(short, short, short, matrices),
             )
             total += sum(product_seconds(one, rates, peak, False) for one in products)
     return rule.ns_steps * total

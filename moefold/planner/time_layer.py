@@ -7,12 +7,12 @@ that decides them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import RING, Case, Software, sharing_heads
+from moefold.planner.case import RING, Case, Software
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -20,12 +20,11 @@ from moefold.planner.curves import (
     memory_seconds,
     product_seconds,
 )
-from moefold.planner.hardware import FORMAT_OF, Cluster, Format
+from moefold.planner.hardware import FORMAT_OF, Cluster
 from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
-    Parts,
     Share,
     Work,
     half,
@@ -85,11 +84,6 @@ class Setting:
     fused_quantise: float = 1.0
     """What is left of quantising and launches where experts are one fused operation."""
 
-    @property
-    def format(self) -> Format:
-        """The format whose peak the recipe's products have."""
-        return cast(Format, FORMAT_OF[self.recipe])
-
 
 _setting = remembered(1024)(Setting)
 
@@ -98,11 +92,11 @@ def setting_of(
     cluster: Cluster, software: Software, recipe: str, narrowed: frozenset[str], given: Constants
 ) -> Setting:
     """Return the setting of a cluster, software and number format, always the same object."""
-    rates = given.rates(cluster.device.name, software.stack, software.release[:5])
-    whole = software.cuda_graphs == "full"
-    fused = given.values["common.fused"] if whole else 1.0
-    graphs, speed = software.cuda_graphs, software.host_speed
-    return _setting(cluster, rates, recipe, graphs, speed, narrowed, fused)
+    device, graphs = cluster.device, software.cuda_graphs
+    own = dict(device.rates).get(recipe, ())
+    rates = given.rates(device.name, software.stack, software.release[:5], own)
+    fused = given.values["common.fused"] if graphs == "full" else 1.0
+    return _setting(cluster, rates, recipe, graphs, software.host_speed, narrowed, fused)
 
 
 class Policy(NamedTuple):
@@ -132,19 +126,6 @@ def loss_chunk_of(software: Software) -> int | None:
     return software.loss_chunk if software.stack == "moefold" else None
 
 
-class Took(NamedTuple):
-    """Seconds of one part of a layer's work."""
-
-    seconds: Mapping[str, tuple[float, float]]
-    """Forward and backward, by what they count as."""
-    kernels: float
-    """Device seconds for the kernels of its forward besides their work."""
-    launches: float
-    """Host seconds to launch them."""
-    weights: float
-    """Elements on the rank."""
-
-
 @dataclass
 class Time:
     """Seconds by part, forward and backward, and what runs beside them."""
@@ -163,6 +144,11 @@ class Time:
         """Seconds of all parts, the host not among them."""
         return sum(self.forward.values()) + sum(self.backward.values())
 
+    def put(self, name: str, forward: float, backward: float) -> None:
+        """Add seconds of one part."""
+        self.forward[name] = self.forward.get(name, 0.0) + forward
+        self.backward[name] = self.backward.get(name, 0.0) + backward
+
     def add(self, other: "Time", times: float = 1.0) -> None:
         """Add another's seconds, ``times`` over."""
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
@@ -178,35 +164,32 @@ class Time:
 def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
     plain, parts, once = _once(block, share, setting, policy.dispatch)
-    made = Time()
-    made.add(plain)
-    _repeat(made, parts, policy.recompute)
-    _tensor(made, block, share, setting, policy)
+    made = _repeated(plain, parts, policy.recompute)
+    if share.tp > 1:
+        made.put("tp", *_tensor_seconds(block, share, setting, policy))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
         sent = _rows_of_heads(block.attention, share)
         ahead, back = context_seconds(sent, core, share, setting, policy.context)
         again = ahead if policy.recompute & {"block", "attention"} else 0.0
-        made.forward["cp"], made.backward["cp"] = ahead, back + again
+        made.put("cp", ahead, back + again)
     if policy.offload:
         _offload(made, block, share, setting, policy)
-    again = bool(policy.recompute & {"block", "moe"})
-    made.forward["dispatch"], made.backward["dispatch"] = once, once * (2 if again else 1)
+    made.put("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
     return made
 
 
 @remembered(1 << 15)
 def _once(
     block: Block, share: Share, setting: Setting, dispatch: str
-) -> tuple[Time, Mapping[str, Took], float]:
+) -> tuple[Time, Mapping[str, Time], float]:
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
     present = [spec for _, spec in halves(block)]
-    parts: dict[str, Took] = {}
+    parts: dict[str, Time] = {}
     for record in present:
         parts |= _half(record, share.of_half(record), setting)
     parts |= _norms(share.dense, len(present), setting)
-    sent = 0.0
-    routing = described(block.ffn).routing
+    sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
         sent = 2 * dispatch_seconds(rows_sent(routing, share), share, setting, dispatch)
     return _summed(parts), parts, sent
@@ -214,103 +197,89 @@ def _once(
 
 def half_seconds(record: Record, share: Share, setting: Setting) -> float:
     """Return the device's seconds of a half of a layer, forward and backward, once each."""
-    made = _half(record, share.of_half(record), setting).values()
-    return sum(sum(map(sum, took.seconds.values())) + 3 * took.kernels for took in made)
+    return sum(one.device for one in _half(record, share.of_half(record), setting).values())
 
 
 @remembered(1 << 12)
 def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
-    return _repeated(_parts(head(vocab, share, policy.loss_chunk), setting), policy.recompute)
+    parts = _parts(head(vocab, share, policy.loss_chunk), setting)
+    return _repeated(_summed(parts), parts, policy.recompute)
 
 
 @remembered(1 << 12)
 def joint_time(share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
-    return _repeated(_parts(joint(share), setting), policy.recompute)
+    parts = _parts(joint(share), setting)
+    return _repeated(_summed(parts), parts, policy.recompute)
 
 
-def _repeated(parts: Mapping[str, Took], recompute: frozenset[str]) -> Time:
-    made = _summed(parts)
-    _repeat(made, parts, recompute)
-    return made
-
-
-def _summed(parts: Mapping[str, Took]) -> Time:
-    """Return the sum of parts."""
+def _summed(parts: Mapping[str, Time]) -> Time:
     made = Time()
-    forward, backward, kernels = made.forward, made.backward, 0.0
-    for name, took in parts.items():
-        for part, (ahead, back) in took.seconds.items():
-            forward[part] = forward.get(part, 0.0) + ahead
-            backward[part] = backward.get(part, 0.0) + back
-        kernels += took.kernels
-        made.host_forward += took.launches
-        made.host_backward += took.launches * 2
-        made.weights += took.weights
-        if name == "experts":
-            made.experts += took.weights
-    forward["launch"], backward["launch"] = kernels, 2 * kernels
+    for one in parts.values():
+        made.add(one)
     return made
 
 
-def _repeat(made: Time, parts: Mapping[str, Took], recompute: frozenset[str]) -> None:
-    """Add what backward computes again."""
-    repeated = 0.0
-    for name in _again(recompute, parts):
-        took = parts.get(name)
-        if took is not None:
-            repeated += took.kernels + sum(ahead for ahead, _ in took.seconds.values())
-            made.host_backward += took.launches
-    made.backward["recompute"] = repeated
+def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str]) -> Time:
+    """Return a time with the parts of the work that backward computes again."""
+    names = {name for module in recompute for name in RECOMPUTED.get(module, ())}
+    again = [one for name, one in parts.items() if name in names or "block" in recompute]
+    made = Time()
+    made.add(plain)
+    made.host_backward += sum(one.host_forward for one in again)
+    made.backward["recompute"] = sum(sum(one.forward.values()) for one in again)
+    return made
 
 
 @remembered(1 << 15)
-def _half(record: Record, share: Share, setting: Setting) -> dict[str, Took]:
+def _half(record: Record, share: Share, setting: Setting) -> dict[str, Time]:
     return _parts(half(record, share), setting)
 
 
 @remembered(1 << 12)
-def _norms(share: Share, halves: int, setting: Setting) -> dict[str, Took]:
+def _norms(share: Share, halves: int, setting: Setting) -> dict[str, Time]:
     return _parts(norms(share, halves), setting)
 
 
-def _parts(parts: Parts, setting: Setting) -> dict[str, Took]:
-    return {name: _took(name, work, setting) for name, work in parts.items()}
+def _parts(parts: Mapping[str, Work], setting: Setting) -> dict[str, Time]:
+    return {name: _part(name, work, setting) for name, work in parts.items()}
 
 
-def _took(name: str, work: Work, setting: Setting) -> Took:
-    """Return the seconds of a part of the work."""
+def _part(name: str, work: Work, setting: Setting) -> Time:
+    """Return the time of a part of the work."""
+    rates = setting.rates
     narrow = setting.recipe in QUANTISE_BYTES and (
         not work.wide or (name == "head" and "head" in setting.narrowed)
     )
-    seconds = _work(work, PLACE.get(name, "memory"), setting, narrow)
-    ahead, back = seconds.get("memory", (0.0, 0.0))
-    if name in ("permute", "moe_act"):
-        ahead, back = ahead * setting.fused_quantise, back * setting.fused_quantise
-    # Gradients of weights are added to an fp32 buffer.
-    seconds["memory"] = ahead, back + _moved(8.0 * work.weights, setting)
-    kernels = _kernels(name, work, setting)
-    return Took(
-        seconds,
-        kernels * setting.rates.kernel_s * setting.rates.device,
-        _launches(name, kernels, setting),
-        work.weights,
+    made = Time(weights=work.weights, experts=work.weights if name == "experts" else 0.0)
+    made.put(PLACE.get(name, "memory"), *_products(work, setting, narrow))
+    scanned = work.scanned * rates.scan
+    wider = 2 if setting.recipe == "fp32" else 1
+    fused = setting.fused_quantise if name in ("permute", "moe_act") else 1.0
+    made.put(
+        "memory",
+        _moved(fused * wider * (work.moved + scanned), setting),
+        # Gradients of weights are added to an fp32 buffer.
+        _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * work.weights, setting),
     )
+    if narrow:
+        each = QUANTISE_BYTES[setting.recipe] * rates.quantise * setting.fused_quantise
+        inward, outward = work.quantised
+        made.put("quantise", _moved(each * inward, setting), _moved(each * outward, setting))
+    kernels = _kernels(name, work, setting)
+    launch = kernels * rates.kernel_s * rates.device
+    made.put("launch", launch, 2 * launch)
+    made.host_forward = _launches(name, kernels, setting)
+    made.host_backward = 2 * made.host_forward
+    return made
 
 
-def _again(recompute: frozenset[str], parts: Mapping[str, Took]) -> frozenset[str]:
-    """Return the parts of the work that backward computes again."""
-    if "block" in recompute:
-        return frozenset(parts)
-    return frozenset(name for module in recompute for name in RECOMPUTED.get(module, ()))
-
-
-def _work(work: Work, place: str, setting: Setting, narrow: bool) -> dict[str, tuple[float, float]]:
-    """Return a part's seconds, forward and backward, by what they count as."""
+def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]:
+    """Return the seconds of products and of attention, forward and backward."""
     rates, device = setting.rates, setting.cluster.device
     wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
-    peak = device.peak(setting.format) if narrow else wide_peak
+    peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
     products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
     forward, backward = products, 2 * products
     faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
@@ -318,21 +287,7 @@ def _work(work: Work, place: str, setting: Setting, narrow: bool) -> dict[str, t
         forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / faster
         # Backward makes the scores again: five products for two.
         backward += attention_seconds(2.5 * flops, length, dim, rates, wide_peak, True) / faster
-    found = {place: (forward, backward)}
-    scanned = work.scanned * rates.scan
-    if work.moved or scanned:
-        ahead, back = found.get("memory", (0.0, 0.0))
-        wider = 2 if setting.recipe == "fp32" else 1
-        moved = (
-            _moved(wider * (work.moved + scanned), setting),
-            _moved(wider * (work.moved_backward + 2 * scanned), setting),
-        )
-        found["memory"] = (ahead + moved[0], back + moved[1])
-    if narrow:
-        each = QUANTISE_BYTES[setting.recipe] * rates.quantise * setting.fused_quantise
-        inward, outward = work.quantised
-        found["quantise"] = (_moved(each * inward, setting), _moved(each * outward, setting))
-    return found
+    return forward, backward
 
 
 def _moved(count: float, setting: Setting) -> float:
@@ -344,8 +299,7 @@ def _kernels(name: str, work: Work, setting: Setting) -> float:
     """Return the kernels of a part's forward."""
     count = work.launches
     if setting.recipe in QUANTISE_BYTES and not work.wide:
-        groups = sum(one.count for one in work.products)
-        count += NARROW_LAUNCHES * groups
+        count += NARROW_LAUNCHES * sum(one.count for one in work.products)
     return count * (setting.fused_quantise if name == "experts" else 1.0)
 
 
@@ -369,22 +323,19 @@ def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) 
     return seconds
 
 
-def _tensor(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
-    """Add what gathering and scattering rows over tp takes.
+def _tensor_seconds(
+    block: Block, share: Share, setting: Setting, policy: Policy
+) -> tuple[float, float]:
+    """Return what gathering and scattering rows over tp takes, forward and backward.
 
     Each half of a layer gathers before and scatters after; backward does both again, and gathers
     once more for the gradients of weights.
     """
-    if share.tp == 1:
-        return
     gathering = sum(spec.routing is None for _, spec in halves(block))
     group = reach(setting.cluster, share.tp, 1)
     once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
-    shown = 0.5 if policy.overlap_tp else 1.0
-    made.forward["tp"], made.backward["tp"] = (
-        2 * gathering * once * shown,
-        3 * gathering * once * shown,
-    )
+    shown = gathering * once * (0.5 if policy.overlap_tp else 1.0)
+    return 2 * shown, 3 * shown
 
 
 def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
@@ -416,14 +367,12 @@ def context_seconds(
         sent: bytes of a rank's keys and values, and of its queries and outputs.
         core: seconds of attention itself, forward and backward.
     """
-    if share.cp == 1:
-        return 0.0, 0.0
     cluster, rates, keys = setting.cluster, setting.rates, sent[0]
     if context.gathers:
         group = reach(cluster, share.cp, share.tp)
         once = ring_seconds(keys * share.cp, group, cluster, rates)
         return once, once
-    heads = sharing_heads(context, share.cp)
+    heads = context.sharing_heads(share.cp)
     # Queries, keys and values in one exchange, outputs in another.
     group, rows = reach(cluster, heads, share.tp), Rows(1.0, sum(sent) / 2, 1)
     exchanged = 2 * exchange_seconds(rows, "alltoall", group, cluster, rates, 1.0)

@@ -5,6 +5,7 @@ clock tells how busy they are. What a step spends beside its products is fitted 
 small models, which are not the recipes that are then predicted.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,10 +30,14 @@ from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import alone
 from moefold.parallel.data.sharding import Data
 from moefold.planner.case import Case, Numbers
-from moefold.planner.curves import Constants
+from moefold.planner.curves import constants
+from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
-from moefold.planner.time import StepTime, estimate, orthogonal_seconds
+from moefold.planner.time import estimate, orthogonal_seconds
+from moefold.planner.time_layer import setting_of
+from moefold.run import Run
 from moefold.schedule.config import OneFOneB
+from moefold.training.machine import cpu_name
 from moefold.training.step import gradients
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -106,6 +111,50 @@ SMALL_MODELS = (
     SmallModel(192, 3, 8, 96, 2048, 128, 8, optim=Muon()),
 )
 """Few rows and many, few layers and many, a large vocabulary, several micro-batches."""
+
+
+def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
+    """Measure this machine, then each run's step beside the step planned with that.
+
+    Returns:
+        The machine; of each run ``planned_s``, ``measured_s`` and ``off``, the relative error, in
+        the process's own seconds, and ``wall_s``.
+
+    Raises:
+        ValueError: where a run is of several ranks or of no kind that is planned.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measured(runs, rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    first = measure_kernels(cpu_name(), f"torch {torch.__version__}", memory)
+    cases = {source: _case(run, first) for source, run in runs.items()}
+    formats = sorted({case.numbers.recipe for case in cases.values()})
+    smalls = {
+        f"{recipe} {number}": small.case(recipe, first)
+        for recipe in formats
+        for number, small in enumerate(SMALL_MODELS)
+    }
+    took = alternated({name: stepping(case) for name, case in {**smalls, **cases}.items()}, rounds)
+    machine, steps = adjusted(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
+    for source, run in runs.items():
+        planned, own = estimate(_case(run, machine)).seconds, took[source]["own"]
+        steps[source] = {
+            "planned_s": planned, "measured_s": own, "wall_s": took[source]["wall"],
+            "off": planned / own - 1,
+        }  # fmt: skip
+    return machine, steps
+
+
+def _case(run: Run, machine: Machine) -> Case:
+    task, choice = of_run(run, machine.cluster, load=1.0)
+    return choice.case(task)
 
 
 # ----------------------------------------------------------------------------- kernels
@@ -259,11 +308,12 @@ def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
     return {name: {"own": median(own[name]), "wall": median(wall[name])} for name in calls}
 
 
-def features(took: StepTime, given: Constants) -> list[float]:
-    """Return a step's predicted seconds by the parts that whole steps tell: see ``PARTS``."""
-    parts = took.parts
+def features(case: Case) -> list[float]:
+    """Return a step's planned seconds by the parts that whole steps tell: see ``PARTS``."""
+    software, numbers, parts = case.software, case.numbers, estimate(case).parts
+    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, constants())
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
-    update = orthogonal_seconds(took.case, 0, given.rates("CPU", "moefold", ""))
+    update = orthogonal_seconds(case, 0, setting.rates)
     return [
         compute + update, parts["memory"], parts["launch"], parts["optimizer"] - update, 1e-3
     ]  # fmt: skip
@@ -278,11 +328,9 @@ def adjusted(machine: Machine, cases: Sequence[Case], measured: Sequence[float])
     """
     rates, tables = dict(machine.rates), dict(machine.tables)
     for form in {case.numbers.recipe for case in cases}:
-        given = machine.constants(form)
         own = [i for i, case in enumerate(cases) if case.numbers.recipe == form]
-        rows = [features(estimate(cases[i], given), given) for i in own]
         factors = _factors(
-            torch.tensor(rows, dtype=torch.float64),
+            torch.tensor([features(cases[i]) for i in own], dtype=torch.float64),
             torch.tensor([measured[i] for i in own], dtype=torch.float64),
         )
         rates[form] = _scaled(rates[form], factors)

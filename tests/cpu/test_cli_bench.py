@@ -1,14 +1,17 @@
 """``moefold bench``: small steps tell the parts apart; the command writes a file plans can use."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.cli import _bench
 from moefold.cli.main import main
+from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate
+from moefold.run import load_run
+from moefold.training import calibrate
 from moefold.training.calibrate import (
     SMALL_MODELS,
     adjusted,
@@ -26,17 +29,14 @@ TRUE = {"compute": 1.5, "memory": 3.0, "launch": 6.0, "optimizer": 2.0, "step": 
 def test_parts_of_a_step_are_told_apart(form: str) -> None:
     """Of steps made of known shares of each part, unseen ones are predicted within a tenth."""
     cases = [small.case(form, MACHINE) for small in SMALL_MODELS]
-    given = MACHINE.constants(form)
-    steps = [
-        sum(f * t for f, t in zip(features(estimate(c, given), given), TRUE.values(), strict=True))
-        for c in cases
-    ]
+    steps = [sum(f * t for f, t in zip(features(c), TRUE.values(), strict=True)) for c in cases]
     unseen = slice(3, 5)
     seen = [i for i in range(len(cases)) if i not in (3, 4)]
     found = adjusted(MACHINE, [cases[i] for i in seen], [steps[i] for i in seen])
     for one, wanted in zip(cases[unseen], steps[unseen], strict=True):
-        assert estimate(one, found.constants(form)).seconds == pytest.approx(wanted, rel=0.1)
-        assert estimate(one, given).seconds < 0.7 * wanted, "it was not so before"
+        after = estimate(replace(one, cluster=found.cluster)).seconds
+        assert after == pytest.approx(wanted, rel=0.1)
+        assert estimate(one).seconds < 0.7 * wanted, "it was not so before"
 
 
 def test_steps_are_run_in_turn() -> None:
@@ -52,12 +52,18 @@ def test_a_small_step_runs() -> None:
     step()
 
 
+def step_of(file: Path) -> float:
+    """Return the seconds of a step of ``tiny`` on a machine file's cluster."""
+    task, choice = of_run(load_run("tiny"), Machine.read(file).cluster, load=1.0)
+    return estimate(choice.case(task)).seconds
+
+
 def test_the_command_writes_a_machine_and_shows_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the kernels' rates given: measuring them takes long."""
-    monkeypatch.setattr(_bench, "measure_kernels", lambda *words: MACHINE)
-    monkeypatch.setattr(_bench, "SMALL_MODELS", SMALL_MODELS[:2])
+    monkeypatch.setattr(calibrate, "measure_kernels", lambda *words: MACHINE)
+    monkeypatch.setattr(calibrate, "SMALL_MODELS", SMALL_MODELS[:2])
     file = tmp_path / "machine.json"
     assert main(["bench", "tiny", "--rounds", "1", "--machine", str(file), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -68,6 +74,11 @@ def test_the_command_writes_a_machine_and_shows_the_step(
     assert any("factors" in table for table in tables.values())
     assert main(["bench", "tiny", "--rounds", "1", "--machine", str(file)]) == 0
     assert "planned" in capsys.readouterr().out
+    # A plan reads the file.
+    assert main(["plan", "tiny", "--cluster", str(file), "--load", "1", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["cluster"]["device"] == "CPU" and planned["best"]["step_time_s"] > 0
+    assert planned["given"]["step_time_s"] == pytest.approx(step_of(file), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Numbers, Recipe
 from moefold.planner.from_run import Task, choice_of
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory_state import state
+from moefold.planner.memory_state import Split
 from moefold.spec.decoder import model_weights
 from moefold.training.step import gradients
 from tests.gloo.harness import run_ranks
@@ -126,7 +126,7 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
     numbers = Numbers(precision, OPTIMIZERS[case.optim])
     task = Task("held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers)
     choice = choice_of(case.layout, 1, precision)
-    planned = state(choice.case(task), model_weights(record))
+    planned = Split.of(choice.case(task)).state(model_weights(record))
     for rank in (seen[precision, zero] for seen in seen()):
         runs = [(length * RANKS, width) for _, length, width, _ in rank["buckets"]]
         padding = 4 * (sum(length for length, _ in runs) - rank["whole"])

@@ -12,6 +12,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon
 from moefold.planner.case import Case, Numbers
+from moefold.planner.curves import constants
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine, cluster, usual_file
 from moefold.planner.time import estimate, orthogonal_seconds
@@ -52,6 +53,15 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Machine.read(file) == MACHINE
 
 
+def test_a_plan_names_the_machine_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``cpu`` is the usual file; one that is not there is asked for by the command's name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"machine\.json is not there: `moefold bench`"):
+        cluster("cpu")
+    MACHINE.write(usual_file())
+    assert cluster("cpu") == cluster(str(usual_file())) == MACHINE.cluster
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}'])
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"
@@ -66,12 +76,12 @@ def test_the_usual_file_lies_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_plans_take_the_machine_s_rates() -> None:
-    seconds = {form: estimate(case(recipe=form), MACHINE.constants(form)).parts for form in RECIPES}
+    seconds = {form: estimate(case(recipe=form)).parts for form in RECIPES}
     # Products take the peak of their format.
     assert seconds["fp32"]["experts"] == pytest.approx(4 * seconds["bf16"]["experts"])
     slower = {**RATES, "gemm": 0.5, "kernel_s": 3e-6, "step_s": 0.25}
     other = replace(MACHINE, rates={"fp32": slower, "bf16": RATES})
-    took = estimate(case(recipe="fp32"), other.constants("fp32")).parts
+    took = estimate(case(other, recipe="fp32")).parts
     assert took["experts"] == pytest.approx(2 * seconds["fp32"]["experts"])
     assert took["launch"] == pytest.approx(3 * seconds["fp32"]["launch"])
     assert took["step"] == 0.25
@@ -84,7 +94,7 @@ RECIPES = ("fp32", "bf16")
 def test_orthogonal_updates_take_their_products_by_hand() -> None:
     """Five iterations of two products s * s * l and one s cubed for each matrix, at the peak."""
     one = case(optimizer=Muon())
-    rates = MACHINE.constants("bf16").rates("CPU", "moefold", "")
+    rates = constants().rates("CPU", "moefold", "", tuple(RATES.items()))
     flops = 0
     matrices = [(128, 96), (192, 96), (128, 80), (256, 64), (128, 128)]  # MLA's five
     for sides, count in [*((sides, 1) for sides in matrices), ((128, 128), 24)]:

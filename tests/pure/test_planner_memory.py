@@ -17,20 +17,16 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import Memory, fullest, layer_kept, memory, totals
-from moefold.planner.memory_state import (
-    State,
-    elements_here,
-    place_weights,
-    stage_states,
-    state,
-)
+from moefold.planner.memory import Memory, fullest, memory, totals
+from moefold.planner.memory_kept import layer_kept
+from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.search_space import SCHEDULES
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
 from moefold.spec.decoder import embedding, model_weights
 from moefold.spec.layer import Weight
 from tests.published import decoder, qk_norms
 from tests.schedule_checker import peak_in_flight
+from tests.traffic.calls import elements_here, place_weights
 
 FILE = Path(__file__).parents[1] / "data" / "memory_layouts.json"
 DATA = json.loads(FILE.read_text("utf-8"))
@@ -39,6 +35,16 @@ GIB = 2**30
 UNDESCRIBED = "gpt3-175b(dense,megatron)"
 """Two matrices per feed-forward and biases, which no kind of ours has."""
 LAYOUTS = [case for case in DATA["cases"] if case["model"] != UNDESCRIBED]
+
+
+def state(case: Case, weights: list[Weight]) -> State:
+    return Split.of(case).state(weights)
+
+
+def stage_states(case: Case) -> list[State]:
+    """Return the state of a rank of each pipeline rank, from the first to the last."""
+    states = states_of(case.decoder, Split.of(case))
+    return [states.held(held) for held in case.held]
 
 
 def layout(entry: dict[str, Any]) -> Case:

@@ -3,10 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.planner.case import Case
 from moefold.schedule.config import DualPipeV, Merged
 from moefold.schedule.table import Pair
+from moefold.spec.decoder import block_weights, last_norm, multi_token_weights
+from moefold.spec.layer import Weight
 
 FORWARD, BACKWARD = "forward", "backward"
 Choices = Mapping[tuple[int, int], Mapping[int, Sequence[Sequence[int]]]]
@@ -77,6 +80,21 @@ def scattered(
     moved = gathers(size, ranks)
     yield Call(group, "reduce_scatter", moved, count * again, FORWARD, part)
     yield Call(group, "all_gather", moved, count, BACKWARD, part)
+
+
+def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
+    """Return the parameters of one thing that a stage computes, without embedding and head."""
+    decoder = case.decoder
+    if place.kind == "layer":
+        return block_weights(decoder.blocks[place.index], decoder.hidden, place.index)
+    if place.kind == "multi_token":
+        return multi_token_weights(decoder, len(decoder.blocks) + place.index)
+    return (last_norm(decoder),) if place.kind == "loss" else ()
+
+
+def elements_here(case: Case, weight: Weight) -> float:
+    """Return the elements of a parameter that one rank holds before data ranks share them."""
+    return weight.part(case.sizes.tp, case.sizes.ep, case.sizes.etp)
 
 
 def stage_of(case: Case, rank: int) -> int:

@@ -11,7 +11,6 @@ from math import gcd
 
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
-from moefold.planner.memory_state import elements_here, place_weights
 from moefold.spec.decoder import embedding, head, last_norm
 from moefold.spec.layer import Weight
 from tests.traffic.calls import (
@@ -21,9 +20,11 @@ from tests.traffic.calls import (
     Call,
     Step,
     across,
+    elements_here,
     gathers,
     has,
     inside,
+    place_weights,
     stage_of,
     sums,
 )

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from moefold.mesh.share import share_out
 from moefold.planner.case import Case
-from moefold.planner.memory_state import elements_here
 from moefold.spec.layer import Axis, Weight
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
     Call,
     Step,
+    elements_here,
     gathers,
     inside,
     ranks_of,

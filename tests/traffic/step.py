@@ -16,7 +16,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Z
-from moefold.planner.case import Case, sharing_heads
+from moefold.planner.case import Case
 from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
 from moefold.spec.layer import INDEX, STATISTIC, Shape
@@ -130,7 +130,7 @@ def context(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         if isinstance(case.context, Gathered):
             yield from both("cp", keys, cp, count, again, "attention")
             continue
-        inner = sharing_heads(case.context, cp)
+        inner = case.context.sharing_heads(cp)
         if inner > 1:
             group = inside("cp", inner, cp)
             yield from _exchanged(case, group, keys, rest, inner, count)
