@@ -19,13 +19,14 @@ from typing import Any
 
 from planning import defaults
 from planning.flops import gflop_per_token
-from planning.models import Undescribed, decoder
 from planning.numbers import numbers
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
+from moefold.model.config import Decoder
 from moefold.planner.case import Case, Keeping, Overlaps, Software
 from moefold.planner.hardware import cluster
+from moefold.planner.published import Undescribed, model
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
 
 FILE = Path(__file__).parents[1] / "data" / "published_runs.json"
@@ -45,6 +46,8 @@ CONFLICTS = {
     "mb-26.06.01-gptoss": "5.8: known regression, not to be used",
 }
 """Where an id begins, and the conflict that section 5 states about it."""
+REMEMBERED = "vocabulary of Nemotron-3-Nano"
+"""What may be assumed of a model: the larger Nemotron-3 models' own vocabulary is not printed."""
 METRICS = (
     "tflops_per_gpu",
     "mfu_percent",
@@ -127,6 +130,18 @@ def _row(raw: dict[str, Any]) -> Row:
         return Row(raw, None, None, None, f"conflict: {str(error).splitlines()[0]}")
     counted = _gflop_per_token(raw, case)
     return Row(raw, case, _seconds(raw, case, counted), counted)
+
+
+def decoder(name: str) -> Decoder:
+    """Return a published model whose dimensions sources print in full, but for a vocabulary.
+
+    Raises:
+        Undescribed: where another dimension is missing.
+    """
+    found = model(name)
+    if found.assumed not in ("", REMEMBERED):
+        raise Undescribed(f"{name}: dimensions are not complete")
+    return found.decoder
 
 
 def _case_or_none(raw: dict[str, Any]) -> Case | None:

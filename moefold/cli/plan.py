@@ -20,9 +20,8 @@ from moefold.files import write_text
 from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
-from moefold.planner.goodput import goodput
+from moefold.planner.goodput import Price, bill, goodput
 from moefold.planner.page import facts, page
-from moefold.planner.scaling import Price, bill
 from moefold.training import words
 
 BAR = 24

@@ -23,12 +23,11 @@ from moefold.planner.from_run import (
     of_run,
     published_layouts,
 )
-from moefold.planner.goodput import Faults
+from moefold.planner.goodput import Faults, Price
 from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
 from moefold.planner.memory import Memory, fullest
 from moefold.planner.published import find, model, names
-from moefold.planner.scaling import Price
 from moefold.planner.search import Found, Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today

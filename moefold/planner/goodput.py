@@ -1,13 +1,21 @@
-"""How much of a long run is training: what saving, failing and starting again cost.
+"""What a long run takes: failures, more devices, and money.
 
 The share of time that trains (ETTR, as Meta's RSC study names it) is, to first order in failures,
 ``1 - w/D - r * (u + D/2)``: w seconds that a save holds the run up, every D seconds; r failures per
 second, each of which costs the restart u and on average half of the D since the last save. It is
 largest at ``D = sqrt(2 * w / r)`` (Young, 1974).
+
+More devices are more data ranks of the same layout. Strong scaling keeps the batch, which ends
+where each data rank has too few micro-batches; weak scaling lets it grow with the devices.
 """
 
 import math
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moefold.planner.from_run import Choice, Task
+from moefold.planner.time import estimate
 
 DAY = 86400.0
 PER_DEVICE_DAY = 4.7e-4
@@ -18,6 +26,13 @@ RESTART_S = 600.0
 2402.15627) reports detection within 10 minutes; automatic restarts reach about one."""
 STALL_S = 5.0
 """Seconds that a save holds a run up: a few with saving beside training."""
+MOST = 100_000
+"""Devices up to which curves go."""
+PUE = 1.25
+"""Power of the building over that of its machines, where none is stated."""
+HOST_WATTS = 0.35
+"""Power of hosts, fans and network over that of the boards: an 8-GPU H100 server is rated
+10.2 kW for 5.6 kW of boards, with its NICs not at their limit all the time."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +93,80 @@ def goodput(devices: int, faults: Faults | None = None, interval_s: float | None
     lost = {"saving": saving, "restarts": rate * faults.restart_s, "again": again}
     ettr = min(1.0, max(0.0, 1.0 - sum(lost.values())))
     return Goodput(every, ettr, 1 / rate if rate else math.inf, lost)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a device costs. Prices differ by contract: there is no default in money."""
+
+    per_device_hour: float | None = None
+    pue: float = PUE
+
+    def __post_init__(self) -> None:
+        """Refuse what is no price."""
+        if self.per_device_hour is not None and not self.per_device_hour >= 0:
+            raise ValueError(f"price {self.per_device_hour}: at least 0 per device and hour")
+        if not self.pue >= 1:
+            raise ValueError(f"PUE {self.pue}: the building takes at least what its machines take")
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What so many tokens cost."""
+
+    tokens: float
+    days: float
+    device_hours: float
+    energy_mwh: float
+    """Megawatt-hours at the boards' limit, hosts and building included: an upper bound."""
+    cost: float | None
+    """In the price's money; None without a price."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A layout on a number of devices."""
+
+    devices: int
+    batch: int
+    seconds: float
+    tflops_per_gpu: float
+    tokens_per_s: float
+    ettr: float
+    save_every_s: float
+
+    @property
+    def good_tokens_per_s(self) -> float:
+        """Tokens per second of a long run, failures and saves included."""
+        return self.tokens_per_s * self.ettr
+
+
+def curve(
+    task: Task, choice: Choice, kind: Literal["strong", "weak"], faults: Faults | None = None
+) -> list[Point]:
+    """Return a layout's points, from the fewest devices that it fits on, doubled up to the most."""
+    points, devices = list[Point](), choice.sizes.smallest_world
+    while devices <= MOST:
+        share = devices // (choice.sizes.tp * choice.sizes.cp * choice.sizes.pp)
+        grain = share * choice.micro_batch
+        grown = max(1, round(task.batch * devices / task.cluster.devices / grain)) * grain
+        batch = task.batch if kind == "strong" else grown
+        other = replace(task, cluster=replace(task.cluster, devices=devices), batch=batch)
+        # None where too few micro-batches are left to a data rank, for it or for the schedule.
+        with suppress(ValueError):
+            took, expected = estimate(choice.case(other)), goodput(devices, faults)
+            speeds = took.tflops_per_gpu, batch * task.seq / took.seconds
+            lasting = expected.ettr, expected.interval_s
+            points.append(Point(devices, batch, took.seconds, *speeds, *lasting))
+        devices *= 2
+    return points
+
+
+def bill(task: Task, tokens_per_s: float, tokens: float, price: Price | None = None) -> Bill:
+    """Return what training on so many tokens costs at a speed."""
+    price = price or Price()
+    seconds = tokens / tokens_per_s
+    hours = seconds / 3600 * task.cluster.devices
+    watts = task.cluster.device.watts * (1 + HOST_WATTS) * price.pue
+    cost = None if price.per_device_hour is None else hours * price.per_device_hour
+    return Bill(tokens, seconds / DAY, hours, hours * watts / 1e6, cost)

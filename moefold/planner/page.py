@@ -2,20 +2,19 @@
 
 import html
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.from_run import Task
-from moefold.planner.goodput import goodput
+from moefold.planner.goodput import bill, curve, goodput
 from moefold.planner.memory import memory, shortened, totals
-from moefold.planner.scaling import Bill, Point, bill, curve
 from moefold.planner.time import BINDS, estimate
-from moefold.schedule.simulate import Costs, simulate
-from moefold.schedule.table import Pair, Step, Table, actions_of
+from moefold.schedule.simulate import Costs, Span, simulate
+from moefold.schedule.table import Pair, Table, actions_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 LOADS = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -31,11 +30,27 @@ EXCHANGES = ("tp", "cp", "dispatch", "offload")
 def facts(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return a plan as an object that JSON can hold. Times in seconds, memory in GB."""
     task, best = plan.task, plan.best
-    expected = goodput(task.cluster.devices, plan.faults)
+    cluster, device, software = task.cluster, task.cluster.device, task.software
+    expected = goodput(cluster.devices, plan.faults)
     return {
         "run": task.name,
-        "cluster": _cluster(task),
-        "inputs": _inputs(task),
+        "cluster": {
+            "device": device.name,
+            "devices": cluster.devices,
+            "memory": device.size,
+            "memory_gb": device.memory_bytes / GB,
+            "domain": cluster.domain,
+            "per_node": cluster.per_node,
+        },
+        "inputs": {
+            "batch": task.batch,
+            "seq": task.seq,
+            "load": task.load,
+            "stack": f"{software.stack} {software.release}".strip(),
+            "cuda_graphs": software.cuda_graphs,
+            "host_speed": software.host_speed,
+            "multi_token": task.multi_token,
+        },
         "assumed": list(task.assumed),
         "given": _layout(plan.given) if plan.given else None,
         "given_problem": plan.given_problem,
@@ -46,13 +61,8 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
         "same_format": [_layout(one) for one in plan.same_format],
         "published": [_layout(one) for one in plan.published],
         "changes": [
-            {
-                "what": one.what,
-                "faster": one.faster,
-                "saved_gb": one.saved_bytes / GB,
-                "fits": one.fits,
-            }
-            for one in plan.changes
+            {"what": c.what, "faster": c.faster, "saved_gb": c.saved_bytes / GB, "fits": c.fits}
+            for c in plan.changes
         ],
         "run_file": fragment(plan.today) if plan.today else None,
         "goodput": {
@@ -62,7 +72,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             "lost": expected.lost,
             **vars(plan.faults),
         },
-        "whole_run": _bill(
+        "whole_run": vars(
             bill(task, best.tokens_per_s * expected.ettr, tokens, plan.price)
         ) if best and expected.ettr else None,
     }  # fmt: skip
@@ -71,35 +81,6 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
 def finite(value: float) -> float | None:
     """Return a number that JSON can hold: None for what never comes."""
     return value if value < float("inf") else None
-
-
-def _cluster(task: Task) -> dict[str, Any]:
-    cluster, device = task.cluster, task.cluster.device
-    return {
-        "device": device.name,
-        "devices": cluster.devices,
-        "memory": device.size,
-        "memory_gb": device.memory_bytes / GB,
-        "domain": cluster.domain,
-        "per_node": cluster.per_node,
-    }
-
-
-def _inputs(task: Task) -> dict[str, Any]:
-    software = task.software
-    return {
-        "batch": task.batch,
-        "seq": task.seq,
-        "load": task.load,
-        "stack": f"{software.stack} {software.release}".strip(),
-        "cuda_graphs": software.cuda_graphs,
-        "host_speed": software.host_speed,
-        "multi_token": task.multi_token,
-    }
-
-
-def _bill(one: Bill) -> dict[str, Any]:
-    return dict(vars(one))
 
 
 def _layout(one: Layout) -> dict[str, Any]:
@@ -157,15 +138,11 @@ def page(plan: Plan, tokens: float) -> str:
 
 def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return the facts with what the page draws of the given and the best layout."""
-    close: dict[str, Layout] = {}
-    if plan.given is not None:
-        close["given"] = plan.given
-    if plan.best is not None:
-        close["fastest"] = plan.best
-    if plan.today is not None and plan.today.choice not in [one.choice for one in close.values()]:
+    close = {"given": plan.given, "fastest": plan.best}
+    if plan.today and plan.today.choice not in [one.choice for one in close.values() if one]:
         close["fastest today"] = plan.today
     return facts(plan, tokens) | {
-        "close": {name: _close(plan.task, one) for name, one in close.items()},
+        "close": {name: _close(plan.task, one) for name, one in close.items() if one},
         "scaling": _scaling(plan),
     }
 
@@ -243,60 +220,41 @@ def _line(one: Layout) -> list[list[Any]]:
 
 def _timeline(one: Layout) -> dict[str, Any]:
     """Return what each pipeline rank does when: a step of few micro-batches, stage by stage."""
-    case = one.case
-    rounds = max(3 * case.sizes.pp, 4)
-    short = min(case.micro_batches, rounds)
-    if any(case.schedule.misfits(case.sizes.pp, case.sizes.vpp, short)):
+    case, vpp = one.case, one.case.sizes.vpp
+    short = min(case.micro_batches, max(3 * case.sizes.pp, 4))
+    if any(case.schedule.misfits(case.sizes.pp, vpp, short)):
         short = case.micro_batches
-    dp = case.folding.dp * case.micro_batch
-    table = replace(case, batch=dp * short).table
-    busy = sum(sum(span) for span in one.time.ranks) or 1.0
+    table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
     slow = max(sum(span) for span in one.time.ranks)
     sent = sum(one.time.parts.get(name, 0.0) for name in EXCHANGES) / case.micro_batches
-    share = min(0.9, sent / slow) if slow else 0.0
-    vpp = case.sizes.vpp
-    costs = []
-    for stage in range(table.stages):
-        ahead, back = one.time.ranks[table.home(stage)]
-        costs.append(Costs(ahead / vpp, back / vpp / 2, back / vpp / 2))
+    homes = (one.time.ranks[table.home(stage)] for stage in range(table.stages))
+    costs = [Costs(ahead / vpp, back / vpp / 2, back / vpp / 2) for ahead, back in homes]
     made = simulate(table, costs)
-    spans = [
-        [
-            [str(s.step), _kind(s.step), _chunk(s.step), round(s.start, 5), round(s.end, 5)]
-            for s in line
-        ]
-        for line in made.spans
-    ]
-    most = MOST_SPANS // max(1, len(spans))
+    most = MOST_SPANS // max(1, len(made.spans))
     return {
-        "spans": [line[:most] for line in spans],
+        "spans": [[_span(one) for one in line[:most]] for line in made.spans],
         "micro_batches": short,
         "of": case.micro_batches,
         "length": made.makespan,
-        "exchange_share": share,
-        "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
-        "busy": busy,
+        "exchange_share": min(0.9, sent / slow) if slow else 0.0,
+        "idle": sum(made.bubble) / (made.makespan * len(made.bubble)),
         "transfers": _transfers(table),
     }
 
 
-def _kind(step: Step) -> str:
-    return "P" if isinstance(step, Pair) else step.kind
-
-
-def _chunk(step: Step) -> int:
-    return actions_of(step)[0].chunk
+def _span(span: Span) -> list[Any]:
+    """Return a step of the timeline: its text, kind (P for a pair), chunk, start and end."""
+    step = span.step
+    kind = "P" if isinstance(step, Pair) else step.kind
+    return [str(step), kind, actions_of(step)[0].chunk, round(span.start, 5), round(span.end, 5)]
 
 
 def _transfers(table: Table) -> int:
     """Return how many activations and gradients go from rank to rank in the drawn step."""
-    count = 0
-    for rank in range(table.ranks):
-        for action in table.actions(rank):
-            result = table.gives(rank, action)
-            reader = table.reader(result) if result else None
-            count += reader is not None and reader != rank
-    return count
+    actions = ((rank, action) for rank in range(table.ranks) for action in table.actions(rank))
+    results = ((rank, table.gives(rank, action)) for rank, action in actions)
+    readers = ((rank, table.reader(result)) for rank, result in results if result)
+    return sum(reader is not None and reader != rank for rank, reader in readers)
 
 
 def _imbalance(task: Task, one: Layout) -> Iterator[dict[str, float | bool]]:
@@ -312,17 +270,19 @@ def _imbalance(task: Task, one: Layout) -> Iterator[dict[str, float | bool]]:
         }
 
 
-def _scaling(plan: Plan) -> Mapping[str, Any] | None:
+def _scaling(plan: Plan) -> dict[str, list[dict[str, Any]]] | None:
+    """Return the best layout on more devices, with the same batch and with a growing one."""
     if plan.best is None:
         return None
-    strong = curve(plan.task, plan.best.choice, "strong", plan.faults)
-    weak = curve(plan.task, plan.best.choice, "weak", plan.faults)
-    return {"strong": [_point(p) for p in strong], "weak": [_point(p) for p in weak]}
-
-
-def _point(one: Point) -> dict[str, Any]:
+    kinds: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
     return {
-        **vars(one),
-        "save_every_s": finite(one.save_every_s),
-        "good_tokens_per_s": one.good_tokens_per_s,
+        kind: [
+            {
+                **vars(one),
+                "save_every_s": finite(one.save_every_s),
+                "good_tokens_per_s": one.good_tokens_per_s,
+            }
+            for one in curve(plan.task, plan.best.choice, kind, plan.faults)
+        ]
+        for kind in kinds
     }

@@ -6,10 +6,9 @@ import math
 import pytest
 
 from moefold.planner.from_run import Choice, of_model
-from moefold.planner.goodput import Faults, best_interval, goodput
+from moefold.planner.goodput import Faults, Price, best_interval, bill, curve, goodput
 from moefold.planner.hardware import cluster
 from moefold.planner.published import model
-from moefold.planner.scaling import Price, bill, curve
 
 # 16,384 devices that fail 4.7e-4 times a day: stall, restart, minutes between saves, ETTR.
 WORKED = [
