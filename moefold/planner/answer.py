@@ -28,7 +28,7 @@ from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
 from moefold.planner.memory import Memory, fullest
 from moefold.planner.published import find, model, names
-from moefold.planner.search import Found, Search
+from moefold.planner.search import Search
 from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
@@ -197,17 +197,17 @@ def plan(
     task, choice = _task(run, where, batch, seq, load, overrides)
     given, problem = _given(task, choice)
     search, space = Search(task), everything(task)
-    best = search.best(space, top)
+    best = _found(search, space, top)
     own = task.numbers.recipe
     formats = [] if {one.choice.recipe for one in best} == {own} else [own]
-    same = [_fastest(search, replace(space, recipes=(one,))) for one in formats]
+    same = [one for form in formats for one in _found(search, replace(space, recipes=(form,)))]
     return Plan(
         task=task,
         given=given,
         given_problem=problem,
-        layouts=tuple(_layout(found, "search") for found in best),
+        layouts=best,
         today=_today(task, search),
-        same_format=tuple(_layout(found, "search") for found in same if found),
+        same_format=tuple(same),
         published=tuple(_published(task)),
         faults=faults or Faults(),
         price=price or Price(),
@@ -250,9 +250,8 @@ def _given(task: Task, choice: Choice | None) -> tuple[Layout | None, str]:
         return None, str(error)
 
 
-def _fastest(search: Search, space: Space) -> Found | None:
-    found = search.best(space, 1)
-    return found[0] if found else None
+def _found(search: Search, space: Space, top: int = 1) -> tuple[Layout, ...]:
+    return tuple(Layout(one.choice, one.case, "search") for one in search.best(space, top))
 
 
 def _today(task: Task, search: Search) -> Layout | None:
@@ -261,12 +260,7 @@ def _today(task: Task, search: Search) -> Layout | None:
     if task.multi_token:
         task = replace(task, multi_token=0)
         search = Search(task)
-    found = _fastest(search, today(task))
-    return _layout(found, "search") if found else None
-
-
-def _layout(found: Found, source: str) -> Layout:
-    return Layout(found.choice, found.case, source)
+    return next(iter(_found(search, today(task))), None)
 
 
 def _published(task: Task) -> list[Layout]:

@@ -6,7 +6,7 @@ case = given.case(task)
 
 import json
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any, cast, get_args
 
@@ -167,9 +167,7 @@ def foreign(decoder: Decoder) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name))
 
 
-@lru_cache(maxsize=4096)
-def _balanced(pp: int, vpp: int, layers: int, multi_token: int, way: Way) -> Stages:
-    return Stages.balanced(pp, vpp, layers, multi_token, way)
+_balanced = lru_cache(maxsize=4096)(Stages.balanced)
 
 
 def of_run(
@@ -267,15 +265,10 @@ class Published:
     tflops_per_gpu: float | None
 
 
-@cache
-def _layouts() -> tuple[dict[str, Any], ...]:
-    text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
-    return tuple(json.loads(text))
-
-
 def published_layouts(name: str) -> tuple[Published, ...]:
     """Return the published layouts of a model by its full name."""
-    return tuple(_published(row) for row in _layouts() if row["model"] == name)
+    text = files("moefold.planner").joinpath("published_layouts.json").read_text("utf-8")
+    return tuple(_published(row) for row in json.loads(text) if row["model"] == name)
 
 
 def _published(row: dict[str, Any]) -> Published:

@@ -13,8 +13,8 @@ from math import inf
 from operator import mul
 from typing import NamedTuple
 
-from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS, Folding
+from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
+from moefold.mesh.grid import Grid
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Case, Held, Keeping, kinds, settled, table_of
 from moefold.planner.memory_kept import kept, shape_of
@@ -181,20 +181,21 @@ def software_of(case: Case) -> Overheads:
 
 def overheads(case: Case) -> float:
     """Return what software takes outside the allocator; groups of the same ranks are one."""
-    software, groups = software_of(case), communicators(case.sizes, case.world, case.order)
+    software, folding = software_of(case), case.folding
+    groups = communicators(folding.attention, folding.experts)
     return software.context + groups * software.communicator
 
 
 @remembered(1 << 12)
-def communicators(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> int:
-    """Return how many different groups of several ranks a rank is in.
+def communicators(attention: Grid, experts: Grid) -> int:
+    """Return how many different groups of several ranks a rank of two grids is in.
 
     Without making them: groups are the same where the axes that they run over are, written as
     strides and sizes with neighbouring axes joined.
     """
-    folding, found = Folding(sizes, world, order), set[tuple[tuple[int, int], ...]]()
+    found = set[tuple[tuple[int, int], ...]]()
     for kind, (name, axes, _) in KINDS.items():
-        grid = folding.attention if name == ATTENTION else folding.experts
+        grid = attention if name == ATTENTION else experts
         group: list[tuple[int, int]] = []
         for axis, size in grid.axes:
             if axis not in axes or size == 1:

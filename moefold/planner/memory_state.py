@@ -110,6 +110,7 @@ def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
     yield "norm", int(held.loss)
 
 
+@remembered(1 << 10)
 def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
     blocks, order = kinds(decoder)

@@ -79,22 +79,16 @@ def model(name: str) -> Model:
         raise Undescribed(f"{name} is no published model; there are {', '.join(entries())}")
     try:
         blocks = _hybrid(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
-        stacks = [(first, len(list(same))) for first, same in _runs(blocks)]
+        runs = [list(same) for _, same in groupby(blocks, key=id)]
         decoder = Decoder(
             vocab=entry["vocab"],
             hidden=entry["hidden"],
-            stacks=tuple(Stack(repeat=count, blocks=(one,)) for one, count in stacks),
+            stacks=tuple(Stack(repeat=len(run), blocks=(run[0],)) for run in runs),
             tied=bool(entry.get("tied_embeddings")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Undescribed(f"{name}: dimensions are not complete ({error})") from None
     return Model(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
-
-
-def _runs(blocks: list[Block]) -> list[tuple[Block, list[Block]]]:
-    """Return runs of one and the same block."""
-    runs = [list(same) for _, same in groupby(blocks, key=id)]
-    return [(run[0], run) for run in runs]
 
 
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:

@@ -21,7 +21,6 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
-from moefold.planner.curves import constants
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import PAIRED, Choice, Task
 from moefold.planner.memory import peak_within, software_of
@@ -38,7 +37,6 @@ from moefold.planner.time_layer import (
     dispatch_seconds,
     half_seconds,
     layer_time,
-    loss_chunk_of,
     rows_sent,
     setting_of,
 )
@@ -165,7 +163,7 @@ class Search:
             turns = self.task.batch * tp * cp / (foldings.world * size)
             dense, experts = self._dense(attention), self._experts(space, attention)
             for ep, etp in foldings.experts(tp, cp):
-                bound = (dense + experts[ep, etp]) * turns + self._fixed(0.0)
+                bound = (dense + experts[ep, etp][0]) * turns + self._fixed(0.0)
                 yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
@@ -277,42 +275,50 @@ class Search:
         for mixture, number in self._mixtures:
             whole, bare = (half_seconds(half, *how[:2]) for half in (mixture, _bare(mixture)))
             total += number * (whole - bare)
-        ends = Pass(self.task.decoder, *how, False).time(Held((), 0, True, True)).device
+        ends = Pass(self.task.decoder, *how).time(Held((), 0, True, True)).device
         return total + (1 + self.task.multi_token) * ends
 
-    def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:
+    def _experts(
+        self, space: Space, attention: Grids
+    ) -> dict[tuple[int, int], tuple[float, list[Dispatcher]]]:
         """Return, for each (ep, etp), the device's seconds of routed experts with what must show of
-        exchanges: the same for all attention grids that leave a rank as many rows.
+        exchanges; and the fastest dispatchers, of those that permute rows themselves and of others.
+
+        It is the same for all attention grids that leave a rank as many rows.
         """
         rows, sides = attention.micro_batch / (attention.tp * attention.cp), _sides(space)
         key = "experts", attention.recipe, rows, space.dispatchers, *sides
         if key not in self._known:
             setting, found = self._setting(attention.recipe), {}
             hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
+            alike = [[n for n in space.dispatchers if (n in PERMUTING) is f] for f in (False, True)]
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 share = self._share(attention._replace(ep=ep, etp=etp), PERMUTING[0])
-                found[ep, etp] = 0.0
+                sent = dict.fromkeys(space.dispatchers, 0.0)
+                took = 0.0
                 for mixture, number in self._mixtures:
                     routing = described(mixture).routing
                     assert routing is not None
-                    sent = rows_sent(routing, share)
-                    once = min(
-                        dispatch_seconds(sent, share, setting, name) for name in space.dispatchers
-                    )
-                    took = half_seconds(_bare(mixture), share, setting)
-                    found[ep, etp] += number * (took + 4 * once * (1.0 - hidden))
+                    rows_out = rows_sent(routing, share)
+                    took += number * half_seconds(_bare(mixture), share, setting)
+                    for name in sent:
+                        sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
+                fastest = [min(names, key=lambda n: sent[n]) for names in alike if names]
+                once = min(sent[name] for name in fastest)
+                found[ep, etp] = took + 4 * once * (1.0 - hidden), fastest
             self._known[key] = found
         return self._known[key]
 
     def _ways(self, space: Space, grids: Grids) -> list[tuple[Dispatcher, bool]]:
         """Return the fastest dispatcher, and the fastest beside another micro-batch's computing."""
+        if grids.ep * grids.etp == 1:
+            return [("local", False)]
         key = "ways", grids, space.dispatchers, *_sides(space)
         if key not in self._known:
-            alone = grids.ep * grids.etp == 1
-            names: tuple[Dispatcher, ...] = ("local",) if alone else space.dispatchers
+            names = self._experts(space, grids)[grids.ep, grids.etp][1]
             self._known[key] = [
                 (min(names, key=lambda name: self._rank(grids, name, side, NOTHING, 1)), side)
-                for side in ((False,) if alone else _sides(space))
+                for side in _sides(space)
             ]
         return self._known[key]
 
@@ -323,14 +329,16 @@ class Search:
 
         Some rank has its share of the most common layers, rounded up.
         """
-        key = "work", grids, dispatch, paired, kept
+        key = "work", grids, dispatch, kept
         if key not in self._known:
             policy = self._policy(dispatch, kept)
             share, setting = self._share(grids, dispatch), self._setting(grids.recipe)
-            made = Pass(self.task.decoder, share, setting, policy, paired)
-            common = Held(((self.common[0], 1),))
-            self._known[key] = [made.span(made.time(held)).seconds for held in (self.whole, common)]
-        work, layer = self._known[key]
+            made = Pass(self.task.decoder, share, setting, policy)
+            times = [made.time(held) for held in (self.whole, Held(((self.common[0], 1),)))]
+            self._known[key] = [
+                [made.span(time, side).seconds for time in times] for side in (False, True)
+            ]
+        work, layer = self._known[key][paired]
         return work, max(work / pp, -(-self.common[1] // pp) * layer)
 
     def least(self, space: Space, depth: Depth) -> float:
@@ -352,7 +360,7 @@ class Search:
         key = "shared", grids, pp, depth.zero
         if key not in self._known:
             how = self._share(grids, "local"), self._setting(grids.recipe), self._policy("local")
-            made = Pass(self.task.decoder, *how, False)
+            made = Pass(self.task.decoder, *how)
             held = self.whole if pp == 1 else Held(self.whole.layers)
             took, whole = made.time(held), made.time(self.whole)
             ends = whole.device - took.device
@@ -437,7 +445,7 @@ class Search:
         if recipe not in self._known:
             task = self.task
             self._known[recipe] = setting_of(
-                task.cluster, task.software, recipe, task.numbers.narrowed, constants()
+                task.cluster, task.software, recipe, task.numbers.narrowed
             )
         return self._known[recipe]
 
@@ -449,8 +457,7 @@ class Search:
         )  # fmt: skip
 
     def _policy(self, dispatch: str, kept: Kept = NOTHING) -> Policy:
-        software = self.task.software
-        return Policy(dispatch, *kept, 1.0, software.overlaps.tp, loss_chunk_of(software))
+        return Policy(dispatch, *kept)
 
     def _sample(self, grids: Grids, keeping: Keeping, pp: int = 1) -> Case:
         """Return a step of one micro-batch on every data rank."""

@@ -19,7 +19,7 @@ from moefold.model.config import Decoder
 from moefold.optim.config import Muon
 from moefold.planner.case import Case, Held, kinds, table_of
 from moefold.planner.count import count
-from moefold.planner.curves import Constants, Product, Rates, constants, product_seconds
+from moefold.planner.curves import Constants, Product, Rates, product_seconds
 from moefold.planner.memory_state import inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
@@ -115,12 +115,12 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     Raises:
         ValueError: where a layer describes nothing.
     """
-    given, software, numbers = given or constants(), case.software, case.numbers
+    software, numbers = case.software, case.numbers
     setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
     rates, m = setting.rates, case.micro_batches
-    made = Pass(case.decoder, Share.of(case), setting, Policy.of(case), software.overlaps.ep)
+    made = Pass(case.decoder, Share.of(case), setting, Policy.of(case))
     ranks = [made.time(held) for held in case.held]
-    spans = [made.span(rank) for rank in ranks]
+    spans = [made.span(rank, software.overlaps.ep) for rank in ranks]
     slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
     span = spans[slow]
     inner = pipeline_seconds(case.schedule, m, case.sizes.vpp, [one.seconds for one in spans])
@@ -134,12 +134,11 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
     whole = {group: sum(parts[name] for name in names) for group, names in BINDS.items()}
-    device, own = case.cluster.device, dict(case.cluster.device.rates).get(numbers.recipe, ())
     return StepTime(
         case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
         tuple(rank.host_forward + rank.host_backward for rank in ranks),
         {"dispatch": m * span.hidden, "dp": covered}, max(whole, key=lambda group: whole[group]),
-        given.uncertainty(device.name, software.stack, software.release[:5], own),
+        setting.uncertainty,
     )  # fmt: skip
 
 
@@ -162,12 +161,10 @@ class Span(NamedTuple):
 class Pass:
     """The time of a micro-batch on ranks that hold these layers or those, whatever the pipeline."""
 
-    def __init__(
-        self, decoder: Decoder, share: Share, setting: Setting, policy: Policy, paired: bool
-    ) -> None:
-        """Take what decides it; ``paired`` is whether exchanges run beside computing."""
+    def __init__(self, decoder: Decoder, share: Share, setting: Setting, policy: Policy) -> None:
+        """Take what decides it."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
-        self.how, self.paired, self.rates = (share, setting, policy), paired, setting.rates
+        self.how, self.rates = (share, setting, policy), setting.rates
         self._known: dict[Held, Time] = {}
 
     def time(self, held: Held) -> Time:
@@ -186,8 +183,12 @@ class Pass:
             self._known[held] = made
         return self._known[held]
 
-    def span(self, time: Time) -> Span:
-        """Return what device and host make of it."""
+    def span(self, time: Time, paired: bool) -> Span:
+        """Return what device and host make of it.
+
+        Args:
+            paired: whether exchanges run beside another micro-batch's computing.
+        """
         spans, hidden = [], 0.0
         parts: dict[str, float] = dict.fromkeys((*PARTS, "host"), 0.0)
         for seconds, host in (
@@ -197,7 +198,7 @@ class Pass:
             work = sum(seconds.values())
             exchange = seconds.get("dispatch", 0.0)
             under = 0.0
-            if self.paired:
+            if paired:
                 under = min(exchange * self.rates.hidden, 0.8 * (work - exchange))
             device = work - under + SM_COST * under
             whole = (device**SHARP + host**SHARP) ** (1 / SHARP) if device else host

@@ -17,6 +17,7 @@ from moefold.planner.curves import (
     Constants,
     Rates,
     attention_seconds,
+    constants,
     memory_seconds,
     product_seconds,
 )
@@ -77,26 +78,43 @@ class Setting:
 
     cluster: Cluster
     rates: Rates
+    uncertainty: float
+    """Relative spread of what was predicted with these rates."""
     recipe: str
+    narrowed: frozenset[str]
     graphs: str
     host_speed: float
-    narrowed: frozenset[str] = frozenset()
-    fused_quantise: float = 1.0
+    fused_quantise: float
     """What is left of quantising and launches where experts are one fused operation."""
+    overlap_tp: bool
+    loss_chunk: int | None
+    """Rows whose logits exist at once; None is all, as in other stacks than Moefold."""
 
 
 _setting = remembered(1024)(Setting)
 
 
 def setting_of(
-    cluster: Cluster, software: Software, recipe: str, narrowed: frozenset[str], given: Constants
+    cluster: Cluster,
+    software: Software,
+    recipe: str,
+    narrowed: frozenset[str],
+    given: Constants | None = None,
 ) -> Setting:
-    """Return the setting of a cluster, software and number format, always the same object."""
-    device, graphs = cluster.device, software.cuda_graphs
-    own = dict(device.rates).get(recipe, ())
-    rates = given.rates(device.name, software.stack, software.release[:5], own)
-    fused = given.values["common.fused"] if graphs == "full" else 1.0
-    return _setting(cluster, rates, recipe, graphs, software.host_speed, narrowed, fused)
+    """Return the setting of a cluster, software and number format, always the same object.
+
+    Args:
+        given: constants of devices and software; those of the package unless given.
+    """
+    given, device, graphs = given or constants(), cluster.device, software.cuda_graphs
+    known = (
+        device.name, software.stack, software.release[:5], dict(device.rates).get(recipe, ())
+    )  # fmt: skip
+    return _setting(
+        cluster, given.rates(*known), given.uncertainty(*known), recipe, narrowed, graphs,
+        software.host_speed, given.values["common.fused"] if graphs == "full" else 1.0,
+        software.overlaps.tp, software.loss_chunk if software.stack == "moefold" else None,
+    )  # fmt: skip
 
 
 class Policy(NamedTuple):
@@ -106,24 +124,13 @@ class Policy(NamedTuple):
     recompute: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
     offload_share: float = 1.0
-    overlap_tp: bool = False
-    loss_chunk: int | None = None
-    """Rows whose logits exist at once; None is all."""
     context: Context = RING
 
     @classmethod
     def of(cls, case: Case) -> "Policy":
         """Return a case's."""
-        keeping = case.keeping
-        return cls(
-            case.dispatch, keeping.recompute, keeping.offload, keeping.offload_share,
-            case.software.overlaps.tp, loss_chunk_of(case.software), case.context,
-        )  # fmt: skip
-
-
-def loss_chunk_of(software: Software) -> int | None:
-    """Return the rows whose logits exist at once; None is all, as other stacks than Moefold do."""
-    return software.loss_chunk if software.stack == "moefold" else None
+        kept = case.keeping
+        return cls(case.dispatch, kept.recompute, kept.offload, kept.offload_share, case.context)
 
 
 @dataclass
@@ -166,7 +173,7 @@ def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> 
     plain, parts, once = _once(block, share, setting, policy.dispatch)
     made = _repeated(plain, parts, policy.recompute)
     if share.tp > 1:
-        made.put("tp", *_tensor_seconds(block, share, setting, policy))
+        made.put("tp", *_tensor_seconds(block, share, setting))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
         sent = _rows_of_heads(block.attention, share)
@@ -203,7 +210,7 @@ def half_seconds(record: Record, share: Share, setting: Setting) -> float:
 @remembered(1 << 12)
 def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
-    parts = _parts(head(vocab, share, policy.loss_chunk), setting)
+    parts = _parts(head(vocab, share, setting.loss_chunk), setting)
     return _repeated(_summed(parts), parts, policy.recompute)
 
 
@@ -323,9 +330,7 @@ def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) 
     return seconds
 
 
-def _tensor_seconds(
-    block: Block, share: Share, setting: Setting, policy: Policy
-) -> tuple[float, float]:
+def _tensor_seconds(block: Block, share: Share, setting: Setting) -> tuple[float, float]:
     """Return what gathering and scattering rows over tp takes, forward and backward.
 
     Each half of a layer gathers before and scatters after; backward does both again, and gathers
@@ -334,7 +339,7 @@ def _tensor_seconds(
     gathering = sum(spec.routing is None for _, spec in halves(block))
     group = reach(setting.cluster, share.tp, 1)
     once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
-    shown = gathering * once * (0.5 if policy.overlap_tp else 1.0)
+    shown = gathering * once * (0.5 if setting.overlap_tp else 1.0)
     return 2 * shown, 3 * shown
 
 

@@ -137,9 +137,14 @@ def half(record: Record, share: Share) -> Parts:
         return {}
     routing = spec.routing
     share = share if routing is None else share._replace(top_k=routing.top_k)
-    weights = {weight.name: weight for weight in spec.weights(share.hidden)}
-    found = {one.name: _work(one, weights, share) for one in spec.operations(share.hidden)}
-    return found | _permute(spec, share)
+    weights, operations = _description(spec, share.hidden)
+    return {one.name: _work(one, weights, share) for one in operations} | _permute(spec, share)
+
+
+@remembered(1 << 10)
+def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple[Operation, ...]]:
+    weights = {weight.name: weight for weight in spec.weights(hidden)}
+    return weights, tuple(spec.operations(hidden))
 
 
 def norms(share: Share, halves: int) -> Parts:

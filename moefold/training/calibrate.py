@@ -30,7 +30,6 @@ from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import alone
 from moefold.parallel.data.sharding import Data
 from moefold.planner.case import Case, Numbers
-from moefold.planner.curves import constants
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
 from moefold.planner.time import estimate, orthogonal_seconds
@@ -311,7 +310,7 @@ def alternated(calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str
 def features(case: Case) -> list[float]:
     """Return a step's planned seconds by the parts that whole steps tell: see ``PARTS``."""
     software, numbers, parts = case.software, case.numbers, estimate(case).parts
-    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, constants())
+    setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed)
     compute = sum(parts[name] for name in ("attention", "experts", "dense", "head", "recompute"))
     update = orthogonal_seconds(case, 0, setting.rates)
     return [

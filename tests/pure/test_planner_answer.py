@@ -13,7 +13,6 @@ from moefold.moe.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.answer import Layout, Plan, fragment, plan
 from moefold.planner.case import Case
-from moefold.planner.curves import constants
 from moefold.planner.from_run import NCCL_EP, UNMEASURED, choice_of, of_run
 from moefold.planner.hardware import cluster
 from moefold.planner.memory import fullest
@@ -138,7 +137,7 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     shown = [estimate(one).parts["cp"] for one in (ring, gathered, heads, mixed)]
     assert len({round(seconds, 9) for seconds in shown}) == 4
     # By hand: all keys and values come before attention, and their gradients go back after it.
-    setting = setting_of(ring.cluster, ring.software, "bf16", frozenset(), constants())
+    setting = setting_of(ring.cluster, ring.software, "bf16", frozenset())
     attention = ring.blocks[0].attention
     keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
     once = ring_seconds(4 * keys, reach(ring.cluster, 4, 1), ring.cluster, setting.rates)

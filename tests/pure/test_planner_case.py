@@ -19,6 +19,7 @@ from moefold.schedule.config import (
 from tests.schedule_checker import peak_in_flight
 
 DECODER = load_run("deepseek_v3").decoder()
+SCHEDULE = Interleaved()
 LAYOUT = "Et*4|(tttt|)*14tmL"
 
 
@@ -31,7 +32,7 @@ def case(**changes: Any) -> Case:
         "cluster": cluster("gb300x256"),
         "sizes": Sizes.parse("pp4 vpp4 ep64"),
         "stages": Stages.parse(LAYOUT),
-        "schedule": Interleaved(),
+        "schedule": SCHEDULE,
         "dispatch": "hybrid_ep",
         "load": 1.0,
     }
@@ -45,7 +46,7 @@ def test_what_follows_from_a_published_layout() -> None:
     assert peak_in_flight(one.table) == (19, 17, 15, 13)
     assert [len(stage) for stage in one.places[0]] == [5, 4, 4, 4]
     assert [place.kind for place in one.places[3][3]] == ["layer", "multi_token", "loss"]
-    assert one.table is case().table, "a table is made once"
+    assert one.table is case().table, "a schedule's table is made once"
 
 
 def test_rows_are_split_over_tp_and_cp() -> None:
