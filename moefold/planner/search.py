@@ -28,7 +28,15 @@ from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
 from moefold.planner.remember import remembered
-from moefold.planner.search_space import VIRTUAL, Foldings, Modules, Space, apart, weighted
+from moefold.planner.search_space import (
+    SCHEDULES,
+    VIRTUAL,
+    Foldings,
+    Modules,
+    Space,
+    apart,
+    weighted,
+)
 from moefold.planner.time import HOST_ADAM, LEAST, Pass, StepTime, estimate, pipeline_seconds
 from moefold.planner.time_layer import (
     SM_COST,
@@ -86,6 +94,11 @@ class Grids(NamedTuple):
     cp: int
     ep: int = 1
     etp: int = 1
+
+    def sizes(self, pp: int, vpp: int = 1) -> Sizes:
+        """Return them with a pipeline, unchecked: all that is tried is legal."""
+        tp, cp, ep, etp = self[2:]
+        return Sizes.model_construct(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
 
 
 class Depth(NamedTuple):
@@ -163,7 +176,7 @@ class Search:
             turns = self.task.batch * tp * cp / (foldings.world * size)
             dense, experts = self._dense(attention), self._experts(space, attention)
             for ep, etp in foldings.experts(tp, cp):
-                bound = (dense + experts[ep, etp][0]) * turns + self._fixed(0.0)
+                bound = (dense + experts[ep, etp][0]) * turns + self._fixed(attention, 0.0)
                 yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
@@ -195,14 +208,12 @@ class Search:
         for dispatch, paired in self._ways(space, grids):
             work, slowest = self._rank(grids, dispatch, paired, (again, away), pp)
             ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-            outside = self._fixed(depth.on_host) + self._shared(depth)
+            outside = self._fixed(depth.grids, depth.on_host) + self._shared(depth)
             for schedule in space.schedules:
                 if isinstance(schedule, PAIRED) != paired and dispatch != "local":
                     continue
                 for vpp in self._virtual(schedule, pp, m):
-                    sizes = Sizes.model_construct(
-                        tp=grids.tp, cp=grids.cp, pp=pp, vpp=vpp, ep=grids.ep, etp=grids.etp
-                    )
+                    sizes = grids.sizes(pp, vpp)
                     choice = Choice(
                         sizes, schedule, grids.micro_batch, dispatch, grids.recipe, keeping
                     )
@@ -267,8 +278,7 @@ class Search:
 
     def _dense(self, grids: Grids) -> float:
         """Return the device's seconds of all but routed experts, for one micro-batch."""
-        how = self._share(grids, "local"), self._setting(grids.recipe), self._policy("local")
-        total = 0.0
+        how, total = self._how(grids, "local"), 0.0
         for one, number in self._numbers:
             plain = block(one.attention, Nothing()) if has_routing(one.ffn) else one
             total += number * layer_time(plain, *how).device
@@ -289,13 +299,13 @@ class Search:
         rows, sides = attention.micro_batch / (attention.tp * attention.cp), _sides(space)
         key = "experts", attention.recipe, rows, space.dispatchers, *sides
         if key not in self._known:
-            setting, found = self._setting(attention.recipe), {}
-            hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
+            found = {}
             alike = [[n for n in space.dispatchers if (n in PERMUTING) is f] for f in (False, True)]
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
-                share = self._share(attention._replace(ep=ep, etp=etp), PERMUTING[0])
-                sent = dict.fromkeys(space.dispatchers, 0.0)
-                took = 0.0
+                grids = attention._replace(ep=ep, etp=etp)
+                share, setting, _ = self._how(grids, PERMUTING[0])
+                hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
+                sent, took = dict.fromkeys(space.dispatchers, 0.0), 0.0
                 for mixture, number in self._mixtures:
                     routing = described(mixture).routing
                     assert routing is not None
@@ -331,9 +341,7 @@ class Search:
         """
         key = "work", grids, dispatch, kept
         if key not in self._known:
-            policy = self._policy(dispatch, kept)
-            share, setting = self._share(grids, dispatch), self._setting(grids.recipe)
-            made = Pass(self.task.decoder, share, setting, policy)
+            made = Pass(self.task.decoder, *self._how(grids, dispatch, kept))
             times = [made.time(held) for held in (self.whole, Held(((self.common[0], 1),)))]
             self._known[key] = [
                 [made.span(time, side).seconds for time in times] for side in (False, True)
@@ -347,7 +355,7 @@ class Search:
         ways = (self._rank(grids, *way, kept, pp) for way in self._ways(space, grids))
         filling = LEAST * (pp - 1) / VIRTUAL / pp
         took = min(work * filling + slowest * depth.m for work, slowest in ways)
-        return took + self._fixed(depth.on_host) + self._shared(depth)
+        return took + self._fixed(depth.grids, depth.on_host) + self._shared(depth)
 
     def _shared(self, depth: Depth) -> float:
         """Return the least seconds of data-parallel communication, where nothing hides it.
@@ -359,7 +367,7 @@ class Search:
             return 0.0
         key = "shared", grids, pp, depth.zero
         if key not in self._known:
-            how = self._share(grids, "local"), self._setting(grids.recipe), self._policy("local")
+            how = self._how(grids, "local")
             made = Pass(self.task.decoder, *how)
             held = self.whole if pp == 1 else Held(self.whole.layers)
             took, whole = made.time(held), made.time(self.whole)
@@ -378,9 +386,9 @@ class Search:
             )
         return self._known[key] * (3 * depth.m if depth.zero == 3 else 1)
 
-    def _fixed(self, on_host: float) -> float:
+    def _fixed(self, grids: Grids, on_host: float) -> float:
         """Return the least seconds outside layers, with a share of the update on the host."""
-        step = self._setting("bf16").rates.step_s
+        step = self._how(grids, "local")[1].rates.step_s
         return step + on_host * self._parameters / self.foldings.world / HOST_ADAM
 
     @cached_property
@@ -441,32 +449,25 @@ class Search:
 
     # --------------------------------------------------------------------------- samples
 
-    def _setting(self, recipe: Recipe) -> Setting:
+    def _how(
+        self, grids: Grids, dispatch: Dispatcher, kept: Kept = NOTHING
+    ) -> tuple[Share, Setting, Policy]:
+        """Return what decides the time of a layer; settings of a format are made once."""
+        task, recipe = self.task, grids.recipe
         if recipe not in self._known:
-            task = self.task
-            self._known[recipe] = setting_of(
-                task.cluster, task.software, recipe, task.numbers.narrowed
-            )
-        return self._known[recipe]
-
-    def _share(self, grids: Grids, dispatch: str) -> Share:
-        task = self.task
-        return Share(
-            task.decoder.hidden, task.seq, grids.micro_batch, grids.tp, grids.cp, grids.ep,
-            grids.etp, task.load, dispatch in PERMUTING,
+            narrowed = task.numbers.narrowed
+            self._known[recipe] = setting_of(task.cluster, task.software, recipe, narrowed)
+        share = Share(
+            task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING
         )  # fmt: skip
-
-    def _policy(self, dispatch: str, kept: Kept = NOTHING) -> Policy:
-        return Policy(dispatch, *kept)
+        return share, self._known[recipe], Policy(dispatch, *kept)
 
     def _sample(self, grids: Grids, keeping: Keeping, pp: int = 1) -> Case:
         """Return a step of one micro-batch on every data rank."""
-        sizes = Sizes.model_construct(
-            tp=grids.tp, cp=grids.cp, pp=pp, vpp=1, ep=grids.ep, etp=grids.etp
-        )
         dp = self.foldings.world // (grids.tp * grids.cp * pp)
-        choice = Choice(sizes, OneFOneB(), grids.micro_batch, "alltoall", grids.recipe, keeping)
-        return choice.case(replace(self.task, batch=dp * grids.micro_batch))
+        task = replace(self.task, batch=dp * grids.micro_batch)
+        choice = Choice(grids.sizes(pp), SCHEDULES[0], grids.micro_batch, "alltoall", grids.recipe)
+        return replace(choice, keeping=keeping).case(task)
 
 
 def _sides(space: Space) -> list[bool]:
