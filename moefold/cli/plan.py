@@ -201,7 +201,7 @@ def _policies(layout: Layout) -> str:
     choice, keeping = layout.choice, layout.choice.keeping
     said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
     if choice.sizes.pp > 1 or choice.paired:
-        said.append(type(choice.schedule).model_fields["kind"].default)
+        said.append(choice.schedule_kind)
     if choice.sizes.ep * choice.sizes.etp > 1:
         said.append(choice.dispatch)
     if keeping.recompute:

@@ -111,7 +111,7 @@ class Layout:
     def not_yet(self) -> tuple[str, ...]:
         """What of it training cannot execute yet, or only with another package."""
         more = ("multi-token layers",) if self.case.multi_token else ()
-        return self.choice.not_yet + foreign(self.case.decoder) + more
+        return (*self.choice.not_yet, *foreign(self.case.decoder), *more)
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def fragment(layout: Layout) -> dict[str, Any]:
     if choice.stages is not None:
         said["stages"] = choice.stages.text
     if choice.sizes.pp > 1 or choice.paired:
-        said["schedule"] = {"kind": type(choice.schedule).model_fields["kind"].default}
+        said["schedule"] = {"kind": choice.schedule_kind}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
         each = choice.sizes.ep // layout.case.expert_domains

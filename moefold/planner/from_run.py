@@ -110,6 +110,11 @@ class Choice:
         """Whether exchanges run beside computing."""
         return isinstance(self.schedule, PAIRED)
 
+    @property
+    def schedule_kind(self) -> str:
+        """The schedule by its name in a run file."""
+        return type(self.schedule).model_fields["kind"].default
+
     def case(self, task: Task) -> Case:
         """Return the step of a task in this layout.
 

@@ -84,11 +84,6 @@ class Cluster:
     domain: int
     """Devices that the fast links join; at least a node's where the node has such links."""
 
-    @property
-    def nodes(self) -> int:
-        """Number of hosts, the last one perhaps not full."""
-        return -(-self.devices // self.per_node)
-
 
 @cache
 def catalogue() -> dict[str, Device]:
@@ -129,14 +124,12 @@ def sold_as(name: str) -> Device | None:
     return next((one for key, one in catalogue().items() if key.upper() in words), None)
 
 
-def cluster(text: str, per_node: int | None = None, domain: int | None = None) -> Cluster:
+def cluster(text: str) -> Cluster:
     """Return the cluster that a text such as ``h100x256`` names.
 
     Args:
         text: device, ``x`` and number; or ``cpu``, or the path of a ``.json`` file: this machine as
             ``moefold bench`` measured it, from the file that it writes unless told otherwise.
-        per_node: devices that share a host; as sold unless given.
-        domain: devices that fast links join; as sold unless given.
 
     Raises:
         ValueError: where the text is no such thing.
@@ -150,9 +143,8 @@ def cluster(text: str, per_node: int | None = None, domain: int | None = None) -
             "`moefold bench` measured it"
         )
     found = device(name)
-    joined = domain or found.domain
-    host = per_node or (4 if found.name in GRACE else min(8, joined))
-    return Cluster(found, int(number), host, joined)
+    host = 4 if found.name in GRACE else min(8, found.domain)
+    return Cluster(found, int(number), host, found.domain)
 
 
 GRACE = ("GB200", "GB300")

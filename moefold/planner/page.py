@@ -83,33 +83,30 @@ def finite(value: float) -> float | None:
     return value if value < float("inf") else None
 
 
+FIGURES = (
+    "layout", "step_time_s", "tflops_per_gpu", "tokens_per_s", "memory_gb", "margin_gb", "fits",
+    "sure", "binds", "source", "published_tflops",
+)  # fmt: skip
+"""What JSON has of a layout by the names that Python has for it."""
+
+
 def _layout(one: Layout) -> dict[str, Any]:
-    choice, keeping, took = one.choice, one.choice.keeping, one.time
+    case, choice, keeping, took = one.case, one.choice, one.choice.keeping, one.time
     return {
-        "layout": one.layout,
-        "sizes": {**dict(choice.sizes), "dp": one.case.folding.dp, "edp": one.case.folding.edp},
+        **{name: getattr(one, name) for name in FIGURES},
+        "sizes": {**dict(choice.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
         "micro_batch": choice.micro_batch,
-        "micro_batches": one.case.micro_batches,
-        "schedule": type(choice.schedule).model_fields["kind"].default,
-        "stages": one.case.stages.text,
+        "micro_batches": case.micro_batches,
+        "schedule": choice.schedule_kind,
+        "stages": case.stages.text,
         "precision": choice.recipe,
-        "dispatch": one.case.dispatch,
+        "dispatch": case.dispatch,
         "zero": keeping.zero,
         "recompute": sorted(keeping.recompute),
         "offload": sorted(keeping.offload),
         "optimizer_offload": keeping.optimizer_offload,
-        "step_time_s": one.step_time_s,
         "uncertainty": took.uncertainty,
-        "tflops_per_gpu": one.tflops_per_gpu,
-        "tokens_per_s": one.tokens_per_s,
-        "memory_gb": one.memory_gb,
-        "margin_gb": one.margin_gb,
-        "fits": one.fits,
-        "sure": one.sure,
-        "binds": one.binds,
         "not_yet": list(one.not_yet),
-        "source": one.source,
-        "published_tflops": one.published_tflops,
         "fullest_rank": one.memory.rank,
         "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
         "time_parts_s": dict(took.parts),

@@ -129,15 +129,14 @@ class Search:
         self.whole = Held(tuple(sorted(self.layers.items())), task.multi_token, True, True)
         self._known: dict[Any, Any] = {}
 
-    def best(self, space: Space, top: int = 5, limit: float | None = None) -> list[Found]:
+    def best(self, space: Space, top: int = 5) -> list[Found]:
         """Return the fastest layouts that fit, each of another folding, the fastest first.
 
         Args:
             space: what may be chosen.
             top: how many.
-            limit: bytes per device; the device's own less :data:`RESERVE` unless given.
         """
-        room = limit or self.task.cluster.device.memory_bytes * (1 - RESERVE)
+        room = self.task.cluster.device.memory_bytes * (1 - RESERVE)
         found: dict[tuple[int, ...], Found] = {}
         steps = (self.depths, self.schedules, self.stages)
         heap: list[_Bounded] = []

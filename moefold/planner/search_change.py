@@ -12,6 +12,8 @@ from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
 from moefold.spec.decoder import needs
 
+MOST = 5
+"""Changes that are shown."""
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
@@ -28,7 +30,7 @@ class Change:
     fits: bool
 
 
-def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
+def changes(task: Task, choice: Choice) -> tuple[Change, ...]:
     """Return the most useful single changes.
 
     Where a layout fits, those that fit and are faster, the fastest first. Where it does not, those
@@ -53,7 +55,7 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
     timed.sort(key=lambda item: item[0])
     enough = bytes_ <= room
     for took, what, other, tried in timed:
-        if enough and (took >= seconds or len(found) == most):
+        if enough and (took >= seconds or len(found) == MOST):
             break
         needed = max(totals(tried))
         if enough and needed > room:
@@ -63,7 +65,7 @@ def changes(task: Task, choice: Choice, most: int = 5) -> tuple[Change, ...]:
         found = [one for one in found if one.saved_bytes > 0]
         fitting = [one for one in found if one.fits]
         found = fitting or sorted(found, key=lambda one: -one.saved_bytes)
-    return tuple(found[:most])
+    return tuple(found[:MOST])
 
 
 def _neighbours(task: Task, choice: Choice) -> Iterator[tuple[str, Choice]]:
@@ -79,9 +81,9 @@ def _neighbours(task: Task, choice: Choice) -> Iterator[tuple[str, Choice]]:
             if size and legal and task.cluster.devices % sizes.smallest_world == 0:
                 yield f"{axis} {now} → {size}", replace(bare, sizes=sizes)
     for schedule in SCHEDULES:
-        kind = type(schedule).model_fields["kind"].default
-        if type(schedule) is not type(choice.schedule):
-            yield f"schedule {kind}", replace(bare, schedule=schedule)
+        other = replace(bare, schedule=schedule)
+        if other.schedule_kind != choice.schedule_kind:
+            yield f"schedule {other.schedule_kind}", other
     for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
         if dispatch != choice.dispatch:
             yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)

@@ -94,17 +94,15 @@ def today(task: Task) -> Space:
 
 def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     """Return the asked recipe, and the narrower ones that a device has units for."""
-    known = dict(device.peaks)
-    found: list[Recipe] = []
+    known, found = dict(device.peaks), list[Recipe]()
     if asked == "fp32":
         found.append("fp32")
     if "bf16" in known:
         found.append("bf16")
-    if "fp8" in known:
-        narrow: tuple[Recipe, ...] = ("mxfp8",) if "fp4" in known else ("fp8_block", "fp8_tensor")
-        found += narrow
     if "fp4" in known:
-        found.append("nvfp4")
+        found += ("mxfp8", "nvfp4")
+    elif "fp8" in known:
+        found += ("fp8_block", "fp8_tensor")
     return tuple(found or ["fp32"])
 
 
@@ -130,12 +128,8 @@ def _recomputes(task: Task) -> Iterator[Modules]:
     names.append("experts" if moefold else "moe_act")
     if "mla_up" in operations:
         names.append("mla_up")
-    sets = chain.from_iterable(combinations(names, n) for n in range(len(names) + 1))
-    for chosen in sets:
-        again: set[Module] = {*chosen}
-        if "experts" in again:
-            again |= beside
-        yield frozenset(again)
+    for chosen in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
+        yield frozenset((*chosen, *beside) if "experts" in chosen else chosen)
     yield frozenset(("block",))
 
 

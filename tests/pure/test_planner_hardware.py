@@ -39,9 +39,7 @@ def test_a_cluster_is_read_from_a_word() -> None:
     one = cluster("h100x1024")
     assert (one.device.name, one.devices, one.per_node, one.domain) == ("H100", 1024, 8, 8)
     rack = cluster("GB200x144")
-    assert (rack.per_node, rack.domain, rack.nodes) == (4, 72, 36)
-    assert cluster("h100x12", per_node=4).nodes == 3
-    assert cluster("b200x16", domain=16).domain == 16
+    assert (rack.per_node, rack.domain) == (4, 72)
 
 
 @pytest.mark.parametrize("word", ["h100", "h100x", "x8", "h100x0", "h100xmany", "tpux8"])

@@ -33,7 +33,7 @@ def case(text: str, world: int = 16, **changes: Any) -> Case:
         SEQ,
         MICRO * dp,
         1,
-        cluster(f"h100x{world}", domain=changes.pop("domain", 8)),
+        replace(cluster(f"h100x{world}"), domain=changes.pop("domain", 8)),
         sizes,
         Stages.balanced(sizes.pp, sizes.vpp, LAYERS),
         Interleaved() if sizes.vpp > 1 else OneFOneB(),
