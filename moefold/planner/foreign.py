@@ -33,6 +33,10 @@ class Recurrent(LayerSpec):
 
     groups_name: ClassVar[str]
     """What tensor ranks share, in words."""
+    launches: ClassVar[tuple[int, int]]
+    """Kernels beside the scan, and of the scan."""
+    state_bytes: ClassVar[int | None] = None
+    """Bytes of an element of a state; None is those of the compute dtype."""
 
     def scan(self) -> Scan:
         """Return the recurrence itself."""
@@ -43,11 +47,6 @@ class Recurrent(LayerSpec):
         the groups that tensor ranks share.
         """
         raise NotImplementedError
-
-    passes: ClassVar[tuple[float, float]] = (1, 2)
-    """How often element-wise kernels pass over both projections, forward and backward."""
-    launches: ClassVar[tuple[int, int]]
-    """Kernels beside the scan, and of the scan."""
 
     def _units(self) -> Units:
         return Units("tp", self.widths()[3], self.groups_name)
@@ -68,7 +67,8 @@ class Recurrent(LayerSpec):
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield both projections and the scan."""
         into, _, out, _ = self.widths()
-        traffic = Traffic(into + out, *self.passes, units=self._units())
+        # Kernels pass over both projections, and twice so backward.
+        traffic = Traffic(into + out, 1, 2, units=self._units())
         products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
         beside, own = self.launches
         yield Operation("attention", products, traffic=(traffic,), launches=beside)
@@ -80,20 +80,16 @@ class Recurrent(LayerSpec):
         """
         rows, width = shape.piece / shape.tp, shape.width
         _, mixed, out, _ = self.widths()
-        scan = self.scan()
+        scan, each = self.scan(), self.state_bytes or width
         yield Saved("projected", round(rows * self.projected_features * width))
         yield Saved("convolved", round(rows * mixed * width))
-        yield Saved("states", round(rows / scan.chunk * scan.state * self.state_bytes(width)))
+        yield Saved("states", round(rows / scan.chunk * scan.state * each))
         yield Saved("scanned", round(2 * rows * out * width))
 
     @property
     def projected_features(self) -> int:
         """Features of the projection in that backward reads again."""
         return self.widths()[0]
-
-    def state_bytes(self, width: int) -> int:
-        """Return the bytes of an element of a state, where others have ``width``."""
-        return width
 
 
 class Mamba2(Recurrent):
@@ -110,35 +106,26 @@ class Mamba2(Recurrent):
     untrained = "Mamba-2 layers"
     groups_name = "groups of state-space heads"
     launches = (12, 6)
-
-    @property
-    def width(self) -> int:
-        """Width of what the state reads."""
-        return self.heads * self.head_dim
-
-    @property
-    def projected(self) -> int:
-        """Width of the projection in: gate, input, both maps of the state, and time steps."""
-        return 2 * self.width + 2 * self.groups * self.state + self.heads
+    state_bytes = STATISTIC
 
     def widths(self) -> tuple[int, int, int, int]:
-        """Return the features before, within and after the scan, and the groups."""
-        mixed = self.width + 2 * self.groups * self.state
-        return self.projected, mixed, self.width, self.groups
+        """Return the features before, within and after the scan, and the groups.
+
+        Before it are a gate, its input, both maps of the state, and time steps.
+        """
+        width = self.heads * self.head_dim
+        mixed = width + 2 * self.groups * self.state
+        return mixed + width + self.heads, mixed, width, self.groups
 
     def scan(self) -> Scan:
         """Return the recurrence: products within a chunk, and with the state."""
-        products = self.width * (self.chunk + 2 * self.state)
-        moved = 2 * (self.projected + self.width)
-        return Scan(products, moved, self.chunk, self.width * self.state)
+        into, _, width, _ = self.widths()
+        products = width * (self.chunk + 2 * self.state)
+        return Scan(products, 2 * (into + width), self.chunk, width * self.state)
 
     def norm_weight(self) -> Weight:
         """Return the weight of the norm on all heads' output."""
-        return norm("norm.weight", self.width, self._units())
-
-    def state_bytes(self, width: int) -> int:
-        """States are fp32."""
-        return STATISTIC
+        return norm("norm.weight", self.widths()[2], self._units())
 
 
 class DeltaNet(Recurrent):

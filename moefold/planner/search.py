@@ -12,14 +12,11 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import count, product
 from typing import Any, NamedTuple
 
-from moefold.config.base import Record
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.model.config import Block
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
 from moefold.planner.from_run import PAIRED, Choice, Task
@@ -27,7 +24,6 @@ from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
-from moefold.planner.remember import remembered
 from moefold.planner.search_space import (
     SCHEDULES,
     VIRTUAL,
@@ -78,10 +74,12 @@ class Found:
     @property
     def folding(self) -> tuple[int, ...]:
         """Its sizes without virtual stages: what tells one layout from another in a list."""
-        return _folding(self.choice.sizes)
+        return folding_of(self.choice)
 
 
-def _folding(sizes: Sizes) -> tuple[int, ...]:
+def folding_of(choice: Choice) -> tuple[int, ...]:
+    """Return the sizes of a layout without virtual stages."""
+    sizes = choice.sizes
     return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
 
 
@@ -122,11 +120,22 @@ class Search:
         self.task, self.foldings = task, Foldings.of(task)
         self.priced = 0
         """Layouts whose whole step was priced."""
-        self.blocks, order = kinds(task.decoder)
-        self.layers = Counter(order)
-        """Layers of each kind."""
-        self.common = self.layers.most_common(1)[0]
-        self.whole = Held(tuple(sorted(self.layers.items())), task.multi_token, True, True)
+        blocks, order = kinds(task.decoder)
+        layers = Counter(order)
+        self.common = layers.most_common(1)[0]
+        """The most common kind of layer, and how many there are."""
+        self.whole = Held(tuple(sorted(layers.items())), task.multi_token, True, True)
+        layers[order[-1]] += task.multi_token
+        self.blocks = [(blocks[kind], number) for kind, number in layers.items()]
+        """The kinds of layers with how many there are, multi-token ones among them."""
+        routed = [(one, number) for one, number in self.blocks if has_routing(one.ffn)]
+        # Of shared experts the time is decided by attention's grid, of routed ones by their own.
+        self.mixtures = [
+            (one.ffn, one.ffn.model_copy(update={"shared": None}), number) for one, number in routed
+        ]
+        self.dense = [(block(one.attention, Nothing()), number) for one, number in routed]
+        self.dense += [(one, number) for one, number in self.blocks if not has_routing(one.ffn)]
+        self.parameters = sum(weight.elements for weight in model_weights(task.decoder))
         self._known: dict[Any, Any] = {}
 
     def best(self, space: Space, top: int = 5) -> list[Found]:
@@ -149,7 +158,7 @@ class Search:
         push(self.grids(space))
         while heap and len(found) < top:
             bound, _, step, item = heapq.heappop(heap)
-            if step >= 2 and _folding(item.sizes) in found:
+            if step >= 2 and folding_of(item) in found:
                 continue
             if step < len(steps):
                 push(steps[step](space, item, room))
@@ -157,7 +166,7 @@ class Search:
             case = item.case(self.task)
             needed = peak_within(case, room)
             if needed is not None:
-                found[_folding(item.sizes)] = Found(item, case, bound, needed)
+                found[folding_of(item)] = Found(item, case, bound, needed)
         return list(found.values())
 
     # --------------------------------------------------------------------------- steps
@@ -277,15 +286,14 @@ class Search:
 
     def _dense(self, grids: Grids) -> float:
         """Return the device's seconds of all but routed experts, for one micro-batch."""
-        how, total = self._how(grids, "local"), 0.0
-        for one, number in self._numbers:
-            plain = block(one.attention, Nothing()) if has_routing(one.ffn) else one
-            total += number * layer_time(plain, *how).device
-        for mixture, number in self._mixtures:
-            whole, bare = (half_seconds(half, *how[:2]) for half in (mixture, _bare(mixture)))
-            total += number * (whole - bare)
+        how = self._how(grids, "local")
         ends = Pass(self.task.decoder, *how).time(Held((), 0, True, True)).device
-        return total + (1 + self.task.multi_token) * ends
+        total = (1 + self.task.multi_token) * ends
+        total += sum(number * layer_time(one, *how).device for one, number in self.dense)
+        for mixture, bare, number in self.mixtures:
+            shared = half_seconds(mixture, *how[:2]) - half_seconds(bare, *how[:2])
+            total += number * shared
+        return total
 
     def _experts(
         self, space: Space, attention: Grids
@@ -305,11 +313,11 @@ class Search:
                 share, setting, _ = self._how(grids, PERMUTING[0])
                 hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
                 sent, took = dict.fromkeys(space.dispatchers, 0.0), 0.0
-                for mixture, number in self._mixtures:
-                    routing = described(mixture).routing
+                for _, bare, number in self.mixtures:
+                    routing = described(bare).routing
                     assert routing is not None
                     rows_out = rows_sent(routing, share)
-                    took += number * half_seconds(_bare(mixture), share, setting)
+                    took += number * half_seconds(bare, share, setting)
                     for name in sent:
                         sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
                 fastest = [min(names, key=lambda n: sent[n]) for names in alike if names]
@@ -388,24 +396,7 @@ class Search:
     def _fixed(self, grids: Grids, on_host: float) -> float:
         """Return the least seconds outside layers, with a share of the update on the host."""
         step = self._how(grids, "local")[1].rates.step_s
-        return step + on_host * self._parameters / self.foldings.world / HOST_ADAM
-
-    @cached_property
-    def _parameters(self) -> int:
-        return sum(weight.elements for weight in model_weights(self.task.decoder))
-
-    @cached_property
-    def _numbers(self) -> list[tuple[Block, int]]:
-        """The kinds of layers with how many there are, multi-token ones among them."""
-        last = kinds(self.task.decoder)[1][-1]
-        return [
-            (self.blocks[kind], number + (self.task.multi_token if kind == last else 0))
-            for kind, number in self.layers.items()
-        ]
-
-    @cached_property
-    def _mixtures(self) -> list[tuple[Record, int]]:
-        return [(one.ffn, number) for one, number in self._numbers if has_routing(one.ffn)]
+        return step + on_host * self.parameters / self.foldings.world / HOST_ADAM
 
     # --------------------------------------------------------------------------- memory
 
@@ -427,9 +418,7 @@ class Search:
         key = "options", wide, space.kept
         if key not in self._known:
             case = self._sample(grids, Keeping())
-            parts = [
-                (part, number) for one, number in self._numbers for part in layer_kept(case, one)
-            ]
+            parts = [(one, number) for b, number in self.blocks for one in layer_kept(case, b)]
             found: list[tuple[float, float, Kept]] = []
             for again, away in space.kept:
                 size = sum(
@@ -472,9 +461,3 @@ class Search:
 def _sides(space: Space) -> list[bool]:
     """Return whether schedules run exchanges beside computing: no, yes, or some of them."""
     return sorted({isinstance(schedule, PAIRED) for schedule in space.schedules})
-
-
-@remembered(256)
-def _bare(mixture: Record) -> Record:
-    """Return a mixture without shared experts, whose time only its rows and its grid decide."""
-    return mixture.model_copy(update={"shared": None})

@@ -274,11 +274,18 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
         each = QUANTISE_BYTES[setting.recipe] * rates.quantise * setting.fused_quantise
         inward, outward = work.quantised
         made.put("quantise", _moved(each * inward, setting), _moved(each * outward, setting))
-    kernels = _kernels(name, work, setting)
+    kernels = work.launches
+    if setting.recipe in QUANTISE_BYTES and not work.wide:
+        kernels += NARROW_LAUNCHES * sum(one.count for one in work.products)
+    if name == "experts":
+        kernels *= setting.fused_quantise
     launch = kernels * rates.kernel_s * rates.device
     made.put("launch", launch, 2 * launch)
-    made.host_forward = _launches(name, kernels, setting)
-    made.host_backward = 2 * made.host_forward
+    if setting.graphs != "full":
+        captured = setting.graphs == "partial" and name in CAPTURED
+        launches = 1.0 if captured else kernels * rates.launches
+        made.host_forward = launches * rates.launch_s / setting.host_speed
+        made.host_backward = 2 * made.host_forward
     return made
 
 
@@ -300,23 +307,6 @@ def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]
 def _moved(count: float, setting: Setting) -> float:
     seconds = memory_seconds(count, setting.rates, setting.cluster.device.memory_bandwidth)
     return seconds * setting.rates.device
-
-
-def _kernels(name: str, work: Work, setting: Setting) -> float:
-    """Return the kernels of a part's forward."""
-    count = work.launches
-    if setting.recipe in QUANTISE_BYTES and not work.wide:
-        count += NARROW_LAUNCHES * sum(one.count for one in work.products)
-    return count * (setting.fused_quantise if name == "experts" else 1.0)
-
-
-def _launches(name: str, kernels: float, setting: Setting) -> float:
-    """Return the host's seconds to launch a part's forward."""
-    if setting.graphs == "full":
-        return 0.0
-    captured = setting.graphs == "partial" and name in CAPTURED
-    count = 1.0 if captured else kernels * setting.rates.launches
-    return count * setting.rates.launch_s / setting.host_speed
 
 
 def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) -> float:
