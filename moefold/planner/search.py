@@ -426,7 +426,8 @@ class Search:
                     for part, number in parts
                     if part.module not in away and part.stays(again)
                 )
-                work, _ = self._rank(wide, "local", False, (again, away), 1)
+                made = Pass(self.task.decoder, *self._how(wide, "local", (again, away)))
+                work = made.span(made.time(self.whole), False).seconds
                 found.append((work, size, (again, away)))
             best: list[tuple[Kept, float]] = []
             for _, size, kept in sorted(found, key=lambda one: one[:2]):

@@ -6,7 +6,7 @@ that decides them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moefold.config.base import Record
@@ -232,11 +232,13 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
     """Return a time with the parts of the work that backward computes again."""
     names = {name for module in recompute for name in RECOMPUTED.get(module, ())}
     again = [one for name, one in parts.items() if name in names or "block" in recompute]
-    made = Time()
-    made.add(plain)
-    made.host_backward += sum(one.host_forward for one in again)
-    made.backward["recompute"] = sum(sum(one.forward.values()) for one in again)
-    return made
+    seconds = sum(sum(one.forward.values()) for one in again)
+    return replace(
+        plain,
+        forward=dict(plain.forward),
+        backward={**plain.backward, "recompute": seconds},
+        host_backward=plain.host_backward + sum(one.host_forward for one in again),
+    )
 
 
 @remembered(1 << 15)
