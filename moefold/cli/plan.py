@@ -20,7 +20,7 @@ from moefold.files import write_text
 from moefold.planner.answer import GB, Layout, Plan, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
-from moefold.planner.goodput import Price, bill, goodput
+from moefold.planner.goodput import DAY, Price, bill, goodput
 from moefold.planner.page import facts, page
 from moefold.training import words
 
@@ -263,20 +263,17 @@ def _long(found: Plan, tokens: float) -> Iterator[Text]:
     assert best is not None
     expected = goodput(task.cluster.devices, found.faults)
     cost = bill(task, best.tokens_per_s * expected.ettr, tokens, found.price)
+    days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(
         ("\nover ", ""),
-        f"{words.count(tokens)} tokens in the fastest layout: {_days(cost.days)}, "
+        f"{words.count(tokens)} tokens in the fastest layout: {days}, "
         f"{cost.device_hours:,.0f} device hours, at most {cost.energy_mwh:,.0f} MWh{money}; "
         f"save every {words.clock(min(expected.interval_s, 1e7))}, "
         f"{expected.ettr:.1%} of time trains "
         f"({found.faults.per_device_day:.1e} failures per device and day, "
         f"{found.faults.restart_s:.0f} s to restart, {found.faults.stall_s:g} s per save)",
     )
-
-
-def _days(days: float) -> str:
-    return f"{days:,.1f} days" if days >= 1 else words.clock(days * 86400)
 
 
 def _next(found: Plan) -> Iterator[Text | Table]:

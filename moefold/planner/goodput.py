@@ -72,24 +72,13 @@ def best_interval(stall_s: float, rate: float) -> float:
     return math.sqrt(2 * stall_s / rate) if rate else math.inf
 
 
-def goodput(devices: int, faults: Faults | None = None, interval_s: float | None = None) -> Goodput:
-    """Return what so many devices can expect.
-
-    Args:
-        devices: that stop together when one fails.
-        faults: how often and how dear.
-        interval_s: seconds between saves; the best one unless given.
-
-    Raises:
-        ValueError: where the interval is not positive.
-    """
+def goodput(devices: int, faults: Faults | None = None) -> Goodput:
+    """Return what so many devices can expect, that stop together when one fails."""
     faults = faults or Faults()
     rate = faults.rate(devices)
-    every = best_interval(faults.stall_s, rate) if interval_s is None else interval_s
-    if every < 0 or (interval_s is not None and every == 0):
-        raise ValueError(f"interval {every}: more than 0 seconds")
+    every = best_interval(faults.stall_s, rate)
     saving = faults.stall_s / every if every else 0.0
-    again = rate * every / 2 if math.isfinite(every) else 0.0
+    again = rate * every / 2 if rate else 0.0
     lost = {"saving": saving, "restarts": rate * faults.restart_s, "again": again}
     ettr = min(1.0, max(0.0, 1.0 - sum(lost.values())))
     return Goodput(every, ettr, 1 / rate if rate else math.inf, lost)

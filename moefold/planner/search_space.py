@@ -153,33 +153,20 @@ class Foldings:
         pp = tuple(size for size in divisors(world) if size <= model.layers)
         return cls(world, model.layers, **sizes, pp=pp)
 
-    @cached_property
+    @property
     def attention(self) -> tuple[tuple[int, int], ...]:
         """Every (tp, cp)."""
         return tuple((t, c) for t in self.tp for c in self.cp if self.world % (t * c) == 0)
 
-    def experts(self, tp: int, cp: int) -> tuple[tuple[int, int], ...]:
+    def experts(self, tp: int, cp: int) -> list[tuple[int, int]]:
         """Return every (ep, etp) that goes with a (tp, cp)."""
-        return self._experts[tp * cp]
+        pairs = product(self.ep, self.etp)
+        return [(e, t) for e, t in pairs if self.world % math.lcm(tp * cp, e * t) == 0]
 
-    @cached_property
-    def _experts(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        pairs = [pair for pair in product(self.ep, self.etp) if self.world % math.prod(pair) == 0]
-        return {
-            dense: tuple((e, t) for e, t in pairs if self.world % math.lcm(dense, e * t) == 0)
-            for dense in {tp * cp for tp, cp in self.attention}
-        }
-
-    def pipelines(self, tp: int, cp: int, ep: int, etp: int) -> tuple[int, ...]:
+    def pipelines(self, tp: int, cp: int, ep: int, etp: int) -> list[int]:
         """Return every pp that goes with the other axes."""
-        return self._pipelines[math.lcm(tp * cp, ep * etp)]
-
-    @cached_property
-    def _pipelines(self) -> dict[int, tuple[int, ...]]:
-        return {
-            least: tuple(pp for pp in self.pp if self.world % (least * pp) == 0)
-            for least in divisors(self.world)
-        }
+        least = math.lcm(tp * cp, ep * etp)
+        return [pp for pp in self.pp if self.world % (least * pp) == 0]
 
 
 def _sizes(model: Model, axis: str, world: int) -> tuple[int, ...]:
