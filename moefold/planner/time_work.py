@@ -12,7 +12,7 @@ from math import ceil
 from typing import NamedTuple
 
 from moefold.config.base import Record
-from moefold.planner.case import Case
+from moefold.planner.case import Case, Dispatcher
 from moefold.planner.curves import Product
 from moefold.planner.remember import remembered
 from moefold.spec.decoder import has_routing
@@ -31,7 +31,7 @@ from moefold.spec.layer import (
 BF16, FP32 = 2, 4
 NORM_PASSES, NORM_PASSES_BACKWARD = 8, 12
 """Readings and writings of a row by two norms and two residual sums."""
-PERMUTING = ("deep_ep", "hybrid_ep", "nccl_ep")
+PERMUTING: tuple[Dispatcher, ...] = ("deep_ep", "hybrid_ep", "nccl_ep")
 """Dispatchers that permute rows themselves."""
 SCAN_LENGTH, SCAN_DIM = 4096, 64
 """Sequence and head at whose rate of attention a scan's products run."""
