@@ -307,12 +307,15 @@ class Search:
         key = "experts", attention.recipe, rows, space.dispatchers, *sides
         if key not in self._known:
             found = {}
-            alike = [[n for n in space.dispatchers if (n in PERMUTING) is f] for f in (False, True)]
+            alike: list[list[Dispatcher]] = [
+                [name for name in space.dispatchers if (name in PERMUTING) is fused]
+                for fused in (False, True)
+            ]
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 grids = attention._replace(ep=ep, etp=etp)
                 share, setting, _ = self._how(grids, PERMUTING[0])
                 hidden = setting.rates.hidden * (1.0 - SM_COST) if True in sides else 0.0
-                sent, took = dict.fromkeys(space.dispatchers, 0.0), 0.0
+                took, sent = 0.0, dict.fromkeys(space.dispatchers, 0.0)
                 for _, bare, number in self.mixtures:
                     routing = described(bare).routing
                     assert routing is not None
