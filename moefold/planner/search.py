@@ -324,7 +324,7 @@ class Search:
                     for name in sent:
                         sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
                 fastest = [min(names, key=lambda n: sent[n]) for names in alike if names]
-                once = min(sent[name] for name in fastest)
+                once = min(sent.values())
                 found[ep, etp] = took + 4 * once * (1.0 - hidden), fastest
             self._known[key] = found
         return self._known[key]
