@@ -52,8 +52,6 @@ class Device:
     """Power of the board, at its limit."""
     sold_gb: float = 0.0
     """Memory by the name it is sold under; what can be allocated is counted in bytes."""
-    sources: tuple[tuple[str, str], ...] = ()
-    """Field and where its number is from."""
     rates: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
     """For a device that was measured itself: by recipe, the constants of
     :class:`moefold.planner.curves.Rates` that hold for it instead of its family's."""
@@ -94,11 +92,8 @@ def catalogue() -> dict[str, Device]:
 
 def _device(name: str, entry: dict[str, Any]) -> Device:
     """Read an entry: every value is ``[number, source]``."""
-    sources = {key: pair[1] for key, pair in entry.items() if key != "peaks"}
-    sources |= {f"peaks.{key}": pair[1] for key, pair in entry["peaks"].items()}
-    values = {key: pair[0] for key, pair in entry.items() if key != "peaks"}
     peaks = tuple((key, pair[0]) for key, pair in entry["peaks"].items())
-    return Device(name=name, peaks=peaks, **values, sources=tuple(sources.items()))
+    return Device(name, peaks, **{key: pair[0] for key, pair in entry.items() if key != "peaks"})
 
 
 def device(name: str) -> Device:

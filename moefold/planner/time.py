@@ -87,8 +87,6 @@ class StepTime:
     """Seconds of the slowest rank by part; they add up to ``seconds``."""
     ranks: tuple[tuple[float, float], ...]
     """Forward and backward of one micro-batch on each pipeline rank, with its exposed exchanges."""
-    host: tuple[float, ...]
-    """Seconds the host needs for one micro-batch of each pipeline rank."""
     hidden: Mapping[str, float]
     """Seconds of communication that computing hides, by part."""
     binds: str
@@ -136,7 +134,6 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     whole = {group: sum(parts[name] for name in names) for group, names in BINDS.items()}
     return StepTime(
         case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
-        tuple(rank.host_forward + rank.host_backward for rank in ranks),
         {"dispatch": m * span.hidden, "dp": covered}, max(whole, key=lambda group: whole[group]),
         setting.uncertainty,
     )  # fmt: skip
