@@ -234,7 +234,7 @@ def _timeline(one: Layout) -> dict[str, Any]:
         "of": case.micro_batches,
         "length": made.makespan,
         "exchange_share": min(0.9, sent / slow) if slow else 0.0,
-        "idle": sum(made.bubble) / (made.makespan * len(made.bubble)),
+        "idle": 1 - sum(made.busy) / (made.makespan * len(made.busy)),
         "transfers": _transfers(table),
     }
 
