@@ -16,8 +16,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from moefold.checkpoint import manifest
@@ -56,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     run = load_run(RECIPE, args.overrides)
 
     from moefold.cli._training import ENDED, open_job, print_answer, train_to_end
+    from moefold.training.banner import card
 
     folder = Path(args.folder or free_folder(run.name))
     console = Console(stderr=args.json)
@@ -67,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_answer(folder, status)
     elif status == ENDED:
-        console.print(card(folder, summary(History.read(folder))))
+        facts = summary(History.read(folder))
+        console.print(card("[bold]done[/]", _rows(folder, facts), "green"))
         console.print("type next", style="cyan")
         for command in next_commands(folder):
             # Not in the card: a line that is broken there cannot be copied.
@@ -121,34 +121,21 @@ def rehearsed(run: Run, cache: Path) -> float:
     return median(times)
 
 
-def card(folder: Path, facts: dict[str, Any]) -> Panel:
-    """Return the card that a finished demo ends with."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for what, said in _rows(folder, facts):
-        table.add_row(what, said)
-    return Panel(
-        table, title="[bold]done[/]", title_align="left", border_style="green", expand=False
-    )
-
-
-def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, Text]]:
+def _rows(folder: Path, facts: dict[str, Any]) -> Iterator[tuple[str, str | Text]]:
+    """Yield what a finished demo came to as (what, said)."""
     for key, value in facts.items():
         if key.startswith("val/"):
-            yield (
-                "result",
-                Text.assemble((f"{value:.3f} bits per byte", "bold"), " on held-out files"),
-            )
+            result = Text(f"{value:.3f} bits per byte", "bold")
+            yield "result", Text.assemble(result, " on held-out files")
     beside = [f"{BASELINES.get(k, k)} {v:.3f}" for k, v in facts["baselines"].items()]
     if beside:
-        yield "to beat", Text(", ".join(beside))
+        yield "to beat", ", ".join(beside)
     took = f" in {clock(facts['wall_s'])}" if "wall_s" in facts else ""
-    yield "trained", Text(f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}")
-    yield "folder", Text(str(folder))
+    yield "trained", f"{facts['step']:,} steps, {count(facts['tokens'])} tokens{took}"
+    yield "folder", str(folder)
     for number, (file, what) in enumerate(SHOWN.items()):
         if (folder / file).exists():
-            yield "look at" if number == 0 else "", Text(f"{folder / file}  ({what})")
+            yield "look at" if number == 0 else "", f"{folder / file}  ({what})"
 
 
 def next_commands(folder: Path) -> list[str]:

@@ -4,12 +4,11 @@ import math
 import os
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -60,13 +59,17 @@ def facts(job: Trainer, folder: Path) -> dict[str, Any]:
 
 def panel(job: Trainer, folder: Path, more: Sequence[Row] = ()) -> Panel:
     """Return the banner for a terminal or a log: its lines for ``folder``, and ``more``."""
+    return card(f"[bold]{job.run.name}[/] · moefold", [*rows(job, folder), *more], "cyan")
+
+
+def card(title: str, said: Iterable[tuple[str, str | Text]], colour: str) -> Panel:
+    """Return a framed list of (what, said)."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    for what, said in [*rows(job, folder), *more]:
-        table.add_row(what, Text(said))
-    title = f"[bold]{job.run.name}[/] · moefold"
-    return Panel(Group(table), title=title, title_align="left", border_style="cyan", expand=False)
+    table.add_column(overflow="fold")
+    for what, text in said:
+        table.add_row(what, Text.assemble(text))
+    return Panel(table, title=title, title_align="left", border_style=colour, expand=False)
 
 
 def tokens_per_step(job: Trainer) -> int:

@@ -16,6 +16,7 @@ from moefold.layers.config import Asked, Precision, faster
 from moefold.layers.precision import DTYPES
 from moefold.planner.hardware import Format, sold_as
 from moefold.training.hooks.base import Figures
+from moefold.training.words import plural
 
 SIDES = {"cpu": (128, 256, 512, 768, 1024)}
 SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
@@ -66,10 +67,11 @@ def measure(
             fits, taken = True, _product_seconds(values[dtype], side)
             spent[dtype] += taken
             best[dtype] = max(best[dtype], (work / taken, side))
-    count = torch.get_num_threads()
-    threads = f", {count} thread{'s' * (count != 1)}" if device.type == "cpu" else ""
+    threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return {
-        dtype: Machine(rate, f"measured at start: {side}^3 in {_name(dtype)}{threads}")
+        dtype: Machine(
+            rate, f"measured at start: {side}^3 in {str(dtype).removeprefix('torch.')}{threads}"
+        )
         for dtype, (rate, side) in best.items()
     }
 
@@ -79,10 +81,6 @@ def _product_seconds(values: Tensor, side: int) -> float:
     started = time.perf_counter()
     (a @ b.T)[0, 0].item()
     return time.perf_counter() - started
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -78,7 +78,8 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     """
     starts = [event for event in history.events if event.get("event") == "start"]
     lived = [start for start in starts if "recovered" in start]
-    step_s = _median(history.curve("step_time_s").values.tolist())
+    times = history.curve("step_time_s").values
+    step_s = float(np.nanmedian(times)) if np.isfinite(times).any() else 0.0
     parts, lost = dict.fromkeys(PARTS, 0.0), 0
     for start in lived:
         told = start["recovered"]
@@ -95,13 +96,8 @@ def downtime(history: History, wall_s: float) -> dict[str, Any]:
     }
     stalls = [event["stall_s"] for event in history.events if event.get("event") == "saved"]
     if stalls and len(starts) > 1 and wall_s > 0:
-        out["save_every_s"] = best_interval(_median(stalls), (len(starts) - 1) / wall_s)
+        out["save_every_s"] = best_interval(median(stalls), (len(starts) - 1) / wall_s)
     return out
-
-
-def _median(values: list[float]) -> float:
-    kept = [value for value in values if np.isfinite(value)]
-    return median(kept) if kept else 0.0
 
 
 def page(history: History, title: str, subtitle: str) -> str:
@@ -196,6 +192,11 @@ def _line(name: str, curve: Curve, smooth: bool = False, dots: bool = False) -> 
     return line
 
 
+def encoded(array: np.ndarray) -> str:
+    """Return an array's bytes in base64, for the scripts of a page."""
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
+
+
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
     """Average groups of neighbours until at most ``MOST_POINTS`` are left."""
     size = -(-len(steps) // MOST_POINTS) or 1
@@ -223,5 +224,5 @@ def _heat(history: History) -> dict[str, Any] | None:
         "layers": layers,
         "shape": list(codes.shape),
         "experts": widths,
-        "codes": base64.b64encode(codes.tobytes()).decode("ascii"),
+        "codes": encoded(codes),
     }

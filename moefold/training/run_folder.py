@@ -164,7 +164,11 @@ class History:
     def read(cls, folder: Path) -> "History":
         """Read a run's folder; files that are not there leave their part empty."""
         return cls(
-            [_possible(line) for line in read_lines(folder / METRICS_FILE)],
+            [
+                # Without a utilisation above one, which a slow moment's rate gave older runs.
+                {k: v for k, v in line.items() if k != "mfu" or v is None or float(v) <= 1}
+                for line in read_lines(folder / METRICS_FILE)
+            ],
             read_lines(folder / LOAD_FILE),
             read_baselines(folder / BASELINES_FILE),
             _read_events(folder / EVENTS_FILE),
@@ -207,7 +211,8 @@ class History:
         """
         if not self.loads:
             return None
-        layers = sorted({name for line in self.loads for name in line["load"]}, key=_layer_order)
+        names = {name for line in self.loads for name in line["load"]}
+        layers = sorted(names, key=lambda name: (int(name) if name.isdigit() else 1 << 30, name))
         width = max(len(shares) for line in self.loads for shares in line["load"].values())
         out = np.full((len(self.loads), len(layers), width), np.nan)
         for i, line in enumerate(self.loads):
@@ -215,11 +220,6 @@ class History:
                 shares = line["load"].get(name, [])
                 out[i, j, : len(shares)] = np.asarray(shares, dtype=np.float64) * len(shares)
         return np.array([line["step"] for line in self.loads]), layers, out
-
-
-def _possible(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a step's figures without a utilisation above one, which a slow moment's rate gives."""
-    return {k: v for k, v in line.items() if k != "mfu" or v is None or float(v) <= 1}
 
 
 def read_baselines(path: Path) -> dict[str, float]:
@@ -234,10 +234,6 @@ def read_baselines(path: Path) -> dict[str, float]:
         return {name: float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: holds no figures by name: {error}; remove it") from error
-
-
-def _layer_order(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (1 << 30, name)
 
 
 def _read_events(path: Path) -> list[dict[str, Any]]:

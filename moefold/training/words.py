@@ -1,5 +1,7 @@
 """Numbers and text as people read them."""
 
+from collections.abc import Mapping
+
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 _PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
@@ -26,14 +28,19 @@ def milliseconds(seconds: float) -> str:
     return f"{number:,.{digits}f} ms"
 
 
+def _scaled(number: float, scales: Mapping[str, float]) -> tuple[str, str]:
+    """Return a number in three digits, and the suffix of the largest scale that it reaches."""
+    for suffix, scale in scales.items():
+        if abs(number) >= 0.9995 * scale:
+            scaled = number / scale
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}", suffix
+    return f"{number:.0f}", ""
+
+
 def count(number: float) -> str:
     """Write a count in three digits and a suffix: ``950``, ``12.3k``, ``4.56M``, ``1.23B``."""
-    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * size:
-            scaled = number / size
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f}{suffix}"
-    return f"{number:.0f}"
+    return "".join(_scaled(number, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}))
 
 
 def si(number: float) -> str:
@@ -54,9 +61,6 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
 
 def size(number: float) -> str:
     """Write a number of bytes: ``512 B``, ``1.50 KiB``, ``12.3 MiB``, ``4.00 GiB``."""
-    for scale, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(number) >= scale:
-            scaled = number / scale
-            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
-            return f"{scaled:.{digits}f} {suffix}"
-    return f"{number:.0f} B"
+    scales = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    text, suffix = _scaled(number, scales)
+    return f"{text} {suffix or 'B'}"

@@ -54,8 +54,8 @@ def test_everything_stands_in_its_order() -> None:
     """Figures first, sinks after them, what saves last."""
     assert names(EVERYTHING, (Outside(),)) == [
         "ProfileHook", "BaselinesHook", "EvaluateHook", "HealthHook", "PaceHook", "SpikesHook",
-        "SampleHook", "Outside", "EventsHook", "MetricsHook", "ProgressHook", "ForecastHook",
-        "PlotsHook", "ExpertsPageHook", "AlarmHook", "CheckpointHook", "ProfileStart",
+        "SampleHook", "Outside", "EventsHook", "MetricsHook", "ProgressHook", "PlotsHook",
+        "ExpertsPageHook", "AlarmHook", "CheckpointHook", "ProfileStart",
     ]  # fmt: skip
 
 

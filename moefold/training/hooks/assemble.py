@@ -23,7 +23,6 @@ from moefold.training.hooks.config import Watch
 from moefold.training.hooks.evaluate import BaselinesHook
 from moefold.training.hooks.logs import EventsHook, loggers
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
-from moefold.training.hooks.progress import ForecastHook
 
 
 def assemble(
@@ -45,8 +44,6 @@ def assemble(
     hooks += [build(record, console) for record in looks if record]
     hooks += [*(build(record) for record in watch.hooks), *outside]
     hooks += [EventsHook(), *loggers(watch.metrics), build(watch.progress, console)]
-    if watch.progress.style != "off":
-        hooks.append(ForecastHook(console))
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))

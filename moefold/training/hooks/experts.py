@@ -3,11 +3,11 @@
 Shape suffixes: T tokens, K experts per token, E experts.
 """
 
-import base64
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from moefold.model.decoder import DecoderModel
 from moefold.moe.router import Routed
 from moefold.training.hooks.base import Hook, JobView
 from moefold.training.hooks.config import ExpertsPage
-from moefold.training.report import render_page
+from moefold.training.report import encoded, render_page
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 PAGE_FILE = "experts.html"
@@ -156,13 +156,9 @@ def _layer(routing: LayerRouting, texts: Sequence[str], shown: int) -> dict[str,
         "load": [round(float(share), 5) for share in routing.load_E],
         "likes": preferred(routing, texts),
         "wide": wide,
-        "ids": _base64(ids_TK.astype("<u2" if wide else "u1")),
-        "weights": _base64(np.rint(255 * share_TK).astype("u1")),
+        "ids": encoded(ids_TK.astype("<u2" if wide else "u1")),
+        "weights": encoded(np.rint(255 * share_TK).astype("u1")),
     }
-
-
-def _base64(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
 
 
 def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarray]]:
@@ -192,7 +188,18 @@ def choose(corpus: Corpus, tokens: int, total: int) -> tuple[int, list[np.ndarra
 def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRouting]:
     """Return where each mixture sends the tokens of the pieces, each piece on its own."""
     device = model.head_weight.device
-    with _listening(model) as heard:
+    heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.mixtures()}
+
+    def note(into: list[Any], module: Any, given: Any, routed: Routed) -> None:
+        routing, kept_TK = routed.routing, routed.routing.kept_TK
+        ids_TK = routing.experts_TK
+        ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
+        into.append((ids_TK.cpu().numpy(), routing.weights_TK.float().cpu().numpy()))
+
+    with ExitStack() as listening:
+        for i, mixture in model.mixtures():
+            hook = mixture.router.register_forward_hook(partial(note, heard[i]))
+            listening.enter_context(hook)
         each = max(1, ROWS // max(map(len, pieces)))
         for at in range(0, len(pieces), each):
             rows = pack(pieces[at : at + each]).to(device)
@@ -202,25 +209,3 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
         ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))
         layers.append(LayerRouting(str(i), mixture.record.router.experts, ids_TK, weights_TK))
     return layers
-
-
-@contextmanager
-def _listening(model: DecoderModel) -> Iterator[dict[int, list[tuple[np.ndarray, np.ndarray]]]]:
-    """While open, note what each router decides, by the number of its layer."""
-    heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-    handles = []
-    for i, mixture in model.mixtures():
-        heard[i] = []
-
-        def note(module: Any, given: Any, routed: Routed, into: list = heard[i]) -> None:
-            routing, kept_TK = routed.routing, routed.routing.kept_TK
-            ids_TK = routing.experts_TK
-            ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
-            into.append((ids_TK.cpu().numpy(), routing.weights_TK.float().cpu().numpy()))
-
-        handles.append(mixture.router.register_forward_hook(note))
-    try:
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()

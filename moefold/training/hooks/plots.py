@@ -95,7 +95,8 @@ def load_figure(history: History, title: str) -> Figure | None:
     if found is None:
         return None
     steps, layers, load = found
-    shown = _spread(len(layers), MOST_PANELS)
+    panels = min(len(layers), MOST_PANELS)
+    shown = [round(place) for place in np.linspace(0, len(layers) - 1, panels)]
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
     heights = [0.9 + max(1.2, 0.28 * len(layers)), 1.8 * rows]
@@ -109,8 +110,8 @@ def load_figure(history: History, title: str) -> Figure | None:
     bar = now.colorbar(image, ax=axes, pad=0.01, fraction=0.05, aspect=7 * heights[0])
     bar.set_label("1 = fair share", color=INK)
     bar.outline.set_visible(False)
-    panels = over_time.subplots(rows, columns, squeeze=False, sharey=True)
-    for place, panel in enumerate(panels.flat):
+    grid = over_time.subplots(rows, columns, squeeze=False, sharey=True)
+    for place, panel in enumerate(grid.flat):
         if place >= len(shown):
             panel.set_visible(False)
             continue
@@ -178,10 +179,3 @@ def _finish(axes: Axes, title: str, grid: bool = True, size: float = 12) -> None
     if grid:
         axes.grid(axis="y", color="#e6e8ee", linewidth=0.8)
         axes.set_axisbelow(True)
-
-
-def _spread(total: int, most: int) -> list[int]:
-    """At most ``most`` of 0..total-1, evenly spread, both ends included."""
-    if total <= most:
-        return list(range(total))
-    return [round(i * (total - 1) / (most - 1)) for i in range(most)]
