@@ -30,7 +30,6 @@ from moefold.training.model_checkpoint import StoredModel, fill
 from moefold.training.trainer import Trainer
 
 PRECISIONS: dict[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16"}
-PRECISION_NAMES: dict[str, Any] = {short: name for name, short in PRECISIONS.items()}
 _log = logging.getLogger("moefold")
 
 
@@ -73,8 +72,7 @@ def train(
     how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
     final = launch(_train_rank, nproc, *task, **how)
     with StoredModel.open(where) as stored:
-        dtype = PRECISION_NAMES[stored.precision]
-    return Result(where, final, load_model(where, dtype))
+        return Result(where, final, stored.model())
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:
@@ -130,9 +128,7 @@ def load_model(
             _log.warning("%s", said)
         return model
     with StoredModel.open(path) as stored:
-        model = DecoderModel(stored.decoder, PRECISIONS[dtype], device=device)
-        stored.fill(model)
-    return model
+        return stored.model(PRECISIONS[dtype], device)
 
 
 def export(

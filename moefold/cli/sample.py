@@ -62,11 +62,9 @@ def _sample(
     args: argparse.Namespace, path: Path, prompts: list[str]
 ) -> tuple[int | None, list[tuple[str, int]]]:
     """Return the checkpoint's step, and each prompt's new text and number of tokens."""
-    import torch
-
     from moefold.layers.cache import KeyValueCache
-    from moefold.model.decoder import DecoderModel
     from moefold.model.generate import generate
+    from moefold.training.distributed import device_kind
     from moefold.training.model_checkpoint import StoredModel
 
     with StoredModel.open(path, args.uses) as stored:
@@ -76,9 +74,7 @@ def _sample(
                 f"{stored.path} holds no tokenizer, so text means nothing to it; import it from a "
                 "folder that has one"
             )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = DecoderModel(stored.decoder, stored.precision, device=device)
-        stored.fill(model)
+        model = stored.model(device=device_kind())
     ids = [tokenizer.prompt(text) for text in prompts]
     if not all(ids):
         raise ValueError("--prompt: give some text; this tokenizer has no token that starts one")

@@ -57,7 +57,13 @@ class Fork:
         try:
             job.progress = restore(path, job.data, None if weights_only else job.optimizer)
         except MismatchError as error:
-            raise _explained(error) from None
+            names = (*error.missing, *error.unexpected, *error.mismatched)
+            if not all(name.startswith(f"{PREFIX}.") for name in names):
+                raise
+            raise CheckpointError(
+                f"{path} holds the state of another optimizer; --weights-only takes its weights "
+                "and leaves that"
+            ) from None
         job.data.renew()
         stored = as_known_today(meta["run"], job.run) if "run" in meta else {}
         said = {
@@ -68,10 +74,9 @@ class Fork:
             "changed": differences(stored, to_dict(job.run)) if stored else [],
         }
 
-        def write() -> None:
-            write_text(job.folder / FORK_FILE, json.dumps(said, indent=2) + "\n")
-
-        on_first(write, ranks)
+        on_first(
+            lambda: write_text(job.folder / FORK_FILE, json.dumps(said, indent=2) + "\n"), ranks
+        )
         job.save()
         return said
 
@@ -86,28 +91,13 @@ class Fork:
         if self.new_tokenizer:
             return "new"
         number, now, then = differing
+        folder, first = path.parent, ""
+        if not (folder / TOKENIZER_FILE).is_file():
+            first, folder = f"moefold export {path} HF_FOLDER, and then ", Path("HF_FOLDER")
+        rows = f" model.shape.vocab={stored.vocab}" if stored.vocab > stored.size else ""
         raise TokenizerMismatch(
             f"{path} was trained with another tokenizer: token {number} is {then!r} there and "
-            f"{now!r} here, so that its weights know nothing of this run's tokens. "
-            f"{_keep(path, stored)}, or ask for the new one with --new-tokenizer"
+            f"{now!r} here, so that its weights know nothing of this run's tokens. Keep its own "
+            f"with {first}'data.tokenizer={{kind: file, path: {folder}}}'{rows}, or ask for the "
+            "new one with --new-tokenizer"
         )
-
-
-def _keep(path: Path, stored: Tokenizer) -> str:
-    """Say how the checkpoint's tokenizer is kept."""
-    folder, first = path.parent, ""
-    if not (folder / TOKENIZER_FILE).is_file():
-        first, folder = f"moefold export {path} HF_FOLDER, and then ", Path("HF_FOLDER")
-    rows = f" model.shape.vocab={stored.vocab}" if stored.vocab > stored.size else ""
-    return f"Keep its own with {first}'data.tokenizer={{kind: file, path: {folder}}}'{rows}"
-
-
-def _explained(error: MismatchError) -> CheckpointError:
-    """Say what to do where optimizer state is all that does not fit."""
-    names = (*error.missing, *error.unexpected, *error.mismatched)
-    if all(name.startswith(f"{PREFIX}.") for name in names):
-        return CheckpointError(
-            f"{error.path} holds the state of another optimizer; --weights-only takes its weights "
-            "and leaves that"
-        )
-    return error

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,18 +32,13 @@ from moefold.run import Run
 
 MODEL = "model."
 """Before the names of the model's tensors."""
+TOKENIZER = ("text", "end", "start", "vocab")
+"""What is stored of a tokenizer."""
 
 
 def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the part of a checkpoint's meta that says what its model is."""
-    said = None
-    if tokenizer is not None:
-        said = {
-            "text": tokenizer.text,
-            "end": tokenizer.end,
-            "start": tokenizer.start,
-            "vocab": tokenizer.vocab,
-        }
+    said = tokenizer and {name: getattr(tokenizer, name) for name in TOKENIZER}
     return {"decoder": to_dict(decoder), "tokenizer": said}
 
 
@@ -53,16 +49,18 @@ def precision_of(meta: Mapping[str, Any]) -> Precision | None:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint opened for its model; a context manager that closes the files."""
+    """The model of an open checkpoint."""
 
     path: Path
     meta: Mapping[str, Any]
     decoder: Decoder
     tokenizer: Tokenizer | None
-    reader: Reader
+    tensors: "ModelTensors"
+    """By their global names, each read when asked for."""
 
     @classmethod
-    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "StoredModel":
+    @contextmanager
+    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> Iterator["StoredModel"]:
         """Open a checkpoint's folder, or the newest checkpoint of a run's folder.
 
         Args:
@@ -75,43 +73,33 @@ class StoredModel:
         """
         import_plugins(uses)
         path = checkpoint_in(Path(source))
-        reader = Reader(path)
-        try:
+        with Reader(path) as reader:
             meta = reader.manifest.meta
             if "decoder" not in meta:
                 raise CheckpointError(f"{path} holds no model that moefold wrote")
             verdict = check(Decoder, meta["decoder"])
             if verdict.record is None:
-                _check_parts(path, meta)
+                if files := (meta.get("run") or {}).get("uses"):
+                    flags = " ".join(f"--uses {file}" for file in files)
+                    raise CheckpointError(
+                        f"{path} was written by a run with parts of its own; name their files: "
+                        f"{flags} (in Python: uses=[...])"
+                    )
                 raise RunError(verdict.violations, meta["decoder"], str(path))
-            return cls(path, meta, verdict.record, tokenizer_of(meta), reader)
-        except BaseException:
-            reader.close()
-            raise
+            yield cls(path, meta, verdict.record, tokenizer_of(meta), ModelTensors(reader))
 
     @property
     def precision(self) -> Precision:
         """The format that the run computed in; fp32 for weights without a run."""
         return precision_of(self.meta) or "fp32"
 
-    @property
-    def tensors(self) -> "ModelTensors":
-        """The model's tensors by their global names, each read when asked for."""
-        return ModelTensors(self.reader)
-
-    def fill(self, model: DecoderModel) -> None:
-        """Give a model of the same description its values."""
+    def model(
+        self, precision: Precision | None = None, device: torch.device | str | None = None
+    ) -> DecoderModel:
+        """Build the model with its values; ``precision`` is its own where left out."""
+        model = DecoderModel(self.decoder, precision or self.precision, device=device)
         fill(model, self.tensors)
-
-    def close(self) -> None:
-        """Close the files; tensors already read stay."""
-        self.reader.close()
-
-    def __enter__(self) -> "StoredModel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return model
 
 
 class ModelTensors(Mapping[str, Tensor]):
@@ -163,25 +151,12 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
         raise CheckpointError("the tensors are not the model's\n  " + "\n  ".join(problems))
 
 
-def _check_parts(path: Path, meta: Mapping[str, Any]) -> None:
-    """Refuse a model with parts from outside that were not named."""
-    files = (meta.get("run") or {}).get("uses") or []
-    if files:
-        named = " ".join(f"--uses {file}" for file in files)
-        raise CheckpointError(
-            f"{path} was written by a run with parts of its own; name their files: {named} "
-            "(in Python: uses=[...])"
-        )
-
-
 def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     """Return the tokenizer that a checkpoint's meta describes, None where it has none."""
     said = meta.get("tokenizer")
     if said is None:
         return None
-    return Tokenizer(
-        said["text"], said["end"], said["start"], said["vocab"], "the checkpoint's tokenizer"
-    )
+    return Tokenizer(*(said[name] for name in TOKENIZER), "the checkpoint's tokenizer")
 
 
 def start_values(run: Run, decoder: Decoder, data: Data, replaced: bool) -> tuple[str, ...]:
