@@ -15,7 +15,7 @@ import json
 import tempfile
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -118,21 +118,16 @@ def asked_run(args: argparse.Namespace) -> Run:
         overrides.append(f"layout.sizes={json.dumps(args.layout)}")
     if source is not None:
         return load_run(source, overrides)
-    # A run saved before paths were saved whole has them from the working folder.
-    return load(Run, _saved_run(args.folder), overrides, folder=Path.cwd()).record
-
-
-def _saved_run(folder: str | None) -> Path:
-    """Return the run file that a run keeps in its folder."""
-    if folder is None:
+    if args.folder is None:
         raise ValueError("name a RUN (a run file, recipe or Hugging Face folder), or --folder OUT")
-    path = Path(folder) / RUN_FILE
-    if path.is_file():
-        return path
-    held = Path(folder).is_dir() and newest(folder) is not None
-    what = "an imported model, and no run" if held else "no run to continue"
-    flags = f"--folder {folder} --fork NEW" if held else f"--folder {folder}"
-    raise ValueError(f"{folder} holds {what}: name one, moefold train RUN {flags}")
+    folder = Path(args.folder)
+    if not (folder / RUN_FILE).is_file():
+        held = folder.is_dir() and newest(folder) is not None
+        what = "an imported model, and no run" if held else "no run to continue"
+        flags = f"--folder {folder}" + " --fork NEW" * held
+        raise ValueError(f"{folder} holds {what}: name one, moefold train RUN {flags}")
+    # A run saved before paths were saved whole has them from the working folder.
+    return load(Run, folder / RUN_FILE, overrides, folder=Path.cwd()).record
 
 
 # ------------------------------------------------------------------------------------ one rank
@@ -170,7 +165,13 @@ def _train(
     with open_job(run, folder, console, **how) as job:
         began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
         if fork and not began:
-            _print_fork(fork.into(job), console)
+            said = fork.into(job)
+            lines = [
+                f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} "
+                f"taken; tokenizer {said['tokenizer']}",
+                *(f"  {line}" for line in said["changed"]),
+            ]
+            console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
         _set_last_step(job, args.until, began)
         status = train_to_end(job, console)
     if args.json and first:
@@ -210,14 +211,3 @@ def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> No
             f"{job.last_step}; choose a step between, up to the last"
         )
     job.last_step = until
-
-
-def _print_fork(said: dict[str, Any], console: Console) -> None:
-    """Print what a new run has taken of another one, and where the two differ."""
-    lines = [
-        f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} taken; "
-        f"tokenizer {said['tokenizer']}",
-        *(f"  {line}" for line in said["changed"]),
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -17,7 +17,7 @@ from moefold.checkpoint.errors import SaveError
 from moefold.comm.agree import FirstFailed, told_by_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
-from moefold.comm.interrupt import SILENT, Words, say
+from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.parallel.apply import Placed
@@ -30,7 +30,6 @@ WORDS = Words(
     "saving after this step; Ctrl-C again to stop now",
     "stopped; the steps since the last checkpoint are lost",
 )
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def device_kind(ranks_here: int = 1) -> str:
@@ -86,13 +85,13 @@ class RankZeroRunner:
         """Whether this rank is the one that tells."""
         return self._ranks.index == 0
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any, **how: Any) -> Any:
         """Make a call on all ranks: on rank 0's word inside ``lead``, else all come here alike."""
         leads, self._leads = self._leads, False
         try:
             if leads:
-                self._send({"call": name, "args": args})
-            return self._calls[name](*args)
+                self._send({"call": name, "args": args, "how": how})
+            return self._calls[name](*args, **how)
         finally:
             self._leads = leads
 
@@ -125,7 +124,7 @@ class RankZeroRunner:
             if "answer" in said:
                 return said["answer"]
             with suppress(SaveError):  # Rank 0 had it too, and says what comes of it.
-                self._calls[said["call"]](*said["args"])
+                self._calls[said["call"]](*said["args"], **said["how"])
 
     def _send(self, message: Any) -> Any:
         return told_by_first(message, self._ranks)
@@ -165,7 +164,7 @@ def stopping_on_signals(job: JobView) -> Iterator[None]:
     def now(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(words.second)
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    before = {number: signal.signal(number, handle) for number in FORWARDED}
     try:
         yield
     finally:

@@ -18,21 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint import manifest
 from moefold.checkpoint.config import Local
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.folder import candidates, step_name
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
-from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.run import Run
-from moefold.training.recover import KEPT, MemoryCheckpoint, Past, pack, packed, unpack
+from moefold.training.recover import KEPT, pack, packed, unpack
 from moefold.training.saving import behind
 
 NAME_FILE = "local.json"
@@ -51,7 +48,7 @@ class Share(NamedTuple):
     rank: int
     form: str
     """Digest of what it consists of, in its order."""
-    past: str
+    progress: str
     """JSON of how far the run was."""
 
 
@@ -77,11 +74,13 @@ class LocalCopies:
         self._root, self._every, self._identity = Path(root), record.every, identity
         self._folder, self._form, self._world = folder, form, world
         self._session, self._here = "", Path()
+        # How many places on the rank stands that keeps this one's copy.
+        self._apart = world.on_host.size // 2
         self._thread: threading.Thread | None = None
 
-    def keep(self, past: Past, state: Callable[[], Sequence[Tensor]]) -> None:
-        """Copy the state where the step is due, and write it behind the steps that follow."""
-        step = past.progress.step
+    def keep(self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]]) -> None:
+        """Copy the state where the ``step`` is due, and write it behind the steps that follow."""
+        step = progress["step"]
         self._begin(step)
         if step % self._every or step == 0:
             return
@@ -91,19 +90,19 @@ class LocalCopies:
         pack(tensors, own)
         shares = [(ranks.index, self._form, own)]
         if ranks.size > 1:
-            owner = (ranks.index - half(ranks)) % ranks.size
+            owner = (ranks.index - self._apart) % ranks.size
             size, form = gather_objects([own.numel(), self._form], ranks)[owner]
             theirs = torch.empty(size, dtype=torch.uint8)
             with self._world.recorder.module("local copies"):
-                shift(own, theirs, half(ranks), ranks).wait()
+                shift(own, theirs, self._apart, ranks).wait()
             shares.append((owner, form, theirs))
-        self._thread = behind(self._write, step, json.dumps(past.plain()), shares)
+        self._thread = behind(self._write, step, json.dumps(progress), shares)
 
-    def take(self, tensors: Sequence[Tensor], since: int) -> tuple[Past, Path] | None:
+    def take(self, tensors: Sequence[Tensor], since: int) -> tuple[dict[str, Any], Path] | None:
         """Fill the state from the newest whole step, if it is ``since`` or a later one.
 
         Returns:
-            How far that was, and its folder on this machine; None where no step is whole.
+            Its ``progress``, and its folder on this machine; None where no step is whole.
         """
         ranks = self._world.on_host
         name = on_first(self._name, ranks)
@@ -112,7 +111,7 @@ class LocalCopies:
         while True:
             said = gather_objects([self._form, list(found)], ranks)
             heads = [([Share(*head) for head in each], form) for form, each in said]
-            sources = newest_whole(heads, half(ranks))
+            sources = newest_whole(heads, self._apart)
             if sources is None:
                 return None
             mine = [share for share, holder in sources if holder == ranks.index]
@@ -125,7 +124,7 @@ class LocalCopies:
         own = sources[ranks.index][0]
         values = {share.rank: held for share, held in read.items() if held is not None}
         unpack(self._exchanged(values, sources, packed(tensors)), tensors)
-        return Past.of(json.loads(own.past)), here / step_name(own.step)
+        return json.loads(own.progress), here / step_name(own.step)
 
     def wait(self) -> None:
         """Wait until what is under way is written."""
@@ -156,13 +155,13 @@ class LocalCopies:
         path = self._folder / NAME_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
-    def _write(self, step: int, past: str, shares: Shares) -> None:
+    def _write(self, step: int, progress: str, shares: Shares) -> None:
         """Write shares, and drop the steps before; a disk that refuses costs the copies alone."""
         folder = self._here / step_name(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank, form, values in shares:
-                share = Share(step, self._session, rank, form, past)
+                share = Share(step, self._session, rank, form, progress)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 _write_share(path, share, self._identity, values)
         except OSError as error:
@@ -201,65 +200,6 @@ class LocalCopies:
         return own
 
 
-class Copies:
-    """The copies of a run's state that are kept besides its checkpoints, where any are.
-
-    Args:
-        run: the run.
-        folder: where its checkpoints are.
-        identity: digest of what it computes and of its layout.
-        form: digest of what this rank's share of the state consists of.
-        world: the ranks; all of them call each method alike.
-        memory: the copies in memory.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        folder: Path,
-        identity: str,
-        form: str,
-        world: World,
-        memory: MemoryCheckpoint | None,
-    ) -> None:
-        record = run.watch.checkpoint.local
-        self._memory, self._world = memory, world
-        self._local = record and LocalCopies(record, folder, identity, form, world)
-
-    def keep(self, past: Past, tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """Copy the state after a step."""
-        if self._memory is not None:
-            self._memory.keep(past, tensors)
-        if self._local is not None:
-            self._local.keep(past, tensors)
-
-    def take(
-        self, tensors: Sequence[Tensor], newest: Callable[[], Path | None]
-    ) -> tuple[Past, Path | None] | None:
-        """Fill the state from memory, or from local disks unless the newest checkpoint is newer.
-
-        Returns:
-            How far that was, and where it was on a disk; None where there is nothing to go on from.
-        """
-        past = self._memory and self._memory.take(tensors, self._world)
-        if past is not None:
-            return past, None
-        if self._local is None:
-            return None
-        stored = newest()
-        return self._local.take(tensors, 0 if stored is None else manifest.read(stored).step)
-
-    def wait(self) -> None:
-        """Wait until what is under way is written."""
-        if self._local is not None:
-            self._local.wait()
-
-
-def half(ranks: Group) -> int:
-    """Return how many places on the rank stands that keeps this one's copy."""
-    return ranks.size // 2
-
-
 def newest_whole(
     said: Sequence[tuple[Sequence[Share], str]], by: int
 ) -> list[tuple[Share, int]] | None:
@@ -276,7 +216,7 @@ def newest_whole(
     for holder, (shares, _) in enumerate(said):
         for share in shares:
             if share.rank < size and share.form == said[share.rank][1]:
-                by_rank = holders.setdefault((share.step, share.session, share.past), {})
+                by_rank = holders.setdefault((share.step, share.session, share.progress), {})
                 by_rank.setdefault(share.rank, {})[holder] = share
     for _, by_rank in sorted(holders.items(), reverse=True):
         if len(by_rank) == size:

@@ -8,8 +8,7 @@ before, so all ranks have finished that one: the newest copy that all have is ne
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from mmap import PAGESIZE, mmap
 from typing import Any
 
@@ -20,37 +19,11 @@ from moefold.comm.collectives import gather_objects
 from moefold.comm.config import Survive
 from moefold.comm.worker import Attempt, RankMemory
 from moefold.comm.world import World
-from moefold.training.state import Progress
 
 KEPT = 2
 ALIGNED = 16
 HEAD = 16 * PAGESIZE
 """Bytes before a copy's tensors: whether it is whole, and what is known of it."""
-
-
-@dataclass
-class Past:
-    """What a run needs besides tensors to go on: alike on all ranks."""
-
-    progress: Progress = field(default_factory=Progress)
-    strikes: int = 0
-    """Steps in a row that were not finite; see ``NonFinitePolicy``."""
-    struck_at: int = 0
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as small data."""
-        done = self.progress
-        return {
-            "progress": [done.step, done.tokens, list(done.excluded)],
-            "strikes": self.strikes,
-            "struck_at": self.struck_at,
-        }
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> "Past":
-        """Read what ``plain`` gave."""
-        step, tokens, excluded = said["progress"]
-        return cls(Progress(step, tokens, tuple(excluded)), said["strikes"], said["struck_at"])
 
 
 class Copy:
@@ -114,10 +87,13 @@ class MemoryCheckpoint:
         formats = [copy.head["format"] for copy in self._copies if copy.head]
         self.format: dict[str, Any] = formats[0] if formats else {}
 
-    def keep(self, past: Past, state: Callable[[], Sequence[Tensor]]) -> None:
-        """Copy the state after a step, where it is due; every rank calls it."""
-        step = past.progress.step
-        if self._turn and step % self._every:
+    def keep(self, progress: dict[str, Any], state: Callable[[], Sequence[Tensor]]) -> None:
+        """Copy the state after a step, where it is due; every rank calls it.
+
+        ``progress`` is what a run needs besides tensors to go on, alike on all ranks: its ``step``,
+        and other small data.
+        """
+        if self._turn and progress["step"] % self._every:
             return
         tensors = state()
         if not self._copies:
@@ -126,20 +102,20 @@ class MemoryCheckpoint:
         self._turn += 1
         head = {
             "turn": [self._attempt.number, self._turn],
-            "past": past.plain(),
+            "progress": progress,
             "format": self.format,
             "bytes": packed(tensors),
             "at": time.time(),
         }
         oldest = min(self._copies, key=lambda copy: copy.head["turn"] if copy.head else [])
         oldest.write(tensors, head)
-        self._attempt.in_step(step)
+        self._attempt.in_step(progress["step"])
 
-    def take(self, tensors: Sequence[Tensor], world: World) -> Past | None:
+    def take(self, tensors: Sequence[Tensor], world: World) -> dict[str, Any] | None:
         """Fill the state from the newest copy that all ranks have; every rank calls it.
 
         Returns:
-            How far that was; None where no copy is whole on all ranks, and all are dropped.
+            Its ``progress``; None where no copy is whole on all ranks, and all are dropped.
         """
         said = gather_objects([copy.head for copy in self._copies if copy.head], world.on_host)
         heads = {tuple(head["turn"]): head for each in said for head in each}
@@ -155,7 +131,7 @@ class MemoryCheckpoint:
                 "under_way_s": max(loss.noticed - newest.get("at", loss.noticed), 0.0),
             }
             if newest:
-                self.recovered["reached"] = Past.of(newest["past"]).progress.step
+                self.recovered["reached"] = newest["progress"]["step"]
         turn = last_whole([[tuple(head["turn"]) for head in each] for each in said])
         taken = None
         for copy in self._copies:
@@ -164,7 +140,7 @@ class MemoryCheckpoint:
                 copy.drop()
             elif copy.head["bytes"] == packed(tensors):
                 unpack(copy.values, tensors)
-                taken = Past.of(copy.head["past"])
+                taken = copy.head["progress"]
         assert turn is None or taken is not None, "all starts of a run have the same tensors"
         return taken
 
@@ -183,7 +159,7 @@ def last_whole(said: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | N
 
 def packed(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of some tensors' values, one behind the other."""
-    return sum(_room_of(tensor) for tensor in tensors)
+    return sum(_rooms(tensors))
 
 
 @torch.no_grad()
@@ -203,13 +179,13 @@ def unpack(packed_bytes: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _parts(tensors: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
-    parts, at = [], 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        parts.append(whole[at : at + size].view(tensor.dtype).view(tensor.shape))
-        at += _room_of(tensor)
-    return parts
+    """Return the place of each tensor's values in ``whole``, in its type and shape."""
+    rooms = whole[: packed(tensors)].split(_rooms(tensors))
+    return [
+        room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for room, tensor in zip(rooms, tensors, strict=True)
+    ]
 
 
-def _room_of(tensor: Tensor) -> int:
-    return math.ceil(tensor.numel() * tensor.element_size() / ALIGNED) * ALIGNED
+def _rooms(tensors: Sequence[Tensor]) -> list[int]:
+    return [math.ceil(tensor.nbytes / ALIGNED) * ALIGNED for tensor in tensors]

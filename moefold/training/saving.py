@@ -105,18 +105,15 @@ class Saver:
         Raises:
             SaveError: on all ranks, where it failed.
         """
-        while self.busy:
-            self._join()
+        while self._thread is not None and self.busy:
+            self._thread.join()
             self._go_on()
 
     def drop(self) -> None:
         """Let the thread of this rank end and publish nothing; for a run that failed."""
-        self._join()
-        self._saving, self._publishes = None, False
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
+        self._saving, self._publishes = None, False
 
     def _go_on(self) -> None:
         """Begin the next part of a save whose present one is done on all ranks."""

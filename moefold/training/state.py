@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -35,6 +36,11 @@ class Progress:
     """Valid tokens trained on."""
     excluded: tuple[int, ...] = ()
     """Places in the data's order that a rewind left out, ascending."""
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> "Progress":
+        """Read it from JSON data, which may say more."""
+        return cls(said["step"], said["tokens"], tuple(said["excluded"]))
 
     def place(self) -> int:
         """Return the place in the data's order of the next step."""
@@ -113,11 +119,9 @@ def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
         _check_names(path, stored, dict(wanted), whole=data.placed.world.size == 1)
         reader.check_sizes(dict(wanted))
         for name, held in wanted:
-            reader.read_into(name, held.tensor, tuple(start for start, _ in held.box))
-        if optimizer is None:
-            return Progress()
-        progress = reader.manifest.meta["progress"]
-    return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))
+            if data.valued:
+                reader.read_into(name, held.tensor, tuple(start for start, _ in held.box))
+        return Progress() if optimizer is None else Progress.of(reader.manifest.meta["progress"])
 
 
 def _check_names(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import sum_
-from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
@@ -63,7 +62,9 @@ def gradients(
     model, world = placed.model, placed.world
     module = world.recorder.module
     with module("step"):
-        labels, tokens = _everywhere(batches, world)
+        here = [sum(b.n_labels for b in batches), sum(b.population for b in batches)]
+        everywhere = sum_(torch.tensor(here).to(world.device), world.group("dp"))
+        labels, tokens = everywhere.tolist()
         check_even_rows(placed, batches)
     data.begin_step(len(batches))
     for _, mixture in model.mixtures():
@@ -102,13 +103,6 @@ def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
         context=layout.context,
         piece=None if piece is None else piece.to(device),
     )
-
-
-def _everywhere(batches: Sequence[MicroBatch], world: World) -> tuple[int, int]:
-    """Return the labels and valid rows of the step on all data ranks."""
-    counts = torch.tensor([sum(b.n_labels for b in batches), sum(b.population for b in batches)])
-    labels, tokens = sum_(counts.to(world.device), world.group("dp")).tolist()
-    return labels, tokens
 
 
 def _figures(

@@ -8,12 +8,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.errors import CheckpointError, DamagedError
@@ -43,13 +45,13 @@ from moefold.training.distributed import (
     stopping_on_signals,
 )
 from moefold.training.hooks.base import Figures, Hook
-from moefold.training.local import Copies
+from moefold.training.local import LocalCopies
 from moefold.training.machine import Utilisation
 from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import Decision, NonFinitePolicy
 from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice
-from moefold.training.recover import MemoryCheckpoint, Past
+from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore
@@ -57,10 +59,29 @@ from moefold.training.step import StepFigures, evaluate, gradients
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
+P = ParamSpec("P")
+R = TypeVar("R")
+_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
 class Interrupted(Exception):
     """The run was asked to stop; it saved before it did."""
+
+
+def together(
+    method: Callable[Concatenate["Trainer", P], R],
+) -> Callable[Concatenate["Trainer", P], R]:
+    """Make a method one that all ranks carry out, also where a hook on rank 0 alone calls it.
+
+    What it is given must be small data that JSON can hold.
+    """
+    _TOGETHER[method.__name__] = method
+
+    @wraps(method)
+    def called(self: "Trainer", *args: P.args, **how: P.kwargs) -> R:
+        return self._rank_zero.call(method.__name__, *args, **how)
+
+    return called
 
 
 class Trainer:
@@ -76,7 +97,8 @@ class Trainer:
         memory: copies of the state in memory, which the run goes on from if it holds any.
         told: told of what preparing data is at.
         scratch: a folder for a run that is only looked at: what of its data is not in ``cache``
-            lies there, nothing else is written, and the run's folder is not locked.
+            lies there, nothing else is written, the run's folder is not locked, and tensors have
+            no values and no memory.
         forks: another run's state is put in at once, so that no folder's weights are read.
 
     Every method is called on all ranks; hooks live on the first one, see ``RankZeroRunner``.
@@ -112,77 +134,75 @@ class Trainer:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        self._rank_zero = RankZeroRunner(world, self._calls_of_all())
+        calls = {name: partial(method, self) for name, method in _TOGETHER.items()}
+        self._rank_zero = RankZeroRunner(world, calls)
         self.parts = parts_from_outside(run)
         _make_deterministic(run)
         self.lock = FolderLock(self.folder, run.name)
-        _first(partial(demand_writable, self.folder) if scratch else self.lock.acquire, world)
+        claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
+        on_first(claim, world.on_host)
         try:
             with explaining_oom(run, world):
                 self.precision = PrecisionChoice.of(run, self.folder, world, memory)
                 self.run = run = self.precision.settle(run)
                 cache = cache or self.folder.parent / ".prepared"
-                data = _prepared(partial(prepare, run.data, cache, told, scratch), world)
-                self.tokenizer, self.loader = data.tokenizer, _loader(run, data, world)
+                prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
+                on_first(lambda: bool(prepared()), world.on_host)  # The others open what it made.
+                self.tokenizer = prepared().tokenizer
+                self.loader = _loader(run, prepared(), world)
                 self.feed = DataParallelLoader(self.loader, world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 dtype = self.precision.precision
-                self.data = Data(build_parts(self.decoder, dtype, run.layout, world, "meta"))
+                placed = build_parts(self.decoder, dtype, run.layout, world, "meta")
+                with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
+                    self.data = Data(placed, valued=scratch is None)
+                    self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
                 self.counts = count(self.decoder)
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
-                self._warn(*notes(run), *self.start_values())
-                self.optimizer = self.data.optimizer(run.optim)
+                lines = (*notes(run), *start_values(run, self.decoder, self.data, forks))
+                for line in lines if self._rank_zero.leader and not self.recovered else ():
+                    _log.warning("%s", line)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
                 same = identity(run, self.parts, self.loader.fingerprint(), world.size)
                 made_of = form(self.data, self.optimizer)
-                self.copies = Copies(run, self.folder, same, made_of, world, memory)
+                record = run.watch.checkpoint.local
+                self.local = record and LocalCopies(record, self.folder, same, made_of, world)
                 if not self._recall():
                     self.resumed_from = self._resume()
-                self.saver.prepare(partial(contents, self.data, self.optimizer))
+                if scratch is None:
+                    self.saver.prepare(partial(contents, self.data, self.optimizer))
         except BaseException:
             self._release()
             raise
-
-    def _calls_of_all(self) -> dict[str, Callable[..., Any]]:
-        """Return what all ranks do together when a hook on rank 0 asks for it."""
-        return {
-            "evaluate": self._evaluate,
-            "save": self._save,
-            "health": lambda: router_stats(self.placed),
-            "pace": self._pace,
-            "generate": lambda prompts, how: generate(continuing(self.placed), prompts, **how),
-        }
 
     def _release(self) -> None:
         if self._rank_zero.leader:
             self.lock.release()
 
-    def _warn(self, *lines: str) -> None:
-        for line in lines if self._rank_zero.leader and not self.recovered else ():
-            _log.warning("%s", line)
-
-    def start_values(self) -> tuple[str, ...]:
-        """Give the model its values before step one; return what of a folder's is left out."""
-        return start_values(self.run, self.decoder, self.data, self._forks)
-
     def _recall(self) -> bool:
         """Go on from copies in memory or on local disks, where some are whole and newest."""
-        found = self.copies.take(self._state(), self._newest)
-        if found is None:
+        said = self.memory and self.memory.take(self._state(), self.world)
+        if said is None and self.local is not None:
+            newest = self._newest()
+            since = 0 if newest is None else manifest.read(newest).step
+            if found := self.local.take(self._state(), since):
+                said, self.resumed_from = found
+        if said is None:
             return False
-        past, self.resumed_from = found
         self.data.renew()
-        self.progress = past.progress
-        self.nonfinite.strikes, self.nonfinite.struck_at = past.strikes, past.struck_at
+        self.progress = Progress.of(said)
+        self.nonfinite.strikes, self.nonfinite.struck_at = said["strikes"], said["struck_at"]
         return True
 
     def _keep(self) -> None:
         """Copy the state of the present step, where copies are kept."""
-        past = Past(self.progress, self.nonfinite.strikes, self.nonfinite.struck_at)
-        self.copies.keep(past, self._state)
+        policy = self.nonfinite
+        strikes = {"strikes": policy.strikes, "struck_at": policy.struck_at}
+        for copies in filter(None, (self.memory, self.local)):
+            copies.keep(asdict(self.progress) | strikes, self._state)
 
     def _state(self) -> list[torch.Tensor]:
         return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
@@ -245,7 +265,7 @@ class Trainer:
             try:
                 self._start()
                 self._keep()
-                self._run_on_rank_zero(lambda: None)
+                self._stops = self._rank_zero.lead(lambda: None, lambda: self._asked)
                 while self.progress.step < self.last_step and self._stops is None:
                     metrics = self.step()
                 self.save()
@@ -323,7 +343,7 @@ class Trainer:
         """Go back to the newest checkpoint, or the start, and leave ``place`` of the data out."""
         excluded = {*self.progress.excluded, place}
         if self._resume() is None:
-            self.start_values()
+            start_values(self.run, self.decoder, self.data, self._forks)
             self.optimizer = self.data.optimizer(self.run.optim)
             self.progress = Progress()
         self.progress.excluded = tuple(sorted({*self.progress.excluded, *excluded}))
@@ -336,16 +356,12 @@ class Trainer:
             self._tell("on_start")
 
     def _tell(self, event: str, *given: Any) -> None:
-        """Tell the hooks of an event, on the first rank; the others do what hooks ask for."""
+        """Tell the hooks of an event, on the first rank, and all ranks whether to stop."""
 
         def tell() -> None:
             for hook in self.hooks:
                 getattr(hook, event)(self, *given)
 
-        self._run_on_rank_zero(tell)
-
-    def _run_on_rank_zero(self, tell: Callable[[], None]) -> None:
-        """Let the first rank tell its hooks, and all ranks know whether to stop."""
         self._stops = self._rank_zero.lead(tell, lambda: self._asked)
 
     def _stop(self, error: BaseException | None) -> None:
@@ -371,15 +387,13 @@ class Trainer:
                 raise caught
             _log.warning("a hook failed while the run ended: %s", caught)
 
+    @together
     def evaluate(self, tokens: int | None = None) -> Figures:
         """Return loss and bits per byte on each held-out set.
 
         Args:
             tokens: about how many tokens of each set at most; default as the run says, or all.
         """
-        return self._rank_zero.call("evaluate", tokens)
-
-    def _evaluate(self, tokens: int | None) -> Figures:
         record = self.run.watch.evaluate
         if tokens is None and record is not None:
             ended = self.progress.step >= self.run.train.steps
@@ -398,11 +412,9 @@ class Trainer:
         self._tell("on_evaluate", metrics)
         return metrics
 
+    @together
     def save(self) -> Path:
         """Write a checkpoint of the present step, if there is none yet, and return its folder."""
-        return Path(self._rank_zero.call("save"))
-
-    def _save(self) -> Path:
         self.saver.wait()
         present = self._newest()
         if present is not None and present.name == step_name(self.progress.step):
@@ -418,21 +430,21 @@ class Trainer:
         }
         return self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
 
+    @together
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step, by layer."""
-        return self._rank_zero.call("health")
+        return router_stats(self.placed)
 
+    @together
     def pace(self) -> list[float]:
         """Return the seconds each rank was busy in steps since the last call, waits left out."""
-        return self._rank_zero.call("pace")
-
-    def _pace(self) -> list[float]:
         busy, self._busy_s = self._busy_s, 0.0
         return gather_objects(busy, self.world.on_host)
 
+    @together
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return what the model writes after each prompt; see :func:`moefold.model.generate`."""
-        return self._rank_zero.call("generate", prompts, how)
+        return generate(continuing(self.placed), prompts, **how)
 
     def request_stop(self, reason: str) -> None:
         """Ask the trainer to save and end after the present step; the first rank is asked."""
@@ -446,7 +458,8 @@ class Trainer:
                 self.saver.wait()
         finally:
             self.saver.drop()
-            self.copies.wait()
+            if self.local is not None:
+                self.local.wait()
             self._release()
 
     def __enter__(self) -> "Trainer":
@@ -456,33 +469,12 @@ class Trainer:
         self.close(error)
 
 
-def _first(function: Callable[[], object], world: World) -> None:
-    """Do something on the first rank; where it fails there, it fails on all."""
-
-    def done() -> None:
-        function()
-
-    on_first(done, world.on_host)
-
-
 def _make_deterministic(run: Run) -> None:
     """Let kernels compute the same bits each time, where the run asks for it."""
     if run.deterministic:
         # What cuBLAS needs to be so too; it is read before the first product on a device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-def _prepared(make: Callable[[], Prepared], world: World) -> Prepared:
-    """Prepare the run's data on the first rank, then open it on the others, once each."""
-    found: list[Prepared] = []
-
-    def once() -> None:
-        found.extend([] if found else [make()])
-
-    _first(once, world)
-    once()
-    return found[0]
 
 
 def _loader(run: Run, prepared: Prepared, world: World) -> Loader:

@@ -10,8 +10,11 @@ import pytest
 import yaml
 
 from moefold.cli.main import main
+from moefold.training import banner
 from moefold.training.run_folder import History, StepLines
-from tests.cpu.runs import raw_run
+from moefold.training.state import held_by
+from moefold.training.trainer import Trainer
+from tests.cpu.runs import job_of, raw_run, run_of
 from tests.pure.test_training_history import Page
 
 WATCH = {
@@ -179,8 +182,8 @@ def test_a_dry_run_writes_nothing_anywhere(
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    layout = ["--nproc", "2", "--layout", "ep2"] if nproc == 2 else []
-    assert main(["train", str(trained.parent / "run.yaml"), "--dry-run", *layout]) == 0
+    layout = ["layout.zero=3", "--nproc", "2", "--layout", "ep2"] if nproc == 2 else []
+    assert main(["train", str(trained.parent / "run.yaml"), *layout, "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out or nproc == 2
     assert not list(work.rglob("*")) and not list(scratch.rglob("moefold*"))
 
@@ -236,6 +239,33 @@ def test_a_dry_run_of_a_begun_run_says_where_it_goes_on(trained: Path, capsys: A
     facts = json.loads(capsys.readouterr().out)
     assert facts["step"] >= 8 and "step-" in facts["resumed_from"]
     assert sorted(path.name for path in trained.iterdir()) == before
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_run_that_is_looked_at_says_the_same_without_values(tmp_path: Path, kind: str) -> None:
+    """Plant: materialise its tensors, or leave out what the optimizer says of its device."""
+    changes: Any = {"optim": {"kind": kind, "lr": 0.01}}
+    with job_of(tmp_path, **changes) as job:
+        job.step()
+        job.save()
+    with job_of(tmp_path, **changes) as job:
+        whole = banner.facts(job, job.folder)
+    run, places = run_of(tmp_path, **changes), {"cache": tmp_path / "prepared"}
+    with Trainer(run, tmp_path / "out", scratch=tmp_path / "scratch", **places) as job:
+        assert banner.facts(job, job.folder) == whole and whole["step"] == 1
+        held = [held.tensor for _, held in held_by(job.data, job.optimizer)]
+        assert held and all(tensor.untyped_storage().device.type == "meta" for tensor in held)
+
+
+def test_a_dry_run_of_what_no_machine_holds(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    """A trillion parameters, counted and not made."""
+    run = ["train", str(trained.parent / "run.yaml"), "--folder", str(tmp_path / "dry")]
+    shape = {"hidden": 8192, "layers": 48, "experts": 64, "expert_width": 16384}
+    changes = [f"model.shape.{name}={size}" for name, size in shape.items()]
+    assert main([*run, "--dry-run", "--json", *changes]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["parameters"] > 1.2e12 and answer["state_bytes"] > 16 * 1.2e12
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

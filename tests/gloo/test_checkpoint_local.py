@@ -188,8 +188,8 @@ def test_a_disk_that_refuses_costs_the_copies_alone(quick: Path) -> None:
     goes_on(quick, LAST, "")
 
 
-def share(step: int, rank: int, session: str = "s", past: str = "{}") -> Share:
-    return Share(step, session, rank, "f", past)
+def share(step: int, rank: int, session: str = "s", progress: str = "{}") -> Share:
+    return Share(step, session, rank, "f", progress)
 
 
 def test_which_step_is_whole_and_who_reads_it() -> None:

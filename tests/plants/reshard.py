@@ -87,8 +87,8 @@ PLANTS = (
         "a run that goes on begins the data anew",
         DEALT,
         "training/state.py",
-        '    return Progress(progress["step"], progress["tokens"], tuple(progress["excluded"]))\n',
-        '    return Progress(0, progress["tokens"], tuple(progress["excluded"]))\n',
+        'Progress.of(reader.manifest.meta["progress"])',
+        'Progress.of(reader.manifest.meta["progress"] | {"step": 0})',
     ),
     Plant(
         "b37",

@@ -58,13 +58,15 @@ class Data:
     Attributes:
         placed: this rank's parts of the model; parameters that are shared out become handles.
         params: what this rank updates, by global name: its elements of a parameter, or all of it.
+        valued: whether there are values; without, names, shapes and types are all that is here.
     """
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: Placed, valued: bool = True) -> None:
         """Take the parameters as they are, and keep this rank's share of them.
 
         Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
         """
+        self.valued = valued
         self.placed = replace(placed, hooks_for=self.hooks_for)
         self._shards, world, layout = placed.shards, placed.world, placed.layout
         if broken := list(layout.misfits_over(world.size)):
@@ -220,7 +222,7 @@ class Data:
         They are on their way when it returns; the first pass through a unit waits for its own.
         """
         for bucket in self.buckets:
-            if bucket.keeps:
+            if bucket.keeps and self.valued:
                 bucket.all_gather()
 
     # What is here
@@ -275,6 +277,8 @@ class Data:
 
         Buffers become zero, those that a checkpoint holds what the function says if ``buffers``.
         """
+        if not self.valued:
+            return
         for buffer in self.placed.model.buffers():
             buffer.zero_()
         for held in self.weights():
