@@ -198,6 +198,6 @@ def test_which_step_is_whole_and_who_reads_it() -> None:
     assert found == [(share(4, 0), 0), (share(4, 1), 1)]
     found = newest_whole([([*both, share(6, 0)], "f"), ([], "f")], 1)
     assert found == [(share(4, 0), 0), (share(4, 1), 0)], "what one lacks its keeper reads"
-    for odd in (share(4, 1, "t"), share(4, 1, past=json.dumps(1)), share(5, 1)):
+    for odd in (share(4, 1, "t"), share(4, 1, progress=json.dumps(1)), share(5, 1)):
         assert newest_whole([([share(4, 0)], "f"), ([odd], "f")], 1) is None
     assert newest_whole([([share(4, 0)], "f"), ([share(4, 1)], "g")], 1) is None, "of another form"
