@@ -156,7 +156,7 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     said = meta.get("tokenizer")
     if said is None:
         return None
-    return Tokenizer(*(said[name] for name in TOKENIZER), "the checkpoint's tokenizer")
+    return Tokenizer(**{key: said[key] for key in TOKENIZER}, source="the checkpoint's tokenizer")
 
 
 def start_values(run: Run, decoder: Decoder, data: Data, replaced: bool) -> tuple[str, ...]:
