@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def case(self) -> Case:
-        """The same as the planner takes it."""
+        """This case as the planner takes it."""
         wide = self.precision == "fp32"
         numbers = Numbers("fp32" if wide else "bf16", self.optim, weight_bytes=0 if wide else 2)
         return Case(

@@ -18,7 +18,7 @@ NATURAL_LOAD = 1.6
 """Rows of the fullest expert rank over the mean, of routing that is not forced: no source prints
 it. Set by hand from what natural routing costs beside forced balance in four pairs of runs."""
 CONVERGED_LOAD = 1.1
-"""The same, of a long run with a bias per expert."""
+"""Rows of the fullest expert rank over the mean, of a long run with a bias per expert."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class World:
 
     @property
     def beside(self) -> "World":
-        """The same ranks with groups of their own to experts, for a second thread of every rank.
+        """This world with groups of their own to experts, for a second thread of every rank.
 
         Operations of one group must be issued in one order on all its ranks, and those of two
         threads are in none. Every rank asks for it at the same place; the groups are made once.

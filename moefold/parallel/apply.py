@@ -71,7 +71,7 @@ class Placed:
     term_layers: dict[str, int]
     """How many layers of the whole model have each router term."""
     beside: World | None
-    """The same ranks with groups for the exchanges of pairs, where the schedule has any."""
+    """This world with groups for the exchanges of pairs, where the schedule has any."""
     hooks_for: HooksFor = resident
 
 

@@ -97,7 +97,7 @@ class Share(NamedTuple):
 
     @property
     def dense(self) -> "Share":
-        """The same for what is no mixture: where experts lie changes nothing."""
+        """This share for a half without experts: where experts lie changes nothing."""
         return self._replace(ep=1, etp=1, load=1.0, fused=False)
 
     def of_half(self, record: Record) -> "Share":

@@ -317,7 +317,7 @@ class Patient(Disk):
 
 
 def test_a_really_full_disk(tmp_path: Path) -> None:
-    """The same on a file system that is full, mounted where only a fork sees it."""
+    """A save on a file system that is full, mounted where only a fork sees it."""
     cannot = 77
 
     def work() -> None:

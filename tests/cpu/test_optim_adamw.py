@@ -197,7 +197,7 @@ def test_a_parameter_of_another_memory_layout_is_updated_rightly() -> None:
 
 
 def test_a_gradient_of_another_memory_layout_is_read_rightly() -> None:
-    """The same for the gradient alone."""
+    """The gradient alone is turned, the weight is not."""
     one, other = (nn.Parameter(torch.ones(5, 12)) for _ in range(2))
     grad = torch.randn(12, 5).t()
     one.grad, other.grad = grad, grad.contiguous()

@@ -83,7 +83,7 @@ class Sending:
 
     @property
     def case(self) -> Case:
-        """The same as the planner takes it."""
+        """This case as the planner takes it."""
         where, record = self.where, decoder(self.model)
         sizes = where.split
         node = self.ranks

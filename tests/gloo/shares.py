@@ -71,7 +71,7 @@ class Case:
 
     @property
     def alone(self) -> "Case":
-        """The same on one rank."""
+        """This case on one rank."""
         return Case("", 0, self.optim, self.model, self.micro_batches)
 
 

@@ -27,6 +27,9 @@ TENSOR_NAME = re.compile(r"[a-z0-9]_[A-Z][A-Za-z]*$")
 REDUCTIONS = {"sum", "max", "min", "amax", "amin", "any", "all", "mean", "argmax", "argmin"}
 ABOUT_SHAPE = {"shape", "size", "numel", "ndim", "dim", "dtype", "stride", "element_size"}
 
+# Beginnings of docstrings that cannot be read without the sentence before them.
+LEANING = re.compile(r"\s*(The same|See|That of|As it|Like)\b")
+
 # A remark that puts work off, spelled so that this file does not hold it.
 PUT_OFF = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X"]) + r")\b")
 # Folders that exist on one machine only.
@@ -174,6 +177,17 @@ def _is_mask(node: ast.expr, names: set[str]) -> bool:
         return any(_is_mask(item, names) for item in node.elts)
     words = dotted(node).rpartition(".")[2].split("_")
     return (isinstance(node, ast.Name) and node.id in names) or bool({"mask", "valid"} & set(words))
+
+
+def docstrings_stand_alone(root: Path) -> list[str]:
+    """A docstring, of an attribute too, can be read without what stands before it."""
+    return [
+        module.at(node.lineno, f"a docstring begins with {found[1]!r}: say what the thing is")
+        for module in modules(root).values()
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str) and (found := LEANING.match(node.value.value))
+    ]
 
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ class Node(Record):
     kind: Literal["node"] = "node"
     left: Annotated[Record, TREE] | None = None
     twin: "Node | None" = None
-    """The same again."""
+    """Itself without a slot between."""
 
 
 @TREE.register
@@ -81,7 +81,7 @@ def test_records_that_point_at_themselves() -> None:
     with pytest.raises(ValidationError):
         checked(json_schema(Node), {"left": {"kind": "leaf"}})
     twin = json_schema(Node)["$defs"]["Node"]["properties"]["twin"]
-    assert twin["description"] == "The same again."
+    assert twin["description"] == "Itself without a slot between."
 
 
 def test_kinds_registered_later_are_in_the_schema_at_once() -> None:

@@ -28,6 +28,7 @@ RULES: list[Rule] = [
     shape.annotated,
     words.words_at_home,
     words.never_waits,
+    words.docstrings_stand_alone,
     words.nothing_left_behind,
 ]
 
@@ -268,6 +269,12 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         words.words_at_home,
         {"moefold/training/trainer.py": "import moefold\nflag = run.use_MoE\n"},
         "moefold/training/trainer.py:2: names 'MoE'",
+    ),
+    (
+        "a docstring that leans on another",
+        words.docstrings_stand_alone,
+        {"moefold/a.py": '"""A likeness."""\nx = 1\n"""The same again."""\n'},
+        "moefold/a.py:3: a docstring begins with 'The same'",
     ),
     (
         "work put off",
