@@ -16,7 +16,6 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
-from moefold.convert.tokenizer import TokenizerFiles
 from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
@@ -151,15 +150,11 @@ def export(
         ValueError: where there is no checkpoint, or no known family has this model.
     """
     with StoredModel.open(checkpoint, uses) as stored:
-        files = None
-        if stored.tokenizer is not None:
-            names = {"eos_token": stored.tokenizer.end, "bos_token": stored.tokenizer.start}
-            files = TokenizerFiles(stored.tokenizer.text, {k: v for k, v in names.items() if v})
         return export_folder(
             stored.decoder,
             stored.tensors,
             folder,
-            files,
+            stored.tokenizer,
             dtype,
             layout,
             special_tokens=stored.meta.get("special_tokens"),

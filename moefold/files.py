@@ -4,10 +4,12 @@ Standard library alone.
 """
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -46,6 +48,37 @@ def write_text(path: Path, text: str) -> None:
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write plain data as an indented JSON file, whole or not at all."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(
+    path: Path, kind: type[ValueError] = ValueError, limit: int | None = None
+) -> dict[str, Any]:
+    """Read a JSON object of at most ``limit`` bytes, without NaN and infinities.
+
+    Raises:
+        ValueError: of this ``kind``, naming the file, where it is too large or no such object.
+        OSError: where it cannot be read.
+    """
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not a number")
+
+    with named(path, kind):
+        if limit is not None and path.stat().st_size > limit:
+            raise kind(f"{path} is larger than {limit} bytes")
+        text = path.read_text(encoding="utf-8-sig")
+    try:
+        found = json.loads(text, parse_constant=refuse)
+    except (RecursionError, ValueError) as error:
+        raise kind(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise kind(f"{path} holds no JSON object but a {type(found).__name__}")
+    return found
 
 
 def make_folder(path: Path) -> list[Path]:

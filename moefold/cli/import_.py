@@ -84,7 +84,7 @@ def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
     Raises:
         ValueError: where no token ends a document, or tokens have no row of the embedding.
     """
-    if found.tokenizer is None:
+    if not (args.source / "tokenizer.json").is_file():
         return None
     tokenizer = from_path(str(args.source), args.end, args.start)
     if tokenizer.size > found.decoder.vocab:

@@ -1,30 +1,27 @@
 """From our tensors to a Hugging Face folder, one tensor in memory at a time."""
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
-from moefold.convert.errors import ConvertError
-from moefold.convert.plan import targets
-from moefold.convert.source import INDEX
-from moefold.convert.tokenizer import TokenizerFiles, write_tokenizer
+from moefold.convert.plan import Dtype, Sent, contract, targets
+from moefold.convert.source import INDEX, ConvertError
+from moefold.data.config import TOKENIZER_CONFIG
+from moefold.data.tokenizer import Tokenizer
+from moefold.files import write_json
 from moefold.model.config import Decoder
 from moefold.model.families.hub import SPECIAL, left_out
-from moefold.model.families.names import Layout, Piece, find, pieces
+from moefold.model.families.names import Layout
 from moefold.model.families.registry import family_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 4 * 10**9
 
 
@@ -32,7 +29,7 @@ def export_folder(
     decoder: Decoder,
     tensors: Mapping[str, Tensor],
     folder: str | Path,
-    tokenizer: TokenizerFiles | None = None,
+    tokenizer: Tokenizer | None = None,
     dtype: Dtype = "float32",
     layout: Layout = "per_expert",
     *,
@@ -52,8 +49,8 @@ def export_folder(
         shard_bytes: most bytes of data in one file.
 
     Raises:
-        ConvertError: where the folder is not empty, or tensors are missing, unexpected, of
-            another shape, or do not fit the type.
+        ConvertError: where the folder is not empty, or tensors are missing, unexpected, or of
+            another shape.
         ValueError: where no known family has this decoder.
     """
     folder = Path(folder)
@@ -61,20 +58,23 @@ def export_folder(
         raise ConvertError(folder, ["is there already; name a new folder"])
     family = family_of(decoder)
     wanted = targets(decoder)
-    _check(folder, wanted, tensors)
     reader = _Reader(folder, tensors, wanted)
-    found = _on_disk(find(family.tensors, wanted), reader, dtype, layout)
-    files = pack(found, shard_bytes)
+    named: dict[str, TensorSlice] = {}
+    for sent in contract(decoder, dtype, layout, exact="selection_bias"):
+        assert sent.name not in named, sent.name
+        lazy = LazyTensor(sent.dtype, sent.shape, partial(reader.read, sent))
+        named[sent.name] = TensorSlice.whole(lazy)
+    files = pack(list(named.items()), shard_bytes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     staged.mkdir()
     try:
         config = family.to_hf(decoder) | {"torch_dtype": dtype}
-        tokens = {} if tokenizer is None else write_tokenizer(staged, tokenizer, decoder.context)
+        tokens = {} if tokenizer is None else _write_tokenizer(staged, tokenizer, decoder.context)
         tokens |= {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
-        _write_json(staged / "config.json", config | tokens)
+        write_json(staged / "config.json", config | tokens)
         if tokens:
-            _write_json(staged / "generation_config.json", tokens)
+            write_json(staged / "generation_config.json", tokens)
         _write_weights(staged, files)
         if folder.exists():
             folder.rmdir()
@@ -85,28 +85,22 @@ def export_folder(
     return left_out(decoder)
 
 
-def _check(folder: Path, wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse unless the tensors are exactly the decoder's; their shapes are checked when read."""
-    names = set(tensors)  # `in` on the mapping itself may read a tensor
-    problems = [f"tensor {n} is missing" for n in wanted if n not in names]
-    problems += [f"tensor {n} is not the decoder's" for n in tensors if n not in wanted]
-    if problems:
-        raise ConvertError(folder, problems)
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int | None) -> dict[str, int]:
+    """Write the two files that ``transformers.AutoTokenizer`` reads; return special tokens' ids.
 
-
-def _on_disk(
-    found: Mapping[str, tuple[Any, int]], reader: "_Reader", dtype: Dtype, layout: Layout
-) -> list[Named]:
-    """Return every tensor of the folder in order, each read when it is written."""
-    tensors: dict[str, TensorSlice] = {}
-    for name, (row, layer) in found.items():
-        exact = name.endswith("selection_bias")
-        kept = torch.float32 if exact else DTYPES[dtype]
-        for piece in pieces(row, layer, reader.shape(name), layout):
-            assert piece.name not in tensors, piece.name
-            lazy = LazyTensor(kept, piece.shape, partial(reader.read, name, piece, kept))
-            tensors[piece.name] = TensorSlice.whole(lazy)
-    return list(tensors.items())
+    It warns of texts longer than ``context`` tokens.
+    """
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.end,
+        "bos_token": tokenizer.start,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+    write_json(folder / TOKENIZER_CONFIG, {k: v for k, v in config.items() if v is not None})
+    ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id}
+    return {name: number for name, number in ids.items() if number is not None}
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
@@ -120,40 +114,34 @@ def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:
         where = {tensor: n for n, held in zip(names, files, strict=True) for tensor, _ in held}
         total = sum(part.size for held in files for _, part in held)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
 
 
 class _Reader:
-    """Cuts tensors on disk out of ours; keeps the one in use, as its parts follow each other."""
+    """Cuts tensors on disk out of ours; keeps the one in use, as its parts follow each other.
+
+    Raises:
+        ConvertError: unless the tensors are exactly the decoder's; shapes are checked when read.
+    """
 
     def __init__(
         self, folder: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
     ) -> None:
-        self._folder, self._tensors, self._wanted = folder, tensors, wanted
+        self._folder, self._tensors = folder, tensors
         self._held: tuple[str, Tensor] | None = None
+        names = set(tensors)  # `in` on the mapping itself may read a tensor
+        problems = [f"tensor {n} is missing" for n in wanted if n not in names]
+        problems += [f"tensor {n} is not the decoder's" for n in tensors if n not in wanted]
+        if problems:
+            raise ConvertError(folder, problems)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that a tensor of ours must have."""
-        return self._wanted[name].shape
-
-    def read(self, name: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def read(self, sent: Sent) -> Tensor:
         """Return the part of a tensor of ours that is one on disk, in its type there."""
-        if self._held is None or self._held[0] != name:
+        if self._held is None or self._held[0] != sent.ours:
             self._held = None  # let go before the next is read
-            self._held = (name, self._take(name))
-        cut = self._held[1][piece.index]
-        made = cut.reshape(piece.shape).to(dtype)
-        if dtype == torch.float16 and bool((made.isinf() & ~cut.isinf().view_as(made)).any()):
-            raise ConvertError(self._folder, [f"{name} exceeds float16; use bfloat16"])
-        return made
-
-    def _take(self, name: str) -> Tensor:
-        tensor, expected = self._tensors[name].detach().cpu(), self._wanted[name].shape
-        if tuple(tensor.shape) != expected:
-            found = f"{name} has shape {list(tensor.shape)}, expected {list(expected)}"
-            raise ConvertError(self._folder, [found])
-        return tensor
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            tensor = self._tensors[sent.ours].detach().cpu()
+            if tensor.shape != sent.whole:
+                shapes = f"{list(tensor.shape)}, expected {list(sent.whole)}"
+                raise ConvertError(self._folder, [f"{sent.ours} has shape {shapes}"])
+            self._held = (sent.ours, tensor)
+        return self._held[1][sent.index].reshape(sent.shape).to(sent.dtype)

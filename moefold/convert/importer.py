@@ -11,15 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from moefold.convert.errors import ConvertError
 from moefold.convert.pickled import PickledWeights
 from moefold.convert.plan import Plan, make_plan, targets
-from moefold.convert.source import SafetensorsWeights, Weights
-from moefold.convert.tokenizer import TokenizerFiles, read_tokenizer
+from moefold.convert.source import ConvertError, SafetensorsWeights, Weights
+from moefold.data.config import TOKENIZER_CONFIG
+from moefold.files import read_json
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family
-from moefold.model.families.folder import read_config
+from moefold.model.families.folder import CONFIG_LIMIT, read_config
 from moefold.model.families.names import Piece
 
 _HEAD, _EMBED = "head.weight", "embed.weight"
@@ -76,7 +76,10 @@ class FolderTensors(Mapping[str, Tensor]):
             sick = [n for n in names if bool(self._source.read(n).isnan().any())] or names
             raise ConvertError(self._source.folder, [f"{n} holds NaN" for n in sick])
         if name == _EMBED and self._tied_head is not None:
-            self._check_tied(wanted, self._tied_head, box)
+            head = self._source.read_box(self._tied_head, box)
+            if not torch.equal(head.to(wanted.dtype), wanted):
+                said = "differs from the embedding, but config.json says tie_word_embeddings"
+                raise ConvertError(self._source.folder, [f"{self._tied_head} {said}"])
         return wanted
 
     def _read(self, piece: Piece, shape: tuple[int, ...], box: Box) -> Tensor:
@@ -98,13 +101,6 @@ class FolderTensors(Mapping[str, Tensor]):
         ]
         return torch.stack(parts, 1)
 
-    def _check_tied(self, embed: Tensor, head: str, box: Box) -> None:
-        if not torch.equal(self._source.read_box(head, box).to(embed.dtype), embed):
-            raise ConvertError(
-                self._source.folder,
-                [f"{head} differs from the embedding, but config.json says tie_word_embeddings"],
-            )
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -114,7 +110,6 @@ class Imported:
     model: Family
     """The family's record, with the sizes that users write."""
     tensors: FolderTensors
-    tokenizer: TokenizerFiles | None
     special_tokens: Mapping[str, Any]
     """``bos_token_id`` and its like."""
     notes: tuple[str, ...]
@@ -147,9 +142,16 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
     """
     folder = Path(folder)
     reading = read_config(folder)
-    source = _source(folder, weights, reading.model)
+    names = {row.ours: row.theirs[0] for row in reading.model.tensors}
+    source: Weights
+    if weights is None:
+        source = SafetensorsWeights(folder)
+    else:
+        source = PickledWeights(Path(weights), names[_EMBED])
     try:
-        tied_head = _tied_head(reading.model, source) if reading.decoder.tied else None
+        # A head may be stored although it is the embedding.
+        head = names.get(_HEAD) if reading.decoder.tied else None
+        tied_head = head if head in source.tensors else None
 
         def ignored(name: str) -> str | None:
             if name == tied_head:
@@ -164,18 +166,18 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
             ignored=ignored,
             block=reading.quantised,
         )
-        tokenizer, said = read_tokenizer(folder)
+        said = list(_about_tokenizer(folder))
     except BaseException:
         source.close()
         raise
     left_out = (*source.notes, *_left_out(plan))
-    notes = (*reading.notes, *left_out, *_scaled(plan), *said)
+    scaled = f"{len(plan.scales)} FP8 tensors multiplied out with their block scales"
+    notes = (*reading.notes, *left_out, *([scaled] if plan.scales else []), *said)
     tensors = FolderTensors(source, plan, tied_head)
     return Imported(
         reading.decoder,
         reading.model,
         tensors,
-        tokenizer,
         reading.special_tokens,
         notes,
         tuple(f"{folder}: {note}" for note in left_out),
@@ -183,17 +185,13 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
     )
 
 
-def _source(folder: Path, weights: str | Path | None, model: Family) -> Weights:
-    if weights is None:
-        return SafetensorsWeights(folder)
-    (embed,) = [row.theirs[0] for row in model.tensors if row.ours == _EMBED]
-    return PickledWeights(Path(weights), embed)
-
-
-def _tied_head(model: Family, source: Weights) -> str | None:
-    """Return the name under which a head is stored although it is the embedding."""
-    names = [e.theirs[0] for e in model.tensors if e.ours == _HEAD]
-    return next((n for n in names if n in source.tensors), None)
+def _about_tokenizer(folder: Path) -> Iterator[str]:
+    """Yield notes on a folder's tokenizer."""
+    config = folder / TOKENIZER_CONFIG
+    if not (folder / "tokenizer.json").is_file():
+        yield f"{folder} has no tokenizer.json; the checkpoint will have no tokenizer"
+    elif config.is_file() and "auto_map" in read_json(config, limit=CONFIG_LIMIT):
+        yield f"auto_map in {config.name} names code of the folder's own; it is never run"
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
@@ -202,11 +200,6 @@ def _left_out(plan: Plan) -> Iterator[str]:
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
         yield f"{len(names)} tensors left out, {reason}: {names[0]}" + (" …" if names[1:] else "")
-
-
-def _scaled(plan: Plan) -> Iterator[str]:
-    if plan.scales:
-        yield f"{len(plan.scales)} FP8 tensors multiplied out with their block scales"
 
 
 def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.manifest import tiles
-from moefold.convert.errors import ConvertError
-from moefold.convert.source import DTYPES, TensorInfo, Weights
+from moefold.convert.source import DTYPES, ConvertError, TensorInfo, Weights
 from moefold.layers.placement import Box, inside, shared_box
 
 METADATA = ".metadata"

@@ -8,15 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from moefold.convert.errors import ConvertError
-from moefold.convert.source import DTYPES, TensorInfo
+from moefold.convert.source import DTYPES, ConvertError, TensorInfo
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.names import Entry, Piece, choose_layout, find, pieces
+from moefold.model.families.names import Entry, Layout, Piece, choose_layout, find, pieces
+from moefold.model.families.registry import family_of
 
+Dtype = Literal["float32", "bfloat16"]
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types that weights are written in."""
 SCALE = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
 
@@ -27,6 +32,44 @@ def targets(decoder: Decoder) -> dict[str, Tensor]:
     They are the model's own, built on the meta device.
     """
     return DecoderModel(decoder, precision="fp32", device="meta").state_dict()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One tensor of a Hugging Face folder, and which part of ours it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ours: str
+    index: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape of ours."""
+
+
+def contract(
+    decoder: Decoder,
+    dtype: Dtype = "bfloat16",
+    layout: Layout = "per_expert",
+    exact: str = ".router.",
+) -> list[Sent]:
+    """Return every tensor that a decoder is handed on as, in order.
+
+    Args:
+        decoder: the description.
+        dtype: type of the tensors.
+        layout: experts each on their own, or all in one tensor.
+        exact: what has this in its name stays float32.
+
+    Raises:
+        ValueError: where no known family has this decoder.
+    """
+    wanted, sent = targets(decoder), list[Sent]()
+    for name, (row, layer) in find(family_of(decoder).tensors, wanted).items():
+        kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
+        for piece in pieces(row, layer, whole, layout):
+            sent.append(Sent(piece.name, piece.shape, kept, name, piece.index, whole))
+    return sent
 
 
 @dataclass(frozen=True)

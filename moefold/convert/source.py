@@ -5,9 +5,9 @@ and code is never run.
 """
 
 import json
-import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moefold.convert.errors import ConvertError
+from moefold.files import read_json
 from moefold.layers.placement import Box
-from moefold.model.families.folder import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 INDEX_LIMIT = 64 * 2**20
-HEADER_LIMIT = 100 * 10**6
-"""Bytes of the largest header that the format's own library reads."""
+PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
+"""Names without a path in them, in any system's notation."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+SHOWN = 40
+"""Problems that one message lists; the rest are counted."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,6 +37,16 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 """Types that weights may be stored in."""
+
+
+class ConvertError(ValueError):
+    """A folder cannot be converted: where, and every reason found."""
+
+    def __init__(self, where: Path | str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        listed = "".join(f"\n  {p}" for p in self.problems[:SHOWN])
+        left = len(self.problems) - SHOWN
+        super().__init__(f"{where}:{listed}" + (f"\n  and {left} more" if left > 0 else ""))
 
 
 @dataclass(frozen=True)
@@ -119,32 +131,16 @@ class SafetensorsWeights(Weights):
                 self.tensors[name] = TensorInfo(file, view.get_dtype(), tuple(view.get_shape()))
             if indexed is not None:
                 missing, extra = sorted(indexed - set(names)), sorted(set(names) - indexed)
-                problems += [
-                    f"{name}: {INDEX} puts it in {file}, which lacks it" for name in missing
-                ]
-                problems += [
-                    f"{name} lies in {file}, and {INDEX} does not say so" for name in extra
-                ]
+                problems += [f"{n}: {INDEX} puts it in {file}, which lacks it" for n in missing]
+                problems += [f"{n} lies in {file}, and {INDEX} does not say so" for n in extra]
         if problems:
             raise ConvertError(self.folder, problems)
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
-            path = self.folder / file
-            _check_header(path)
-            self._open[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            opened = safe_open(self.folder / file, framework="pt")
+            self._open[file] = self._stack.enter_context(opened)
         return self._open[file]
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a header that claims more than the file has, or than anyone needs."""
-    size = os.stat(path).st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(HEADER_LIMIT, size - 8):
-        raise SafetensorError(
-            f"the header claims {length} bytes; the file has {size}, the limit is {HEADER_LIMIT}"
-        )
 
 
 def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
@@ -152,41 +148,29 @@ def _files(folder: Path, notes: list[str]) -> dict[str, set[str] | None]:
     if not folder.is_dir():
         raise ConvertError(folder, ["is not a folder"])
     present = sorted(p.name for p in folder.iterdir())
-    has_index, has_single = INDEX in present, SINGLE in present
-    if has_index and has_single:
-        raise ConvertError(folder, [f"has both {INDEX} and {SINGLE}; remove the stale one"])
-    if has_index:
-        files: dict[str, set[str] | None] = dict(_indexed(folder))
-    elif has_single:
-        files = {SINGLE: None}
-    else:
-        raise ConvertError(folder, [_no_weights(present)])
-    notes += _left_alone(present, files)
-    return files
-
-
-def _no_weights(present: list[str]) -> str:
-    pickled = [n for n in present if n.endswith(PICKLES)]
-    if pickled:
-        return (
-            f"has only pickled weights ({pickled[0]}), which can run code when they are read; "
-            "name them with --weights, which reads tensors and nothing else out of them"
-        )
-    return f"has neither {SINGLE} nor {INDEX}"
-
-
-def _left_alone(present: list[str], files: dict[str, set[str] | None]) -> Iterator[str]:
+    pickled = [name for name in present if name.endswith(PICKLES)]
+    files: dict[str, set[str] | None] = {SINGLE: None}
+    if INDEX in present:
+        if SINGLE in present:
+            raise ConvertError(folder, [f"has both {INDEX} and {SINGLE}; remove the stale one"])
+        files = dict(_indexed(folder))
+    elif SINGLE not in present:
+        problem = f"has neither {SINGLE} nor {INDEX}"
+        if pickled:
+            problem = (
+                f"has only pickled weights ({pickled[0]}), which can run code when they are read; "
+                "name them with --weights, which reads tensors and nothing else out of them"
+            )
+        raise ConvertError(folder, [problem])
+    stray = [n for n in present if n.endswith(".safetensors") and n not in files]
     for what, found in (
         ("code of the folder's own is never run", [n for n in present if n.endswith(".py")]),
-        ("pickled files are not read", [n for n in present if n.endswith(PICKLES)]),
-        (
-            "weights outside the index are not read",
-            [n for n in present if n.endswith(".safetensors") and n not in files],
-        ),
+        ("pickled files are not read", pickled),
+        ("weights outside the index are not read", stray),
     ):
-        if found:
-            shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            yield f"{what}: {shown}"
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        notes += [f"{what}: {', '.join(found[:3])}{more}"] if found else []
+    return files
 
 
 def _indexed(folder: Path) -> dict[str, set[str]]:
@@ -196,7 +180,7 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
         ConvertError: where it is malformed, or a file's name leads out of the folder.
     """
     try:
-        weight_map = read_json(folder / INDEX, INDEX_LIMIT).get("weight_map")
+        weight_map = read_json(folder / INDEX, limit=INDEX_LIMIT).get("weight_map")
     except ValueError as error:
         raise ConvertError(folder, [str(error)]) from None
     if not isinstance(weight_map, dict) or not weight_map:
@@ -204,7 +188,7 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
     files: dict[str, set[str]] = {}
     problems: list[str] = []
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _plain_name(file):
+        if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file) or not file.isprintable():
             problems.append(f"{name}: {json.dumps(file)[:80]} is no file name inside the folder")
         else:
             files.setdefault(file, set()).add(name)
@@ -212,9 +196,3 @@ def _indexed(folder: Path) -> dict[str, set[str]]:
     if problems:
         raise ConvertError(folder, problems)
     return files
-
-
-def _plain_name(file: str) -> bool:
-    """Whether a name has no path in it, in any system's notation."""
-    separators = set("/\\:\0")
-    return file.endswith(".safetensors") and not separators & set(file) and file.isprintable()

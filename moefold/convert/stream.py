@@ -4,50 +4,32 @@ The consumer (a server, an actor of reinforcement learning) gets the tensors of 
 folder, with its names and shapes. Every rank takes part; the first one holds a bucket and what one
 other rank sends for it, never more. Ranks that hold copies of a weight: the first of them sends.
 
-The contract: :func:`contract` lists name, shape and type of each tensor, in the order in which they
-come, before anything is sent. A tensor larger than a bucket comes as several spans of rows. Router
-weights and selection bias stay float32 whatever the type asked for, so that the consumer's router
-decides as the trained one does.
+The contract: :func:`moefold.convert.plan.contract` lists name, shape and type of each tensor, in
+the order in which they come, before anything is sent. A tensor larger than a bucket comes as
+several spans of rows. Router weights and selection bias stay float32 whatever the type asked for,
+so that the consumer's router decides as the trained one does.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.comm.agree import tell_first
 from moefold.comm.collectives import receive, send
-from moefold.comm.group import Group
-from moefold.convert.errors import ConvertError
-from moefold.convert.plan import targets
+from moefold.convert.plan import Dtype, Sent, contract
+from moefold.convert.source import ConvertError
 from moefold.layers.placement import Box, inside, shared_box
-from moefold.model.config import Decoder
-from moefold.model.families.names import Layout, find, pieces
-from moefold.model.families.registry import family_of
+from moefold.model.families.names import Layout
 from moefold.parallel.data.sharding import Data
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Dtype = Literal["float32", "bfloat16"]
 BUCKET_BYTES = 64 * 2**20
 ALIGNED = 16
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One tensor that is handed on, and which part of ours it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ours: str
-    index: tuple[int, ...]
-    whole: tuple[int, ...]
-    """Shape of ours."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +83,6 @@ class Bucket:
             yield span, raw.view(span.sent.dtype).view(span.shape)
 
 
-def contract(
-    decoder: Decoder, dtype: Dtype = "bfloat16", layout: Layout = "per_expert"
-) -> list[Sent]:
-    """Return every tensor that a decoder is handed on as, in order.
-
-    Raises:
-        ValueError: where no known family has this decoder.
-    """
-    wanted = targets(decoder)
-    sent: list[Sent] = []
-    for name, (row, layer) in find(family_of(decoder).tensors, wanted).items():
-        exact = ".router." in name
-        for piece in pieces(row, layer, wanted[name].shape, layout):
-            kept = torch.float32 if exact else DTYPES[dtype]
-            sent.append(Sent(piece.name, piece.shape, kept, name, piece.index, wanted[name].shape))
-    return sent
-
-
 def stream(
     data: Data,
     dtype: Dtype = "bfloat16",
@@ -141,18 +105,27 @@ def stream(
     ranks = data.placed.world.on_host
     held = {(each.name, each.box): each.tensor.detach() for each in data.weights() if each.first}
     mine = list(held)
-    boxes = [_boxes(said) for said in tell_first(mine, ranks)]
+    boxes = [
+        [(name, tuple((start, end) for start, end in box)) for name, box in said]
+        for said in tell_first(mine, ranks)
+    ]
     buffer = torch.empty(bucket_bytes if ranks.index == 0 else 0, dtype=torch.uint8)
     for spans in buckets(contract(data.placed.model.record, dtype, layout), bucket_bytes):
-        own = _packed(spans, mine, held)
+        own = _packed(_shared(spans, mine), held)
         if ranks.index:
             if own.numel():
                 send(own, ranks.ranks[0], ranks).wait()
             continue
         used = spans[-1].offset + spans[-1].size
-        filled = sum(
-            _unpack(spans, mine, own, buffer) for own, mine in _all(spans, own, boxes, ranks)
-        )
+        filled = 0
+        for index, (rank, theirs) in enumerate(zip(ranks.ranks, boxes, strict=True)):
+            parts, message = list(_shared(spans, theirs)), own
+            size = sum(part.size for part in parts)
+            if index and size:
+                message = torch.empty(size, dtype=torch.uint8)
+                receive(message, rank, ranks).wait()
+            _unpack(parts, message, buffer)
+            filled += size
         assert filled == sum(span.size for span in spans), "every element is on one rank"
         digests = tuple(
             sha256(buffer[s.offset : s.offset + s.size].numpy().data).hexdigest() for s in spans
@@ -163,24 +136,23 @@ def stream(
 Named = tuple[str, Box]
 
 
-def _boxes(said: Sequence[Any]) -> list[Named]:
-    return [(name, tuple((start, end) for start, end in box)) for name, box in said]
+class Part(NamedTuple):
+    """Where a box that a rank holds reaches into a span."""
 
+    span: Span
+    held: Named
+    box: Box
+    """What they share, as a box of our tensor."""
 
-def _all(
-    spans: Sequence[Span], own: Tensor, boxes: Sequence[list[Named]], ranks: Group
-) -> Iterator[tuple[Tensor, list[Named]]]:
-    """Yield what each rank has for a bucket, one after the other."""
-    yield own, boxes[0]
-    for rank, theirs in zip(ranks.ranks[1:], boxes[1:], strict=True):
-        size = sum(
-            math.prod(_size(shared)) * s.sent.dtype.itemsize
-            for s, _, shared in _shared(spans, theirs)
-        )
-        if size:
-            message = torch.empty(size, dtype=torch.uint8)
-            receive(message, rank, ranks).wait()
-            yield message, theirs
+    @property
+    def shape(self) -> list[int]:
+        """Shape of what they share."""
+        return [end - start for start, end in self.box]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.span.sent.dtype.itemsize
 
 
 def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[Span, ...]]:
@@ -208,8 +180,8 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[Span, ...
         yield tuple(spans)
 
 
-def _shared(spans: Iterable[Span], mine: Sequence[Named]) -> Iterator[tuple[Span, Named, Box]]:
-    """Yield which boxes reach into which spans, and where, in one order on all ranks."""
+def _shared(spans: Iterable[Span], mine: Sequence[Named]) -> Iterator[Part]:
+    """Yield which boxes reach into which spans, in one order on all ranks."""
     by_name: dict[str, list[Named]] = {}
     for named in mine:
         by_name.setdefault(named[0], []).append(named)
@@ -217,30 +189,25 @@ def _shared(spans: Iterable[Span], mine: Sequence[Named]) -> Iterator[tuple[Span
         for named in by_name.get(span.sent.ours, ()):
             shared = shared_box(span.box, named[1])
             if shared is not None:
-                yield span, named, shared
+                yield Part(span, named, shared)
 
 
-def _size(box: Box) -> list[int]:
-    return [end - start for start, end in box]
+def _packed(parts: Iterable[Part], held: dict[Named, Tensor]) -> Tensor:
+    """Return what is here for a bucket as bytes, one part after the other."""
+    found = [torch.empty(0, dtype=torch.uint8)]
+    for span, named, box in parts:
+        cut = held[named][inside(box, named[1])]
+        found.append(cut.to(CPU, span.sent.dtype).reshape(-1).view(torch.uint8))
+    return torch.cat(found)
 
 
-def _packed(spans: Sequence[Span], mine: Sequence[Named], held: dict[Named, Tensor]) -> Tensor:
-    """Return what is here for a bucket as bytes, one box after the other."""
-    found = [
-        held[named][inside(shared, named[1])].to(CPU, span.sent.dtype).reshape(-1).view(torch.uint8)
-        for span, named, shared in _shared(spans, mine)
-    ]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
-
-
-def _unpack(spans: Sequence[Span], theirs: Sequence[Named], packed: Tensor, into: Tensor) -> int:
-    """Put a rank's boxes into their places in a bucket; return their bytes."""
+def _unpack(parts: Iterable[Part], packed: Tensor, into: Tensor) -> None:
+    """Put a rank's parts into their places in a bucket."""
     at = 0
-    for span, _, shared in _shared(spans, theirs):
-        dtype = span.sent.dtype
-        size = math.prod(_size(shared)) * dtype.itemsize
-        raw = into[span.offset : span.offset + span.size].view(dtype).view(_size(span.box))
-        part = packed[at : at + size].clone().view(dtype)
-        raw[inside(shared, span.box)] = part.view(_size(shared))
-        at += size
-    return at
+    for part in parts:
+        span, dtype = part.span, part.span.sent.dtype
+        whole = [end - start for start, end in span.box]
+        raw = into[span.offset : span.offset + span.size].view(dtype).view(whole)
+        values = packed[at : at + part.size].clone().view(dtype)
+        raw[inside(part.box, span.box)] = values.view(part.shape)
+        at += part.size

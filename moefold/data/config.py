@@ -3,7 +3,6 @@
 Torch-free, so that the planner can read it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,7 +17,7 @@ from moefold.config.base import Record
 from moefold.config.errors import REMOVE, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
-from moefold.files import named
+from moefold.files import read_json
 
 TOKENIZER = Slot("tokenizer")
 SOURCE = Slot("source", tag="source")
@@ -193,10 +192,11 @@ class Data(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Names tell sources apart; a validation set holds nothing out; token files fit."""
-        labels = [(("train", i), s.label) for i, s in enumerate(self.train)]
-        labels += [(("valid", i), s.label) for i, s in enumerate(self.valid)]
-        taken, seen = {label for _, label in labels}, Counter[str]()
-        for path, label in labels:
+        places = [(("train", i), source) for i, source in enumerate(self.train)]
+        places += [(("valid", i), source) for i, source in enumerate(self.valid)]
+        taken, seen = {source.label for _, source in places}, Counter[str]()
+        for path, source in places:
+            label = source.label
             seen[label] += 1
             if seen[label] > 1:
                 number = seen[label]
@@ -205,22 +205,15 @@ class Data(Record):
                 taken.add(f"{label}_{number}")
                 rule = f"each source needs its own name, {label!r} is taken"
                 yield Violation((*path, "name"), label, rule, f"{label}_{number}")
-        for i, source in enumerate(self.valid):
-            if source.holdout:
+        for (part, i), source in places:
+            if part == "valid" and source.holdout:
                 rule = "a validation set holds nothing out: all of it is evaluated"
-                yield Violation(("valid", i, "holdout"), source.holdout, rule, 0.0)
-        yield from self._fitting()
-
-    def _fitting(self) -> Iterator[Violation]:
-        """Token files go with the tokenizer that made them, never with one trained here."""
-        if not isinstance(self.tokenizer, BpeTokenizer):
-            return
-        for part, sources in (("train", self.train), ("valid", self.valid)):
-            for i, source in enumerate(sources):
-                if isinstance(source, IndexedTokens):
-                    rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
-                    nearest = {"source": "python_stdlib"} if part == "train" else REMOVE
-                    yield Violation((part, i), source.prefix, rule, nearest)
+                yield Violation((part, i, "holdout"), source.holdout, rule, 0.0)
+        for path, source in places:
+            if isinstance(source, IndexedTokens) and isinstance(self.tokenizer, BpeTokenizer):
+                rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
+                nearest = {"source": "python_stdlib"} if path[0] == "train" else REMOVE
+                yield Violation(path, source.prefix, rule, nearest)
 
 
 def tokenizer_file(path: str) -> Path:
@@ -233,22 +226,10 @@ def tokenizer_file(path: str) -> Path:
     return file
 
 
-def read_json(file: Path) -> dict:
-    """Read a JSON object from a file, or say what is wrong with it."""
-    try:
-        with named(file):
-            content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: holds a {type(content).__name__}, not an object")
-    return content
-
-
 @lru_cache(maxsize=8)
 def ids_in(file: Path) -> int:
     """Return the highest token id in a ``tokenizer.json``, plus one."""
-    content = read_json(file)
+    content = read_json(file, DataError)
     try:
         vocab = content["model"]["vocab"]
         ids = [token["id"] for token in content.get("added_tokens") or []]

@@ -12,19 +12,19 @@ The writer streams, and publishes both files at once. The reader believes nothin
 length, offset and mark is checked against the files' sizes before any of it is used.
 """
 
-import json
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from hashlib import sha256
+from collections.abc import Iterator, Sequence
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from moefold.data.config import DataError, IndexedTokens, read_json
+from moefold.data.config import DataError, IndexedTokens
 from moefold.data.order import key_of
+from moefold.files import read_json, write_json
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -150,7 +150,7 @@ class Indexed:
         raise DataError(f"{file or self.idx}: {field} at byte {byte}: {said}")
 
     def _check(
-        self, wrong: np.ndarray, what: str, first: int, step: int, said: Callable[[int], str]
+        self, wrong: np.ndarray, what: str, first: int, step: int, said: str, *values: np.ndarray
     ) -> None:
         """Refuse the first entry of an array of the index that is wrong.
 
@@ -159,12 +159,11 @@ class Indexed:
             what: the entries' name.
             first: byte of the first entry.
             step: bytes from one entry to the next.
-            said: what is wrong with entry i.
+            said: what is wrong with an entry, a format of what ``values`` hold in its place.
         """
-        found = np.flatnonzero(wrong)
-        if len(found):
-            i = int(found[0])
-            self._refuse(f"{what} {i}", first + step * i, said(i))
+        for i in np.flatnonzero(wrong)[:1]:
+            entry = said.format(*(each[i] for each in values))
+            self._refuse(f"{what} {i}", first + step * int(i), entry)
 
     def _read_index(self) -> None:
         size, at = self.idx.stat().st_size, _HEADER.size
@@ -172,68 +171,61 @@ class Indexed:
             self._refuse("header", 0, f"the file has {size} bytes, the header alone {at}")
         with self.idx.open("rb") as file:
             magic, version, code, n, marks = _HEADER.unpack(file.read(at))
-        if magic != MAGIC:
-            self._refuse("magic", 0, f"is {magic!r}, not {MAGIC!r}: this is no token index")
-        if version != VERSION:
-            self._refuse("version", 9, f"is {version}; only version {VERSION} is known")
-        if code not in DTYPES:
-            self._refuse("dtype", 17, f"is {code}; whole numbers have the codes {list(DTYPES)}")
+        middle = at + 12 * n
+        end = middle + 8 * marks
+        need = f"need {{}} bytes, it has {size}"
+        for wrong, field, byte, said in (
+            (magic != MAGIC, "magic", 0, f"is {magic!r}, not {MAGIC!r}: this is no token index"),
+            (version != VERSION, "version", 9, f"is {version}; only version {VERSION} is known"),
+            (
+                code not in DTYPES,
+                "dtype",
+                17,
+                f"is {code}; whole numbers' codes: {list(DTYPES)}",
+            ),
+            (middle > size, "sequence count", 18, f"{n} sequences {need.format(middle)}"),
+            (end > size, "document count", 26, f"{marks} marks {need.format(end)}"),
+            (size not in (end, end + n), "end", end, f"{size - end} bytes follow the last field"),
+            (marks < 1, "document count", 26, "is 0; there is one mark more than documents"),
+        ):
+            if wrong:
+                self._refuse(field, byte, said)
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        need = at + 12 * n
-        if need > size:
-            self._refuse("sequence count", 18, f"{n} sequences need {need} bytes, it has {size}")
-        need += 8 * marks
-        if need > size:
-            self._refuse("document count", 26, f"{marks} marks need {need} bytes, it has {size}")
-        if size not in (need, need + n):
-            self._refuse("end", need, f"{size - need} bytes follow the last field")
-        if marks < 1:
-            self._refuse("document count", 26, "is 0; there is one mark more than documents")
         raw = np.memmap(self.idx, np.uint8, "r")
         self.lengths = raw[at : at + 4 * n].view("<i4")
-        self.offsets = raw[at + 4 * n : at + 12 * n].view("<i8")
-        self.documents_1 = raw[at + 12 * n : need].view("<i8")
+        self.offsets = raw[at + 4 * n : middle].view("<i8")
+        self.documents_1 = raw[middle:end].view("<i8")
 
     def _check_sequences(self) -> None:
         """Lengths are not negative; offsets are whole, in order, and inside ``.bin``."""
         lengths, offsets = self.lengths, self.offsets.astype(np.int64)
         item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
-        self._check(lengths < 0, "length of sequence", first, 4, lambda i: f"is {lengths[i]}")
+        self._check(lengths < 0, "length of sequence", first, 4, "is {}", lengths)
         first += 4 * len(lengths)
-        for wrong, said in (
-            (offsets < 0, "is negative"),
-            (offsets % item != 0, f"is no multiple of {item}, the bytes of a token"),
-            (offsets > size, f"lies outside {self.bin.name}, which has {size} bytes"),
-        ):
-            self._check(
-                wrong, "offset of sequence", first, 8, lambda i, said=said: f"{offsets[i]} {said}"
-            )
         ends = offsets + lengths.astype(np.int64) * item
-        ends_before = np.append(0, ends[:-1])[: len(ends)]
-
-        def overlaps(i: int) -> str:
-            return f"{offsets[i]} lies before the end of the one before it, {ends_before[i]}"
-
-        self._check(offsets < ends_before, "offset of sequence", first, 8, overlaps)
-        if len(ends) and ends.max() > size:
-            i = int(np.flatnonzero(ends > size)[0])
+        before = np.append(0, ends)[:-1]
+        for wrong, said in (
+            (offsets < 0, "{} is negative"),
+            (offsets % item != 0, f"{{}} is no multiple of {item}, the bytes of a token"),
+            (offsets > size, f"{{}} lies outside the .bin file, which has {size} bytes"),
+            (offsets < before, "{} lies before the end of the one before it, {}"),
+        ):
+            self._check(wrong, "offset of sequence", first, 8, said, offsets, before)
+        for i in np.flatnonzero(ends > size)[:1]:
             said = f"sequence {i} ends at byte {ends[i]}; the file is cut off or of another index"
             self._refuse("end of file", size, said, self.bin)
 
     def _check_documents(self) -> None:
         """Marks begin at 0, do not go down, and end with the number of sequences."""
         marks, n = self.documents_1, len(self.lengths)
-        first, what = _HEADER.size + 12 * n, "document mark"
-        self._check(marks[:1] != 0, what, first, 8, lambda i: f"is {marks[i]}, not 0")
-
-        def falls(i: int) -> str:
-            return f"{marks[i]} is below the one before it, {marks[i - 1]}"
-
-        self._check(marks < np.append(0, marks[:-1]), what, first, 8, falls)
-        if marks[-1] != n:
-            last = len(marks) - 1
-            said = f"the last one is {marks[-1]}, not the number of sequences, {n}"
-            self._refuse(f"{what} {last}", first + 8 * last, said)
+        last = np.arange(len(marks)) == len(marks) - 1
+        for wrong, said in (
+            (marks[:1] != 0, "is {}, not 0"),
+            (marks < np.append(0, marks)[:-1], "{} is below the one before it, {}"),
+            (last & (marks != n), f"the last one is {{}}, not the number of sequences, {n}"),
+        ):
+            first = _HEADER.size + 12 * n
+            self._check(wrong, "document mark", first, 8, said, marks, np.append(0, marks)[:-1])
 
     def __len__(self) -> int:
         return len(self.documents_1) - 1
@@ -260,12 +252,18 @@ class Indexed:
         """Return int64 ids of document ``i``."""
         return self.read(int(self.rows_1[i]), int(self.rows_1[i + 1]))
 
-    def digest(self) -> str:
+    def digest(self, every: bool = False) -> str:
         """Return a SHA-256 over the index, the size of ``.bin``, and 64 pieces spread over it.
 
         Files too large to be read at every start are told apart by it; a change between the
-        pieces that keeps every length is not seen.
+        pieces that keeps every length is not seen. With ``every`` it is over each byte of both
+        files, as their writer took it.
         """
+        if every:
+            with self.bin.open("rb") as file:
+                whole = file_digest(file, "sha256")
+            whole.update(self.idx.read_bytes())
+            return whole.hexdigest()
         seen = sha256(self.idx.read_bytes())
         size = self.bin.stat().st_size
         seen.update(str(size).encode())
@@ -293,13 +291,13 @@ def facts_file(prefix: str | Path) -> Path:
 
 def write_facts(prefix: Path, **facts: str | int) -> None:
     """Write the facts about token files beside them."""
-    facts_file(prefix).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_json(facts_file(prefix), facts)
 
 
 def read_facts(prefix: str | Path) -> dict:
     """Return what their maker wrote beside token files; empty for files of other makers."""
     file = facts_file(prefix)
-    return read_json(file) if file.is_file() else {}
+    return read_json(file, DataError) if file.is_file() else {}
 
 
 class IndexedSource:

@@ -70,13 +70,8 @@ class Mixture:
 
     def pick(self, k: int) -> tuple[int, int]:
         """Return the source of sequence k, and how many it gave before."""
-        rest = sum(self._whole)
-        for source, weight in enumerate(self._whole[:-1]):
-            before, after = (((x * weight) + rest // 2) // rest for x in (k, k + 1))
-            if after > before:
-                return source, before
-            k, rest = k - before, rest - weight
-        return len(self._whole) - 1, k
+        before, after = self.counts(k), self.counts(k + 1)
+        return next((i, n) for i, n in enumerate(before) if after[i] > n)
 
     def counts(self, k: int) -> tuple[int, ...]:
         """Return how many of the first k sequences each source gives."""

@@ -18,18 +18,19 @@ import numpy as np
 
 from moefold.config.base import to_dict
 from moefold.config.slot import build
-from moefold.data.config import Data, DataError, SourceRecord, read_json
+from moefold.data.config import Data, DataError, SourceRecord
 from moefold.data.index import (
     Corpus,
     Indexed,
     IndexedSource,
     IndexWriter,
     facts_file,
+    read_facts,
     write_facts,
 )
 from moefold.data.sources import Document, Skipped, Source
 from moefold.data.tokenizer import Tokenizer, load
-from moefold.files import folder_for, named
+from moefold.files import folder_for, named, read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -152,18 +153,17 @@ def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress)
     of_training = [(r, s) for r, s in texts if any(r is t for t in data.train)]
     tokenizer: Tokenizer = build(data.tokenizer, lambda size: _sample(of_training, size, progress))
     tokenizer.save(draft / _TOKENIZER)
-    skipped = {}
+    skipped: dict[str, Skipped] = {}
     for record, source in texts:
-        left_out = Skipped()
-        _encode(draft, record, source, tokenizer, left_out, progress)
-        skipped[record.label] = left_out.plain()
+        skipped[record.label] = Skipped()
+        _encode(draft, record, source, tokenizer, skipped[record.label], progress)
     content = {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,
         "skipped": skipped,
         "seconds": round(time.monotonic() - started, 3),
     }
-    (draft / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(draft / MANIFEST, content)
 
 
 def _hash(data: bytes, purpose: bytes = b"holdout") -> float:
@@ -274,9 +274,10 @@ def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
 
 def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
     """Open what ``_make`` wrote, and the ready token files."""
-    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    said = folder / MANIFEST
+    manifest = read_json(said, DataError) if said.is_file() else {}
     if manifest.get("format") != FORMAT:
-        raise DataError(f"{folder / MANIFEST}: missing, or of another format than {FORMAT}")
+        raise DataError(f"{said}: missing, or of another format than {FORMAT}")
     tokenizer = load(folder / _TOKENIZER)
     train: list[Part] = []
     valid: list[Part] = []
@@ -298,9 +299,9 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
 
 def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> Part:
     prefix = _prefix(folder, record, side)
-    facts, indexed = read_json(facts_file(prefix)), Indexed(prefix)
-    found, said = (len(indexed), indexed.tokens), (facts["documents"], facts["tokens"])
-    if found != said or facts["tokenizer"] != tokenizer.fingerprint:
+    facts, indexed = read_facts(prefix), Indexed(prefix)
+    found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
+    if found != said or facts.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
     corpus = Corpus(record.label, indexed, tokenizer.size)
     ratio = facts["bytes"] / max(facts["token_bytes"], 1)

@@ -11,10 +11,8 @@ import os
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -38,23 +36,15 @@ class Document(NamedTuple):
     text: str
 
 
-@dataclass
-class Skipped:
-    """What was left out, by reason: how many, and the first names; nothing is lost silently."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    names: dict[str, list[str]] = field(default_factory=dict)
+class Skipped(dict[str, dict[str, Any]]):
+    """What was left out, ``{count, first}`` by reason; nothing is lost silently."""
 
     def note(self, name: str, reason: str) -> None:
-        """Count one document that is left out."""
-        self.counts[reason] += 1
-        named = self.names.setdefault(reason, [])
-        if len(named) < NAMES_KEPT:
-            named.append(name)
-
-    def plain(self) -> dict[str, dict]:
-        """Return ``{reason: {count, first}}``."""
-        return {r: {"count": n, "first": self.names[r]} for r, n in self.counts.items()}
+        """Count one document that is left out, and keep the first names."""
+        left_out = self.setdefault(reason, {"count": 0, "first": []})
+        left_out["count"] += 1
+        if left_out["count"] <= NAMES_KEPT:
+            left_out["first"].append(name)
 
 
 class Source(ABC):

@@ -12,11 +12,12 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -29,10 +30,9 @@ from moefold.data.config import (
     DataError,
     FileTokenizer,
     demand_ids,
-    read_json,
     tokenizer_file,
 )
-from moefold.files import named
+from moefold.files import named, read_json, write_json
 
 END = "<|endoftext|>"
 _USUAL_ENDS = (END, "</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]")
@@ -111,10 +111,11 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """The UTF-8 bytes of each token id in [0, vocab); of special and absent ones none."""
         table, added = [b""] * self.vocab, self._inner.get_added_tokens_decoder()
-        spell = _spelling(self.text)
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.text).get("decoder"))
+        alphabet = _byte_alphabet() if byte_level else None
         for token, i in self._inner.get_vocab(with_added_tokens=True).items():
             if i not in added:
-                table[i] = spell(token)
+                table[i] = _spelt(token, alphabet)
             elif not added[i].special and i not in (self.start_id, self.end_id):
                 table[i] = added[i].content.encode()
         return table
@@ -142,18 +143,17 @@ class Tokenizer:
         """Write the ``tokenizer.json`` and the names of its special tokens beside it."""
         file.write_text(self.text, encoding="utf-8")
         beside = {"eos_token": self.end, "bos_token": self.start, "vocab": self.vocab}
-        said = json.dumps(beside, indent=2, ensure_ascii=False)
-        file.with_name(TOKENIZER_CONFIG).write_text(said + "\n", encoding="utf-8")
+        write_json(file.with_name(TOKENIZER_CONFIG), beside)
 
 
 def load(path: Path) -> Tokenizer:
     """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
     beside_file = path.with_name(TOKENIZER_CONFIG)
-    beside = read_json(beside_file)
-    end, vocab = _named(beside, "eos_token"), beside.get("vocab")
+    beside = read_json(beside_file, DataError)
+    end, vocab = _special_token(beside, "eos_token"), beside.get("vocab")
     if end is None or not isinstance(vocab, int):
         raise DataError(f"{beside_file}: has no eos_token and vocab, with which it was written")
-    start = _named(beside, "bos_token")
+    start = _special_token(beside, "bos_token")
     return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path))
 
 
@@ -166,9 +166,9 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
     """Build a tokenizer from a ``tokenizer.json`` or its folder; see :class:`FileTokenizer`."""
     file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
-    beside = read_json(beside_file) if beside_file.is_file() else {}
-    end = end or _named(beside, "eos_token") or _usual_end(file)
-    start = _named(beside, "bos_token") or end if start is None else start or None
+    beside = read_json(beside_file, DataError) if beside_file.is_file() else {}
+    end = end or _special_token(beside, "eos_token") or _usual_end(file)
+    start = _special_token(beside, "bos_token") or end if start is None else start or None
     return Tokenizer(_text(file), end, start, source=str(file))
 
 
@@ -240,7 +240,7 @@ def _library(source: str) -> Iterator[None]:
                 os.write(STDERR, said)
 
 
-def _named(beside: dict, key: str) -> str | None:
+def _special_token(beside: Mapping[str, Any], key: str) -> str | None:
     """Return a special token's text from a ``tokenizer_config.json``, which has two notations."""
     token = beside.get(key)
     found = token.get("content") if isinstance(token, dict) else token
@@ -248,24 +248,20 @@ def _named(beside: dict, key: str) -> str | None:
 
 
 def _usual_end(file: Path) -> str:
-    content = read_json(file)
-    added = content.get("added_tokens")
+    added = read_json(file, DataError).get("added_tokens")
+    found = [_special_token({"": each}, "") for each in added] if isinstance(added, list) else []
     for name in _USUAL_ENDS:
-        if isinstance(added, list) and any(_named({"": token}, "") == name for token in added):
+        if name in found:
             return name
     raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
 
 
-def _spelling(text: str) -> Callable[[str], bytes]:
-    """Return how tokens of this ``tokenizer.json`` are spelt as bytes."""
-    if '"ByteLevel"' in json.dumps(json.loads(text).get("decoder")):
-        alphabet = _byte_alphabet()
-        return lambda token: b"".join(alphabet.get(c) or c.encode() for c in token)
-    return _plain_spelling
-
-
-def _plain_spelling(token: str) -> bytes:
-    """Bytes of a token of SentencePiece's or WordPiece's kind: ``▁the``, ``<0x0A>``, ``##ing``."""
+def _spelt(token: str, alphabet: Mapping[str, bytes] | None) -> bytes:
+    """Return a token's bytes: a byte-level one's by an alphabet, else of SentencePiece's kind or
+    WordPiece's: ``▁the``, ``<0x0A>``, ``##ing``.
+    """
+    if alphabet is not None:
+        return b"".join(alphabet.get(c) or c.encode() for c in token)
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
         return bytes.fromhex(byte[1])
     return token.removeprefix("##").replace("▁", " ").encode()

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from moefold.cli.main import main
-from moefold.convert.errors import ConvertError
 from moefold.convert.importer import import_folder
+from moefold.convert.source import ConvertError
 from moefold.training.model_checkpoint import MODEL
 from tests.cpu.checkpoint_tools import load
 from tests.cpu.hubs import decoder_of, on_disk, same_bits, weights_of, write_hub

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moefold.convert.errors import ConvertError
 from moefold.convert.importer import import_folder
-from moefold.convert.source import SafetensorsWeights
+from moefold.convert.source import ConvertError, SafetensorsWeights
 from tests.cpu.hubs import (
     MODELS,
     decoder_of,
@@ -304,7 +303,7 @@ def test_damaged_files_are_refused_by_name(olmoe: tuple[Path, dict[str, Tensor]]
         (found,) = problems(folder)
         assert found.startswith("model.safetensors: ")
     path.write_bytes((10**8 + 1).to_bytes(8, "little") + whole[8:])
-    assert "the header claims 100000001 bytes" in problems(folder)[0]
+    assert "header too large" in problems(folder)[0]
 
 
 def test_pickles_are_not_read(olmoe: tuple[Path, dict[str, Tensor]]) -> None:

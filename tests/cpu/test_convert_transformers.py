@@ -12,7 +12,6 @@ from torch import Tensor
 from moefold.cli.main import main
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
-from moefold.convert.tokenizer import TokenizerFiles
 from moefold.data.config import BpeTokenizer
 from moefold.data.tokenizer import Tokenizer, train
 from moefold.model.decoder import DecoderModel
@@ -97,9 +96,8 @@ def test_the_tokenizer_loads_in_transformers(tmp_path: Path, tokenizer: Tokenize
 
     theirs = reference("olmoe", drawn("olmoe"), 6)
     theirs.save_pretrained(tmp_path / "theirs")
-    files = TokenizerFiles(tokenizer.text, {"eos_token": tokenizer.end})
     with import_folder(tmp_path / "theirs") as found:
-        export_folder(found.decoder, found.tensors, tmp_path / "ours", files)
+        export_folder(found.decoder, found.tensors, tmp_path / "ours", tokenizer)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert loaded_tokenizer(TEXT).input_ids == tokenizer.encode(TEXT)
     assert loaded_tokenizer.decode(tokenizer.encode(TEXT)) == TEXT

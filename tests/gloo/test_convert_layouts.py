@@ -16,10 +16,11 @@ from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.comm.group import Group
 from moefold.comm.world import World
-from moefold.convert.errors import ConvertError
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
-from moefold.convert.stream import Bucket, contract, stream
+from moefold.convert.plan import contract
+from moefold.convert.source import ConvertError
+from moefold.convert.stream import Bucket, stream
 from moefold.data.batch import from_ids
 from moefold.mesh.folding import Folding
 from moefold.optim.config import AdamW

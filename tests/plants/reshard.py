@@ -94,8 +94,8 @@ PLANTS = (
         "b37",
         "router weights are handed on in the narrow type",
         HANDED,
-        "convert/stream.py",
-        '        exact = ".router." in name\n',
-        "        exact = False\n",
+        "convert/plan.py",
+        '    exact: str = ".router.",\n',
+        '    exact: str = "no such name",\n',
     ),
 )

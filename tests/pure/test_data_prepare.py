@@ -252,9 +252,9 @@ def test_baselines_equal_a_plain_count(tmp_path: Path) -> None:
     found = baselines(prepared)
     size = prepared.tokenizer.size
     for value, order, unit in (
-        (found.bigram, 1, "token"),
-        (found.byte_bigram, 1, "byte"),
-        (found.byte_trigram, 2, "byte"),
+        (found["bigram"], 1, "token"),
+        (found["byte_bigram"], 1, "byte"),
+        (found["byte_trigram"], 2, "byte"),
     ):
         sides = []
         for part in (prepared.train[0], prepared.valid[0]):
@@ -264,7 +264,7 @@ def test_baselines_equal_a_plain_count(tmp_path: Path) -> None:
             sides.append(documents)
         bits = _charge(*sides, order, size if unit == "token" else 256, unit == "byte")
         assert value == pytest.approx(bits / prepared.valid[0].n_bytes)
-    assert 0.5 < found.xz < found.byte_bigram
+    assert 0.5 < found["xz"] < found["byte_bigram"]
 
 
 def _charge(seen: list, held: list, order: int, vocab: int, first: bool) -> float:

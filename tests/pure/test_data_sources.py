@@ -17,7 +17,7 @@ from moefold.data.sources import Skipped
 def read(record: SourceRecord) -> tuple[list[tuple[str, str]], dict]:
     skipped = Skipped()
     documents = [tuple(d) for d in build(record).documents(skipped)]
-    return documents, skipped.plain()
+    return documents, skipped
 
 
 def lines(*texts: str | bytes) -> bytes:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from moefold.files import read_json
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
-from moefold.model.families.folder import read_config, read_json
+from moefold.model.families.folder import read_config
 from moefold.model.families.hub import left_out
 from moefold.model.families.registry import by_model_type, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
@@ -419,7 +420,7 @@ def test_a_hostile_json_file_is_refused(tmp_path: Path, content: str, said: str)
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=said):
-        read_json(path, 10**6 if "larger" not in said else 1000)
+        read_json(path, limit=10**6 if "larger" not in said else 1000)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

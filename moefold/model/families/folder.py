@@ -1,6 +1,5 @@
 """A Hugging Face folder as a model: its shape, and for the trainer its weights and tokenizer."""
 
-import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +10,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.files import named
+from moefold.files import read_json
 from moefold.model.config import MODEL, Block, Decoder, Stack
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
@@ -21,37 +20,16 @@ CONFIG_LIMIT = 4 * 2**20
 """Bytes of the largest ``config.json`` that is read; released ones have some thousand."""
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
-
-
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """Read a JSON object of at most ``limit`` bytes, without NaN and infinities.
-
-    Raises:
-        ValueError: naming the file, where it is absent, too large, or not such an object.
-    """
-    try:
-        if path.stat().st_size > limit:
-            raise ValueError(f"{path} is larger than {limit} bytes")
-        with named(path):
-            found = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return found
-
-
 def read_config(folder: Path) -> Reading:
     """Read a Hugging Face folder's ``config.json``.
 
     Raises:
         ValueError: where it cannot be read, or has a field that is not supported.
     """
-    return from_hf(read_json(folder / "config.json", CONFIG_LIMIT))
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    return from_hf(read_json(path, limit=CONFIG_LIMIT))
 
 
 @MODEL.register

@@ -1,7 +1,6 @@
 """Evaluation on the held-out sets, and the baselines that its result is set beside."""
 
 import json
-from dataclasses import asdict
 
 from rich.console import Console
 
@@ -36,7 +35,7 @@ class BaselinesHook(Hook):
         path = job.folder / BASELINES_FILE
         found = read_baselines(path)
         if set(found) != set(self._wanted):
-            measured = asdict(baselines(job.loader.prepared))
+            measured = baselines(job.loader.prepared)
             found = {name: measured[name] for name in self._wanted}
             write_text(path, json.dumps(found) + "\n")
         said = "  ".join(f"{name} {value:.3f}" for name, value in found.items())
