@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,12 @@ def print_conversion(facts: dict[str, Any], as_json: bool) -> None:
     print(" · ".join(f"{name} {value}" for name, value in facts.items() if name != "notes"))
 
 
-def plain_table(*titles: str, right: Sequence[str] = (), header: bool = True) -> Table:
+def plain_table(
+    *titles: str,
+    right: Sequence[str] = (),
+    header: bool = True,
+    rows: Iterable[Iterable[str | Text]] = (),
+) -> Table:
     """Return a table without lines; the columns named in ``right`` hold figures."""
     table = Table(box=None, pad_edge=False, show_header=header, header_style="cyan")
     for title in titles:
@@ -72,6 +77,8 @@ def plain_table(*titles: str, right: Sequence[str] = (), header: bool = True) ->
             table.add_column(title, justify="right", no_wrap=True)
         else:
             table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

@@ -79,15 +79,13 @@ def _inspect(path: Path, args: argparse.Namespace) -> int:
         f"{len(found.shards)} shards · format version {found.version} · {found.writer}"
     )
     console.print(Text(head))
-    table = plain_table("tensor", "dtype", "shape", "size", "shard")
-    shown = list(found.tensors.items())[: None if args.all else ROWS]
-    for name, stored in shown:
-        files = sorted({found.shards[part.shard].file for part in stored.slices})
-        cells = (name, stored.dtype, str(list(stored.shape)), size(stored.size), ", ".join(files))
-        table.add_row(*map(Text, cells))
-    console.print(table)
-    if len(shown) < count:
-        console.print(f"… and {count - len(shown)} more; --all lists them")
+    rows = []
+    for name, stored in list(found.tensors.items())[: None if args.all else ROWS]:
+        files = ", ".join(sorted({found.shards[part.shard].file for part in stored.slices}))
+        rows.append((name, stored.dtype, str(list(stored.shape)), size(stored.size), files))
+    console.print(plain_table("tensor", "dtype", "shape", "size", "shard", rows=rows))
+    if len(rows) < count:
+        console.print(f"… and {count - len(rows)} more; --all lists them")
     if found.meta:
         console.print(Text("meta " + json.dumps(_short(found.meta), ensure_ascii=True, indent=1)))
     return WHOLE
@@ -136,33 +134,23 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
 def _facts(path: Path, found: Manifest) -> dict[str, Any]:
     """Return what ``inspect --json`` answers: the manifest, sizes and digests per tensor."""
-    tensors = {
-        name: {
-            "dtype": stored.dtype,
-            "shape": list(stored.shape),
-            "bytes": stored.size,
-            "slices": [
-                {
-                    "at": list(part.at),
-                    "shape": list(part.shape),
-                    "shard": found.shards[part.shard].file,
-                    "span": list(part.span),
-                    "sha256": part.digest,
-                }
-                for part in stored.slices
-            ],
-        }
-        for name, stored in found.tensors.items()
+    tensors = {}
+    for name, stored in found.tensors.items():
+        slices = [
+            {
+                "at": list(part.at),
+                "shape": list(part.shape),
+                "shard": found.shards[part.shard].file,
+                "span": list(part.span),
+                "sha256": part.digest,
+            }
+            for part in stored.slices
+        ]
+        facts = {"dtype": stored.dtype, "shape": list(stored.shape), "bytes": stored.size}
+        tensors[name] = facts | {"slices": slices}
+    said = {
+        name: getattr(found, name) for name in ("sha256", "format", "version", "writer", "step")
     }
-    return {
-        "path": str(path),
-        "sha256": found.sha256,
-        "format": found.format,
-        "version": found.version,
-        "writer": found.writer,
-        "step": found.step,
-        "bytes": found.size,
-        "shards": [shard.model_dump(mode="json") for shard in found.shards],
-        "tensors": tensors,
-        "meta": found.meta,
-    }
+    shards = [shard.model_dump(mode="json") for shard in found.shards]
+    rest = {"bytes": found.size, "shards": shards, "tensors": tensors, "meta": found.meta}
+    return {"path": str(path), **said, **rest}

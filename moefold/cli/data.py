@@ -5,7 +5,6 @@ Makes and reads indexed token files (Megatron's .bin and .idx).
 
 import argparse
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.index import Corpus, Indexed, read_facts
-from moefold.data.prepare import Part, Prepared, prepare
+from moefold.data.prepare import Prepared, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
 from moefold.training.words import plural
@@ -25,7 +24,7 @@ from moefold.training.words import plural
 WHOLE, DAMAGED = 0, 1
 SHOWN_TOKENS = 200
 READ_TOKENS = 1 << 22
-"""How many tokens, or bytes of a digest, are read at once."""
+"""How many tokens are read at once."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -107,30 +106,27 @@ def _data(args: argparse.Namespace) -> Data:
 
 
 def _facts(prepared: Prepared) -> dict[str, Any]:
-    sides = (("train", prepared.train), ("valid", prepared.valid))
-    parts = [_part_facts(part, side) for side, parts in sides for part in parts]
     tokenizer = prepared.tokenizer
-    about = {"size": tokenizer.size, "vocab": tokenizer.vocab, "fingerprint": tokenizer.fingerprint}
+    parts = [
+        {
+            "source": part.name,
+            "side": side,
+            "documents": part.corpus.documents,
+            "tokens": part.corpus.tokens,
+            "bytes": part.n_bytes,
+            "bytes_per_token": part.n_bytes / part.corpus.tokens if part.n_bytes else None,
+            "prefix": str(part.corpus.indexed.bin.with_suffix("")),
+        }
+        for side, parts in (("train", prepared.train), ("valid", prepared.valid))
+        for part in parts
+    ]
     return {
         "folder": str(prepared.folder),
         "seconds": prepared.seconds,
         "fingerprint": prepared.fingerprint(),
-        "tokenizer": about,
+        "tokenizer": {name: getattr(tokenizer, name) for name in ("size", "vocab", "fingerprint")},
         "parts": parts,
         "skipped": prepared.skipped,
-    }
-
-
-def _part_facts(part: Part, side: str) -> dict[str, Any]:
-    corpus = part.corpus
-    return {
-        "source": part.name,
-        "side": side,
-        "documents": corpus.documents,
-        "tokens": corpus.tokens,
-        "bytes": part.n_bytes,
-        "bytes_per_token": part.n_bytes / corpus.tokens if part.n_bytes else None,
-        "prefix": str(corpus.indexed.bin.with_suffix("")),
     }
 
 
@@ -138,13 +134,12 @@ def _show_prepared(facts: dict[str, Any], console: Console) -> None:
     tokenizer, figures = facts["tokenizer"], ("documents", "tokens", "bytes")
     head = f"tokenizer: {tokenizer['size']} tokens · {tokenizer['fingerprint'][:12]}"
     console.print(Text(f"{head} · all made in {facts['seconds']:.1f} s"))
-    titles = ("source", "side", *figures, "bytes/token")
-    table = plain_table(*titles, right=titles[2:])
+    rows = []
     for part in facts["parts"]:
         ratio = "" if part["bytes_per_token"] is None else f"{part['bytes_per_token']:.3f}"
-        numbers = (f"{part[name]:,}" for name in figures)
-        table.add_row(*map(Text, (part["source"], part["side"], *numbers, ratio)))
-    console.print(table)
+        rows.append((part["source"], part["side"], *(f"{part[n]:,}" for n in figures), ratio))
+    titles = ("source", "side", *figures, "bytes/token")
+    console.print(plain_table(*titles, right=titles[2:], rows=rows))
     console.print(Text(f"files: {facts['folder']}/SOURCE.SIDE.bin and .idx"))
     for name, reasons in facts["skipped"].items():
         for reason, left_out in reasons.items():
@@ -196,12 +191,11 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         DataError: where the index is not sound, or an id is none of the tokenizer's.
     """
     indexed = Indexed(prefix)
-    lowest, highest = [], []
+    ends: list[int] = []
     for start in range(0, indexed.tokens, READ_TOKENS):
         ids = indexed.read(start, min(start + READ_TOKENS, indexed.tokens))
-        lowest.append(int(ids.min()))
-        highest.append(int(ids.max()))
-    if tokenizer is not None and lowest and (min(lowest) < 0 or max(highest) >= tokenizer.size):
+        ends += int(ids.min()), int(ids.max())
+    if tokenizer is not None and ends and (min(ends) < 0 or max(ends) >= tokenizer.size):
         for _ in Corpus(str(prefix), indexed, tokenizer.size).cut(0, indexed.tokens):
             pass  # refuses the first id that is none, by its document and position
     lengths, said = np.diff(indexed.rows_1), read_facts(prefix)
@@ -211,25 +205,15 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         "empty": int(np.count_nonzero(lengths == 0)),
         "tokens": indexed.tokens,
         "dtype": indexed.dtype.name,
-        "lowest": min(lowest, default=-1),
-        "highest": max(highest, default=-1),
+        "lowest": min(ends, default=-1),
+        "highest": max(ends, default=-1),
         "shortest": int(lengths.min(initial=indexed.tokens)),
         "median": float(np.median(lengths)) if len(lengths) else 0.0,
         "longest": int(lengths.max(initial=0)),
         "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,
         "said": said,
-        "as_written": _digest(indexed) == said["digest"] if "digest" in said else None,
+        "as_written": indexed.digest(every=True) == said["digest"] if "digest" in said else None,
     }
-
-
-def _digest(indexed: Indexed) -> str:
-    """Return the SHA-256 over every byte of both files, as their writer took it."""
-    seen = sha256()
-    for file in (indexed.bin, indexed.idx):
-        with file.open("rb") as content:
-            while chunk := content.read(READ_TOKENS):
-                seen.update(chunk)
-    return seen.hexdigest()
 
 
 def _document(args: argparse.Namespace, found: dict[str, Any]) -> tuple[list[int], str | None]:

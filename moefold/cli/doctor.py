@@ -5,7 +5,6 @@ named by --need is missing or does not work; else 0.
 """
 
 import argparse
-import difflib
 import importlib.util
 import os
 import platform
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moefold.cli._common import add_json, plain_table, print_json
+from moefold.config.suggest import closest
 
 MISSING = 1
 
@@ -75,20 +75,16 @@ def check_names(needed: list[str]) -> None:
     known = ["python", *PROBES, *REQUIRED, *OPTIONAL, *UNUSED]
     for name in needed:
         if name not in known:
-            (near,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            said = f"nearest: {near}; all: {', '.join(known)}"
+            said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
             raise ValueError(f"--need {name}: no such back end; {said}")
 
 
 def _print_table(findings: list[Finding]) -> None:
-    table = plain_table("back end", "found", "version", "chosen", "why, or why not")
-    for finding in findings:
-        found, chosen = (
-            Text("yes", "green") if flag else Text("no", "yellow")
-            for flag in (finding.found, finding.chosen)
-        )
-        table.add_row(finding.name, found, finding.version, chosen, Text(finding.why))
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    said = {True: Text("yes", "green"), False: Text("no", "yellow")}
+    rows = [(f.name, said[f.found], f.version, said[f.chosen], f.why) for f in findings]
+    titles = ("back end", "found", "version", "chosen", "why, or why not")
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    console.print(plain_table(*titles, rows=rows))
 
 
 def probe_all() -> list[Finding]:

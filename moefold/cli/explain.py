@@ -8,6 +8,7 @@ no GPU.
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -31,16 +32,17 @@ from moefold.config.dump import identity
 from moefold.config.errors import FieldPath, RunError, Violation, describe, dotted
 from moefold.config.load import Loaded
 from moefold.config.merge import Origin
+from moefold.config.plugins import import_plugins
 from moefold.config.schema import json_schema
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
 from moefold.mesh.legality import folding_violations, violations
-from moefold.mesh.pipeline import Place, Stages
+from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import IDENTITY, RECIPES, Run, loaded_run
-from moefold.spec.decoder import Model, needs
+from moefold.spec.decoder import needs
 from moefold.training import words
 
 FITTING: dict[FieldPath, str] = {
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a RUN, or give --schema for the JSON schema of run files")
     loaded = None if args.source is None else _load(args)
     if loaded is None or args.schema:
-        print_json(json_schema(Run, partial=True))
+        print_json(json_schema(Run))
         return 0
     run, following = loaded.record, derived(loaded)
     drawn = Picture.of(run, args.world)
@@ -85,9 +87,12 @@ def run(args: argparse.Namespace) -> int:
         answer = {"run": to_dict(run), "origins": origins, "derived": following}
         print_json(answer | {"layout": drawn.facts(), "notes": list(notes(run))})
     else:
-        console = Console()
-        console.print(tree(loaded, args.given), soft_wrap=True)
-        console.print(_derived_table(run, following))
+        console, tree = Console(), Tree(Text(run.name, style="bold"))
+        _grow(tree, to_dict(run), (), loaded.origins, args.given)
+        console.print(tree, soft_wrap=True)
+        console.print(Text("what follows", style="bold"))
+        rows = list(_derived_rows(run, following))
+        console.print(_table(["", ""], rows, most=len(rows)))
         if args.layout is not None or args.world is not None or drawn.sizes != Sizes():
             drawn.show(console)
         for note in notes(run):
@@ -120,16 +125,10 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
 # --------------------------------------------------------------------------- values and origins
 
 
-def tree(loaded: Loaded[Run], given_only: bool = False) -> Tree:
-    """Return the run as a tree, each value with its origin; ``given_only`` leaves defaults out."""
-    root = Tree(Text(loaded.record.name, style="bold"))
-    _grow(root, to_dict(loaded.record), (), loaded.origins, given_only)
-    return root
-
-
 def _grow(
     node: Tree, data: Any, path: FieldPath, origins: Mapping[FieldPath, Origin], given_only: bool
 ) -> None:
+    """Add raw data to a tree, each value with its origin; ``given_only`` leaves defaults out."""
     items = data.items() if isinstance(data, Mapping) else enumerate(data)
     for key, value in items:
         here = (*path, key)
@@ -137,17 +136,11 @@ def _grow(
         if given_only and all(origin.sort == "default" for origin in inside):
             continue
         name = f"[{key}]" if isinstance(key, int) else str(key)
-        if _is_leaf(value):
-            node.add(_leaf(name, value, inside[0] if inside else Origin("default")))
-        else:
+        nested = isinstance(value, list) and any(isinstance(v, list | Mapping) for v in value)
+        if nested or (isinstance(value, Mapping) and value):
             _grow(node.add(Text(name, style="cyan")), value, here, origins, given_only)
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether a value is written on one line: a scalar, or a list of scalars."""
-    if isinstance(value, Mapping):
-        return not value
-    return not isinstance(value, list) or not any(isinstance(v, list | Mapping) for v in value)
+        else:
+            node.add(_leaf(name, value, inside[0] if inside else Origin("default")))
 
 
 def _leaf(name: str, value: Any, origin: Origin) -> Text:
@@ -177,7 +170,7 @@ def derived(loaded: Loaded[Run]) -> dict[str, Any]:
         layers.append({"first": first, "last": last, **to_dict(block)})
         first = last + 1
     return {
-        "identity": identity(run, loaded.parts, only=IDENTITY),
+        "identity": identity(run, import_plugins(run.uses), only=IDENTITY),
         "layers": layers,
         "vocabulary": decoder.vocab,
         "parameters": counts.parameters,
@@ -194,15 +187,6 @@ def derived(loaded: Loaded[Run]) -> dict[str, Any]:
         "layout": str(run.layout.split),
         "smallest_world": run.layout.split.smallest_world,
     }
-
-
-def _derived_table(run: Run, facts: Mapping[str, Any]) -> Table:
-    table = plain_table("", "", header=False)
-    table.title, table.title_justify, table.title_style = "what follows", "left", "bold"
-    table.columns[0].style, table.columns[0].no_wrap = "cyan", True
-    for what, said in _derived_rows(run, facts):
-        table.add_row(what, Text(said))
-    return table
 
 
 def _derived_rows(run: Run, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -252,6 +236,8 @@ class Picture:
     """None where the sizes do not fit the ranks."""
     stages: Stages | None
     """None where they are no legal pipeline of the model."""
+    way: Way
+    """The way in which stages are dealt out to ranks."""
     experts: tuple[Ranks, ...] | None
     """Ids of one layer's experts for each ep coordinate; None without experts or a fitting ep."""
     violations: tuple[Violation, ...]
@@ -260,17 +246,25 @@ class Picture:
     def of(cls, run: Run, world: int | None = None) -> "Picture":
         """Lay a run's layout, which may be illegal, over ``world`` ranks (default: the fewest)."""
         layout, sizes = run.layout, run.layout.split
-        model = needs(run.decoder(), run.data.seq)
+        model, count = needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
         found = violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
-        experts = [number for number in model.experts if number % sizes.ep == 0]
+        stages = None
+        if layout.stages is not None or count <= model.layers:
+            with suppress(ValueError):
+                stages = layout.stages_of(model.layers)
+        if stages is not None and stages.faults(count, model.mixtures):
+            stages = None
+        held = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
+        dealt = (tuple(range(e * min(held), (e + 1) * min(held))) for e in range(sizes.ep))
         return cls(
             sizes,
             world,
             Folding(sizes, world, layout.order) if fits else None,
-            _stages(model, sizes, layout.stages),
-            _dealt(min(experts), sizes.ep) if experts else None,
+            stages,
+            layout.way,
+            tuple(dealt) if held else None,
             tuple(v if v.path == ("world",) else v.under("layout") for v in found),
         )
 
@@ -290,7 +284,7 @@ class Picture:
             answer["groups"] = {kind: folding.groups(kind) for kind in KINDS}
             answer["same_groups"] = folding.same()
         if stages is not None:
-            answer["stages"] = {"text": stages.text, "table": stages.table(self.sizes.pp)}
+            answer["stages"] = {"text": stages.text, "table": stages.table(self.sizes.pp, self.way)}
         if self.experts is not None:
             answer["experts"] = self.experts
         return answer
@@ -313,7 +307,7 @@ class Picture:
             yield _grid(ATTENTION, folding.attention)
             yield _grid(EXPERTS, folding.experts)
         if stages is not None and sizes.pp > 1:
-            dealt = stages.table(sizes.pp)
+            dealt = stages.table(sizes.pp, self.way)
             titles = [f"virtual {v}" for v in range(sizes.vpp)] if sizes.vpp > 1 else ["holds"]
             rows = [(f"pp{rank}", *map(_places, parts)) for rank, parts in enumerate(dealt)]
             yield f"stages: {stages.text}", _table(["", *titles], rows)
@@ -325,24 +319,6 @@ class Picture:
             yield title, _kinds(folding)
 
 
-def _dealt(experts: int, ep: int) -> tuple[Ranks, ...]:
-    """Return which experts live at each coordinate of ep: neighbours together, equally many."""
-    each = experts // ep
-    return tuple(tuple(range(at * each, (at + 1) * each)) for at in range(ep))
-
-
-def _stages(model: Model, sizes: Sizes, text: str | None) -> Stages | None:
-    number = sizes.pp * sizes.vpp
-    if text is None:
-        fits = number <= model.layers
-        return Stages.balanced(sizes.pp, sizes.vpp, model.layers) if fits else None
-    try:
-        stages = Stages.parse(text)
-    except ValueError:
-        return None
-    return None if stages.faults(number, model.mixtures) else stages
-
-
 def _table(
     titles: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -350,10 +326,9 @@ def _table(
     most: int = ROWS,
 ) -> Table:
     """Return a table whose first column names the rows; of more than ``most`` a part is shown."""
-    table = plain_table(*titles, right=right, header=any(titles))
+    shown = [["…"] * len(titles) if row is None else row for row in _some(rows, most)]
+    table = plain_table(*titles, right=right, header=any(titles), rows=shown)
     table.columns[0].style, table.columns[0].no_wrap = "bold", True
-    for row in _some(rows, most):
-        table.add_row(*(["…"] * len(titles) if row is None else row))
     return table
 
 

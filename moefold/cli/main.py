@@ -110,7 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _carry_out(words: list[str]) -> int:
     parser, command = build_parser(next((word for word in words if word[:1] != "-"), None))
-    args = _parse(parser, words)
+    args, rest = parser.parse_known_args(words)
+    # Overrides k=v may stand behind options too, where argparse looks for none.
+    overrides = vars(args).get("overrides")
+    if rest and (overrides is None or any(w.startswith("-") or "=" not in w for w in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = [*(overrides or []), *rest]
     if command is None:
         parser.print_help()
         return 0
@@ -142,16 +147,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Parse; overrides ``k=v`` may stand behind options too, where argparse looks for none."""
-    args, rest = parser.parse_known_args(words)
-    overrides = vars(args).get("overrides")
-    if rest and (overrides is None or any(w.startswith("-") or "=" not in w for w in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*(overrides or []), *rest]
-    return args
 
 
 def build_parser(asked: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:

@@ -12,7 +12,7 @@ exit status:
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -118,7 +118,12 @@ class Progress:
         if verdict.worst is not None:
             line.append(f"  {verdict.worst.quantity} {verdict.worst.max_relative_error:.1e}")
         self._console.print(line.append(f"  {verdict.seconds:.1f} s", style="dim"))
-        for complaint in _complaints(verdict):
+        complaints = [
+            f"{row.quantity}: {row.max_relative_error:.1e} above {row.bound:.1e}, worst {row.worst}"
+            for row in verdict.rows
+            if not row.max_relative_error <= row.bound  # NaN too
+        ]
+        for complaint in (*complaints, *map(_last_line, verdict.problems)):
             self._console.print(Text(f"    {complaint}", style="red"))
 
     def show_control(self, control: "Control") -> None:
@@ -130,15 +135,6 @@ class Progress:
             self._console.print(line)
 
 
-def _complaints(verdict: "Verdict") -> Iterator[str]:
-    """Yield what is wrong with a layout, a line each."""
-    for row in verdict.rows:
-        if not row.max_relative_error <= row.bound:  # NaN too
-            error = f"{row.max_relative_error:.1e} above {row.bound:.1e}"
-            yield f"{row.quantity}: {error}, worst {row.worst}"
-    yield from map(_last_line, verdict.problems)
-
-
 def _last_line(problem: str) -> str:
     """Return the last line of a problem, which in a traceback is the error itself."""
     line = problem.strip().splitlines()[-1]
@@ -146,20 +142,18 @@ def _last_line(problem: str) -> str:
 
 
 def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control]") -> None:
-    table = plain_table("quantity", "largest error", "in layout", "worst")
+    rows = []
     for name in dict.fromkeys(row.quantity for row in proof.rows):
-        rows = (row for row in proof.rows if row.quantity == name)
-        worst = max(rows, key=lambda row: _nan_last(row.max_relative_error))
-        error = f"{worst.max_relative_error:.1e}"
-        table.add_row(name, error, Text(worst.layout), Text(worst.worst))
+        of_it = (row for row in proof.rows if row.quantity == name)
+        errors = ((row.max_relative_error, row) for row in of_it)
+        error, worst = max(errors, key=lambda item: (math.isnan(item[0]), item[0]))
+        rows.append((name, f"{error:.1e}", worst.layout, worst.worst))
     console.print()
-    console.print(table)
-    floored = sorted({name for verdict in proof.verdicts for name in verdict.floored})
-    if floored:
-        console.print(Text(f"compared at the floor, being tiny: {', '.join(floored)}"))
-    zero = sorted({words for verdict in proof.verdicts for words in verdict.zero})
-    if zero:
-        console.print(Text(f"zero by the run's own maths: {'; '.join(zero)}"))
+    console.print(plain_table("quantity", "largest error", "in layout", "worst", rows=rows))
+    if floored := {name for verdict in proof.verdicts for name in verdict.floored}:
+        console.print(Text(f"compared at the floor, being tiny: {', '.join(sorted(floored))}"))
+    if zero := {words for verdict in proof.verdicts for words in verdict.zero}:
+        console.print(Text(f"zero by the run's own maths: {'; '.join(sorted(zero))}"))
     if controls:
         seen = sum(control.noticed for control in controls)
         style = "bold green" if seen == len(controls) else "bold red"
@@ -170,27 +164,26 @@ def _print_summary(console: Console, proof: "Proof", controls: "Sequence[Control
     console.print(Text(words, style="bold red" if failed else "bold green"))
 
 
-def _nan_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error
-
-
 def facts(proof: "Proof", controls: "Sequence[Control]") -> dict[str, Any]:
     """Return everything for programs."""
-    layouts = [
-        {
-            "layout": verdict.layout,
-            "world": verdict.world,
-            "passed": verdict.passed,
-            "max_relative_error": {row.quantity: row.max_relative_error for row in verdict.rows},
-            "bound": {row.quantity: row.bound for row in verdict.rows},
-            "worst": {row.quantity: row.worst for row in verdict.rows},
-            "problems": list(verdict.problems),
-            "at_the_floor": list(verdict.floored),
-            "zero_by_maths": list(verdict.zero),
-            "seconds": verdict.seconds,
+    layouts = []
+    for verdict in proof.verdicts:
+        figures = {
+            figure: {row.quantity: getattr(row, figure) for row in verdict.rows}
+            for figure in ("max_relative_error", "bound", "worst")
         }
-        for verdict in proof.verdicts
-    ]
+        layouts.append(
+            {
+                "layout": verdict.layout,
+                "world": verdict.world,
+                "passed": verdict.passed,
+                **figures,
+                "problems": list(verdict.problems),
+                "at_the_floor": list(verdict.floored),
+                "zero_by_maths": list(verdict.zero),
+                "seconds": verdict.seconds,
+            }
+        )
     answer: dict[str, Any] = {"passed": proof.passed, "layouts": layouts}
     if controls:
         answer["controls"] = [

@@ -24,7 +24,6 @@ from moefold.config.fields import (
     specs,
     with_nearest,
 )
-from moefold.config.slot import Slot
 from moefold.config.suggest import candidates, closest, likely_kind, places_of_key, words
 
 ROUNDS = 20
@@ -65,7 +64,9 @@ def check(cls: type[R], data: Any) -> Checked[R]:
         record, refused = validate(cls, data)
         found = _refused_fields(cls, data, refused) if record is None else _relations(record, data)
         fresh = [item for item in found if not any(item in known for known in rounds)]
-        fresh.sort(key=_list_items_last)
+        # Items are taken out of lists last, from the end of each.
+        gone = [v for v in fresh if v.nearest == REMOVE and v.path and isinstance(v.path[-1], int)]
+        fresh = [v for v in fresh if v not in gone] + sorted(gone, key=lambda v: -int(v.path[-1]))
         if not fresh:
             return Checked(None if rounds else record, tuple(_joined(rounds, data)))
         rounds.append(fresh)
@@ -170,11 +171,12 @@ def _refused_value(
     """Return the violation of a value that its field refuses, with the nearest that it accepts."""
     value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path) or ANYTHING
     above = (spec_at(FieldSpec(cls), data, path[:-1]) or ANYTHING) if path else ANYTHING
-    slot = above.slot if above.slot is not None and path[-1] == above.slot.tag else None
-    if slot is None:
-        legal, tried = words(spec), candidates(spec, value)
+    slot = above.slot
+    if slot is not None and path[-1] == slot.tag:
+        likely = likely_kind(above, slot, get_at(data, path[:-1]))
+        legal, tried = f"one of {', '.join(slot.kinds)}", iter((likely, *slot.kinds))
     else:
-        legal, tried = f"one of {', '.join(slot.kinds)}", _kinds(above, slot, data, path)
+        legal, tried = words(spec), candidates(spec, value)
     sort = _id_of([kind for kind, _ in said])
     if sort == "missing" and value is not MISSING:
         sort = "out-of-range"  # a list that is too short
@@ -183,8 +185,13 @@ def _refused_value(
         rule = "; ".join(dict.fromkeys(message for _, message in said))
     elif sort == "not-finite" and spec.annotation is Any:
         rule = "must be a finite number"
-    accepted = (item for item in tried if _accepts(cls, data, path, item))
-    return Violation(path, None if value is MISSING else value, rule, next(accepted, MISSING), sort)
+    nearest: Any = MISSING
+    for item in tried:  # a field may accept one whatever is wrong elsewhere
+        others = validate(cls, set_at(data, path, item))[1]
+        if not any(other[: len(path)] == path for other in others):
+            nearest = item
+            break
+    return Violation(path, None if value is MISSING else value, rule, nearest, sort)
 
 
 def _id_of(kinds: list[str]) -> str:
@@ -197,49 +204,29 @@ def _id_of(kinds: list[str]) -> str:
     return "wrong-type"
 
 
-def _kinds(above: FieldSpec, slot: Slot, data: Any, path: FieldPath) -> Iterator[str]:
-    likely = likely_kind(above, slot, get_at(data, path[:-1]))
-    yield from [] if likely is None else [likely]
-    yield from slot.kinds
-
-
-def _accepts(cls: type[Record], data: Any, path: FieldPath, value: Any) -> bool:
-    """Whether a field accepts a value, apart from what is wrong elsewhere."""
-    _, refused = validate(cls, set_at(data, path, value))
-    return not any(other[: len(path)] == path for other in refused)
-
-
 # --------------------------------------------------------------------- relations between fields
 
 
-def _relations(record: Record, data: Any) -> list[Violation]:
-    """Return the rules that a record with legal fields breaks, each with a value that is legal.
+def _relations(record: Record, data: Any) -> Iterator[Violation]:
+    """Yield the rules that a record with legal fields breaks, each with a value that is legal.
 
     Where a rule gives none, that is null or the default, if it settles the rule.
     """
-    broken = [replace(item, value=to_dict(item.value)) for item in broken_rules(record)]
-    return [_with_legal_value(record, data, item) for item in broken]
-
-
-def _with_legal_value(record: Record, data: Any, item: Violation) -> Violation:
-    spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path) or ANYTHING
-    given = item.nearest
-    if given is None and not spec.option("none"):
-        given = MISSING
-    if given is not MISSING:
-        return replace(item, nearest=given if isinstance(given, Rename) else to_dict(given))
-    for nearest in (None, spec.default):
-        tried = replace(item, nearest=nearest)
-        fixed, _ = validate(type(record), with_nearest(FieldSpec(type(record)), data, tried))
-        if fixed is not None and not any(b.path == item.path for b in broken_rules(fixed)):
-            return tried
-    return replace(item, nearest=MISSING)
-
-
-def _list_items_last(item: Violation) -> tuple[int, int]:
-    """Key that puts the removal of list items last, from the end of the list."""
-    gone = item.nearest == REMOVE and item.path and isinstance(item.path[-1], int)
-    return (1, -int(item.path[-1])) if gone else (0, 0)
+    for item in broken_rules(record):
+        spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path) or ANYTHING
+        given, tried = item.nearest, list[Any]()
+        if given is MISSING or (given is None and not spec.option("none")):
+            given, tried = MISSING, [None, spec.default]
+        if not isinstance(given, Rename):
+            given = to_dict(given)
+        item = replace(item, value=to_dict(item.value), nearest=given)
+        for nearest in tried:
+            mended = with_nearest(FieldSpec(type(record)), data, replace(item, nearest=nearest))
+            fixed, _ = validate(type(record), mended)
+            if fixed is not None and not any(b.path == item.path for b in broken_rules(fixed)):
+                item = replace(item, nearest=nearest)
+                break
+        yield item
 
 
 def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
@@ -256,7 +243,11 @@ def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
         for item in fresh:
             i = next((i for i, above in enumerate(kept) if _suggests(above, item.path)), None)
             if i is not None:
-                kept[i] = _joined_to(kept[i], item, fixed)
+                above, nearest = kept[i], get_at(fixed, kept[i].path)
+                both = above.path == item.path and item.rule not in above.rule.split("; ")
+                rule = f"{above.rule}; {item.rule}" if both else above.rule
+                nearest = REMOVE if nearest is MISSING else nearest
+                kept[i] = replace(above, rule=rule, nearest=nearest)
             elif item.path in around:
                 continue  # what is said of a whole that holds suggested values may be due to those
             elif item.path[:-1] in earlier:
@@ -265,13 +256,6 @@ def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
             else:
                 kept.append(item)
     return kept
-
-
-def _joined_to(above: Violation, item: Violation, fixed: Any) -> Violation:
-    rule, nearest = above.rule, get_at(fixed, above.path)
-    if above.path == item.path and item.rule not in rule.split("; "):
-        rule = f"{rule}; {item.rule}"
-    return replace(above, rule=rule, nearest=REMOVE if nearest is MISSING else nearest)
 
 
 def _suggests(item: Violation, path: FieldPath) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -118,15 +119,19 @@ ANYTHING = FieldSpec(Any)
 @cache
 def specs(record: type[BaseModel]) -> Mapping[str, FieldSpec]:
     """Return what is legal in each field of a record class, by the key that a run file uses."""
-    return {info.alias or name: _spec(info) for name, info in record.model_fields.items()}
+    found = {}
+    for name, info in record.model_fields.items():
+        default = MISSING
+        if not info.is_required():
+            default = to_dict(info.get_default(call_default_factory=True))
+        metadata, examples = tuple(info.metadata), tuple(to_dict(info.examples or ()))
+        found[info.alias or name] = FieldSpec(info.annotation, metadata, default, examples)
+    return found
 
 
-def _spec(info: FieldInfo) -> FieldSpec:
-    metadata, examples = tuple(info.metadata), tuple(to_dict(info.examples or ()))
-    if info.is_required():
-        return FieldSpec(info.annotation, metadata, MISSING, examples)
-    default = to_dict(info.get_default(call_default_factory=True))
-    return FieldSpec(info.annotation, metadata, default, examples)
+def required(record: type[BaseModel]) -> list[str]:
+    """Return the keys of a record class that have no default."""
+    return [key for key, spec in specs(record).items() if spec.default is MISSING]
 
 
 def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec | None:
@@ -157,7 +162,9 @@ def _options(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[Option]:
     origin, args = get_origin(annotation), get_args(annotation)
     slot = next((item for item in metadata if isinstance(item, Slot)), None)
     if origin is Annotated:
-        yield from _options(args[0], (*_constraints(args[1:]), *metadata))
+        # Constraints one by one: ``Field(ge=1)`` and intervals hold several.
+        given = (item.metadata if isinstance(item, FieldInfo) else [item] for item in args[1:])
+        yield from _options(args[0], (*chain.from_iterable(given), *metadata))
     elif slot is not None:
         yield Option("slot", slot, metadata=metadata)
     elif origin in (Union, UnionType):
@@ -192,14 +199,6 @@ def _plain_option(annotation: Any, origin: Any, args: tuple[Any, ...]) -> Option
     if annotation in (bool, int, float, str):
         return Option(annotation.__name__, annotation)
     return Option("other", annotation)
-
-
-def _constraints(metadata: Sequence[Any]) -> tuple[Any, ...]:
-    """Return constraints one by one: ``Field(ge=1)`` and intervals hold several."""
-    flat: list[Any] = []
-    for item in metadata:
-        flat += item.metadata if isinstance(item, FieldInfo) else [item]
-    return tuple(flat)
 
 
 # ------------------------------------------------------------------------------------ raw data

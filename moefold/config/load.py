@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -26,15 +26,11 @@ R = TypeVar("R", bound=Record)
 class Loaded(Generic[R]):
     """A legal record, and how it came about.
 
-    ``origins`` gives, for each leaf of the record written out in full, where its value came from;
-    ``parts`` the SHA-256 of each plugin by its absolute path; ``sources`` the files that were read,
-    bases first.
+    ``origins`` gives, for each leaf of the record written out in full, where its value came from.
     """
 
     record: R
     origins: Mapping[FieldPath, Origin]
-    parts: Mapping[str, str] = field(default_factory=dict)
-    sources: tuple[Path, ...] = ()
 
 
 def load(
@@ -76,7 +72,7 @@ def load(
         raise RunError(placed, merged.data, name)
     written_out = (path for path, _ in leaves(to_dict(checked.record)))
     origins = {path: merged.origins.get(path, Origin("default")) for path in written_out}
-    return Loaded(checked.record, origins, reading.parts, tuple(reading.sources))
+    return Loaded(checked.record, origins)
 
 
 def parse_override(text: str) -> tuple[FieldPath, str, Any]:
@@ -106,8 +102,6 @@ class _Reading:
         self.cls = cls
         self.recipes = recipes
         self.layers: list[Layer] = []
-        self.parts: dict[str, str] = {}
-        self.sources: list[Path] = []
         self.violations: list[Violation] = []
         self.used: dict[str, Origin] = {}
         self.failed: dict[str, str] = {}
@@ -163,7 +157,9 @@ class _Reading:
         """Put the plugins of all layers into ``uses``; those that failed are to be taken out."""
         given = merged.data.get(USES, []) if USES in specs(self.cls) else []
         if not _names(given):
-            found = [path for path in given if _is_plugin(path)] if isinstance(given, list) else []
+            listed = given if isinstance(given, list) else []
+            texts = (path for path in listed if isinstance(path, str) and path.endswith(".py"))
+            found = [path for path in texts if Path(path).is_file()]
             rule = "must be a list of Python files"
             self.violations.append(Violation((USES,), given, rule, found, "wrong-type"))
             return
@@ -201,7 +197,6 @@ class _Reading:
         self.violations += parsed.violations
         layer = Layer(parsed.data, sort, name, parsed.lines, folder or path.parent)
         self._add(layer, (*chain, path))
-        self.sources.append(path)
 
     def _add(self, layer: Layer, chain: tuple[Path, ...]) -> None:
         """Take a layer, after those that it builds on, and import the plugins that it uses."""
@@ -246,13 +241,9 @@ class _Reading:
             path = resolve(item, folder)
             self.used.setdefault(str(path), origin)
             try:
-                self.parts.update(import_plugins([path]))
+                import_plugins([path])
             except ValueError as error:
                 self.failed[str(path)] = str(error)
-
-
-def _is_plugin(path: Any) -> bool:
-    return isinstance(path, str) and path.endswith(".py") and Path(path).is_file()
 
 
 def _names(uses: Any) -> bool:

@@ -73,7 +73,7 @@ class Merged:
         if not kept and under is not MISSING:
             self._forget(path)
         if not isinstance(over, Mapping) or not (over or kept):
-            self._note(path, over, layer)
+            self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(over, path)}
             return over
         merged, whole = dict(kept), {**kept, **over}
         for key, item in over.items():
@@ -107,36 +107,37 @@ class Merged:
                 rule = f"{dotted(path)} is no list, so nothing can be added to it"
                 return Violation(path, value, rule, id="override", where=text)
             path = (*path, 0 if there is MISSING else len(there))
-        for i, part in enumerate(path):
-            rule = _misplaced(self._holder(path[: i + 1]), part, dotted(path[:i]) or "the run")
+        for end, part in enumerate(path):
+            rule = self._misplaced(path[:end], part)
             if rule is not None:
-                return Violation(path[: i + 1], None, rule, id="override", where=text)
-        self._put(path, value, Origin("override", text))
-        return None
-
-    def _put(self, path: FieldPath, value: Any, origin: Origin) -> None:
-        """Set a value; setting the tag of a slot to another kind replaces the whole choice."""
+                rule = f"{dotted(path[:end]) or 'the run'} {rule}"
+                return Violation(path[: end + 1], None, rule, id="override", where=text)
         self.data = with_parents(self.spec, self.data, path)
         above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
         chosen = {str(path[-1]): value}
         if above is not None and isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
-            path, value = path[:-1], chosen
+            path, value = path[:-1], chosen  # another kind replaces the whole choice
         value = (spec_at(self.spec, self.data, path) or ANYTHING).expanded(value)
         self._forget(path)
         self.data = set_at(self.data, path, value)
+        origin = Origin("override", text)
         self.origins |= dict.fromkeys((leaf for leaf, _ in leaves(value, path)), origin)
+        return None
 
-    def _holder(self, path: FieldPath) -> Any:
-        """Return what holds the last part of a path, made where it is absent; else a scalar."""
-        there = get_at(self.data, path[:-1])
-        above = spec_at(self.spec, self.data, path[:-1]) or ANYTHING
+    def _misplaced(self, path: FieldPath, part: PathPart) -> str | None:
+        """Return what is wrong with setting ``part`` of what stands, or will be made, at a path."""
+        there = get_at(self.data, path)
+        above = spec_at(self.spec, self.data, path) or ANYTHING
         if there is MISSING or there is None or isinstance(above.expanded(there), Mapping):
-            return get_at(with_parents(self.spec, self.data, path), path[:-1])
-        return there
-
-    def _note(self, path: FieldPath, value: Any, layer: Layer) -> None:
-        """Write down where the leaves of a value came from."""
-        self.origins |= {leaf: layer.origin(leaf) for leaf, _ in leaves(value, path)}
+            there = get_at(with_parents(self.spec, self.data, (*path, part)), path)
+        if isinstance(there, list):
+            if not isinstance(part, int):
+                return "is a list: name an item by its number, from 0"
+            many = f"has length {len(there)}, so the next is {len(there)}"
+            return many if part > len(there) else None
+        if isinstance(there, Mapping):
+            return "is not a list" if isinstance(part, int) else None
+        return f"is a single value, so nothing stands at {part!r} in it"
 
     def _forget(self, path: FieldPath) -> None:
         """Drop the origins of everything at and below a path."""
@@ -151,16 +152,3 @@ def _other_kind(spec: FieldSpec, under: Mapping[str, Any], over: Mapping[str, An
     if slot is None or slot.tag not in there or slot.lookup(over.get(slot.tag)) is None:
         return False
     return there[slot.tag] != over[slot.tag]
-
-
-def _misplaced(holder: Any, part: PathPart, name: str) -> str | None:
-    """Return what is wrong with taking ``part`` of what goes by a name."""
-    if isinstance(holder, list) and not isinstance(part, int):
-        return f"{name} is a list: name an item by its number, from 0"
-    if isinstance(holder, list) and isinstance(part, int) and part > len(holder):
-        return f"{name} has length {len(holder)}, so the next is {len(holder)}"
-    if isinstance(holder, Mapping) and isinstance(part, int):
-        return f"{name} is not a list"
-    if not isinstance(holder, Mapping | list):
-        return f"{name} is a single value, so nothing stands at {part!r} in it"
-    return None

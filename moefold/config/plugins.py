@@ -15,15 +15,14 @@ OUTSIDE = "outside_"
 """How the names of modules made of such files begin."""
 
 
-def import_plugins(paths: Iterable[str | Path], relative_to: str | Path = ".") -> dict[str, str]:
+def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     """Import Python files so that they can register their parts.
 
     A file is imported once per content, under a module name of its own made from its path and
     content, and stays in ``sys.modules`` so that classes in it can be pickled.
 
     Args:
-        paths: files to import, as written in a run file.
-        relative_to: folder that relative paths start from.
+        paths: files to import; relative ones start from the working folder.
 
     Returns:
         Absolute path to SHA-256 (hex) of each file, in order; the hashes enter a run's identity.
@@ -31,7 +30,7 @@ def import_plugins(paths: Iterable[str | Path], relative_to: str | Path = ".") -
     Raises:
         ValueError: where a file does not exist, is no ``.py`` file, or fails while it is imported.
     """
-    return {str(path): _import(path) for path in (resolve(item, relative_to) for item in paths)}
+    return {str(path): _import(path) for path in map(resolve, paths)}
 
 
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
@@ -71,9 +70,6 @@ def _import(path: Path) -> str:
         exec(compile(content, str(path), "exec"), module.__dict__)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{path} failed while it was imported: {_said(error)}") from error
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} failed while it was imported: {said}") from error
     return digest
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -21,17 +21,51 @@ MAX_NODES = 50_000
 MAX_DEPTH = 50
 
 _CORE = "tag:yaml.org,2002:"
-_PATTERNS = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+
+
+def _int(text: str) -> int:
+    if len(text) > 40:
+        raise ValueError("it has too many digits")
+    value = int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("it does not fit 64 bits")
+    return value
+
+
+def _float(text: str) -> float:
+    word = text.lower().lstrip("+-")
+    if word in (".inf", ".nan"):
+        return float(text.lower().replace(".", ""))
+    value = float(text)
+    if math.isinf(value):
+        raise OverflowError("it is beyond the largest number")
+    return value
+
+
+_SCALARS: dict[str, tuple[str, list[str], str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], "null", lambda text: None),
+    "bool": (
+        r"true|True|TRUE|false|False|FALSE",
+        list("tTfF"),
+        "true or false",
+        lambda text: {"true": True, "false": False}[text.lower()],
+    ),
+    "int": (
+        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        list("-+0123456789"),
+        "a whole number",
+        _int,
+    ),
     "float": (
         r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
         list("-+.0123456789"),
+        "a number",
+        _float,
     ),
 }
-"""How scalars that are no text look in YAML 1.2's core schema, and how they can begin."""
+"""Scalars that are no text in YAML 1.2's core schema: how they look, how they can begin, what they
+are in words, and what reads them."""
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -52,7 +86,7 @@ class CoreLoader(yaml.SafeLoader):
             self.depth -= 1
 
 
-for _name, (_pattern, _first) in _PATTERNS.items():
+for _name, (_pattern, _first, _, _) in _SCALARS.items():
     CoreLoader.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), _first)
 
 
@@ -123,17 +157,14 @@ class _Converter:
         if self.count > MAX_NODES:
             rule = f"holds more than {MAX_NODES} values"
             raise _refusal(self.source, None, rule, "too-large")
-        if not isinstance(node, ScalarNode) and node.value:
-            return self._collection(node, path, (*above, node))
-        self.parsed.lines[path] = node.start_mark.line + 1
-        return self._scalar(node) if isinstance(node, ScalarNode) else self._empty(node)
-
-    def _empty(self, node: Node) -> Any:
         self._check_tag(node)
-        return {} if isinstance(node, MappingNode) else []
+        if isinstance(node, ScalarNode) or not node.value:
+            self.parsed.lines[path] = node.start_mark.line + 1
+        if isinstance(node, ScalarNode):
+            return self._scalar(node)
+        return self._collection(node, path, (*above, node))
 
     def _collection(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
-        self._check_tag(node)
         if isinstance(node, SequenceNode):
             return [self.convert(item, (*path, i), above) for i, item in enumerate(node.value)]
         found: dict[str, Any] = {}
@@ -150,7 +181,7 @@ class _Converter:
 
     def _check_tag(self, node: Node) -> None:
         allowed = {MappingNode: ("map",), SequenceNode: ("seq",)}.get(type(node))
-        if node.tag.removeprefix(_CORE) not in (allowed or ("str", *_PATTERNS)):
+        if node.tag.removeprefix(_CORE) not in (allowed or ("str", *_SCALARS)):
             tag = node.tag.replace(_CORE, "!!")
             rule = f"the tag {tag} is refused: a run file holds plain data, never code"
             raise self._refused(node, rule, "tag")
@@ -174,13 +205,10 @@ class _Converter:
 
     def _scalar(self, node: ScalarNode) -> Any:
         """Return the value of a scalar; NaN and infinities are left for the fields to refuse."""
-        self._check_tag(node)
         sort = node.tag.removeprefix(_CORE)
         if sort == "str":
             return self._text(node)
-        if sort == "null":
-            return None
-        called, read = _READ[sort]
+        _, _, called, read = _SCALARS[sort]
         try:
             return read(node.value)
         except (ValueError, KeyError, OverflowError) as error:
@@ -188,33 +216,3 @@ class _Converter:
 
     def _refused(self, node: Node, rule: str, sort: str = "syntax") -> RunError:
         return _refusal(self.source, node.start_mark.line + 1, rule, sort)
-
-
-def _bool(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-def _int(text: str) -> int:
-    if len(text) > 40:
-        raise ValueError("it has too many digits")
-    value = int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
-    if not -(2**63) <= value < 2**63:
-        raise ValueError("it does not fit 64 bits")
-    return value
-
-
-def _float(text: str) -> float:
-    word = text.lower().lstrip("+-")
-    if word in (".inf", ".nan"):
-        return float(text.lower().replace(".", ""))
-    value = float(text)
-    if math.isinf(value):
-        raise OverflowError("it is beyond the largest number")
-    return value
-
-
-_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "bool": ("true or false", _bool),
-    "int": ("a whole number", _int),
-    "float": ("a number", _float),
-}

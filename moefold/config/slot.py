@@ -100,13 +100,10 @@ class Slot:
 
 def _same_part(one: type[Record], other: type[Record]) -> bool:
     """Whether two classes are the same source read twice (a notebook cell, an edited file)."""
-    return one.__qualname__ == other.__qualname__ and (
-        one.__module__ == other.__module__ or _file(one) == _file(other) is not None
-    )
-
-
-def _file(record: type[Record]) -> str | None:
-    return getattr(sys.modules.get(record.__module__), "__file__", None)
+    modules = [sys.modules.get(record.__module__) for record in (one, other)]
+    first, second = (getattr(module, "__file__", None) for module in modules)
+    same_file = one.__module__ == other.__module__ or first == second is not None
+    return one.__qualname__ == other.__qualname__ and same_file
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from moefold.config.errors import MISSING, FieldPath, show
-from moefold.config.fields import FieldSpec, Option, specs
+from moefold.config.fields import FieldSpec, Option, required, specs
 from moefold.config.slot import Slot
 
 _BOOLS = {
@@ -105,7 +105,7 @@ def likely_kind(spec: FieldSpec, slot: Slot, value: Any) -> str | None:
 
     def rank(kind: str) -> tuple[int, bool, int]:
         record = slot.kinds[kind]
-        return -len(given.keys() & specs(record).keys()), kind != default, _required(record)
+        return -len(given.keys() & specs(record).keys()), kind != default, len(required(record))
 
     return min(slot.kinds, key=rank, default=None)
 
@@ -136,12 +136,7 @@ def candidates(spec: FieldSpec, value: Any) -> Iterator[Any]:
     if spec.default is not MISSING:
         yield spec.default
     yield from spec.examples
-    for option in sorted(spec.options, key=lambda option: option.kind == "none"):
-        if option.kind == "slot":
-            kind = likely_kind(spec, option.of, value)
-            yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
-        else:
-            yield from _ordinary(option)
+    yield from _ordinary(spec, value)
 
 
 def _converted(option: Option, value: Any) -> Iterator[Any]:
@@ -209,43 +204,45 @@ def _texts(option: Option, text: str) -> Iterator[str]:
         yield re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
 
 
-def _ordinary(option: Option) -> Iterator[Any]:
-    """Yield ordinary values of an option's type, holding no more than it needs."""
-    if option.kind == "record":
-        yield minimal(option.of)
-    elif option.kind == "slot":
-        kind = min(option.of.kinds, key=lambda kind: _required(option.of.kinds[kind]), default=None)
-        yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
-    elif option.kind == "list":
-        yield [_made_up(FieldSpec(option.of))] * option.bounds.get("min_length", 0)
-    elif option.kind == "fixed":
-        yield [_made_up(FieldSpec(of)) for of in option.of]
-    elif option.kind == "literal":
-        yield from option.of
-    elif option.kind in ("int", "float"):
-        low, high = option.bounds.get("gt", -math.inf), option.bounds.get("lt", math.inf)
-        between = (low + high) / 2 if math.isfinite(high - low) else max(low + 1, min(high - 1, 0))
-        yield from (found for number in (1, 0, between) for found in _inside(option, number))
-    elif option.kind in ("str", "other"):
-        yield "x" * max(1, option.bounds.get("min_length", 1))
-    else:
-        yield {"bool": False, "map": {}}.get(option.kind)
+def _ordinary(spec: FieldSpec, value: Any = MISSING) -> Iterator[Any]:
+    """Yield ordinary values for each option of a field, null last, holding no more than it needs.
+
+    Of a slot that is the kind which ``value`` most likely means.
+    """
+    for option in sorted(spec.options, key=lambda option: option.kind == "none"):
+        bounds = option.bounds
+        if option.kind == "record":
+            yield minimal(option.of)
+        elif option.kind == "slot":
+            kind = likely_kind(spec, option.of, value)
+            yield None if kind is None else minimal(option.of.kinds[kind], {option.of.tag: kind})
+        elif option.kind == "list":
+            yield [_made_up(FieldSpec(option.of))] * bounds.get("min_length", 0)
+        elif option.kind == "fixed":
+            yield [_made_up(FieldSpec(of)) for of in option.of]
+        elif option.kind == "literal":
+            yield from option.of
+        elif option.kind in ("int", "float"):
+            low, high = bounds.get("gt", -math.inf), bounds.get("lt", math.inf)
+            inner = max(low + 1, min(high - 1, 0))
+            between = (low + high) / 2 if math.isfinite(high - low) else inner
+            yield from (found for number in (1, 0, between) for found in _inside(option, number))
+        elif option.kind in ("str", "other"):
+            yield "x" * max(1, bounds.get("min_length", 1))
+        else:
+            yield {"bool": False, "map": {}}.get(option.kind)
 
 
 def _made_up(spec: FieldSpec) -> Any:
     """Return a value for a field that has none: its default, an example, or an ordinary one."""
     if spec.default is not MISSING:
         return spec.default
-    options = sorted(spec.options, key=lambda option: option.kind == "none")
-    return next(chain(spec.examples, *(_ordinary(option) for option in options)), None)
+    return next(chain(spec.examples, _ordinary(spec)), None)
 
 
 def minimal(record: type[BaseModel], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return raw data for a record that holds its required fields alone, besides what is given."""
-    missing = {key: spec for key, spec in specs(record).items() if spec.default is MISSING}
-    made = {key: _made_up(spec) for key, spec in missing.items() if key not in (given or {})}
+    made = {
+        key: _made_up(specs(record)[key]) for key in required(record) if key not in (given or {})
+    }
     return {**(given or {}), **made}
-
-
-def _required(record: type[BaseModel]) -> int:
-    return sum(spec.default is MISSING for spec in specs(record).values())

@@ -120,8 +120,12 @@ class Layout(Record):
         """Return what each stage holds of a model with so many layers."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        way: Way = "v" if isinstance(self.schedule, Vee) else "round"
-        return Stages.balanced(self.split.pp, self.split.vpp, layers, way=way)
+        return Stages.balanced(self.split.pp, self.split.vpp, layers, way=self.way)
+
+    @property
+    def way(self) -> Way:
+        """The way in which stages are dealt out to the ranks of the pipeline."""
+        return "v" if isinstance(self.schedule, Vee) else "round"
 
     @property
     def split(self) -> Sizes:

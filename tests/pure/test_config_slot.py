@@ -180,7 +180,7 @@ def part(tmp_path: Path) -> Any:
 
 def test_a_file_is_brought_once_and_known_by_its_hash(part: Path) -> None:
     digest = hashlib.sha256(part.read_bytes()).hexdigest()
-    assert import_plugins(["part.py"], part.parent) == {str(part): digest}
+    assert import_plugins([part.parent / "part.py"]) == {str(part): digest}
     first = ENGINE.kinds["sail"]
     assert import_plugins([part]) == {str(part): digest}
     assert ENGINE.kinds["sail"] is first
@@ -208,7 +208,7 @@ def test_two_files_of_one_name_are_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "my-part.v2.py").write_text(f"NAME = {name!r}\n", "utf-8")
-    found = import_plugins(["a/my-part.v2.py", "b/my-part.v2.py"], tmp_path)
+    found = import_plugins(tmp_path / name / "my-part.v2.py" for name in "ab")
     modules = [m for m in sys.modules.values() if getattr(m, "__file__", None) in found]
     assert sorted(m.NAME for m in modules) == ["a", "b"]
 
@@ -227,7 +227,7 @@ def test_only_python_files_are_brought(tmp_path: Path) -> None:
     (tmp_path / "part.txt").write_text("", "utf-8")
     for name in ("part.txt", "absent.py", "."):
         with pytest.raises(ValueError, match="is not a Python file"):
-            import_plugins([name], tmp_path)
+            import_plugins([tmp_path / name])
 
 
 def test_toys_are_what_they_say() -> None:

@@ -252,9 +252,8 @@ def test_an_editor_accepts_from_without_the_family() -> None:
     jsonschema.validate({"from": "./folder"}, schema)
     jsonschema.validate({"family": "folder", "from": "./folder"}, schema)
     jsonschema.validate({"family": "mixtral", **MODELS["mixtral"]}, schema)
-    for wrong in (MODELS["mixtral"], {"family": "olmoe", "from": "./folder"}):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"family": "olmoe", "from": "./folder"}, schema)
 
 
 def test_a_router_can_be_chosen_by_an_override_under_any_family() -> None:

@@ -85,6 +85,15 @@ def test_other_parts_of_an_illegal_layout_are_kept(capsys: Any) -> None:
     assert "attention:" not in text and "layout      tp2 pp3" in text
 
 
+def test_stages_in_the_shape_of_a_v_go_there_and_back(capsys: Any) -> None:
+    """The first rank holds the embedding and, on the way back, the loss."""
+    schedule = "layout.schedule={kind: zb_v}"
+    assert main(["explain", "demo", "--layout", "pp2 vpp2", schedule, "--json"]) == 0
+    first, last = json.loads(capsys.readouterr().out)["layout"]["stages"]["table"]
+    assert first[0][0][0] == "embedding" and first[1][-1][0] == "loss"
+    assert [kind for stage in last for kind, _ in stage] == ["layer", "layer"]
+
+
 def test_a_layout_of_thousands_stays_small(capsys: Any) -> None:
     text = said(capsys, "--layout", "tp2 pp2 ep8", "--world", "8192")
     assert len(text.splitlines()) < 110 and "pp1 dp2047" in text and "…" in text
