@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
                 show("importing", number, count)
                 return source[name]
 
-            return LazyTensor(source.dtype(name), source.shape(name), read)
+            target = source.targets[name]
+            return LazyTensor(target.dtype, target.shape, read)
 
         tensors = {MODEL + name: unread(name, number) for number, name in enumerate(source, 1)}
         path = save(args.folder, 0, tensors, meta)

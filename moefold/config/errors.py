@@ -75,23 +75,21 @@ class RunError(ValueError):
     """Everything that is wrong with a run, all at once.
 
     ``violations`` are in the order in which they are best fixed; ``data`` is the raw data that was
-    checked, after ``base`` and overrides.
+    checked, after ``base`` and overrides. Its text is a count, then path, value, rule and nearest
+    value of each.
     """
 
     def __init__(self, violations: Iterable[Violation], data: Any = None, source: str = "") -> None:
         self.violations = tuple(violations)
         self.data = data
         self.source = source
-        super().__init__(self.text())
+        count = len(self.violations)
+        head = f"{source or 'the run'}: {count} thing{'s' if count != 1 else ''} to mend"
+        lines = (line for item in self.violations for line in describe(item))
+        super().__init__("\n".join([head, *lines]))
 
     def __reduce__(self) -> tuple[type["RunError"], tuple[Any, ...]]:
         return type(self), (self.violations, self.data, self.source)
-
-    def text(self) -> str:
-        """Return the error as plain lines: a count, then path, value, rule and nearest of each."""
-        count = len(self.violations)
-        head = f"{self.source or 'the run'}: {count} thing{'s' if count != 1 else ''} to mend"
-        return "\n".join([head, *(line for item in self.violations for line in describe(item))])
 
 
 def describe(violation: Violation) -> list[str]:

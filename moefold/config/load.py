@@ -200,40 +200,32 @@ class _Reading:
 
     def _add(self, layer: Layer, chain: tuple[Path, ...]) -> None:
         """Take a layer, after those that it builds on, and import the plugins that it uses."""
-        folder = layer.folder or Path.cwd()
-        for path, name in self._bases(layer):
+        folder, given = layer.folder or Path.cwd(), layer.data.get(BASE, [])
+        listed: dict[FieldPath, str] = {(BASE,): given} if isinstance(given, str) else {}
+        wrong: dict[FieldPath, tuple[Any, str, Any]] = {}
+        if _names(given):
+            listed = {(BASE, i): name for i, name in enumerate(given)}
+        elif not listed:
+            wrong[(BASE,)] = given, "must be a path, a recipe's name, or a list", REMOVE
+        for path, name in listed.items():
             base = self._find(name, folder)
             if base is None:
                 like = closest(Path(name).name, self.recipes)
                 rule = f"there is no file or recipe {name!r} to build on"
-                self._wrong_base(layer, path, name, rule, REMOVE if like is None else like)
+                wrong[path] = name, rule, REMOVE if like is None else like
             elif base in chain:
                 loop = " -> ".join(_shown(item) for item in (*chain, base))
-                self._wrong_base(layer, path, name, f"builds on itself: {loop}", REMOVE)
+                wrong[path] = name, f"builds on itself: {loop}", REMOVE
             else:
                 self._read_file(base, "base", chain)
+        self.violations += [
+            Violation(path, *said, "base", layer.origin(path).where) for path, said in wrong.items()
+        ]
         own = {key: value for key, value in layer.data.items() if key != BASE}
         if USES in specs(self.cls) and _names(own.get(USES)):
             for i, item in enumerate(own[USES]):
                 self._import([item], folder, layer.origin((USES, i)))
         self.layers.append(replace(layer, data=own))
-
-    def _bases(self, layer: Layer) -> list[tuple[FieldPath, str]]:
-        """Return the names under ``base``, each with its path."""
-        given = layer.data.get(BASE, [])
-        if isinstance(given, str):
-            return [((BASE,), given)]
-        if not _names(given):
-            rule = "must be a path, a recipe's name, or a list"
-            self._wrong_base(layer, (BASE,), given, rule, REMOVE)
-            return []
-        return [((BASE, i), name) for i, name in enumerate(given)]
-
-    def _wrong_base(
-        self, layer: Layer, path: FieldPath, value: Any, rule: str, nearest: Any
-    ) -> None:
-        where = layer.origin(path).where
-        self.violations.append(Violation(path, value, rule, nearest, "base", where))
 
     def _import(self, uses: list[str], folder: Path, origin: Origin) -> None:
         """Import the plugins that a layer uses."""

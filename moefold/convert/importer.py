@@ -30,28 +30,21 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __init__(self, source: Weights, plan: Plan, tied_head: str | None) -> None:
         self._source, self._plan, self._tied_head = source, plan, tied_head
-        self._wanted, self._block = plan.targets, plan.block
+        self.targets = plan.targets
+        """Shape and type of each tensor, without its values."""
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._wanted)
+        return iter(self.targets)
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self.targets)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._wanted  # the inherited one would read the tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape without reading it."""
-        return self._wanted[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's type without reading it."""
-        return self._wanted[name].dtype
+        return name in self.targets  # the inherited one would read the tensor
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor, whole; see :meth:`part`."""
-        return self.part(name, tuple((0, size) for size in self._wanted[name].shape))
+        return self.part(name, tuple((0, size) for size in self.targets[name].shape))
 
     def part(self, name: str, box: Box) -> Tensor:
         """Read a box of one tensor in the type of the model's parameter, and nothing beside it.
@@ -60,7 +53,7 @@ class FolderTensors(Mapping[str, Tensor]):
             ConvertError: where NaN is left in it, from the folder or because a part was not
                 written.
         """
-        target = self._wanted[name]
+        target = self.targets[name]
         wanted = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
         used: list[Piece] = []
         for piece in self._plan.parts[name]:
@@ -85,9 +78,9 @@ class FolderTensors(Mapping[str, Tensor]):
     def _read(self, piece: Piece, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a box of the tensor on disk ``piece``, which has ``shape`` with us."""
         scale = self._plan.scales.get(piece.name)
-        if scale is not None and self._block is not None:
+        if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
-            whole = dequantise(codes, scales, self._block)
+            whole = dequantise(codes, scales, self._plan.block)
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)

@@ -194,9 +194,9 @@ def pack(
         rows: number of rows in all; default the fewest.
     """
     kept = [np.asarray(d, dtype=np.int64) for d in documents if len(d)]
-    ids_T = np.concatenate(kept) if kept else np.zeros(0, np.int64)
-    pieces = [np.append(d[1:], IGNORED) for d in kept]
-    labels_T = np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+    none = np.zeros(0, np.int64)
+    ids_T = np.concatenate([none, *kept])
+    labels_T = np.concatenate([none, *(np.append(d[1:], IGNORED) for d in kept)])
     rows = padded(len(ids_T), pad_to) if rows is None else rows
     token_T = np.arange(first_token, first_token + rows, dtype=np.int64)
     return assemble(ids_T, labels_T, [len(d) for d in kept], rows=rows, token_T=token_T)

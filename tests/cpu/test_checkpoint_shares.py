@@ -179,7 +179,7 @@ def _brought_in(source: Path, folder: Path) -> None:
     with import_folder(source) as found:
         held = found.tensors
         tensors = {
-            name: LazyTensor(held.dtype(name), held.shape(name), lambda n=name: held[n])
-            for name in held
+            name: LazyTensor(target.dtype, target.shape, lambda n=name: held[n])
+            for name, target in held.targets.items()
         }
         save(folder, 0, tensors, {"pid": os.getpid()})
