@@ -24,7 +24,7 @@ import numpy as np
 
 from moefold.data.config import DataError, IndexedTokens
 from moefold.data.order import key_of
-from moefold.files import read_json, write_json
+from moefold.files import read_json
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -287,11 +287,6 @@ def check_ids(ids_N: np.ndarray, vocab: int, what: str, first: int = 0) -> None:
 def facts_file(prefix: str | Path) -> Path:
     """Return the file beside token files that says which tokenizer made them."""
     return files_of(prefix)[1].with_suffix(".json")
-
-
-def write_facts(prefix: Path, **facts: str | int) -> None:
-    """Write the facts about token files beside them."""
-    write_json(facts_file(prefix), facts)
 
 
 def read_facts(prefix: str | Path) -> dict:

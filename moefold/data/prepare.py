@@ -26,7 +26,6 @@ from moefold.data.index import (
     IndexWriter,
     facts_file,
     read_facts,
-    write_facts,
 )
 from moefold.data.sources import Document, Skipped, Source
 from moefold.data.tokenizer import Tokenizer, load
@@ -221,15 +220,15 @@ def _encode(
     for side, writer in writers.items():
         if not writer.lengths:
             raise DataError(_nothing(record, side, sum(len(w.lengths) for w in writers.values())))
-        write_facts(
-            _prefix(draft, record, side),
-            tokenizer=tokenizer.fingerprint,
-            documents=len(writer.lengths),
-            tokens=writer.tokens,
-            bytes=n_bytes[side],
-            token_bytes=n_spelt[side],
-            digest=writer.digest(),
-        )
+        facts = {
+            "tokenizer": tokenizer.fingerprint,
+            "documents": len(writer.lengths),
+            "tokens": writer.tokens,
+            "bytes": n_bytes[side],
+            "token_bytes": n_spelt[side],
+            "digest": writer.digest(),
+        }
+        write_json(facts_file(_prefix(draft, record, side)), facts)
 
 
 def _nothing(record: SourceRecord, side: str, documents: int) -> str:
