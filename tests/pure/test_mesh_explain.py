@@ -87,8 +87,8 @@ def test_other_parts_of_an_illegal_layout_are_kept(capsys: Any) -> None:
 
 def test_stages_in_the_shape_of_a_v_go_there_and_back(capsys: Any) -> None:
     """The first rank holds the embedding and, on the way back, the loss."""
-    schedule = "layout.schedule={kind: zb_v}"
-    assert main(["explain", "demo", "--layout", "pp2 vpp2", schedule, "--json"]) == 0
+    words = ["--layout", "pp2 vpp2", "layout.schedule={kind: zb_v}", "train.batch=32"]
+    assert main(["explain", "demo", *words, "--json"]) == 0
     first, last = json.loads(capsys.readouterr().out)["layout"]["stages"]["table"]
     assert first[0][0][0] == "embedding" and first[1][-1][0] == "loss"
     assert [kind for stage in last for kind, _ in stage] == ["layer", "layer"]
