@@ -38,7 +38,7 @@ from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.saving import Saver
 from moefold.training.state import contents
 from moefold.training.step import gradients
@@ -60,7 +60,7 @@ class Bench:
 
     def __init__(self, folder: Path, layers: int, hidden: int) -> None:
         world, described = World.single(), decoder(layers, hidden)
-        self.data = Data(build(described, "fp32", Layout(), world, "meta"))
+        self.data = ShardedState(build(described, "fp32", Layout(), world, "meta"))
         self.data.fill(lambda piece: start_value(described, 1, piece))
         self.optimizer: Optimizer = self.data.optimizer(AdamW())
         draws = torch.Generator().manual_seed(1)

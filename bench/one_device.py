@@ -37,7 +37,7 @@ from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
 from moefold.training.machine import cpu_name, measure
 from moefold.training.step import gradients
@@ -67,7 +67,7 @@ def ours(ids_BS: Tensor, precision: Any) -> tuple[Step, DecoderModel]:
     model = DecoderModel(SHAPE, precision)
     initialise(model, SHAPE, seed=1)
     optimizer = build(AdamW(lr=LR, weight_decay=0.0), dict(model.named_parameters()))
-    rows, data = from_ids(ids_BS), Data(alone(model))
+    rows, data = from_ids(ids_BS), ShardedState(alone(model))
 
     def step() -> float:
         figures = gradients(data, [rows], loss_chunk=1024)

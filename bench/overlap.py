@@ -46,7 +46,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Aux, Moe, Router
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
 from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, State, Task
 from moefold.schedule.simulate import Costs, simulate
@@ -204,7 +204,7 @@ def decoder(trial: Trial) -> Decoder:
     )
 
 
-def build(trial: Trial, schedule: str, world: World) -> Data:
+def build(trial: Trial, schedule: str, world: World) -> ShardedState:
     """Return this rank's parts, paced."""
     layout = Layout.model_validate({"sizes": trial.sizes, "schedule": {"kind": schedule}})
     record = decoder(trial)
@@ -213,7 +213,7 @@ def build(trial: Trial, schedule: str, world: World) -> Data:
     for layer in placed.model.layers.values() if trial.compute_s else ():
         slow = partial(paced, layer.segments, trial.compute_s)  # type: ignore[arg-type]
         layer.segments, layer.forward = slow, partial(in_turn, slow)  # type: ignore[assignment]
-    return Data(placed)
+    return ShardedState(placed)
 
 
 def one_rank(spot: Any, trial: Trial) -> dict[str, list[Trace]]:

@@ -108,7 +108,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
     from moefold.model.decoder import DecoderModel
     from moefold.parallel.apply import alone
     from moefold.parallel.config import Layout
-    from moefold.parallel.data.sharding import Data
+    from moefold.parallel.data.sharding import ShardedState
     from moefold.training.step import gradients
 
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def measure(recipe: Recipe) -> dict[str, float]:
         model = DecoderModel(recipe.decoder, recipe.precision)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
-        data = Data(alone(model, layout))
+        data = ShardedState(alone(model, layout))
         optimizer = build(recipe.optim, dict(model.named_parameters()))
         for _ in range(2):
             gradients(data, batches, LOSS_CHUNK)

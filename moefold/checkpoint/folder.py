@@ -71,7 +71,7 @@ def check_complete(path: Path, disk: Disk = DISK) -> Manifest:
     return found
 
 
-def check_size(path: Path, shard: manifest.Shard, disk: Disk = DISK) -> None:
+def check_size(path: Path, shard: manifest.ShardFile, disk: Disk = DISK) -> None:
     """Raise ``DamagedError`` where a shard is missing, of another size, or no regular file."""
     try:
         size = disk.size(path / shard.file)

@@ -54,7 +54,7 @@ ZEROS = "0" * 64
 _SEALED = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})"')
 
 
-class Shard(Record):
+class ShardFile(Record):
     """One safetensors file."""
 
     file: ShardName
@@ -120,7 +120,7 @@ class Manifest(Record):
     """Program that wrote the checkpoint."""
     step: Annotated[int, Field(ge=0, lt=10**15)]
     chunk_bytes: Annotated[int, Field(ge=1, le=2**30)] = CHUNK_BYTES
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     tensors: dict[TensorName, TensorMeta]
     meta: dict[str, Any]
     """The caller's own facts, plain JSON."""

@@ -23,7 +23,7 @@ from moefold.checkpoint.config import Policy
 from moefold.checkpoint.disk import DISK, FULL, Disk, Result, Say, retried, write_whole
 from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
-from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, Shard, TensorMeta
+from moefold.checkpoint.manifest import CHUNK_BYTES, Manifest, ShardFile, TensorMeta
 from moefold.checkpoint.tensors import (
     NAMES,
     LazyTensor,
@@ -216,7 +216,7 @@ class CheckpointWriter:
         except OSError as error:
             self._say(f"{self._folder}: {what} failed: {error}")
 
-    def _write_shards(self) -> tuple[list[Shard], dict[str, TensorMeta]]:
+    def _write_shards(self) -> tuple[list[ShardFile], dict[str, TensorMeta]]:
         """Write this rank's shards once; return what the manifest is to say of them."""
         assert self._staged is not None, "begin comes first"
         index = self._ranks.index
@@ -225,7 +225,7 @@ class CheckpointWriter:
             self._disk.remove_file(left)
         if self._disk.free(self._folder) < self._needed:
             raise OSError(min(FULL), "not enough room", str(self._staged))
-        shards: list[Shard] = []
+        shards: list[ShardFile] = []
         tensors: dict[str, TensorMeta] = {}
         for number, slices in enumerate(self._shards):
             path = self._staged / f"{stem}-{number:05d}.safetensors"
@@ -236,7 +236,7 @@ class CheckpointWriter:
                 tensors[name] = meta.model_copy(update={"slices": (*meta.slices, stored)})
         return shards, tensors
 
-    def _manifest(self, shards: Sequence[Shard], tensors: dict[str, TensorMeta]) -> bytes:
+    def _manifest(self, shards: Sequence[ShardFile], tensors: dict[str, TensorMeta]) -> bytes:
         """Return the manifest file's content.
 
         Raises:
@@ -343,13 +343,13 @@ def _check_manifest(step: int, slices: Iterable[Named], meta: dict[str, Any]) ->
         raise CheckpointError(f"{at} cannot be stored: {first['msg']}") from None
 
 
-def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[Shard], dict[str, TensorMeta]]:
+def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[ShardFile], dict[str, TensorMeta]]:
     """Join what the ranks wrote; shards are numbered anew, slices stand in the order of places."""
-    shards: list[Shard] = []
+    shards: list[ShardFile] = []
     tensors: dict[str, dict[str, Any]] = {}
     for one in said:
         before = len(shards)
-        shards += [Shard.model_validate_json(json.dumps(shard)) for shard in one["shards"]]
+        shards += [ShardFile.model_validate_json(json.dumps(shard)) for shard in one["shards"]]
         for name, stored in one["tensors"].items():
             whole = tensors.setdefault(name, {**stored, "slices": []})
             whole["slices"] += [

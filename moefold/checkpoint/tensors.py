@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.manifest import HeaderEntry, Shard, StoredSlice, entry_name, shard_header
+from moefold.checkpoint.manifest import (
+    HeaderEntry,
+    ShardFile,
+    StoredSlice,
+    entry_name,
+    shard_header,
+)
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
@@ -158,7 +164,7 @@ def pack(slices: Iterable[Named], shard_bytes: int) -> list[list[Named]]:
 
 def write_shard(
     disk: Disk, path: Path, slices: Sequence[Named], chunk_bytes: int, shard: int
-) -> tuple[Shard, list[StoredSlice]]:
+) -> tuple[ShardFile, list[StoredSlice]]:
     """Write one shard, on the medium when this returns; hold one block of it at a time.
 
     Returns the shard's record and each slice's, ``shard`` being its place in the manifest.
@@ -186,7 +192,7 @@ def write_shard(
     finally:
         disk.close(fd)
     digest, size = sha256(head).hexdigest(), len(head) + end
-    return Shard(file=path.name, size=size, header=len(head), header_sha256=digest), written
+    return ShardFile(file=path.name, size=size, header=len(head), header_sha256=digest), written
 
 
 def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> list[str]:

@@ -14,7 +14,7 @@ from moefold.checkpoint.manifest import (
     HeaderEntry,
     Manifest,
     Row,
-    Shard,
+    ShardFile,
     entries_of,
     shard_header,
     spans,
@@ -76,7 +76,7 @@ def _manifest(path: Path, problems: list[Problem], disk: Disk) -> Manifest | Non
 
 
 def _shard_problems(
-    path: Path, found: Manifest, shard: Shard, rows: list[Row], progress: Progress, disk: Disk
+    path: Path, found: Manifest, shard: ShardFile, rows: list[Row], progress: Progress, disk: Disk
 ) -> Iterator[Problem]:
     """Yield what is wrong with one shard."""
     try:
@@ -102,7 +102,7 @@ def _shard_problems(
 
 
 def _slice_problems(
-    found: Manifest, shard: Shard, row: Row, fd: int, progress: Progress, disk: Disk
+    found: Manifest, shard: ShardFile, row: Row, fd: int, progress: Progress, disk: Disk
 ) -> Iterator[Problem]:
     """Yield the chunks of one slice that are not as written."""
     start, stop, name, part = row
@@ -117,7 +117,7 @@ def _slice_problems(
 
 
 def _header_problems(
-    found: Manifest, shard: Shard, rows: list[Row], fd: int, disk: Disk
+    found: Manifest, shard: ShardFile, rows: list[Row], fd: int, disk: Disk
 ) -> Iterator[Problem]:
     """Yield what is wrong with a shard's header: its bytes, or what it says of the tensors."""
     raw = bytearray(shard.header)

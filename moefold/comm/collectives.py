@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moefold.comm.group import Group
-from moefold.comm.recorder import BACKWARD, Record, Site
+from moefold.comm.recorder import BACKWARD, CallRecord, Site
 
 # torch 2.13 renames two functions; the old names warn there and are the only ones before.
 _gather_single: Callable[..., Any] = (
@@ -36,14 +36,14 @@ def size_of(x: Tensor) -> int:
 
 def _begin(
     group: Group, op: str, given: Tensor, bytes_sent: int, waits: bool, label: str | None = None
-) -> Record:
+) -> CallRecord:
     site = Site(group.recorder.label, op, group.name)
     if label is not None:
         site = Site(label, op, group.name, BACKWARD)
     return group.recorder.begin(site, group.channel, group.ranks, given, bytes_sent, waits)
 
 
-def _end(record: Record, group: Group, out: Tensor, alone: Tensor | None) -> None:
+def _end(record: CallRecord, group: Group, out: Tensor, alone: Tensor | None) -> None:
     """Close a record; where a proof asks for it, replace what is in ``out``.
 
     ``alone`` is what the result were had no other rank taken part, None for zeros.
@@ -80,7 +80,7 @@ class Pending:
             _end(record, group, out, alone)
 
 
-def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: Record) -> Tensor:
+def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: CallRecord) -> Tensor:
     """Run an operation that fills a contiguous tensor on one with any strides."""
     before = x.clone() if group.recorder.alter is not None else x
     if x.numel():
@@ -167,7 +167,7 @@ def gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _all_to_all(
-    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], record: Record
+    x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int], record: CallRecord
 ) -> Tensor:
     out, alone = x_R.new_empty((sum(receive), *x_R.shape[1:])), None
     dist.all_to_all_single(out, x_R.contiguous(), list(receive), list(send), group=group.handle)

@@ -18,7 +18,7 @@ from moefold.comm.environment import Spot
 from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
 from moefold.comm.rendezvous import serve
 from moefold.comm.watch import report_in
-from moefold.comm.worker import POLL_S, Answer, Attempt, Rank, Task, fork_server
+from moefold.comm.worker import POLL_S, Answer, Attempt, Rank, RankTask, fork_server
 from moefold.comm.world import IN_OPERATION
 
 TIME_OUT_S = 300.0
@@ -139,7 +139,7 @@ class Workers:
         """Start every rank."""
         count = len(self._args)
         for rank, args in enumerate(self._args):
-            task = Task(
+            task = RankTask(
                 Spot(rank, count, rank, "127.0.0.1", self._store.port, served=True),
                 self._time_out_s,
                 self._device,

@@ -23,7 +23,7 @@ class Site(NamedTuple):
     direction: str = FORWARD
 
 
-class Record(NamedTuple):
+class CallRecord(NamedTuple):
     """One operation of this rank."""
 
     channel: str
@@ -56,14 +56,14 @@ class Total(NamedTuple):
 class Open(NamedTuple):
     """An operation that has begun and not ended: since when, and who takes part."""
 
-    record: Record
+    record: CallRecord
     ranks: tuple[int, ...]
     since: float
     waited_for: bool
     """Whether the rank can do nothing else until it ends."""
 
 
-Alter = Callable[[Record, Tensor, Tensor], Tensor]
+Alter = Callable[[CallRecord, Tensor, Tensor], Tensor]
 Mark = Callable[[], Callable[[], bool]]
 
 
@@ -87,7 +87,7 @@ class Recorder:
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
         self.waited_s = 0.0
-        self._last: deque[Record] = deque(maxlen=keep)
+        self._last: deque[CallRecord] = deque(maxlen=keep)
         self._begun: dict[str, int] = {}
         self._open: dict[tuple[str, int], Open] = {}
         self._mark = mark
@@ -117,20 +117,20 @@ class Recorder:
         given: Tensor,
         bytes_sent: int,
         waits: bool,
-    ) -> Record:
+    ) -> CallRecord:
         """Note that an operation starts, and whether the rank waits until its ``end``."""
         with self._lock:
             number = self._begun.get(channel, 0) + 1
             self._begun[channel] = number
             dtype = str(given.dtype).removeprefix("torch.")
-            record = Record(channel, number, site, tuple(given.shape), dtype, bytes_sent)
+            record = CallRecord(channel, number, site, tuple(given.shape), dtype, bytes_sent)
             calls, total = self.totals.get(site, (0, 0))
             self.totals[site] = Total(calls + 1, total + bytes_sent)
             self._last.append(record)
             self._open[channel, number] = Open(record, ranks, time.monotonic(), waits)
         return record
 
-    def wait(self, record: Record) -> None:
+    def wait(self, record: CallRecord) -> None:
         """Note that the rank does nothing else until an operation ends."""
         place = (record.channel, record.number)
         with self._lock:
@@ -138,7 +138,7 @@ class Recorder:
                 waited = self._open[place]._replace(since=time.monotonic(), waited_for=True)
                 self._open[place] = waited
 
-    def end(self, record: Record) -> None:
+    def end(self, record: CallRecord) -> None:
         """Note that an operation is over for this rank."""
         with self._lock:
             held = self._open.pop((record.channel, record.number), None)
@@ -147,7 +147,7 @@ class Recorder:
             if held is not None and self._mark is not None:
                 self._behind[record.channel] = held, self._mark()
 
-    def last(self, count: int = KEPT) -> list[Record]:
+    def last(self, count: int = KEPT) -> list[CallRecord]:
         """Return the last operations, the oldest first."""
         with self._lock:
             return list(self._last)[-count:]

@@ -30,14 +30,16 @@ Ring = Mapping[tuple[str, int], tuple[str, str]]
 """A rank's last operations: channel and number to the operation's name and its words."""
 
 
-class Verdict(NamedTuple):
+class HangVerdict(NamedTuple):
     """Who is absent, and a text for people."""
 
     absent: tuple[int, ...]
     text: str
 
 
-def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]) -> Verdict:
+def judge(
+    beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]
+) -> HangVerdict:
     """Say why ranks wait.
 
     A rank is absent if it is silent, or if others wait in an operation that it has not begun
@@ -61,7 +63,7 @@ def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int
             lines.append(
                 f"rank {rank} has waited {wait.seconds:.1f} s in {wait.words}; it waits for {late}"
             )
-    return Verdict(absent, "\n".join(lines))
+    return HangVerdict(absent, "\n".join(lines))
 
 
 def _late(wait: Waiting, beats: Mapping[int, Beat]) -> list[int]:

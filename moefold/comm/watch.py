@@ -17,7 +17,7 @@ from typing import Any
 
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import PrefixStore, Store
-from moefold.comm.verdict import Beat, Verdict, Waiting, judge
+from moefold.comm.verdict import Beat, HangVerdict, Waiting, judge
 
 PREFIX = "moefold watch"
 HOST = "host"
@@ -27,7 +27,7 @@ SLOWEST_BEAT_S = 1.0
 SILENCE_S = 5.0
 
 
-class Watch:
+class HangWatch:
     """One rank's watch. ``stop`` ends it."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Watch:
                 file.write(f"\nverdict:\n{text}\n")
         self._told.set()
 
-    def _judge(self, alarm: int) -> Verdict:
+    def _judge(self, alarm: int) -> HangVerdict:
         """Read what all ranks say, and publish why they wait."""
         before = self._beats()
         until = time.monotonic() + self.silence_s

@@ -164,7 +164,7 @@ class Attempt(NamedTuple):
             listen()
 
 
-class Task(NamedTuple):
+class RankTask(NamedTuple):
     """What a rank's process is to do."""
 
     spot: Spot
@@ -184,7 +184,7 @@ class Rank:
     launcher lets it go, or is gone.
     """
 
-    def __init__(self, context: Any, task: Task) -> None:
+    def __init__(self, context: Any, task: RankTask) -> None:
         self.answer, theirs = context.Pipe(duplex=False)
         its_life, self._life = context.Pipe(duplex=False)
         self.process: ForkServerProcess = context.Process(
@@ -220,7 +220,7 @@ class Rank:
         self.answer.close()
 
 
-def _run_rank(brought: object, task: Task, answer: Connection, life: Connection) -> None:
+def _run_rank(brought: object, task: RankTask, answer: Connection, life: Connection) -> None:
     """Be a rank: join the others, call the function, answer, and stay until the launcher ends.
 
     ``brought`` is loaded first, so that what is made of parts from outside can be.

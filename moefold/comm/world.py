@@ -12,7 +12,7 @@ from moefold.comm.collectives import receive, send, shift, sum_
 from moefold.comm.group import Group
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import own_connection
-from moefold.comm.watch import HOST, Watch
+from moefold.comm.watch import HOST, HangWatch
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import EMBEDDING, AttentionSpot, ExpertSpot, Folding, Ranks
 
@@ -44,7 +44,7 @@ class World:
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._host: Group | None = None
         self._beside: World | None = None
-        self._watch: Watch | None = None
+        self._watch: HangWatch | None = None
         self._prefix = ""
         self._kept: dict[Hashable, Any] = {}
         self._ends: list[Callable[[], object]] = []
@@ -87,7 +87,7 @@ class World:
             raise ValueError(f"{text}; start as many as the layout has")
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
         store = own_connection(time_out_s)
-        world._watch = Watch(world.recorder, store, world.rank, world.size, time_out_s, reports)
+        world._watch = HangWatch(world.recorder, store, world.rank, world.size, time_out_s, reports)
         world._host = world._patient(HOST)
         world._make_all()
         world.recorder.clear()

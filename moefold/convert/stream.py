@@ -25,7 +25,7 @@ from moefold.convert.plan import Dtype, Sent, contract
 from moefold.convert.source import ConvertError
 from moefold.layers.placement import Box, inside, shared_box
 from moefold.model.families.names import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNED = 16
@@ -84,7 +84,7 @@ class Bucket:
 
 
 def stream(
-    data: Data,
+    data: ShardedState,
     dtype: Dtype = "bfloat16",
     layout: Layout = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,

@@ -54,7 +54,7 @@ def resident(chunk: Chunk, *, training: bool, deferred: bool = False) -> Unshard
 
 
 @dataclass(frozen=True)
-class Placed:
+class ModelParts:
     """This rank's parts of a model, and what is needed to run them in step with the others."""
 
     model: DecoderModel
@@ -81,7 +81,7 @@ def build(
     layout: Layout,
     world: World,
     device: torch.device | str = "cpu",
-) -> Placed:
+) -> ModelParts:
     """Build this rank's parts of a decoder, uninitialised; nothing else is ever allocated.
 
     On device ``meta`` not even these: what data ranks share need never be whole on one of them.
@@ -95,7 +95,7 @@ def build(
     return placed
 
 
-def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
+def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts:
     """Take from a whole model what does not live on this rank; its tensors may be on ``meta``."""
     term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
     sizes = world.folding.sizes
@@ -112,10 +112,12 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> Placed:
         for kind, inner in layout.split_groups:
             each.split(kind, inner)
     embedding = tuple(sorted(holders))
-    return Placed(model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside)
+    return ModelParts(
+        model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside
+    )
 
 
-def alone(model: DecoderModel, layout: Layout | None = None) -> Placed:
+def alone(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
     """Return a whole model as one rank runs it."""
     device = next(model.parameters()).device
     return place_model(model, layout or Layout(), World.single(device))

@@ -9,10 +9,10 @@ from moefold.comm.collectives import max_, sum_
 from moefold.data.batch import MicroBatch
 from moefold.moe.config import Dispatch
 from moefold.optim.norm import read_scalars
-from moefold.parallel.apply import Placed
+from moefold.parallel.apply import ModelParts
 
 
-def check_even_rows(placed: Placed, batches: Sequence[MicroBatch]) -> None:
+def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
     """Refuse micro-batches of different numbers of rows where the dispatch needs equal ones.
 
     Raises:
@@ -32,7 +32,7 @@ def check_even_rows(placed: Placed, batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def check_overflow(placed: Placed, overflow: Sequence[Tensor]) -> None:
+def check_overflow(placed: ModelParts, overflow: Sequence[Tensor]) -> None:
     """Refuse passes in which a dispatch of stated capacity left rows out; all ranks do alike.
 
     ``overflow`` are, of every such dispatch here, the rows that it could not take.

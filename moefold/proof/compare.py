@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from moefold.comm.recorder import Site
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
-from moefold.parallel.data.sharding import Held
+from moefold.parallel.data.sharding import LocalSlice
 from moefold.proof.case import Subject
 from moefold.proof.rank_run import RankResult
 from moefold.spec.layer import LayerSpec
@@ -166,7 +166,7 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
     }
 
 
-def _error(piece: Held, wanted: Any) -> float:
+def _error(piece: LocalSlice, wanted: Any) -> float:
     """Return the squared error, NaN where the reference has no such tensor."""
     if wanted is None:
         return math.nan

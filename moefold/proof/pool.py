@@ -34,7 +34,7 @@ PLAIN = Layout()
 
 
 @dataclass(frozen=True)
-class Task:
+class CaseTask:
     """A case, where its reference lies, and what goes wrong in it on purpose."""
 
     case: Case
@@ -79,7 +79,7 @@ def run_cases(
     return [outcomes[number] for number in range(len(cases))]
 
 
-def _which(error: str, left: dict[int, Task], outcomes: dict[int, Outcome]) -> int:
+def _which(error: str, left: dict[int, CaseTask], outcomes: dict[int, Outcome]) -> int:
     """Return the number of the case that an error ended; of a rank that died, the one it was at."""
     named = re.search(rf"{CaseFailed.__name__}: (\d+)", error)
     if named is not None and int(named[1]) not in outcomes:
@@ -89,16 +89,16 @@ def _which(error: str, left: dict[int, Task], outcomes: dict[int, Outcome]) -> i
 
 def _tasks(
     cases: Sequence[Case], faults: Sequence[InjectedFault | None], folder: Path
-) -> dict[int, Task]:
+) -> dict[int, CaseTask]:
     """Return the tasks by number, in the order in which they run."""
     references: dict[Subject, str] = {}
     for case in cases:
         references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
     order = sorted(range(len(cases)), key=lambda number: -cases[number].world)
-    return {n: Task(cases[n], references[cases[n].subject], faults[n]) for n in order}
+    return {n: CaseTask(cases[n], references[cases[n].subject], faults[n]) for n in order}
 
 
-def _run(tasks: dict[int, Task], keep: Told, time_out_s: float) -> str | None:
+def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | None:
     """Run tasks until one fails; returns what the first that failed had to say."""
     ours, theirs = Pipe(duplex=False)
     ranks = max(task.case.world for task in tasks.values())
@@ -128,7 +128,9 @@ def _run(tasks: dict[int, Task], keep: Told, time_out_s: float) -> str | None:
 # --------------------------------------------------------------------------------- on each rank
 
 
-def _work(spot: Spot, tasks: list[tuple[int, Task]], told: Connection, time_out_s: float) -> None:
+def _work(
+    spot: Spot, tasks: list[tuple[int, CaseTask]], told: Connection, time_out_s: float
+) -> None:
     """Run every task that this rank is in."""
     with World.open(Folding(Sizes(), spot.world), "cpu", time_out_s) as everyone:
         subjects = {Path(task.reference): task.case.subject for _, task in tasks}

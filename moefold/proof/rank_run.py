@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.comm.recorder import Record as Operation
+from moefold.comm.recorder import CallRecord as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
 from moefold.data.batch import IGNORED, MicroBatch, assemble
@@ -23,9 +23,9 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise, normal_piece
 from moefold.optim.base import Optimizer
 from moefold.optim.norm import clip_scale
-from moefold.parallel.apply import Placed
+from moefold.parallel.apply import ModelParts
 from moefold.parallel.apply import build as build_parts
-from moefold.parallel.data.sharding import Data, Held
+from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.proof.case import Case, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
 from moefold.training.step import evaluate, gradients
@@ -118,7 +118,7 @@ class RankResult:
     """Loss, norm, clip factor and router terms of each step; those of an evaluation."""
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Tokens by expert of each layer here, over the whole first step."""
-    pieces: dict[str, list[Held]] = field(default_factory=dict)
+    pieces: dict[str, list[LocalSlice]] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
     """Operations that made a narrower tensor in an fp64 step."""
     sites: tuple[Site, ...] = ()
@@ -144,11 +144,11 @@ class RankRun:
         self.precision = case.precision or case.subject.precision
         self.updates = STEPS if case.precision is None else 0
         decoder = case.subject.decoder
-        self.placed: Placed = build_parts(decoder, self.precision, case.layout, world)
+        self.placed: ModelParts = build_parts(decoder, self.precision, case.layout, world)
         fill(self.placed.model, case.subject, self.placed.shards)
         spot, dp = world.attention, world.folding.dp
         self.batches: list[MicroBatch] = micro_batches(case.subject)[spot.dp :: dp]
-        self.data = Data(self.placed)
+        self.data = ShardedState(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
         self.found = RankResult()
@@ -175,7 +175,7 @@ class RankRun:
         found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))
         return found
 
-    def _note_changes(self, before: list[Held]) -> None:
+    def _note_changes(self, before: list[LocalSlice]) -> None:
         """Note what the steps changed, and the optimizer's state after them."""
         pieces = self.found.pieces
         after = _pieces(self.data.weights())
@@ -210,5 +210,5 @@ class RankRun:
                 self.found.counts[key] = getattr(counters, what).reshape(-1).tolist()
 
 
-def _pieces(here: Iterable[Held]) -> list[Held]:
+def _pieces(here: Iterable[LocalSlice]) -> list[LocalSlice]:
     return [replace(held, tensor=held.tensor.clone()) for held in here]

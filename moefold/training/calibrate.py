@@ -28,7 +28,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import alone
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import Machine
@@ -277,7 +277,7 @@ def stepping(case: Case) -> Callable[[], None]:
         from_ids(torch.randint(case.decoder.vocab, shape, generator=draw))
         for _ in range(case.micro_batches)
     ]
-    data = Data(alone(model))
+    data = ShardedState(alone(model))
     optimizer = build(case.numbers.optimizer, dict(model.named_parameters()))
 
     def step() -> None:

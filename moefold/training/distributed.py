@@ -20,7 +20,7 @@ from moefold.comm.environment import Spot
 from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.parallel.apply import Placed
+from moefold.parallel.apply import ModelParts
 from moefold.run import Run, demand_fit
 from moefold.training.hooks.base import JobView
 
@@ -130,7 +130,7 @@ class RankZeroRunner:
         return told_by_first(message, self._ranks)
 
 
-def router_stats(placed: Placed) -> list[dict[str, Any]]:
+def router_stats(placed: ModelParts) -> list[dict[str, Any]]:
     """Return the figures of each MoE layer's routing in the last step, in the order of layers."""
     layers = []
     for i, mixture in placed.model.mixtures():

@@ -27,7 +27,7 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder
 from moefold.model.init import start_value
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 
 MODEL = "model."
@@ -159,7 +159,7 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     return Tokenizer(**{key: said[key] for key in TOKENIZER}, source="the checkpoint's tokenizer")
 
 
-def start_values(run: Run, decoder: Decoder, data: Data, replaced: bool) -> tuple[str, ...]:
+def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool) -> tuple[str, ...]:
     """Fill a run's weights before step one; return what of its folder is left out, a line each.
 
     ``replaced``: others are put in their place at once, so that no folder is read.

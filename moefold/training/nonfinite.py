@@ -18,7 +18,7 @@ from moefold.comm.collectives import gather_objects
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.optim.norm import non_finite
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.config import Rewind, Skip, Stop
 from moefold.training.step import StepFigures
 
@@ -60,7 +60,7 @@ class NonFinitePolicy:
         place: int,
         figures: StepFigures,
         batches: Sequence[MicroBatch],
-        data: Data,
+        data: ShardedState,
         again: Again,
     ) -> Decision:
         """Return what to do with a step; every rank asks.
@@ -100,7 +100,7 @@ class NonFinitePolicy:
         )
 
 
-def _holders(batches: Sequence[MicroBatch], data: Data) -> str:
+def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
     """Name the gradients that are not finite, their ranks, and the documents of all data ranks."""
     world = data.placed.world
     grads = {n: p.grad for n, p in data.params.items() if p.grad is not None}
@@ -117,7 +117,7 @@ def _holders(batches: Sequence[MicroBatch], data: Data) -> str:
     return "\n".join([*lines, f"documents: {', '.join(named) or 'unknown'}"])
 
 
-def replay(data: Data, again: Callable[[], Any]) -> str:
+def replay(data: ShardedState, again: Callable[[], Any]) -> str:
     """Compute a step's gradients again and say what that tells; every rank calls it.
 
     Args:

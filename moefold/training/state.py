@@ -19,7 +19,7 @@ from moefold.checkpoint.load import Reader, difference
 from moefold.checkpoint.manifest import TensorMeta
 from moefold.checkpoint.tensors import TensorSlice
 from moefold.optim.base import Optimizer
-from moefold.parallel.data.sharding import Data, Held
+from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.model_checkpoint import MODEL
 
 SHARE_BYTES = 16 * 2**20
@@ -50,7 +50,7 @@ class Progress:
         return place
 
 
-def held_by(data: Data, optimizer: Optimizer | None) -> Iterator[tuple[str, Held]]:
+def held_by(data: ShardedState, optimizer: Optimizer | None) -> Iterator[tuple[str, LocalSlice]]:
     """Yield every box of the state that is here, live, with its tensor's name in a checkpoint.
 
     Without an optimizer: the model's alone.
@@ -61,7 +61,7 @@ def held_by(data: Data, optimizer: Optimizer | None) -> Iterator[tuple[str, Held
     yield from ((held.name, held) for held in data.states(optimizer))
 
 
-def form(data: Data, optimizer: Optimizer) -> str:
+def form(data: ShardedState, optimizer: Optimizer) -> str:
     """Return a digest of the names, places and types of what is here of the state, in its order."""
     facts = [
         [name, held.box, held.shape, str(held.tensor.dtype)]
@@ -70,7 +70,7 @@ def form(data: Data, optimizer: Optimizer) -> str:
     return sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def contents(data: Data, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
+def contents(data: ShardedState, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     """Return what this rank writes of the state: each element stands on one rank alone."""
     found: dict[str, list[TensorSlice]] = {}
     for name, held in held_by(data, optimizer):
@@ -80,7 +80,9 @@ def contents(data: Data, optimizer: Optimizer) -> dict[str, list[TensorSlice]]:
     return found
 
 
-def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Iterator[TensorSlice]:
+def written_here(
+    name: str, held: LocalSlice, share_bytes: int = SHARE_BYTES
+) -> Iterator[TensorSlice]:
     """Yield what this rank writes of a box that it holds.
 
     Boxes of which there are copies are dealt out by a hash over the ranks that hold them; a large
@@ -101,7 +103,7 @@ def written_here(name: str, held: Held, share_bytes: int = SHARE_BYTES) -> Itera
             yield TensorSlice(tensor[first:end], held.shape, (at[0] + first, *at[1:]))
 
 
-def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
+def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Progress:
     """Fill what is here of the state from a checkpoint of any layout; return how far it is.
 
     Without an optimizer the model alone is filled, and the run is at its beginning.
@@ -125,7 +127,7 @@ def restore(path: Path, data: Data, optimizer: Optimizer | None) -> Progress:
 
 
 def _check_names(
-    path: Path, stored: Mapping[str, TensorMeta], wanted: Mapping[str, Held], whole: bool
+    path: Path, stored: Mapping[str, TensorMeta], wanted: Mapping[str, LocalSlice], whole: bool
 ) -> None:
     """Refuse a checkpoint whose tensors are not those of the state; others hold what is not here
     unless it is ``whole``."""

@@ -18,10 +18,10 @@ from moefold.layers.loss import loss_and_gradients
 from moefold.layers.recompute import Recompute
 from moefold.moe.balance import sum_counters
 from moefold.optim.norm import read_scalars
-from moefold.parallel.apply import Placed
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.apply import ModelParts
+from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import check_even_rows, check_overflow
-from moefold.parallel.pipeline.executor import Executor, Ran
+from moefold.parallel.pipeline.executor import Executor, StepResult
 from moefold.parallel.pipeline.score import score
 
 
@@ -48,7 +48,7 @@ class StepFigures:
 
 
 def gradients(
-    data: Data, batches: Sequence[MicroBatch], loss_chunk: int, stop: bool = False
+    data: ShardedState, batches: Sequence[MicroBatch], loss_chunk: int, stop: bool = False
 ) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
 
@@ -89,7 +89,7 @@ def gradients(
         return _figures(placed, ran, shares, norm_squared, labels, tokens, stop)
 
 
-def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
+def flow_of(placed: ModelParts, batch: MicroBatch, training: bool = True) -> Flow:
     """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
     model, layout, world = placed.model, placed.layout, placed.world
     rows, piece = cut(batch, world)
@@ -106,8 +106,8 @@ def flow_of(placed: Placed, batch: MicroBatch, training: bool = True) -> Flow:
 
 
 def _figures(
-    placed: Placed,
-    ran: Ran,
+    placed: ModelParts,
+    ran: StepResult,
     shares: Sequence[float],
     norm_squared: Tensor,
     labels: int,
@@ -133,7 +133,7 @@ def _figures(
 
 @torch.no_grad()
 def evaluate(
-    placed: Placed, batches: Iterable[MicroBatch], loss_chunk: int
+    placed: ModelParts, batches: Iterable[MicroBatch], loss_chunk: int
 ) -> tuple[float, int, float]:
     """Return summed cross-entropy in nats, number of labels, and bytes of their text.
 

@@ -33,7 +33,7 @@ from moefold.files import demand_writable, named
 from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
@@ -156,7 +156,7 @@ class Trainer:
                 dtype = self.precision.precision
                 placed = build_parts(self.decoder, dtype, run.layout, world, "meta")
                 with FakeTensorMode(allow_non_fake_inputs=True) if scratch else nullcontext():
-                    self.data = Data(placed, valued=scratch is None)
+                    self.data = ShardedState(placed, valued=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
                 self.counts = count(self.decoder)

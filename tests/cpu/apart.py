@@ -22,7 +22,7 @@ from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import place_model
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 
 META = torch.device("meta")
 ROWS = 16
@@ -31,12 +31,12 @@ ROWS = 16
 
 def data_of(
     record: Decoder, layout: Layout, ranks: int, rank: int = 0, precision: str = "bf16"
-) -> Data:
+) -> ShardedState:
     """Return a rank's share of a model; call it inside :func:`apart`."""
     world = World(Folding(layout.split, ranks), rank, META, 1.0)
     world._make_all()
     model = DecoderModel(record, precision, layout.dispatch, layout.experts, "meta")  # type: ignore[arg-type]
-    return Data(place_model(model, layout, world))
+    return ShardedState(place_model(model, layout, world))
 
 
 def micro_batch(rows: int = ROWS) -> MicroBatch:

@@ -22,7 +22,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Aux, Groups, Moe, Router, Shared, Z
 from moefold.parallel.apply import alone
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training import step
 from moefold.training.step import StepFigures
 
@@ -121,4 +121,6 @@ def gradients(
     model: DecoderModel, batches: Sequence[MicroBatch], recompute: Record | None, loss_chunk: int
 ) -> StepFigures:
     """One training step's gradients on one rank."""
-    return step.gradients(Data(alone(model, Layout(recompute=recompute))), batches, loss_chunk)
+    return step.gradients(
+        ShardedState(alone(model, Layout(recompute=recompute))), batches, loss_chunk
+    )

@@ -24,7 +24,7 @@ from moefold.checkpoint.tensors import LazyTensor, TensorSlice
 from moefold.convert.importer import import_folder
 from moefold.convert.plan import targets
 from moefold.model.config import MODEL
-from moefold.parallel.data.sharding import Held
+from moefold.parallel.data.sharding import LocalSlice
 from moefold.training.model_checkpoint import MODEL as PREFIX
 from moefold.training.model_checkpoint import describe
 from moefold.training.state import written_here
@@ -37,7 +37,7 @@ def shares(name: str, tensor: Tensor, copies: int, share_bytes: int) -> list[lis
     """Return what each holder of a box writes; the box is the last half of a tensor's columns."""
     shape = (tensor.shape[0], 2 * tensor.shape[1])
     box = ((0, shape[0]), (tensor.shape[1], shape[1]))
-    helds = [Held(name, tensor, shape, box, copy, copies) for copy in range(copies)]
+    helds = [LocalSlice(name, tensor, shape, box, copy, copies) for copy in range(copies)]
     return [list(written_here(name, held, share_bytes)) for held in helds]
 
 

@@ -13,7 +13,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.recompute import Recompute
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, Task
-from moefold.parallel.pipeline.passes import Pass
+from moefold.parallel.pipeline.passes import ChunkPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
 
@@ -25,12 +25,12 @@ def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
     return x_TD.square().sum(), 2 * x_TD
 
 
-def ways(recompute: Full | None = None, apart: bool = True) -> tuple[Pass, Deferred]:
+def ways(recompute: Full | None = None, apart: bool = True) -> tuple[ChunkPass, Deferred]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), Deferred()
     flow = Flow(ROWS, model.recipe, sink, Recompute(recompute))
     chunk = Chunk(("0", "1"), embeds=True, scores=True)
-    return Pass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
+    return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
 
 def kinds(tasks: list[Task] | list[Task | Fill]) -> str:

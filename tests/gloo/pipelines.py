@@ -18,8 +18,8 @@ from moefold.model.init import initialise
 from moefold.moe.config import Shared
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
-from moefold.parallel.pipeline.executor import Executor, Ran
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.executor import Executor, StepResult
 from moefold.parallel.pipeline.lanes import Chain
 from moefold.schedule.table import Action
 from moefold.training import step
@@ -49,7 +49,7 @@ class Case:
         words = (*self.sizes.split(), self.schedule, self.model, f"m{self.micro_batches}", more)
         return "-".join(word for word in words if word)
 
-    def data(self, world: World) -> Data:
+    def data(self, world: World) -> ShardedState:
         """Build this rank's parts, with values."""
         return build(self.model, self.where, world)
 
@@ -85,12 +85,12 @@ def decoder(kind: str) -> Decoder:
     return small.decoder(small.GQA, *deep, tied=kind == "tied")
 
 
-def build(kind: str, layout: Layout, world: World) -> Data:
+def build(kind: str, layout: Layout, world: World) -> ShardedState:
     """Return this rank's parts of a decoder in fp64."""
     record = decoder(kind).model_copy(update={"init_std": 0.3, "init_out_scale": 1.0})
     placed = apply.build(record, "fp64", layout, world)
     initialise(placed.model, record, 1, placed.shards)
-    return Data(placed)
+    return ShardedState(placed)
 
 
 @lru_cache
@@ -120,7 +120,7 @@ class Recording(Executor):
     last: "Recording"
     peak = 0
 
-    def run(self) -> Ran:
+    def run(self) -> StepResult:
         """Run, and be found afterwards."""
         Recording.last = self
         return super().run()

@@ -32,7 +32,7 @@ from moefold.optim.config import OPTIMIZER
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.case import Case, Subject
 from moefold.proof.matrix import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
 from moefold.proof.rank_run import fill, micro_batches
@@ -127,7 +127,7 @@ class Here:
         placed = build(subject.decoder, "fp64", case.layout, world)
         fill(placed.model, subject, placed.shards)
         self.batches = micro_batches(subject)[world.attention.dp :: world.folding.dp]
-        self.data = Data(placed)
+        self.data = ShardedState(placed)
         self.optimizer = self.data.optimizer(subject.optim)
         self.clip_norm = subject.optim.clip_norm  # type: ignore[attr-defined]
 

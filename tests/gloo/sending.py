@@ -21,8 +21,8 @@ from moefold.moe.config import Capacity, Padded, Shared, TwoLevel
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
-from moefold.parallel.pipeline.executor import Executor, Held
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.executor import Executor, InFlight
 from moefold.planner.case import Case, Keeping, Numbers, Recipe, Software, recomputed
 from moefold.planner.from_run import choice_of
 from moefold.planner.hardware import Cluster, processor
@@ -142,7 +142,7 @@ def send(rank: int, sending: Sending) -> Sent:
     record = decoder(sending.model).model_copy(update={"init_std": 0.3})
     placed = apply.build(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
     initialise(placed.model, record, 1, placed.shards)
-    data = Data(placed)
+    data = ShardedState(placed)
     optimizer = data.optimizer(sending.optimizer)
     whole = batches(sending.micro_batches * folding.dp)
     world.recorder.clear()
@@ -162,7 +162,7 @@ def kept_decisions() -> Iterator[Kept]:
     """While open, what passes decide is kept in the list, with the micro-batch's number."""
     sound, kept = Executor._start, Kept()
 
-    def start(executor: Executor, action: Action) -> Held:
+    def start(executor: Executor, action: Action) -> InFlight:
         held = sound(executor, action)
         kept.append((action.micro, held.way._flow.decisions))
         return held

@@ -22,7 +22,7 @@ from moefold.optim.config import AdamW, AdamWRule, Muon
 from moefold.optim.norm import clip_scale
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data, Held
+from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.step import evaluate, gradients
 from tests.cpu import small
 from tests.gloo.harness import run_ranks
@@ -88,7 +88,7 @@ class Seen:
     pieces: dict[Place, tuple[Tensor, bool]] = field(default_factory=dict)
     """Values, and whether this rank states them."""
 
-    def keep(self, kind: str, here: Iterable[Held]) -> None:
+    def keep(self, kind: str, here: Iterable[LocalSlice]) -> None:
         """Keep copies of what is here."""
         for held in here:
             self.pieces[kind, held.name, held.box] = held.tensor.detach().clone(), held.first
@@ -106,7 +106,9 @@ def batches(count: int) -> list[MicroBatch]:
     return found
 
 
-def opened(case: Case, ranks: int, precision: Any = "fp64", frozen: Sequence[str] = ()) -> Data:
+def opened(
+    case: Case, ranks: int, precision: Any = "fp64", frozen: Sequence[str] = ()
+) -> ShardedState:
     """Build this rank's share of a model, with values; ``frozen`` units are not trained."""
     record: Decoder = DECODERS[case.model]
     folding = Folding(case.layout.split, ranks)
@@ -114,18 +116,20 @@ def opened(case: Case, ranks: int, precision: Any = "fp64", frozen: Sequence[str
     placed = apply.build(record, precision, case.layout, world, "meta")
     for name, parameter in placed.model.named_parameters():
         parameter.requires_grad_(unit_of(name) not in frozen)
-    data = Data(placed)
+    data = ShardedState(placed)
     data.fill(lambda piece: start_value(record, 1, piece))
     return data
 
 
-def own(case: Case, data: Data) -> Sequence[MicroBatch]:
+def own(case: Case, data: ShardedState) -> Sequence[MicroBatch]:
     """Return the micro-batches of this data rank."""
     world = data.placed.world
     return batches(case.micro_batches)[world.attention.dp :: world.folding.dp]
 
 
-def update(data: Data, optimizer: Optimizer, norm: float, clip: float | None = CLIP) -> float:
+def update(
+    data: ShardedState, optimizer: Optimizer, norm: float, clip: float | None = CLIP
+) -> float:
     """Make one update; returns the clipping factor."""
     scale = clip_scale(norm, clip)
     optimizer.step(scale)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm import collectives as comm
-from moefold.comm.recorder import BACKWARD, FORWARD, Record, Site
+from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord, Site
 from moefold.comm.world import SPOKEN, World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -175,7 +175,7 @@ def altered(rank: int) -> list[list[float]]:
     results = []
     for broken in ("", "alone", "half"):
 
-        def alter(record: Record, result: Tensor, alone: Tensor, how: str = broken) -> Tensor:
+        def alter(record: CallRecord, result: Tensor, alone: Tensor, how: str = broken) -> Tensor:
             if record.site.label != "here" or not how:
                 return result
             return alone if how == "alone" else result / 2

@@ -27,7 +27,7 @@ from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.model_checkpoint import StoredModel, describe
 from moefold.training.state import contents
 from moefold.training.step import gradients
@@ -81,10 +81,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model.eval()
 
 
-def trained(folder: Path, layout: Layout, world: World) -> Data:
+def trained(folder: Path, layout: Layout, world: World) -> ShardedState:
     """Bring a folder's weights into a layout, each rank its own pieces, and make the steps."""
     with import_folder(folder) as found:
-        data = Data(build(found.decoder, "fp32", layout, world, "meta"))
+        data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
         data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
     optimizer = data.optimizer(ADAMW)
     mine = [from_ids(x) for x in ids()][world.attention.dp :: world.folding.dp]
@@ -95,7 +95,7 @@ def trained(folder: Path, layout: Layout, world: World) -> Data:
     return data
 
 
-def save_all(data: Data, folder: Path) -> None:
+def save_all(data: ShardedState, folder: Path) -> None:
     """Write a checkpoint from all ranks."""
     world = data.placed.world
     ranks, lock = world.group("world"), FolderLock(folder, "the test")
@@ -184,7 +184,7 @@ def taken(buckets: Any) -> tuple[dict[str, Tensor], int]:
 def test_a_consumer_notices_bytes_that_are_not_as_sent(theirs: tuple[Path, Any]) -> None:
     with import_folder(theirs[0]) as found:
         world = World.single()
-        data = Data(build(found.decoder, "fp32", Layout(), world, "meta"))
+        data = ShardedState(build(found.decoder, "fp32", Layout(), world, "meta"))
         data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
     bucket = next(iter(stream(data, "float32")))
     assert isinstance(bucket, Bucket)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.comm.recorder import BACKWARD, FORWARD, Record
+from moefold.comm.recorder import BACKWARD, FORWARD, CallRecord
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, zigzag
 from moefold.kernels.attention import reference
@@ -127,7 +127,7 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _said(record: Record) -> tuple[str, int, str, str]:
+def _said(record: CallRecord) -> tuple[str, int, str, str]:
     return record.channel, record.number, record.site.op, record.site.direction
 
 

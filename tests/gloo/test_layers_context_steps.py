@@ -20,7 +20,7 @@ from moefold.model.init import initialise
 from moefold.moe.config import Aux, Capacity, Z
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data, Held
+from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.step import StepFigures, gradients
 from tests.cpu import small
 from tests.gloo.harness import run_ranks
@@ -105,12 +105,12 @@ def micro_batches(name: str) -> list[MicroBatch]:
 
 def step(
     decoder: Decoder, layout: Layout, world: World, batches: Sequence[MicroBatch]
-) -> tuple[list[Held], StepFigures]:
+) -> tuple[list[LocalSlice], StepFigures]:
     """Build a decoder's parts, fill them and compute one step's gradients."""
     decoder = decoder.model_copy(update=LOUD)
     placed = apply.build(decoder, "fp64", layout, world)
     initialise(placed.model, decoder, 1, placed.shards)
-    data = Data(placed)
+    data = ShardedState(placed)
     figures = gradients(data, batches, 16)
     return list(data.gradients()), figures
 

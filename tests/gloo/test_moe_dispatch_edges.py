@@ -15,7 +15,7 @@ from moefold.mesh.folding import Folding
 from moefold.moe.config import Padded
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import evaluate, gradients
 from tests.gloo.dispatching import (
     WAYS,
@@ -127,7 +127,7 @@ def without_room(rank: int) -> tuple[int, str, str]:
         torch.nn.init.normal_(parameter)
     mine = batches(4)[rank : rank + 1]
     with pytest.raises(ValueError, match="max_rows") as step:
-        gradients(Data(placed), mine, 16)
+        gradients(ShardedState(placed), mine, 16)
     with pytest.raises(ValueError, match="max_rows") as evaluation:
         evaluate(placed, mine, 16)
     return int(sent.overflow), str(step.value), str(evaluation.value)

@@ -15,7 +15,7 @@ from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import gradients
 from tests.cpu.small import decoder, relative
 from tests.gloo.harness import run_ranks
@@ -71,7 +71,7 @@ def step_of(sizes: str, dispatch: object, world: World) -> Step:
     initialise(placed.model, placed.model.record, 1, placed.shards)
     dp, here = world.folding.dp, world.attention.dp
     mine = [batch for j, batch in enumerate(batches(4)) if j % dp == here]
-    figures = gradients(Data(placed), mine, 16)
+    figures = gradients(ShardedState(placed), mine, 16)
     found = {name: p.grad for name, p in placed.model.named_parameters()}
     assert None not in found.values()
     norm = torch.tensor(figures.grad_norm, dtype=torch.float64)

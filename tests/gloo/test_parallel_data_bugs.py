@@ -15,7 +15,7 @@ from moefold.layers.placement import Box
 from moefold.mesh.folding import Folding
 from moefold.optim.norm import clip_scale
 from moefold.parallel import apply
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import gradients
 from tests.cpu import small
 from tests.gloo.harness import run_ranks
@@ -40,7 +40,7 @@ def one_rank(case: Case, rows: Sequence[MicroBatch]) -> tuple[dict[str, Tensor],
     return {held.name: held.tensor for held in data.gradients()}, figures.grad_norm
 
 
-def error(data: Data, whole: dict[str, Tensor], times: float = 1.0) -> float:
+def error(data: ShardedState, whole: dict[str, Tensor], times: float = 1.0) -> float:
     """Return the largest relative error of a gradient here."""
     found = [0.0]
     for held in data.gradients():
@@ -217,5 +217,5 @@ def refused(rank: int) -> str:
     world = World.open(Folding(case.layout.split, RANKS), "cpu", 30)
     placed = apply.build(small.decoder(), "fp64", case.layout, world)
     with pytest.raises(ValueError, match="zero_ranks") as error:
-        Data(placed)
+        ShardedState(placed)
     return str(error.value)

@@ -12,7 +12,7 @@ from moefold.mesh.folding import Folding
 from moefold.model.generate import generate
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import continuing, next_logits
 from moefold.proof.matrix import SUBJECTS
 from moefold.proof.rank_run import fill
@@ -31,7 +31,7 @@ def write(spot: Spot | None, name: str, sizes: str, zero: int, keep: bool) -> li
     torch.manual_seed(0)
     placed = build(subject.decoder, "fp64", layout, world)
     fill(placed.model, subject, placed.shards)
-    placed = Data(placed).placed
+    placed = ShardedState(placed).placed
     follows = continuing(placed) if keep else partial(next_logits, placed)
     return generate(follows, PROMPTS, 8, temperature=0)
 

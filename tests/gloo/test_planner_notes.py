@@ -16,7 +16,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import start_value
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
-from moefold.parallel.data.sharding import Data
+from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
@@ -32,7 +32,7 @@ def alive(block: Block, policy: Record | None, world: World) -> int:
     """Return the bytes that a layer's forward leaves alive on this rank."""
     decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
     layout = Layout(sizes="tp2", recompute=policy)
-    data = Data(build(decoder, "fp32", layout, world, "meta"))
+    data = ShardedState(build(decoder, "fp32", layout, world, "meta"))
     data.fill(partial(start_value, decoder, 1))
     ids = torch.randint(0, 50, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     flow = flow_of(data.placed, from_ids(ids))

@@ -1,6 +1,6 @@
 """The verdict on ranks that wait: whoever waits is not to blame, and the first parting is named."""
 
-from moefold.comm.verdict import Beat, Verdict, Waiting, judge
+from moefold.comm.verdict import Beat, HangVerdict, Waiting, judge
 
 
 def beat(begun: dict[str, int], *waiting: Waiting, last: str = "#1 all_reduce") -> Beat:
@@ -72,4 +72,4 @@ def test_the_first_operation_that_differs_is_named_with_both_modules() -> None:
 
 
 def test_nobody_waits() -> None:
-    assert judge({0: beat({}), 1: beat({})}, [], {}) == Verdict((), "")
+    assert judge({0: beat({}), 1: beat({})}, [], {}) == HangVerdict((), "")

@@ -25,7 +25,7 @@ from moefold.mesh.share import aligned
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """A parameter's place in its bucket."""
 
     name: str
@@ -48,11 +48,13 @@ class Slot:
         return first - self.start, max(first, min(stop, self.stop)) - self.start
 
 
-def lay_out(shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int) -> tuple[list[Slot], int]:
+def lay_out(
+    shapes: Iterable[tuple[str, tuple[int, ...]]], ranks: int
+) -> tuple[list[BucketSlot], int]:
     """Return the parameters' places and the length of each rank's run."""
     slots, end = [], 0
     for name, shape in shapes:
-        slots.append(Slot(name, shape, end))
+        slots.append(BucketSlot(name, shape, end))
         end = aligned(slots[-1].stop)
     return slots, aligned(-(-end // ranks))
 
@@ -142,11 +144,11 @@ class Bucket:
         """The place of this rank's first element."""
         return self.inside.index * self.length
 
-    def part(self, slot: Slot) -> tuple[int, int]:
+    def part(self, slot: BucketSlot) -> tuple[int, int]:
         """Return which elements of a parameter are in this rank's run."""
         return slot.part(self.start, self.start + self.length)
 
-    def own(self, slot: Slot, run_L: Tensor) -> Tensor:
+    def own(self, slot: BucketSlot, run_L: Tensor) -> Tensor:
         """Return this rank's elements of a parameter as a view of a run."""
         first, last = self.part(slot)
         at = slot.start + first - self.start

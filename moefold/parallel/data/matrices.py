@@ -21,7 +21,7 @@ from moefold.mesh.share import share_out
 
 
 @dataclass(frozen=True)
-class Source:
+class MatrixSource:
     """A parameter with matrices, as the ranks hold it."""
 
     name: str
@@ -39,7 +39,7 @@ class Source:
 class Matrix(NamedTuple):
     """One matrix of a parameter's stack, or this rank's slice of it."""
 
-    source: Source
+    source: MatrixSource
     start: int
     """Its first element in the parameter."""
 
@@ -65,11 +65,14 @@ class ShardedMatrices:
     """
 
     def __init__(
-        self, sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], nothing: Tensor
+        self,
+        sources: Sequence[MatrixSource],
+        shapes: Mapping[str, tuple[int, ...]],
+        nothing: Tensor,
     ) -> None:
         """Choose the owners."""
         self.shapes = shapes
-        alike: dict[tuple[int, ...], list[Source]] = defaultdict(list)
+        alike: dict[tuple[int, ...], list[MatrixSource]] = defaultdict(list)
         for source in sources:
             alike[source.inside.ranks].append(source)
         self._shared = [_Shared(shared, nothing) for shared in alike.values()]
@@ -89,7 +92,7 @@ class ShardedMatrices:
 class _Shared:
     """The matrices of which the same ranks hold runs."""
 
-    def __init__(self, sources: Sequence[Source], nothing: Tensor) -> None:
+    def __init__(self, sources: Sequence[MatrixSource], nothing: Tensor) -> None:
         self._inside, self._nothing = sources[0].inside, nothing
         me, ranks = self._inside.index, range(self._inside.size)
         matrices = [

@@ -23,16 +23,16 @@ from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
 from moefold.optim.base import PREFIX, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
-from moefold.parallel.apply import Chunk, Placed
+from moefold.parallel.apply import Chunk, ModelParts
 from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
-from moefold.parallel.data.matrices import ShardedMatrices, Source
+from moefold.parallel.data.matrices import MatrixSource, ShardedMatrices
 
 TABLE = f"{EMBEDDING}.weight"
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalSlice:
     """A box of a tensor that this rank holds, as a checkpoint or a proof sees it."""
 
     name: str
@@ -52,7 +52,7 @@ class Held:
         return self.copy == 0
 
 
-class Data:
+class ShardedState:
     """This rank's share of the model's state, and what makes it whole and up to date.
 
     Attributes:
@@ -61,7 +61,7 @@ class Data:
         valued: whether there are values; without, names, shapes and types are all that is here.
     """
 
-    def __init__(self, placed: Placed, valued: bool = True) -> None:
+    def __init__(self, placed: ModelParts, valued: bool = True) -> None:
         """Take the parameters as they are, and keep this rank's share of them.
 
         Those on ``meta`` become tensors of the world's device, whose values :meth:`fill` sets.
@@ -142,7 +142,7 @@ class Data:
         nothing = torch.empty(0, dtype=dtype, device=device)
         return build(record, self.params, wholes=ShardedMatrices(sources, shapes, nothing))
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> MatrixSource:
         """Return how ranks hold a parameter that has matrices."""
         shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
         shape = shard.local_shape
@@ -157,7 +157,7 @@ class Data:
         if bucket is not None:
             slot, length = bucket.slots[name], bucket.length
             runs = tuple(slot.part(r * length, (r + 1) * length) for r in range(inside.size))
-        return Source(name, shape, runs, inside, slices, dim)
+        return MatrixSource(name, shape, runs, inside, slices, dim)
 
     # A step
 
@@ -241,7 +241,7 @@ class Data:
             place, count = place + count * stages.index(world.attention.pp), count * len(stages)
         return place, count
 
-    def weights(self) -> Iterator[Held]:
+    def weights(self) -> Iterator[LocalSlice]:
         """Yield the masters and buffers that are here; write into them, then :meth:`renew`."""
         for name, parameter in self.params.items():
             yield from self._boxes(name, name, parameter.detach())
@@ -250,15 +250,15 @@ class Data:
             if name not in kept:
                 continue
             shard = self._shards[name]
-            yield Held(name, buffer, shard.shape, shard.box, *self._copy(name))
+            yield LocalSlice(name, buffer, shard.shape, shard.box, *self._copy(name))
 
-    def gradients(self) -> Iterator[Held]:
+    def gradients(self) -> Iterator[LocalSlice]:
         """Yield the gradients that are here, complete after :meth:`finish`."""
         for name, parameter in self.params.items():
             if parameter.grad is not None:
                 yield from self._boxes(name, name, parameter.grad)
 
-    def states(self, optimizer: Optimizer) -> Iterator[Held]:
+    def states(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
         """Yield the optimizer's state that is here, under its names in a checkpoint."""
         for key, tensor in optimizer.state().items():
             name = key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
@@ -269,7 +269,9 @@ class Data:
                 place, count = self._copy(name)
                 owned = at_start and not self._run(name)[0]
                 box = tuple((0, size) for size in tensor.shape)
-                yield Held(key, tensor, tuple(tensor.shape), box, place if owned else count, count)
+                yield LocalSlice(
+                    key, tensor, tuple(tensor.shape), box, place if owned else count, count
+                )
 
     @torch.no_grad()
     def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
@@ -294,16 +296,16 @@ class Data:
             return 0, math.prod(self._shards[name].local_shape)
         return bucket.part(bucket.slots[name])
 
-    def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[Held]:
+    def _boxes(self, key: str, name: str, tensor: Tensor) -> Iterable[LocalSlice]:
         """Yield the boxes that a tensor of a parameter's elements here is made of."""
         shard, copy = self._shards[name], self._copy(name)
         if name not in self._bucket:
-            yield Held(key, tensor, shard.shape, shard.box, *copy)
+            yield LocalSlice(key, tensor, shard.shape, shard.box, *copy)
             return
         flat, at = tensor.reshape(-1), 0
         for box in boxes(shard.local_shape, *self._run(name)):
             part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
-            yield Held(key, part, shard.shape, moved(box, shard.box), *copy)
+            yield LocalSlice(key, part, shard.shape, moved(box, shard.box), *copy)
             at += size_of(box)
 
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.flow import Flow
 from moefold.layers.unshard import UnshardHooks
-from moefold.parallel.apply import Placed
+from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
-from moefold.parallel.pipeline.p2p import P2PMessages, Plan, plan
-from moefold.parallel.pipeline.passes import Loss, Pass
+from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
+from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.schedule.table import Action, Result, Step, actions_of
 
 
 @dataclass
-class Ran:
+class StepResult:
     """What a step left on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -33,10 +33,10 @@ class Ran:
 
 
 @dataclass
-class Held:
+class InFlight:
     """One micro-batch in one chunk, from its F until its last backward action."""
 
-    way: Pass
+    way: ChunkPass
     sink: Deferred | Accumulated
     hooks: UnshardHooks
     gradient: Tensor | None = None
@@ -54,20 +54,20 @@ class Executor:
     """
 
     def __init__(
-        self, placed: Placed, flows: Sequence[Flow], shares: Sequence[float], loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], shares: Sequence[float], loss: Loss
     ) -> None:
         self._placed, self._flows, self._shares = placed, flows, shares
         self._loss = loss
         rank = placed.world.attention.pp
-        self.plan: Plan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
+        self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
         """Steps that have ended."""
         self._beside = placed.beside if self.plan.table.has_pairs else None
         self._messages = P2PMessages(self.plan, placed.world.group("pp"), self._buffer)
-        self._held: dict[tuple[int, int], Held] = {}
-        self._ran = Ran()
+        self._held: dict[tuple[int, int], InFlight] = {}
+        self._ran = StepResult()
 
-    def run(self) -> Ran:
+    def run(self) -> StepResult:
         """Run every step of this rank's line."""
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
@@ -108,7 +108,7 @@ class Executor:
             held.hooks.pre_weight_gradients()
         return Chain((gradient,), held.way.backward(drain if action.kind == "B" else None))
 
-    def _start(self, action: Action) -> Held:
+    def _start(self, action: Action) -> InFlight:
         """Prepare a micro-batch's way through a chunk."""
         # Where no action drains a queue, products run at once and their rows are let go.
         apart = self.plan.splits or self._beside is not None
@@ -117,8 +117,8 @@ class Executor:
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks)
-        way = Pass(placed.model, chunk, flow, share, self._loss, self._beside)
-        return Held(way, sink, hooks)
+        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
+        return InFlight(way, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:
         """Hand on what an action left, and forget what nothing needs any more."""

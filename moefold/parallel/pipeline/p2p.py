@@ -28,7 +28,7 @@ AHEAD = 1
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankPlan:
     """What one rank does in a step of training."""
 
     table: Table
@@ -52,7 +52,7 @@ class Plan:
 
 
 @lru_cache(maxsize=8)
-def plan(layout: Layout, rank: int, micro_batches: int) -> Plan:
+def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     """Return the plan of a pipeline rank, for every step of so many micro-batches."""
     table = layout.table(micro_batches)
     stages = [table.stage(rank, chunk) for chunk in range(table.chunks)]
@@ -77,7 +77,7 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> Plan:
                 now.append(queues[source].pop(0))
                 posted.add(now[-1])
         posts.append(tuple(now))
-    return Plan(table, rank, tuple(posts), given_at, read_at)
+    return RankPlan(table, rank, tuple(posts), given_at, read_at)
 
 
 class P2PMessages:
@@ -86,7 +86,7 @@ class P2PMessages:
     ``buffer`` makes the tensor [T, D] that a micro-batch's rows arrive in.
     """
 
-    def __init__(self, plan: Plan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
+    def __init__(self, plan: RankPlan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
         self._plan, self._ranks, self._buffer = plan, ranks, buffer
         self._here: dict[Result, Tensor] = {}
         self._coming: dict[Result, tuple[Tensor, Pending]] = {}

@@ -27,7 +27,7 @@ LEAF = tree_flatten(0)[1]
 """The form of what a block takes: one tensor."""
 
 
-class Pass:
+class ChunkPass:
     """A forward over one chunk, and what its backward needs.
 
     Args:

@@ -17,11 +17,11 @@ from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import summed_loss
-from moefold.parallel.apply import Placed
+from moefold.parallel.apply import ModelParts
 
 
 @torch.no_grad()
-def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
+def score(placed: ModelParts, flow: Flow, loss_chunk: int) -> Tensor:
     """Return this rank's share of a micro-batch's summed cross-entropy, fp64.
 
     ``loss_chunk`` rows' logits exist at once.
@@ -36,7 +36,7 @@ def score(placed: Placed, flow: Flow, loss_chunk: int) -> Tensor:
 
 @torch.no_grad()
 def next_logits(
-    placed: Placed, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
+    placed: ModelParts, texts: Sequence[Sequence[int]], cache: KeyValueCache | None = None
 ) -> Tensor:
     """Return the logits [P, V] of the token that follows each text, on every rank.
 
@@ -71,12 +71,12 @@ def next_logits(
     return broadcast_(logits_PV, world.group("pp"), last_rank)
 
 
-def continuing(placed: Placed) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+def continuing(placed: ModelParts) -> Callable[[Sequence[Sequence[int]]], Tensor]:
     """Return ``next_logits`` for texts that grow, with keys and values kept where they can be."""
     return partial(next_logits, placed, cache=KeyValueCache.of(placed.model.record))
 
 
-def forward(placed: Placed, flow: Flow) -> Tensor | None:
+def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     """Run every stage; returns the normed rows ``x_TD`` where the last one is, elsewhere None."""
     model, ranks = placed.model, placed.world.group("pp")
     table, rank = placed.table, placed.world.attention.pp
@@ -104,7 +104,7 @@ def forward(placed: Placed, flow: Flow) -> Tensor | None:
     return x_TD if table.home(table.stages - 1) == rank else None
 
 
-def _head(placed: Placed) -> AbstractContextManager[None]:
+def _head(placed: ModelParts) -> AbstractContextManager[None]:
     """Have the head's matrix here while the context is open."""
     last = placed.hooks_for(placed.chunks[-1], training=False)
     return last.unsharded(placed.model.head_unit)
