@@ -29,9 +29,8 @@ class DamagedError(CheckpointError):
 class VersionError(CheckpointError):
     """A checkpoint of a foreign format, or of a version that this moefold does not read."""
 
-    def __init__(self, path: Path, what: str, found: object) -> None:
+    def __init__(self, path: Path, what: str) -> None:
         self.path = path
-        self.found = found
         super().__init__(f"{path}: {what}")
 
 

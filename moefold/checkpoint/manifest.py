@@ -285,7 +285,6 @@ def _unreadable(envelope: _Envelope, folder: Path) -> VersionError:
         folder / FILE,
         f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}. "
         "Use the program that wrote it, or a newer moefold",
-        envelope.version,
     )
 
 

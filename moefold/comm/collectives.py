@@ -57,12 +57,14 @@ def _end(record: CallRecord, group: Group, out: Tensor, alone: Tensor | None) ->
 class Pending:
     """An operation under way. What it fills must not be touched before ``wait`` has returned."""
 
-    def __init__(self, works: Sequence[dist.Work] = (), *begun: Any) -> None:
-        """Hold the backend's works, and record, group, out and alone as ``_end`` takes them.
-
-        Further tensors are held until then, since the backend reads them.
-        """
-        self._works, self._begun = works, begun
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        begun: tuple[CallRecord, Group, Tensor, Tensor | None] | None = None,
+        held: Tensor | None = None,
+    ) -> None:
+        """Hold the backend's works, what ``_end`` takes, and a tensor that is being read."""
+        self._works, self._begun, self._held = works, begun, held
 
     def wait(self) -> None:
         """Return when the result may be read; a second call does nothing.
@@ -71,13 +73,14 @@ class Pending:
             RuntimeError: where the group's time-out passed or another rank is gone.
         """
         works, begun = self._works, self._begun
-        self._works, self._begun = (), ()
-        if begun:
-            record, group, out, alone = begun[:4]
+        self._works, self._begun = (), None
+        if begun is not None:
+            record, group, *_ = begun
             group.recorder.wait(record)
             for work in works:
                 work.wait()  # on a device only its stream does, and it has to be this thread's
-            _end(record, group, out, alone)
+            _end(*begun)
+        self._held = None
 
 
 def _in_place(run: Callable[[Tensor], Any], x: Tensor, group: Group, record: CallRecord) -> Tensor:
@@ -139,7 +142,7 @@ def _into(
     alone = rows.expand(group.size, -1) if gathers else rows[group.index]
     run = _gather_single if gathers else _scatter_single
     works = [run(out, x, group=group.handle, async_op=True)] if x.numel() else []
-    pending = Pending(works, record, group, out, alone)
+    pending = Pending(works, (record, group, out, alone))
     if not asynchronous:
         pending.wait()
     return pending
@@ -239,7 +242,8 @@ def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
         works = [dist.isend(x, dst=to, group=way)]
     elif x.numel():
         works = [dist.irecv(x, src=source, group=way)]
-    return Pending([work for work in works if work is not None], record, group, x, None)
+    begun = record, group, x, None
+    return Pending([work for work in works if work is not None], begun)
 
 
 def send(tensor: Tensor, peer_rank: int, group: Group) -> Pending:
@@ -268,7 +272,7 @@ def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None 
     # As one batch: NCCL would let each send wait for a receive that is queued behind a send.
     ops = [dist.P2POp(op, x, peer, group.handle) for op, x, peer in sides if x.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
-    return Pending(works, record, group, into, None, given)
+    return Pending(works, (record, group, into, None), given)
 
 
 def to_bytes(value: Any) -> Tensor:

@@ -155,8 +155,9 @@ def measure(path: Path, found: RankResult) -> dict[str, Any]:
             for piece in pieces:
                 key = kind + SEPARATOR + piece.name
                 wanted = file.get_slice(key) if key in known else None
-                row = [piece.name, piece.box, _error(piece, wanted), _digest(piece.tensor)]
-                told[kind].append(row)
+                raw = piece.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+                digest = hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
+                told[kind].append([piece.name, piece.box, _error(piece, wanted), digest])
     return {
         "figures": found.figures,
         "counts": found.counts,
@@ -174,11 +175,6 @@ def _error(piece: LocalSlice, wanted: Any) -> float:
     values = wanted[place] if place else wanted[...]
     difference = piece.tensor.double() - values.double()
     return float(difference.square().sum())
-
-
-def _digest(values: torch.Tensor) -> str:
-    raw = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(raw.tobytes(), digest_size=8).hexdigest()
 
 
 # ----------------------------------------------------------------------------- over all ranks

@@ -7,7 +7,7 @@ multiplied on its own and rounded, then both are added, as two ranks would.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,10 @@ class NarrowWatch(TorchDispatchMode):
             given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
             made = [leaf for leaf in tree_leaves(out) if _narrow(leaf) and id(leaf) not in given]
             if any(leaf._base is None or id(leaf._base) not in given for leaf in made):
-                self._note(func)
+                file, function, line = _place()
+                if f"{file}:{function}" not in ALLOWED:
+                    self.found.add(f"{func} in {file}:{line}")
         return out
-
-    def _note(self, func: Callable[..., Any]) -> None:
-        file, function, line = _place()
-        if f"{file}:{function}" not in ALLOWED:
-            self.found.add(f"{func} in {file}:{line}")
 
 
 def _narrow(value: Any) -> bool:
@@ -64,7 +61,7 @@ def _narrow(value: Any) -> bool:
 
 def _place() -> tuple[str, str, int]:
     """Return file, function and line of the package's innermost frame, this room left out."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}/proof/"):
