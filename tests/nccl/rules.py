@@ -510,7 +510,7 @@ def nccl(ranks: int, device: str = "cpu", backend: str = "nccl") -> Iterator[Mac
         (collectives, "_gather_single", model.gather),
         (collectives, "_scatter_single", model.scatter),
         (world, "dist", model),
-        (world, "Watch", NoWatch),
+        (world, "HangWatch", NoWatch),
         (world, "own_connection", lambda _: None),
         (saving, "NICE", 0),  # A thread that is starved would look like one that hangs.
     )
