@@ -9,7 +9,7 @@ from pydantic import Field
 from moefold.config.base import Record
 
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
-PATTERN = r"^\s*((tp|cp|pp|vpp|ep|etp)[1-9][0-9]*(\s+|$))*$"
+PATTERN = rf"^\s*(({'|'.join(AXES)})[1-9][0-9]*(\s+|$))*$"
 
 STAGES = r"^[EtdxmL|()*0-9, ]+$"
 
