@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -62,8 +62,10 @@ def contract(
         exact: what has this in its name stays float32.
 
     Raises:
-        ValueError: where no known family has this decoder.
+        ValueError: where no known family has this decoder, or none writes this type.
     """
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"dtype {dtype!r}: one of {', '.join(get_args(Dtype))}")
     wanted, sent = targets(decoder), list[Sent]()
     for name, (row, layer) in find(family_of(decoder).tensors, wanted).items():
         kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
