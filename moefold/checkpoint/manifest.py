@@ -372,13 +372,17 @@ def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
         for key, inner in value.items():
             if type(key) is not str:
                 raise CheckpointError(f"{at} has the key {key!r}; keys are text")
-            _check_text(key, f"a key of {at}")
+            check_meta(key, f"a key of {at}", depth)
             check_meta(inner, f"{at}.{key}", depth + 1)
     elif type(value) is list:
         for i, inner in enumerate(value):
             check_meta(inner, f"{at}[{i}]", depth + 1)
     elif type(value) is str:
-        _check_text(value, at)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            what = f"{at} is {value!r}, which is no Unicode text: {error.reason}"
+            raise CheckpointError(what) from None
     elif type(value) is float and not math.isfinite(value):
         raise CheckpointError(f"{at} is {value}, which JSON does not know; store text or a tensor")
     elif type(value) is int and value.bit_length() > 4096:
@@ -386,12 +390,3 @@ def check_meta(value: Any, at: str = "meta", depth: int = 0) -> None:
     elif value is not None and type(value) not in (int, float, bool):
         kinds = "dict, list, str, int, float, bool and None"
         raise CheckpointError(f"{at} is a {type(value).__name__}; meta holds {kinds}")
-
-
-def _check_text(text: str, at: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(
-            f"{at} is {text!r}, which is no Unicode text: {error.reason}"
-        ) from None
