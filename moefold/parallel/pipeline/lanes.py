@@ -9,6 +9,7 @@ issue the operations of each group in the same order, however fast either lane i
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -53,22 +54,18 @@ def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, Task | Fill]]:
     A turn ends with an exchange and the fills after it; then the next chain has its turn, so that
     the exchange of one chain runs beside the computing of another.
     """
-    rest = [list(_turns(chain.tasks)) for chain in chains]
-    for turn in range(max(map(len, rest))):
-        for index, turns in enumerate(rest):
-            if turn < len(turns):
-                yield from ((index, task) for task in turns[turn])
-
-
-def _turns(tasks: Sequence[Task | Fill]) -> Iterator[list[Task | Fill]]:
-    turn: list[Task | Fill] = []
-    for task in tasks:
-        if isinstance(task, Task) and any(isinstance(t, Task) and t.exchanges for t in turn):
-            yield turn
-            turn = []
-        turn.append(task)
-    if turn:
-        yield turn
+    turns: list[list[list[Task | Fill]]] = []
+    for chain in chains:
+        mine: list[list[Task | Fill]] = [[]]
+        for task in chain.tasks:
+            exchanged = any(isinstance(t, Task) and t.exchanges for t in mine[-1])
+            if exchanged and isinstance(task, Task):
+                mine.append([])
+            mine[-1].append(task)
+        turns.append(mine)
+    for together in zip_longest(*turns, fillvalue=()):
+        for index, tasks in enumerate(together):
+            yield from ((index, task) for task in tasks)
 
 
 class Lanes:
