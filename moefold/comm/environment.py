@@ -35,12 +35,15 @@ def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
         ValueError: where some of the variables are there and others missing or malformed.
     """
     given = os.environ if variables is None else variables
+    spot = None
     if "RANK" in given and "WORLD_SIZE" in given:
-        return _torchrun(given)
+        spot = _torchrun(given)
     # A batch script outside of any step has a SLURM_PROCID too, and is no rank.
-    if "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
-        return _slurm(given)
-    return None
+    elif "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
+        spot = _slurm(given)
+    if spot is not None and spot.rank >= spot.world:
+        raise ValueError(f"rank {spot.rank} of {spot.world}: ranks run from 0 to {spot.world - 1}")
+    return spot
 
 
 def _torchrun(given: Mapping[str, str]) -> Spot:
@@ -48,16 +51,14 @@ def _torchrun(given: Mapping[str, str]) -> Spot:
     if missing:
         text = f"the environment has RANK and WORLD_SIZE but not {', '.join(missing)}"
         raise ValueError(f"{text}; start with torchrun, or set all of {', '.join(TORCHRUN)}")
-    return _checked(
-        Spot(
-            rank=_number(given, "RANK"),
-            world=_number(given, "WORLD_SIZE"),
-            local_rank=_number(given, "LOCAL_RANK"),
-            address=given["MASTER_ADDR"],
-            port=_number(given, "MASTER_PORT"),
-            served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
-        )
+    return Spot(
+        rank=_number(given, "RANK"),
+        world=_number(given, "WORLD_SIZE"),
+        local_rank=_number(given, "LOCAL_RANK"),
+        address=given["MASTER_ADDR"],
+        port=_number(given, "MASTER_PORT"),
+        served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
 
@@ -71,15 +72,13 @@ def _slurm(given: Mapping[str, str]) -> Spot | None:
         raise ValueError(f"Slurm names no nodes: none of {', '.join(SLURM_NODES)} is set")
     job, step = _number(given, "SLURM_JOB_ID", "0"), _number(given, "SLURM_STEP_ID", "0")
     chosen = str(FIRST_PORT + (job * 31 + step) % PORTS)
-    return _checked(
-        Spot(
-            rank=_number(given, "SLURM_PROCID"),
-            world=world,
-            local_rank=_number(given, "SLURM_LOCALID"),
-            address=given.get("MASTER_ADDR") or first_host(nodes),
-            port=_number(given, "MASTER_PORT", chosen),
-            attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
-        )
+    return Spot(
+        rank=_number(given, "SLURM_PROCID"),
+        world=world,
+        local_rank=_number(given, "SLURM_LOCALID"),
+        address=given.get("MASTER_ADDR") or first_host(nodes),
+        port=_number(given, "MASTER_PORT", chosen),
+        attempt=_number(given, "SLURM_RESTART_COUNT", "0"),
     )
 
 
@@ -88,12 +87,6 @@ def _number(given: Mapping[str, str], name: str, otherwise: str | None = None) -
     if text is None or not re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{name} is {text!r} in the environment; it must be a whole number")
     return int(text)
-
-
-def _checked(spot: Spot) -> Spot:
-    if not spot.rank < spot.world:
-        raise ValueError(f"rank {spot.rank} of {spot.world}: ranks run from 0 to {spot.world - 1}")
-    return spot
 
 
 def first_host(text: str) -> str:

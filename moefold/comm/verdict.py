@@ -55,7 +55,13 @@ def judge(
     waiters = {rank for rank, _ in waits}
     blamed = {late for _, wait in waits for late in _late(wait, beats)} - waiters
     absent = tuple(sorted(blamed | set(silent)))
-    lines = [_absence(rank, beats.get(rank), rank in silent) for rank in absent]
+    lines = []
+    for rank in absent:
+        why = "is alive and in no operation, while others wait for it; see its stacks"
+        if rank in silent:
+            why = "does not answer: stopped, dead, or its machine is gone"
+        last = beats[rank].last if rank in beats else ""
+        lines.append(f"rank {rank} is absent: it {why}. Its last operation: {last or 'none'}")
     lines += _divergence(waits, absent, beats, rings)
     for rank, wait in waits:
         if rank not in absent:
@@ -73,14 +79,6 @@ def _late(wait: Waiting, beats: Mapping[int, Beat]) -> list[int]:
         for rank in wait.ranks
         if rank not in beats or beats[rank].begun.get(wait.channel, 0) < wait.number
     ]
-
-
-def _absence(rank: int, beat: Beat | None, silent: bool) -> str:
-    why = "does not answer: stopped, dead, or its machine is gone"
-    if not silent:
-        why = "is alive and in no operation, while others wait for it; see its stacks"
-    last = beat.last if beat is not None and beat.last else "none"
-    return f"rank {rank} is absent: it {why}. Its last operation: {last}"
 
 
 def _divergence(
