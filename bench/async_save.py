@@ -25,7 +25,7 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 # isort: split
 import torch
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.verify import verify
 from moefold.comm.world import World
@@ -69,7 +69,7 @@ class Bench:
             for _ in range(MICRO_BATCHES)
         ]
         self.lock = FolderLock(folder, "bench")
-        self.saver = Saver(folder, Policy(asynchronous=True, keep=1), self.lock, world)
+        self.saver = Saver(folder, CheckpointPolicy(asynchronous=True, keep=1), self.lock, world)
         self.saver.prepare(lambda: contents(self.data, self.optimizer))
         self.number = 0
 

@@ -48,7 +48,7 @@ from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
-from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, State, Task
+from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State
 from moefold.schedule.simulate import Costs, simulate
 from moefold.schedule.table import Step, actions_of
 from moefold.training import step
@@ -132,8 +132,8 @@ class _Watched:
         finally:
             self._trace.busy += time.perf_counter() - start
 
-    def _noted(self, task: Task | Fill, kind: str, micro: int) -> Task | Fill:
-        exchanges = isinstance(task, Task) and task.exchanges
+    def _noted(self, task: LaneTask | Fill, kind: str, micro: int) -> LaneTask | Fill:
+        exchanges = isinstance(task, LaneTask) and task.exchanges
         lane = "exchange" if exchanges else "compute"
 
         def run(*state: Tensor | None) -> Any:
@@ -142,7 +142,7 @@ class _Watched:
             self._trace.spans.append(Span(kind, micro, lane, start, time.perf_counter()))
             return left
 
-        return Task(run, exchanges) if isinstance(task, Task) else Fill(run)
+        return LaneTask(run, exchanges) if isinstance(task, LaneTask) else Fill(run)
 
 
 class _Pace(torch.autograd.Function):

@@ -6,7 +6,7 @@ python bench/plan_recipes.py
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moefold.planner.answer import GB, Layout
+from moefold.planner.answer import GB, PlannedLayout
 from moefold.planner.from_run import of_run
 from moefold.planner.hardware import cluster, resized
 from moefold.run import load_run
@@ -29,7 +29,7 @@ def lines() -> Iterator[str]:
         if memory is not None:
             where = replace(where, device=resized(where.device, int(memory * GB)))
         task, choice = of_run(load_run(name), where)
-        layout = Layout(choice, choice.case(task))
+        layout = PlannedLayout(choice, choice.case(task))
         again = " + ".join(sorted(choice.keeping.recompute)) or "nothing"
         said = f"{layout.layout}, zero {choice.keeping.zero}, recompute {again}"
         yield (

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from moefold.planner.from_run import Task, of_model, of_run
+from moefold.planner.from_run import TrainingTask, of_model, of_run
 from moefold.planner.hardware import Cluster, cluster, processor, resized
 from moefold.planner.published import find, model
 from moefold.planner.search import Found, Search
@@ -46,7 +46,7 @@ class Searched:
         return f"{self.source} on {self.cluster}"
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """What is searched."""
         where = laptop() if self.cluster == "laptop" else cluster(self.cluster)
         if self.memory_gb is not None:

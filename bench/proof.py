@@ -27,10 +27,10 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 import torch
 from proof_selection import selection
 
-from moefold.proof.case import Case
+from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import Control, control, cover, faults_of
-from moefold.proof.verify import BOUND, Proof, Verdict, prove, prove_low_precision
+from moefold.proof.verify import BOUND, LayoutVerdict, Proof, prove, prove_low_precision
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,7 +48,7 @@ class Lines:
         mark = "ok    " if good else "FAILED"
         print(f"{self._done:>4}/{self._total} {seconds:>6.0f} s {mark} {words}", flush=True)
 
-    def verdict(self, verdict: Verdict) -> None:
+    def verdict(self, verdict: LayoutVerdict) -> None:
         """Print what a layout came to."""
         worst = verdict.worst
         said = f"{worst.quantity} {worst.max_relative_error:.1e} {worst.worst}" if worst else ""
@@ -89,7 +89,7 @@ def _within(row: Any) -> bool:
     return row.max_relative_error <= row.bound
 
 
-def every_case() -> list[Case]:
+def every_case() -> list[ProofCase]:
     """Return the whole matrix."""
     return [case for cases in matrix().values() for case in cases]
 
@@ -149,7 +149,7 @@ def run_controls() -> dict[str, Any]:
     return facts()
 
 
-def run_lowered(precision: Any, cases: Sequence[Case]) -> dict[str, Any]:
+def run_lowered(precision: Any, cases: Sequence[ProofCase]) -> dict[str, Any]:
     """Hold the tests' selection in a narrow format against fp64."""
     started = time.monotonic()
     return summary(prove_low_precision(cases, precision, Lines(len(cases)).verdict), started)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from moefold.proof.case import Case
+from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
 
 BY_MODEL = ("models",)
@@ -14,13 +14,13 @@ FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
 """Foldings that the tests run."""
 
 
-def selection() -> tuple[Case, ...]:
+def selection() -> tuple[ProofCase, ...]:
     """Return the part of the matrix that runs with the tests: one small case for each choice.
 
     A choice is a rule's dispatcher, schedule, model or the like, whatever the sizes; which of the
     smallest layouts stands for it goes round.
     """
-    choices: dict[Any, list[Case]] = {}
+    choices: dict[Any, list[ProofCase]] = {}
     every = matrix()
     for name, cases in every.items():
         for made in cases if name not in UNSELECTED else ():

@@ -15,7 +15,7 @@ from moefold.config.check import check
 from moefold.config.plugins import import_plugins
 from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
-from moefold.convert.stream import BUCKET_BYTES, Bucket, stream
+from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream
 from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
@@ -166,7 +166,7 @@ def export_stream(
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     layout: Literal["per_expert", "packed"] = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[Bucket]:
+) -> Iterator[TensorBatch]:
     """Hand the weights of an open run on, between two steps, from any layout, bucket by bucket.
 
     Every rank goes through it to its end; the first one gets the buckets, the others none. Names,

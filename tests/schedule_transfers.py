@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from moefold.schedule.table import Result, Step, Table, actions_of
+from moefold.schedule.table import ActionResult, Step, Table, actions_of
 
 
 class Transfer(NamedTuple):
     """One tensor that crosses between two ranks, seen from one of them."""
 
     way: Literal["send", "receive"]
-    result: Result
+    result: ActionResult
     peer: int
 
 
 Channel = tuple[int, int, str]
 """Sending rank, receiving rank, and which of outputs and gradients it carries."""
-Crossing = dict[Channel, list[Result]]
+Crossing = dict[Channel, list[ActionResult]]
 
 
 def with_transfers(table: Table) -> tuple[tuple[Step | Transfer, ...], ...]:

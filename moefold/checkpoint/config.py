@@ -10,7 +10,7 @@ from moefold.config.fields import OnDisk
 Count = Annotated[int, Field(ge=1)]
 
 
-class Local(Record):
+class NodeLocal(Record):
     """Copies on the machines' own disks, which a restart in the same layout goes on from."""
 
     folder: Annotated[str, Field(min_length=1), OnDisk()]
@@ -19,7 +19,7 @@ class Local(Record):
     """Steps between copies. Two stay."""
 
 
-class Policy(Record):
+class CheckpointPolicy(Record):
     """When a checkpoint is written, how many stay, and what a failed save means."""
 
     every: Count | None = 500
@@ -36,5 +36,5 @@ class Policy(Record):
     """Whether a run goes on without the checkpoint when a save has failed."""
     asynchronous: bool = False
     """Whether checkpoints are copied to host memory, and written from there behind the steps."""
-    local: Local | None = None
+    local: NodeLocal | None = None
     """Copies besides, where a machine's own disk is faster than the shared storage."""

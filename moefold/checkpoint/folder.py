@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import DISK, Disk, Say, write_whole
 from moefold.checkpoint.errors import CheckpointError, DamagedError
 from moefold.checkpoint.manifest import Manifest
@@ -151,7 +151,7 @@ def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
             disk.remove_file(path)
 
 
-def retain(folder: Path, policy: Policy, just: Path, say: Say, disk: Disk = DISK) -> None:
+def retain(folder: Path, policy: CheckpointPolicy, just: Path, say: Say, disk: Disk = DISK) -> None:
     """Remove checkpoints beyond the policy's; ``just`` and the newest complete ones stay.
 
     A damaged checkpoint counts for nothing and stays to be looked at until it is older than all

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moefold.checkpoint import folder as folders
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import DISK, FULL, Disk, Result, Say, retried, write_whole
 from moefold.checkpoint.errors import CheckpointError, SaveError
 from moefold.checkpoint.lock import FolderLock
@@ -36,7 +36,7 @@ from moefold.checkpoint.tensors import (
 from moefold.comm.agree import FirstFailed, on_first, tell_first
 from moefold.comm.group import ALONE, Group
 
-POLICY = Policy()
+POLICY = CheckpointPolicy()
 _log = logging.getLogger("moefold.checkpoint")
 
 Contents = Mapping[str, Tensor | LazyTensor | Sequence[TensorSlice]]
@@ -48,7 +48,7 @@ def save(
     step: int,
     tensors: Contents,
     meta: dict[str, Any],
-    policy: Policy = POLICY,
+    policy: CheckpointPolicy = POLICY,
     *,
     lock: FolderLock | None = None,
     ranks: Group = ALONE,
@@ -104,7 +104,7 @@ class CheckpointWriter:
         step: int,
         tensors: Contents,
         meta: dict[str, Any],
-        policy: Policy,
+        policy: CheckpointPolicy,
         *,
         lock: FolderLock,
         ranks: Group,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from moefold.cli._common import add_json, add_layout, add_run, plain_table, print_json
 from moefold.files import write_text
-from moefold.planner.answer import GB, Layout, Plan, fragment
+from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
 from moefold.planner.goodput import DAY, Price, bill, goodput
@@ -152,7 +152,7 @@ def _asked(found: Plan) -> Iterator[Text]:
         yield Text(f"  {note}", style="yellow")
 
 
-def _close(layout: Layout, name: str) -> Iterator[Text | Table]:
+def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
     """Yield one layout in full: what it is, memory and time by part."""
     yield Text.assemble((f"{name}: {layout.layout}", "bold"), f"  {_policies(layout)}")
     wall = "fits" if layout.fits else "does not fit"
@@ -192,12 +192,12 @@ def _three(value: float) -> str:
     return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
 
 
-def _room(layout: Layout) -> float:
+def _room(layout: PlannedLayout) -> float:
     """Return what a device can allocate, in GB."""
     return layout.case.cluster.device.memory_bytes / GB
 
 
-def _policies(layout: Layout) -> str:
+def _policies(layout: PlannedLayout) -> str:
     choice, keeping = layout.choice, layout.choice.keeping
     said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
     if choice.sizes.pp > 1 or choice.paired:
@@ -213,10 +213,10 @@ def _policies(layout: Layout) -> str:
     return ", ".join(said)
 
 
-def _rows(found: Plan) -> Iterator[tuple[str, Layout]]:
+def _rows(found: Plan) -> Iterator[tuple[str, PlannedLayout]]:
     """Yield every layout of the table with its name, each once."""
     seen = set()
-    groups: list[tuple[str, Iterable[Layout]]] = [
+    groups: list[tuple[str, Iterable[PlannedLayout]]] = [
         ("", found.layouts),
         ("same format", found.same_format),
         ("today", filter(None, [found.today])),
@@ -230,7 +230,7 @@ def _rows(found: Plan) -> Iterator[tuple[str, Layout]]:
                 yield name or f"{n + 1}", layout
 
 
-def _table(rows: Iterable[tuple[str, Layout]]) -> Table:
+def _table(rows: Iterable[tuple[str, PlannedLayout]]) -> Table:
     titles = ("", "step s", "TFLOP/s", "GB", "bound by", "layout and policies")
     table = plain_table(*titles, right=titles[1:4])
     table.columns[0].no_wrap = table.columns[4].no_wrap = True

@@ -24,7 +24,7 @@ from moefold.run import Run, load_run
 
 if TYPE_CHECKING:
     from moefold.proof.negative_controls import Control
-    from moefold.proof.verify import Proof, Verdict
+    from moefold.proof.verify import LayoutVerdict, Proof
 
 FAILED = 1
 LINE = 160
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         cases = cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)
-    progress = Progress(console, len(cases), quiet=args.json)
+    progress = VerdictPrinter(console, len(cases), quiet=args.json)
     if args.precision is not None:
         proof = prove_low_precision(cases, args.precision, progress.show)
     elif args.as_run:
@@ -99,13 +99,13 @@ def _asked_run(args: argparse.Namespace) -> Run | None:
     return None
 
 
-class Progress:
+class VerdictPrinter:
     """Prints each verdict as it comes."""
 
     def __init__(self, console: Console, total: int, quiet: bool) -> None:
         self._console, self._total, self._quiet, self._done = console, total, quiet, 0
 
-    def show(self, verdict: "Verdict") -> None:
+    def show(self, verdict: "LayoutVerdict") -> None:
         """Print one line: passed or not, how near to its bound, and of what."""
         self._done += 1
         if self._quiet:

@@ -10,7 +10,7 @@ from moefold.config.base import Record, to_dict
 from moefold.config.check import check
 from moefold.config.errors import MISSING, REMOVE, FieldPath, RunError, Violation
 from moefold.config.fields import leaves, paths_in, set_at, specs
-from moefold.config.merge import Layer, Merged, Origin
+from moefold.config.merge import Layer, MergedData, Origin
 from moefold.config.plugins import import_plugins, resolve
 from moefold.config.reader import MAX_BYTES, read_value, read_yaml
 from moefold.config.suggest import closest
@@ -122,9 +122,9 @@ class _Reading:
         self._read_file(path, "file", (), folder)
         return _shown(path)
 
-    def merged(self, overrides: Sequence[str]) -> Merged:
+    def merged(self, overrides: Sequence[str]) -> MergedData:
         """Merge all layers and overrides, in order; an override that cannot be is a violation."""
-        merged = Merged(self.cls)
+        merged = MergedData(self.cls)
         parsed = [*self._parsed(overrides)]
         for layer in self.layers:
             merged.add(layer)
@@ -153,7 +153,7 @@ class _Reading:
                 found.append((text, path, operator, value))
         return found
 
-    def _note_plugins(self, merged: Merged) -> None:
+    def _note_plugins(self, merged: MergedData) -> None:
         """Put the plugins of all layers into ``uses``; those that failed are to be taken out."""
         given = merged.data.get(USES, []) if USES in specs(self.cls) else []
         if not _names(given):

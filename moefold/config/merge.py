@@ -50,7 +50,7 @@ class Layer:
         return Origin(self.sort, self.name + at, self.folder)
 
 
-class Merged:
+class MergedData:
     """Raw data for a record class, built up layer by layer, and the origin of each leaf.
 
     Mappings merge key by key, lists and scalars replace. Where a later layer chooses another kind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.convert.pickled import PickledWeights
-from moefold.convert.plan import Plan, make_plan, targets
+from moefold.convert.plan import ImportPlan, make_plan, targets
 from moefold.convert.source import ConvertError, SafetensorsWeights, Weights
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
@@ -20,7 +20,7 @@ from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
-from moefold.model.families.names import Piece
+from moefold.model.families.names import TensorPiece
 
 _HEAD, _EMBED = "head.weight", "embed.weight"
 
@@ -28,7 +28,7 @@ _HEAD, _EMBED = "head.weight", "embed.weight"
 class FolderTensors(Mapping[str, Tensor]):
     """Our tensors by name, each read from the folder when it is asked for, and never kept."""
 
-    def __init__(self, source: Weights, plan: Plan, tied_head: str | None) -> None:
+    def __init__(self, source: Weights, plan: ImportPlan, tied_head: str | None) -> None:
         self._source, self._plan, self._tied_head = source, plan, tied_head
         self.targets = plan.targets
         """Shape and type of each tensor, without its values."""
@@ -55,7 +55,7 @@ class FolderTensors(Mapping[str, Tensor]):
         """
         target = self.targets[name]
         wanted = torch.full([end - start for start, end in box], torch.nan, dtype=target.dtype)
-        used: list[Piece] = []
+        used: list[TensorPiece] = []
         for piece in self._plan.parts[name]:
             outer, inner = box[: len(piece.index)], box[len(piece.index) :]
             placed = tuple(zip(piece.index, outer, strict=True))
@@ -75,7 +75,7 @@ class FolderTensors(Mapping[str, Tensor]):
                 raise ConvertError(self._source.folder, [f"{self._tied_head} {said}"])
         return wanted
 
-    def _read(self, piece: Piece, shape: tuple[int, ...], box: Box) -> Tensor:
+    def _read(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a box of the tensor on disk ``piece``, which has ``shape`` with us."""
         scale = self._plan.scales.get(piece.name)
         if scale is not None and self._plan.block is not None:
@@ -187,7 +187,7 @@ def _about_tokenizer(folder: Path) -> Iterator[str]:
         yield f"auto_map in {config.name} names code of the folder's own; it is never run"
 
 
-def _left_out(plan: Plan) -> Iterator[str]:
+def _left_out(plan: ImportPlan) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in plan.left_out.items():
         by_reason.setdefault(reason, []).append(name)

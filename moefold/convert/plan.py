@@ -16,7 +16,7 @@ from torch import Tensor
 from moefold.convert.source import DTYPES, ConvertError, TensorInfo
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.names import Entry, Layout, Piece, choose_layout, find, pieces
+from moefold.model.families.names import Entry, Layout, TensorPiece, choose_layout, find, pieces
 from moefold.model.families.registry import family_of
 
 Dtype = Literal["float32", "bfloat16"]
@@ -75,10 +75,10 @@ def contract(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ImportPlan:
     """What is read into what, and what is not read at all."""
 
-    parts: Mapping[str, tuple[Piece, ...]]
+    parts: Mapping[str, tuple[TensorPiece, ...]]
     """The tensors on disk that each parameter consists of."""
     left_out: Mapping[str, str]
     """Tensors on disk that are not used, and why."""
@@ -98,7 +98,7 @@ def make_plan(
     *,
     ignored: Callable[[str], str | None],
     block: tuple[int, int] | None,
-) -> Plan:
+) -> ImportPlan:
     """Match parameters with tensors on disk.
 
     Args:
@@ -113,7 +113,7 @@ def make_plan(
         ConvertError: listing all that is missing, unexpected, doubly used, or of another shape
             or type.
     """
-    parts: dict[str, tuple[Piece, ...]] = {}
+    parts: dict[str, tuple[TensorPiece, ...]] = {}
     for name, (row, layer) in find(table, targets).items():
         layout = choose_layout(row, layer, present)
         parts[name] = pieces(row, layer, targets[name].shape, layout)
@@ -133,10 +133,10 @@ def make_plan(
     problems += [p for piece in wanted if (p := _mismatch(piece, present))]
     if problems:
         raise ConvertError(where, problems)
-    return Plan(parts, left_out, scales, targets, block)
+    return ImportPlan(parts, left_out, scales, targets, block)
 
 
-def _mismatch(piece: Piece, present: Mapping[str, TensorInfo]) -> str | None:
+def _mismatch(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> str | None:
     stored = present.get(piece.name)
     if stored is None:
         return None
@@ -148,7 +148,7 @@ def _mismatch(piece: Piece, present: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _scales(
-    wanted: list[Piece], present: Mapping[str, TensorInfo], block: tuple[int, int] | None
+    wanted: list[TensorPiece], present: Mapping[str, TensorInfo], block: tuple[int, int] | None
 ) -> tuple[dict[str, str], list[str]]:
     """Find the scales of each FP8 tensor; without them its numbers mean nothing."""
     scales: dict[str, str] = {}

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Span:
+class RowRange:
     """Rows of a tensor in a bucket: all of them unless the tensor is larger than a bucket."""
 
     sent: Sent
@@ -61,16 +61,16 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class TensorBatch:
     """Some tensors' bytes. They are valid until the next bucket is asked for."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RowRange, ...]
     sha256: tuple[str, ...]
     """Digest of each span's bytes."""
     data: Tensor
     """uint8, on the host."""
 
-    def tensors(self) -> Iterator[tuple[Span, Tensor]]:
+    def tensors(self) -> Iterator[tuple[RowRange, Tensor]]:
         """Yield each span with its values, once its bytes are found to be those that were sent.
 
         Raises:
@@ -88,7 +88,7 @@ def stream(
     dtype: Dtype = "bfloat16",
     layout: Layout = "per_expert",
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[Bucket]:
+) -> Iterator[TensorBatch]:
     """Yield the weights of a run on its first rank, and nothing on the others.
 
     Every rank calls it between two steps and goes through it to its end.
@@ -130,7 +130,7 @@ def stream(
         digests = tuple(
             sha256(buffer[s.offset : s.offset + s.size].numpy().data).hexdigest() for s in spans
         )
-        yield Bucket(spans, digests, buffer[:used])
+        yield TensorBatch(spans, digests, buffer[:used])
 
 
 Named = tuple[str, Box]
@@ -139,7 +139,7 @@ Named = tuple[str, Box]
 class Part(NamedTuple):
     """Where a box that a rank holds reaches into a span."""
 
-    span: Span
+    span: RowRange
     held: Named
     box: Box
     """What they share, as a box of our tensor."""
@@ -155,9 +155,9 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.span.sent.dtype.itemsize
 
 
-def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[Span, ...]]:
+def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange, ...]]:
     """Yield tensors in their order, as many as a bucket takes; larger ones by rows."""
-    spans: list[Span] = []
+    spans: list[RowRange] = []
     offset = 0
     for each in sent:
         row = math.prod(each.shape[1:]) * each.dtype.itemsize
@@ -172,7 +172,7 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[Span, ...
                 spans, offset = [], 0
                 continue
             end = min(first + rows, each.shape[0])
-            spans.append(Span(each, first, end, offset))
+            spans.append(RowRange(each, first, end, offset))
             offset = -(-(offset + (end - first) * row) // ALIGNED) * ALIGNED
             first = end
             offset = min(offset, bucket_bytes)
@@ -180,7 +180,7 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[Span, ...
         yield tuple(spans)
 
 
-def _shared(spans: Iterable[Span], mine: Sequence[Named]) -> Iterator[Part]:
+def _shared(spans: Iterable[RowRange], mine: Sequence[Named]) -> Iterator[Part]:
     """Yield which boxes reach into which spans, in one order on all ranks."""
     by_name: dict[str, list[Named]] = {}
     for named in mine:

@@ -22,7 +22,7 @@ ROWS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
 """What a micro-batch says of each row."""
 
 
-class Origin(NamedTuple):
+class SegmentOrigin(NamedTuple):
     """Where a segment comes from: data set, number of the document, first token of the piece."""
 
     name: str
@@ -52,7 +52,7 @@ class MicroBatch:
     """Rows with a label."""
     n_bytes: float = 0.0
     """UTF-8 bytes of the text of the labels, the divisor of bits per byte; 0 where unknown."""
-    sources: tuple[Origin, ...] = ()
+    sources: tuple[SegmentOrigin, ...] = ()
     """Origin of each segment, for reports; empty where unknown."""
     row_T: Tensor | None = None
     """int64 place of each row in the whole micro-batch; None where all its rows are here."""
@@ -137,7 +137,7 @@ def assemble(
     rows: int | None = None,
     token_T: np.ndarray | None = None,
     n_bytes: float = 0.0,
-    sources: Sequence[Origin] = (),
+    sources: Sequence[SegmentOrigin] = (),
 ) -> MicroBatch:
     """Build a micro-batch from the valid rows, and pad it to ``rows`` rows.
 

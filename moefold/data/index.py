@@ -325,7 +325,7 @@ class IndexedSource:
         return numbers[~held], numbers[held]
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """The part of a document that fell into a sequence."""
 
     document: int
@@ -367,7 +367,7 @@ class Corpus:
         """Number of tokens of all documents."""
         return int(self._ends_1[-1])
 
-    def cut(self, start: int, rows: int) -> Iterator[Piece]:
+    def cut(self, start: int, rows: int) -> Iterator[DocumentPiece]:
         """Yield the pieces of ``rows`` rows from ``start`` on; after the last comes the first."""
         assert 0 <= start < self.tokens and 0 <= rows <= self.tokens, (start, rows, self.tokens)
         d = int(np.searchsorted(self._ends_1, start, side="right")) - 1
@@ -379,7 +379,7 @@ class Corpus:
             more = 1 if start + taken < end else 0
             ids = self.indexed.read(base, base + taken + more)
             check_ids(ids, self.vocab, f"{self.indexed.bin}: document {number}", start - first)
-            yield Piece(number, start - first, ids[:taken], int(ids[-1]) if more else None)
+            yield DocumentPiece(number, start - first, ids[:taken], int(ids[-1]) if more else None)
             rows -= taken
             d = (d + 1) % self.documents
             start = int(self._ends_1[d])

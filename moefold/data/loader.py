@@ -19,10 +19,10 @@ from itertools import chain, islice, repeat
 import numpy as np
 
 from moefold.comm.world import World
-from moefold.data.batch import IGNORED, MicroBatch, Origin, assemble, pack, padded
+from moefold.data.batch import IGNORED, MicroBatch, SegmentOrigin, assemble, pack, padded
 from moefold.data.config import DataError
 from moefold.data.order import Epochs, Mixture, spread
-from moefold.data.prepare import Part, Prepared
+from moefold.data.prepare import Prepared, PreparedPart
 from moefold.data.tokenizer import Tokenizer
 
 _ORDER = 1
@@ -130,7 +130,7 @@ class Loader:
             padding = len(chosen) * self.seq + first // self.micro_batch * self.rows
             yield self._build(cuts, first * self.seq, padding)
 
-    def _set(self, name: str | None) -> Part:
+    def _set(self, name: str | None) -> PreparedPart:
         if name is None and len(self._valid) == 1:
             return next(iter(self._valid.values()))
         if name not in self._valid:
@@ -138,11 +138,13 @@ class Loader:
             raise DataError(f"no held-out set {name!r}; there are: {sets}")
         return self._valid[name]
 
-    def _chosen(self, part: Part, limit: int | None) -> Sequence[int]:
+    def _chosen(self, part: PreparedPart, limit: int | None) -> Sequence[int]:
         n = -(-part.corpus.tokens // self.seq)
         return range(n) if limit is None else spread(n, max(limit // self.seq, 1))
 
-    def _build(self, cuts: Sequence[tuple[Part, int, int]], first: int, padding: int) -> MicroBatch:
+    def _build(
+        self, cuts: Sequence[tuple[PreparedPart, int, int]], first: int, padding: int
+    ) -> MicroBatch:
         """Assemble sequences of ``(part, first row, rows)`` into one micro-batch.
 
         ``first`` and ``padding`` are the step-global numbers of the first valid and padding row.
@@ -156,7 +158,7 @@ class Loader:
                 ids.append(piece.ids_N)
                 labels.append(shifted)
                 lengths.append(len(piece.ids_N))
-                origins.append(Origin(part.name, piece.document, piece.start))
+                origins.append(SegmentOrigin(part.name, piece.document, piece.start))
                 n_bytes += part.byte_ratio * int(n_bytes_V[shifted[shifted >= 0]].sum())
         valid = sum(lengths)
         numbers = np.arange(first, first + valid), np.arange(padding, padding + self.rows - valid)

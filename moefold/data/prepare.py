@@ -43,7 +43,7 @@ Built = tuple[SourceRecord, Source | IndexedSource]
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparedPart:
     """One side of one source, as tokens."""
 
     name: str
@@ -63,8 +63,8 @@ class Prepared:
 
     folder: Path
     tokenizer: Tokenizer
-    train: tuple[Part, ...]
-    valid: tuple[Part, ...]
+    train: tuple[PreparedPart, ...]
+    valid: tuple[PreparedPart, ...]
     skipped: dict[str, dict]
     """What was left out of each source: reason -> count and first names."""
     seconds: float
@@ -278,8 +278,8 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
     if manifest.get("format") != FORMAT:
         raise DataError(f"{said}: missing, or of another format than {FORMAT}")
     tokenizer = load(folder / _TOKENIZER)
-    train: list[Part] = []
-    valid: list[Part] = []
+    train: list[PreparedPart] = []
+    valid: list[PreparedPart] = []
     for i, (record, source) in enumerate(sources):
         first = train if i < len(data.train) else valid
         if isinstance(source, IndexedSource):
@@ -296,7 +296,7 @@ def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
     )
 
 
-def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> Part:
+def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokenizer) -> PreparedPart:
     prefix = _prefix(folder, record, side)
     facts, indexed = read_facts(prefix), Indexed(prefix)
     found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
@@ -304,12 +304,12 @@ def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokeniz
         raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
     corpus = Corpus(record.label, indexed, tokenizer.size)
     ratio = facts["bytes"] / max(facts["token_bytes"], 1)
-    return Part(record.label, record.weight, corpus, facts["digest"], facts["bytes"], ratio)
+    return PreparedPart(record.label, record.weight, corpus, facts["digest"], facts["bytes"], ratio)
 
 
 def _ready_part(
     record: SourceRecord, source: IndexedSource, tokenizer: Tokenizer, chosen: np.ndarray
-) -> Part:
+) -> PreparedPart:
     facts, everything = source.facts, len(chosen) == len(source.indexed)
     corpus = Corpus(record.label, source.indexed, tokenizer.size, None if everything else chosen)
     if not corpus.documents:
@@ -320,4 +320,4 @@ def _ready_part(
     ratio = facts["bytes"] / facts["token_bytes"] if facts.get("token_bytes") else 1.0
     digest = sha256(source.indexed.digest().encode() + chosen.tobytes()).hexdigest()
     n_bytes = facts.get("bytes", 0) if everything else 0
-    return Part(record.label, record.weight, corpus, digest, n_bytes, ratio)
+    return PreparedPart(record.label, record.weight, corpus, digest, n_bytes, ratio)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from moefold.config.errors import Violation
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.spec.decoder import Model
+from moefold.spec.decoder import ModelNeeds
 
 SPLIT = ("pp", "tp", "cp", "ep", "etp")
 """Axes that split ranks, in the order in which they are kept near to what was asked."""
@@ -22,7 +22,7 @@ def folding_violations(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> li
 
 def violations(
     sizes: Sizes,
-    model: Model | None = None,
+    model: ModelNeeds | None = None,
     world: int | None = None,
     order: Order = ORDERS[0],
     stages: str | None = None,
@@ -57,7 +57,7 @@ def _stage_count(stages: str | None) -> int:
         return 0
 
 
-def size_rules(sizes: Sizes, model: Model | None = None, most: int | None = None) -> list[str]:
+def size_rules(sizes: Sizes, model: ModelNeeds | None = None, most: int | None = None) -> list[str]:
     """Return the rules that sizes break; ``most`` bounds the number of stages, ``pp * vpp``."""
     found = []
     if sizes.vpp > 1 and sizes.pp == 1:
@@ -74,7 +74,7 @@ def size_rules(sizes: Sizes, model: Model | None = None, most: int | None = None
 
 
 def world_violations(
-    sizes: Sizes, world: int, model: Model | None = None, most: int | None = None
+    sizes: Sizes, world: int, model: ModelNeeds | None = None, most: int | None = None
 ) -> Iterator[Violation]:
     """Yield a violation where a number of ranks is no multiple of what both grids need."""
     smallest = sizes.smallest_world
@@ -101,7 +101,7 @@ def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
     yield Violation(("order",), order, rule, ORDERS[0])
 
 
-def stage_violations(text: str, sizes: Sizes, model: Model | None) -> Iterator[Violation]:
+def stage_violations(text: str, sizes: Sizes, model: ModelNeeds | None) -> Iterator[Violation]:
     """Yield what is wrong with a pipeline layout for sizes and a model."""
     try:
         stages = Stages.parse(text)
@@ -117,7 +117,7 @@ def stage_violations(text: str, sizes: Sizes, model: Model | None) -> Iterator[V
 
 
 def nearest_sizes(
-    sizes: Sizes, model: Model | None = None, world: int | None = None, most: int | None = None
+    sizes: Sizes, model: ModelNeeds | None = None, world: int | None = None, most: int | None = None
 ) -> Sizes:
     """Return the legal sizes nearest to ``sizes``: each axis by ratio, in the order of SPLIT.
 
@@ -142,7 +142,7 @@ ANY: Sequence[int] = ()
 """Stands for every size, where nothing bounds an axis."""
 
 
-def _choices(axis: str, model: Model | None, most: int | None) -> Sequence[int]:
+def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[int]:
     """Return the sizes of an axis that a model allows."""
     if axis == "pp":
         return ANY if most is None else range(1, most + 1)

@@ -245,7 +245,7 @@ class Dispatch(Record):
 
 
 @DISPATCH.register
-class Local(Dispatch):
+class LocalExperts(Dispatch):
     """All experts live on this rank: rows are permuted, nothing is sent."""
 
     kind: Literal["local"] = "local"

@@ -16,7 +16,7 @@ from moefold.spec.layer import (
     Matmul,
     Modules,
     Operation,
-    Routing,
+    RoutingSpec,
     Saved,
     Shape,
     Traffic,
@@ -47,11 +47,11 @@ class MoeSpec(LayerSpec):
     prefix = "moe"
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> RoutingSpec:
         """What its router does."""
         router, groups = self.router, self.router.groups
         kept = (groups.count, groups.keep) if groups else (1, None)
-        return Routing(router.experts, router.top_k, self.inner, *kept)
+        return RoutingSpec(router.experts, router.top_k, self.inner, *kept)
 
     @property
     def inner(self) -> int | None:

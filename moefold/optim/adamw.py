@@ -19,7 +19,7 @@ from moefold.optim.config import AdamWRule
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-class Update(NamedTuple):
+class AdamWUpdate(NamedTuple):
     """One update of tensors that are treated alike; the gradient is ``grads * scale``."""
 
     params: list[Tensor]
@@ -34,7 +34,7 @@ class Update(NamedTuple):
     scale: float
 
 
-def adamw_reference_(update: Update) -> None:
+def adamw_reference_(update: AdamWUpdate) -> None:
     """Update parameters and both moments in place, one tensor at a time, in the moments' type."""
     rule, lr = update.rule, update.lr
     beta1, beta2 = rule.betas
@@ -51,7 +51,7 @@ def adamw_reference_(update: Update) -> None:
             param.copy_(wide)
 
 
-def adamw_fused_(update: Update) -> None:
+def adamw_fused_(update: AdamWUpdate) -> None:
     """Update as ``adamw_reference_`` does, in one pass over memory; ``fusible`` tensors only.
 
     The gradients of all tensors are overwritten when ``scale`` is not 1.
@@ -131,7 +131,7 @@ class AdamWOptimizer(Optimizer):
             key = p.device, name in self._fused, name in self._decayed, int(self._steps[name])
             groups[key].append(name)
         for (_, fused, decayed, step), group in groups.items():
-            update = Update(
+            update = AdamWUpdate(
                 [self.params[n] for n in group],
                 [grads[n] for n in group],
                 [self._moments[n][0] for n in group],

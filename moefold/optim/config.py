@@ -47,7 +47,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class Schedule(Record):
+class LrSchedule(Record):
     """A curve of the learning rate: a linear warm-up, then what the subclass says.
 
     The curve belongs to the steps 0 .. total_steps - 1. Warm-up rises from 1/(w+1) at step 0 and
@@ -82,7 +82,7 @@ class Schedule(Record):
 
 
 @LR_SCHEDULE.register
-class Constant(Schedule):
+class Constant(LrSchedule):
     """The peak rate until the end."""
 
     kind: Literal["constant"] = "constant"
@@ -93,7 +93,7 @@ class Constant(Schedule):
 
 
 @LR_SCHEDULE.register
-class Linear(Schedule):
+class LinearDecay(LrSchedule):
     """A straight line from the peak to ``final`` times the peak."""
 
     kind: Literal["linear"] = "linear"
@@ -105,7 +105,7 @@ class Linear(Schedule):
 
 
 @LR_SCHEDULE.register
-class Cosine(Schedule):
+class Cosine(LrSchedule):
     """Half a cosine from the peak to ``final`` times the peak (arXiv 1608.03983)."""
 
     kind: Literal["cosine"] = "cosine"
@@ -117,7 +117,7 @@ class Cosine(Schedule):
 
 
 @LR_SCHEDULE.register
-class Wsd(Schedule):
+class Wsd(LrSchedule):
     """Warm-up, stable, decay: the peak until the last ``decay`` steps (arXiv 2404.06395)."""
 
     kind: Literal["wsd"] = "wsd"
@@ -171,7 +171,7 @@ class Optim(Record):
     kind: str
     lr: Rate
     """Peak learning rate."""
-    schedule_lr: Annotated[Schedule, LR_SCHEDULE] = Constant()
+    schedule_lr: Annotated[LrSchedule, LR_SCHEDULE] = Constant()
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm that is taken as it is; None never clips."""
 

@@ -18,7 +18,7 @@ from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.config import DISPATCH, AllToAll, Dispatch
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
-from moefold.spec.decoder import Model
+from moefold.spec.decoder import ModelNeeds
 
 
 class Layout(Record):
@@ -53,7 +53,7 @@ class Layout(Record):
                 ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
             )
 
-    def misfits(self, model: Model) -> Iterator[Violation]:
+    def misfits(self, model: ModelNeeds) -> Iterator[Violation]:
         """Yield what does not fit together or not the model."""
         yield from violations(self.split, model, order=self.order, stages=self.stages)
         if isinstance(self.context, Context):

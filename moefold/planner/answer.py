@@ -17,7 +17,7 @@ from moefold.planner.from_run import (
     SEQ,
     Choice,
     Published,
-    Task,
+    TrainingTask,
     foreign,
     of_model,
     of_run,
@@ -40,7 +40,7 @@ MEMORY_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """One layout with what it is planned to need and to reach."""
 
     choice: Choice
@@ -118,26 +118,26 @@ class Layout:
 class Plan:
     """What is known of a task on a cluster."""
 
-    task: Task
-    given: Layout | None
+    task: TrainingTask
+    given: PlannedLayout | None
     """The run's own layout; None where it has none that the cluster can take."""
     given_problem: str
     """Why it has none; empty where it has."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[PlannedLayout, ...]
     """The fastest that fit, each of another folding; empty where nothing fits."""
-    today: Layout | None
+    today: PlannedLayout | None
     """The fastest that training executes today, without the layers that it leaves out; None where
     nothing that it executes fits.
     """
-    same_format: tuple[Layout, ...]
+    same_format: tuple[PlannedLayout, ...]
     """The fastest in the run's own number format, where the others are of another one."""
-    published: tuple[Layout, ...]
+    published: tuple[PlannedLayout, ...]
     """What sources print of this model, planned on this cluster."""
     faults: Faults
     price: Price
 
     @property
-    def best(self) -> Layout | None:
+    def best(self) -> PlannedLayout | None:
         """The fastest layout that fits."""
         return self.layouts[0] if self.layouts else None
 
@@ -151,7 +151,7 @@ class Plan:
         return "no layout that training executes fits"
 
     @property
-    def shown(self) -> Layout | None:
+    def shown(self) -> PlannedLayout | None:
         """What there is to look at closely: the given layout, or else the best."""
         return self.given or self.best
 
@@ -221,7 +221,7 @@ def _task(
     seq: int | None,
     load: float,
     overrides: Sequence[str],
-) -> tuple[Task, Choice | None]:
+) -> tuple[TrainingTask, Choice | None]:
     """Return what is planned: of a run, or else of the published model of that name."""
     if isinstance(run, Run):
         return of_run(run, cluster, batch, load)
@@ -241,20 +241,20 @@ def _task(
     return of_model(model(known), cluster, batch, seq or SEQ, load), None
 
 
-def _given(task: Task, choice: Choice | None) -> tuple[Layout | None, str]:
+def _given(task: TrainingTask, choice: Choice | None) -> tuple[PlannedLayout | None, str]:
     if choice is None:
         return None, "a published model has no layout of its own"
     try:
-        return Layout(choice, choice.case(task), "run"), ""
+        return PlannedLayout(choice, choice.case(task), "run"), ""
     except ValueError as error:
         return None, str(error)
 
 
-def _found(search: Search, space: Space, top: int = 1) -> tuple[Layout, ...]:
-    return tuple(Layout(one.choice, one.case, "search") for one in search.best(space, top))
+def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, ...]:
+    return tuple(PlannedLayout(one.choice, one.case, "search") for one in search.best(space, top))
 
 
-def _today(task: Task, search: Search) -> Layout | None:
+def _today(task: TrainingTask, search: Search) -> PlannedLayout | None:
     if task.foreign:
         return None
     if task.multi_token:
@@ -263,7 +263,7 @@ def _today(task: Task, search: Search) -> Layout | None:
     return next(iter(_found(search, today(task))), None)
 
 
-def _published(task: Task) -> list[Layout]:
+def _published(task: TrainingTask) -> list[PlannedLayout]:
     """Return published layouts of the model that stand on the cluster: its device's first."""
     name = find(task.name)
     rows = [row for row in published_layouts(name) if row.seq == task.seq] if name else []
@@ -284,11 +284,11 @@ def _published(task: Task) -> list[Layout]:
         except ValueError:
             continue
         told = f"{row.source} ({row.device} x {row.devices})"
-        found.append(Layout(choice, case, told, row.tflops_per_gpu))
+        found.append(PlannedLayout(choice, case, told, row.tflops_per_gpu))
     return found[:3]
 
 
-def fragment(layout: Layout) -> dict[str, Any]:
+def fragment(layout: PlannedLayout) -> dict[str, Any]:
     """Return what a run file says for a layout: ``layout`` and the fields of ``train``.
 
     Raises:

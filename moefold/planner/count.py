@@ -16,7 +16,7 @@ from moefold.spec.layer import Attention, Scan
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCounts:
     """Counts of one part of a layer."""
 
     parameters: int = 0
@@ -26,28 +26,28 @@ class Part:
     multiplied: int = 0
     """Of the others, those that enter a matrix product counted in FLOPs."""
 
-    def __add__(self, other: "Part") -> "Part":
+    def __add__(self, other: "PartCounts") -> "PartCounts":
         mine, theirs = vars(self), vars(other)
-        return Part(**{name: mine[name] + theirs[name] for name in mine})
+        return PartCounts(**{name: mine[name] + theirs[name] for name in mine})
 
-    def times(self, number: int) -> "Part":
+    def times(self, number: int) -> "PartCounts":
         """Return the counts of so many equal parts."""
-        return Part(**{name: value * number for name, value in vars(self).items()})
+        return PartCounts(**{name: value * number for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Counts:
     """Counts of a whole decoder."""
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, PartCounts] = field(default_factory=dict)
     """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head."""
     cores: Sequence[tuple[Attention | Scan, int]] = ()
     """Attention and scans over the sequence, and how many layers have each."""
 
     @property
-    def total(self) -> Part:
+    def total(self) -> PartCounts:
         """The sum over parts."""
-        return sum(self.parts.values(), Part())
+        return sum(self.parts.values(), PartCounts())
 
     @property
     def parameters(self) -> int:
@@ -92,14 +92,14 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
             (DeepSeek-V3, arXiv 2412.19437, section 2.2). The norms count as one product each.
     """
     hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
-    parts = {"embedding": Part(matrix), "norms": Part(hidden)}
-    parts["head"] = Part(0 if decoder.tied else matrix, 0, matrix)
+    parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
+    parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix)
     cores = Counter[Attention | Scan]()
     last = decoder.stacks[-1].blocks[-1]
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
     for block, repeat in blocks:
         for name, part in _block(block, hidden).items():
-            parts[name] = parts.get(name, Part()) + part.times(repeat)
+            parts[name] = parts.get(name, PartCounts()) + part.times(repeat)
     for block, repeat in (*blocks, (last, multi_token)):
         for _, spec in halves(block):
             for one in spec.operations(hidden):
@@ -107,16 +107,16 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
                     cores[one.core] += repeat
     if multi_token:
         joined = 2 * hidden**2 + 3 * hidden
-        layer = sum(_block(last, hidden).values(), Part(joined, 0, joined + matrix))
+        layer = sum(_block(last, hidden).values(), PartCounts(joined, 0, joined + matrix))
         parts["multi_token"] = layer.times(multi_token)
     return Counts(parts, tuple(cores.items()))
 
 
-def _block(block: Block, hidden: int) -> dict[str, Part]:
+def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by what its weights are counted under."""
-    found: dict[str, Part] = {}
+    found: dict[str, PartCounts] = {}
     for _, spec in halves(block):
-        found["norms"] = found.get("norms", Part()) + Part(hidden)
+        found["norms"] = found.get("norms", PartCounts()) + PartCounts(hidden)
         operations = [one for one in spec.operations(hidden) if not one.wide]
         multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
         routing = spec.routing
@@ -126,6 +126,6 @@ def _block(block: Block, hidden: int) -> dict[str, Part]:
                 used = size // routing.experts * routing.top_k
             # The convention takes the norm of a latent, alone among norms, for one product.
             counted = weight.name in multiplied or weight.latent
-            part = Part(size, size - used, used if counted else 0)
-            found[weight.counted] = found.get(weight.counted, Part()) + part
+            part = PartCounts(size, size - used, used if counted else 0)
+            found[weight.counted] = found.get(weight.counted, PartCounts()) + part
     return found

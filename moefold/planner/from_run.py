@@ -31,7 +31,7 @@ from moefold.planner.case import (
 )
 from moefold.planner.hardware import Cluster
 from moefold.planner.notes import notes_on_step
-from moefold.planner.published import Model
+from moefold.planner.published import PublishedModel
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
@@ -60,7 +60,7 @@ PAIRED = (Merged, DualPipeV)
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """What is trained on what: everything but the layout."""
 
     name: str
@@ -115,7 +115,7 @@ class Choice:
         """The schedule by its name in a run file."""
         return type(self.schedule).model_fields["kind"].default
 
-    def case(self, task: Task) -> Case:
+    def case(self, task: TrainingTask) -> Case:
         """Return the step of a task in this layout.
 
         Raises:
@@ -144,7 +144,7 @@ class Choice:
             order=self.order,
         )
 
-    def balanced(self, task: Task) -> Stages:
+    def balanced(self, task: TrainingTask) -> Stages:
         """Return the stages that a run file without any has."""
         way: Way = "v" if isinstance(self.schedule, Vee) else "round"
         layers = sum(len(stack.blocks) * stack.repeat for stack in task.decoder.stacks)
@@ -177,7 +177,7 @@ _balanced = lru_cache(maxsize=4096)(Stages.balanced)
 
 def of_run(
     run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
-) -> tuple[Task, Choice]:
+) -> tuple[TrainingTask, Choice]:
     """Return a run's task on a cluster, and the layout that the run states.
 
     Raises:
@@ -190,7 +190,7 @@ def of_run(
     precision = cast("Recipe", found)
     size = batch or run.train.batch
     notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
-    task = Task(
+    task = TrainingTask(
         name=run.name,
         decoder=run.decoder(),
         seq=run.data.seq,
@@ -241,11 +241,11 @@ def _known(dispatch: Record) -> Dispatcher:
 
 
 def of_model(
-    model: Model, cluster: Cluster, batch: int, seq: int = SEQ, load: float = LOAD
-) -> Task:
+    model: PublishedModel, cluster: Cluster, batch: int, seq: int = SEQ, load: float = LOAD
+) -> TrainingTask:
     """Return the pre-training of a published model; layers of others are planned as Megatron."""
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
-    task = Task(
+    task = TrainingTask(
         model.name, model.decoder, seq, batch, cluster, load=load,
         multi_token=model.multi_token, notes=notes,
     )  # fmt: skip

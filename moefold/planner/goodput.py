@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moefold.planner.from_run import Choice, Task
+from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.time import estimate
 
 DAY = 86400.0
@@ -131,7 +131,10 @@ class Point:
 
 
 def curve(
-    task: Task, choice: Choice, kind: Literal["strong", "weak"], faults: Faults | None = None
+    task: TrainingTask,
+    choice: Choice,
+    kind: Literal["strong", "weak"],
+    faults: Faults | None = None,
 ) -> list[Point]:
     """Return a layout's points, from the fewest devices that it fits on, doubled up to the most."""
     points, devices = list[Point](), choice.sizes.smallest_world
@@ -151,7 +154,9 @@ def curve(
     return points
 
 
-def bill(task: Task, tokens_per_s: float, tokens: float, price: Price | None = None) -> Bill:
+def bill(
+    task: TrainingTask, tokens_per_s: float, tokens: float, price: Price | None = None
+) -> Bill:
     """Return what training on so many tokens costs at a speed."""
     price = price or Price()
     seconds = tokens / tokens_per_s

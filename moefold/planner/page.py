@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
-from moefold.planner.answer import GB, Layout, Plan, fragment
-from moefold.planner.from_run import Task
+from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
+from moefold.planner.from_run import TrainingTask
 from moefold.planner.goodput import bill, curve, goodput
 from moefold.planner.memory import memory, shortened, totals
 from moefold.planner.time import BINDS, estimate
@@ -90,7 +90,7 @@ FIGURES = (
 """What JSON has of a layout by the names that Python has for it."""
 
 
-def _layout(one: Layout) -> dict[str, Any]:
+def _layout(one: PlannedLayout) -> dict[str, Any]:
     case, choice, keeping, took = one.case, one.choice, one.choice.keeping, one.time
     return {
         **{name: getattr(one, name) for name in FIGURES},
@@ -144,7 +144,7 @@ def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
     }
 
 
-def _close(task: Task, one: Layout) -> dict[str, Any]:
+def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
     case = one.case
     folding = case.folding
     return {
@@ -166,7 +166,7 @@ def _close(task: Task, one: Layout) -> dict[str, Any]:
     }
 
 
-def _walls(one: Layout) -> dict[str, float]:
+def _walls(one: PlannedLayout) -> dict[str, float]:
     """Return the share of a step that each wall takes."""
     parts, whole = one.time.parts, one.step_time_s
     found = {wall: sum(parts.get(name, 0.0) for name in names) for wall, names in BINDS.items()}
@@ -204,7 +204,7 @@ def _letters(chunk: Any) -> str:
     return ", ".join([*said, *(["head, loss"] if "loss" in kinds else [])]) or "nothing"
 
 
-def _line(one: Layout) -> list[list[Any]]:
+def _line(one: PlannedLayout) -> list[list[Any]]:
     """Return the fullest rank's memory over the step: label, activations, working, gradients."""
     moments = one.memory.moments
     step = max(1, -(-len(moments) // MOST_MOMENTS))
@@ -215,7 +215,7 @@ def _line(one: Layout) -> list[list[Any]]:
     ]
 
 
-def _timeline(one: Layout) -> dict[str, Any]:
+def _timeline(one: PlannedLayout) -> dict[str, Any]:
     """Return what each pipeline rank does when: a step of few micro-batches, stage by stage."""
     case, vpp = one.case, one.case.sizes.vpp
     short = min(case.micro_batches, max(3 * case.sizes.pp, 4))
@@ -254,7 +254,7 @@ def _transfers(table: Table) -> int:
     return sum(reader is not None and reader != rank for rank, reader in readers)
 
 
-def _imbalance(task: Task, one: Layout) -> Iterator[dict[str, float | bool]]:
+def _imbalance(task: TrainingTask, one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
     room = task.cluster.device.memory_bytes
     for load in LOADS:
         case = replace(one.case, load=load)

@@ -27,7 +27,7 @@ class Undescribed(ValueError):
 
 
 @dataclass(frozen=True)
-class Model:
+class PublishedModel:
     """A published model."""
 
     name: str
@@ -68,7 +68,7 @@ def _plain(name: str) -> str:
 
 
 @cache
-def model(name: str) -> Model:
+def model(name: str) -> PublishedModel:
     """Return a published model by its full name.
 
     Raises:
@@ -88,7 +88,7 @@ def model(name: str) -> Model:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Undescribed(f"{name}: dimensions are not complete ({error})") from None
-    return Model(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
+    return PublishedModel(name, decoder, entry.get("mtp_layers") or 0, entry.get("assumed", ""))
 
 
 def _blocks(name: str, entry: dict[str, Any]) -> list[Block]:

@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
-from moefold.planner.from_run import PAIRED, Choice, Task
+from moefold.planner.from_run import PAIRED, Choice, TrainingTask
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
@@ -33,10 +33,10 @@ from moefold.planner.search_space import (
     apart,
     weighted,
 )
-from moefold.planner.time import HOST_ADAM, LEAST, Pass, StepTime, estimate, pipeline_seconds
+from moefold.planner.time import HOST_ADAM, LEAST, PassTime, StepTime, estimate, pipeline_seconds
 from moefold.planner.time_layer import (
     SM_COST,
-    Policy,
+    LayerPolicy,
     Setting,
     dispatch_seconds,
     half_seconds,
@@ -44,7 +44,7 @@ from moefold.planner.time_layer import (
     rows_sent,
     setting_of,
 )
-from moefold.planner.time_work import PERMUTING, Share
+from moefold.planner.time_work import PERMUTING, RankShare
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.layer import described
@@ -116,7 +116,7 @@ class Depth(NamedTuple):
 class Search:
     """Searches of one task, which share what they have priced."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self.task, self.foldings = task, Foldings.of(task)
         self.priced = 0
         """Layouts whose whole step was priced."""
@@ -287,7 +287,7 @@ class Search:
     def _dense(self, grids: Grids) -> float:
         """Return the device's seconds of all but routed experts, for one micro-batch."""
         how = self._how(grids, "local")
-        ends = Pass(self.task.decoder, *how).time(Held((), 0, True, True)).device
+        ends = PassTime(self.task.decoder, *how).time(Held((), 0, True, True)).device
         total = (1 + self.task.multi_token) * ends
         total += sum(number * layer_time(one, *how).device for one, number in self.dense)
         for mixture, bare, number in self.mixtures:
@@ -351,7 +351,7 @@ class Search:
         """
         key = "work", grids, dispatch, kept
         if key not in self._known:
-            made = Pass(self.task.decoder, *self._how(grids, dispatch, kept))
+            made = PassTime(self.task.decoder, *self._how(grids, dispatch, kept))
             times = [made.time(held) for held in (self.whole, Held(((self.common[0], 1),)))]
             self._known[key] = [
                 [made.span(time, side).seconds for time in times] for side in (False, True)
@@ -378,7 +378,7 @@ class Search:
         key = "shared", grids, pp, depth.zero
         if key not in self._known:
             how = self._how(grids, "local")
-            made = Pass(self.task.decoder, *how)
+            made = PassTime(self.task.decoder, *how)
             held = self.whole if pp == 1 else Held(self.whole.layers)
             took, whole = made.time(held), made.time(self.whole)
             ends = whole.device - took.device
@@ -429,7 +429,7 @@ class Search:
                     for part, number in parts
                     if part.module not in away and part.stays(again)
                 )
-                made = Pass(self.task.decoder, *self._how(wide, "local", (again, away)))
+                made = PassTime(self.task.decoder, *self._how(wide, "local", (again, away)))
                 work = made.span(made.time(self.whole), False).seconds
                 found.append((work, size, (again, away)))
             best: list[tuple[Kept, float]] = []
@@ -443,16 +443,16 @@ class Search:
 
     def _how(
         self, grids: Grids, dispatch: Dispatcher, kept: Kept = NOTHING
-    ) -> tuple[Share, Setting, Policy]:
+    ) -> tuple[RankShare, Setting, LayerPolicy]:
         """Return what decides the time of a layer; settings of a format are made once."""
         task, recipe = self.task, grids.recipe
         if recipe not in self._known:
             narrowed = task.numbers.narrowed
             self._known[recipe] = setting_of(task.cluster, task.software, recipe, narrowed)
-        share = Share(
+        share = RankShare(
             task.decoder.hidden, task.seq, *grids[1:], task.load, dispatch in PERMUTING
         )  # fmt: skip
-        return share, self._known[recipe], Policy(dispatch, *kept)
+        return share, self._known[recipe], LayerPolicy(dispatch, *kept)
 
     def _sample(self, grids: Grids, keeping: Keeping, pp: int = 1) -> Case:
         """Return a step of one micro-batch on every data rank."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import size_rules
-from moefold.planner.from_run import Choice, Task
+from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.memory import totals
 from moefold.planner.search import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
@@ -30,7 +30,7 @@ class Change:
     fits: bool
 
 
-def changes(task: Task, choice: Choice) -> tuple[Change, ...]:
+def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
     """Return the most useful single changes.
 
     Where a layout fits, those that fit and are faster, the fastest first. Where it does not, those
@@ -68,7 +68,7 @@ def changes(task: Task, choice: Choice) -> tuple[Change, ...]:
     return tuple(found[:MOST])
 
 
-def _neighbours(task: Task, choice: Choice) -> Iterator[tuple[str, Choice]]:
+def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choice]]:
     """Yield every change of one policy, and of one size by a factor of two."""
     space, keeping = everything(task), choice.keeping
     model = needs(task.decoder, task.seq)

@@ -9,7 +9,7 @@ from itertools import chain, combinations, product
 from moefold.mesh.legality import divisors
 from moefold.mesh.pipeline import LAYERS, Stages, Way
 from moefold.planner.case import Dispatcher, Module, Recipe
-from moefold.planner.from_run import OTHERS, Task
+from moefold.planner.from_run import OTHERS, TrainingTask
 from moefold.planner.hardware import Device
 from moefold.schedule.config import (
     DualPipeV,
@@ -20,7 +20,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
-from moefold.spec.decoder import Model, halves, has_routing, needs
+from moefold.spec.decoder import ModelNeeds, halves, has_routing, needs
 
 SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
@@ -66,7 +66,7 @@ class Space:
         return tuple((a, o) for a, o in pairs if not (a & o or (o and "block" in a)))
 
 
-def everything(task: Task) -> Space:
+def everything(task: TrainingTask) -> Space:
     """Return all that can be planned for a task on its device."""
     recomputes = tuple(_recomputes(task))
     return Space(
@@ -79,7 +79,7 @@ def everything(task: Task) -> Space:
     )  # fmt: skip
 
 
-def today(task: Task) -> Space:
+def today(task: TrainingTask) -> Space:
     """Return what training executes of it by itself, in the run's own number format."""
     space = everything(task)
     known = tuple(name for name in SENDING if name not in OTHERS)
@@ -106,13 +106,13 @@ def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     return tuple(found or ["fp32"])
 
 
-def micro_batches(task: Task) -> tuple[int, ...]:
+def micro_batches(task: TrainingTask) -> tuple[int, ...]:
     """Return the divisors of the batch up to a number of tokens."""
     most = max(1, MOST_ROWS // task.seq)
     return tuple(size for size in divisors(task.batch) if size <= most)
 
 
-def _recomputes(task: Task) -> Iterator[Modules]:
+def _recomputes(task: TrainingTask) -> Iterator[Modules]:
     """Yield what can be made again: sets of cheap and dear modules, and whole blocks."""
     blocks = [block for stack in task.decoder.stacks for block in stack.blocks]
     hidden = task.decoder.hidden
@@ -146,7 +146,7 @@ class Foldings:
     pp: tuple[int, ...]
 
     @classmethod
-    def of(cls, task: Task) -> "Foldings":
+    def of(cls, task: TrainingTask) -> "Foldings":
         """Return the legal sizes of a task; ``spec.decoder`` states what a model asks."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
         sizes = {axis: _sizes(model, axis, world) for axis in ("tp", "cp", "ep", "etp")}
@@ -169,7 +169,7 @@ class Foldings:
         return [pp for pp in self.pp if self.world % (least * pp) == 0]
 
 
-def _sizes(model: Model, axis: str, world: int) -> tuple[int, ...]:
+def _sizes(model: ModelNeeds, axis: str, world: int) -> tuple[int, ...]:
     """Return the sizes of an axis that a model allows, among the divisors of a world."""
     asked = [need.size for need in model.needs if need.axis == axis]
     legal = math.gcd(*asked) if asked else (1 if axis in ("ep", "etp") else world)

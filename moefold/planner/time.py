@@ -26,7 +26,7 @@ from moefold.planner.remember import remembered
 from moefold.planner.time_layer import (
     PARTS,
     SM_COST,
-    Policy,
+    LayerPolicy,
     Setting,
     Time,
     head_time,
@@ -34,7 +34,7 @@ from moefold.planner.time_layer import (
     layer_time,
     setting_of,
 )
-from moefold.planner.time_work import Share
+from moefold.planner.time_work import RankShare
 from moefold.schedule.config import (
     DualPipeV,
     GPipe,
@@ -116,7 +116,7 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     software, numbers = case.software, case.numbers
     setting = setting_of(case.cluster, software, numbers.recipe, numbers.narrowed, given)
     rates, m = setting.rates, case.micro_batches
-    made = Pass(case.decoder, Share.of(case), setting, Policy.of(case))
+    made = PassTime(case.decoder, RankShare.of(case), setting, LayerPolicy.of(case))
     ranks = [made.time(held) for held in case.held]
     spans = [made.span(rank, software.overlaps.ep) for rank in ranks]
     slow = max(range(len(ranks)), key=lambda rank: spans[rank].seconds)
@@ -139,7 +139,7 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     )  # fmt: skip
 
 
-class Span(NamedTuple):
+class MicroBatchTime(NamedTuple):
     """A micro-batch on one rank."""
 
     forward: float
@@ -155,10 +155,12 @@ class Span(NamedTuple):
         return self.forward + self.backward
 
 
-class Pass:
+class PassTime:
     """The time of a micro-batch on ranks that hold these layers or those, whatever the pipeline."""
 
-    def __init__(self, decoder: Decoder, share: Share, setting: Setting, policy: Policy) -> None:
+    def __init__(
+        self, decoder: Decoder, share: RankShare, setting: Setting, policy: LayerPolicy
+    ) -> None:
         """Take what decides it."""
         self.decoder, self.blocks = decoder, kinds(decoder)[0]
         self.how, self.rates = (share, setting, policy), setting.rates
@@ -180,7 +182,7 @@ class Pass:
             self._known[held] = made
         return self._known[held]
 
-    def span(self, time: Time, paired: bool) -> Span:
+    def span(self, time: Time, paired: bool) -> MicroBatchTime:
         """Return what device and host make of it.
 
         Args:
@@ -206,10 +208,12 @@ class Pass:
             parts["host"] += whole - device
             spans.append(whole)
             hidden += under
-        return Span(spans[0], spans[1], parts, hidden)
+        return MicroBatchTime(spans[0], spans[1], parts, hidden)
 
 
-def _data_seconds(case: Case, rank: Time, span: Span, rates: Rates) -> tuple[float, float]:
+def _data_seconds(
+    case: Case, rank: Time, span: MicroBatchTime, rates: Rates
+) -> tuple[float, float]:
     """Return data-parallel communication per step: what shows, and what is hidden."""
     cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
     sizes, folding = case.sizes, case.folding

@@ -26,7 +26,7 @@ from moefold.planner.network import Rows, exchange_seconds, reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_work import (
     BF16,
-    Share,
+    RankShare,
     Work,
     half,
     head,
@@ -35,7 +35,7 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves
-from moefold.spec.layer import Attention, Routing, described
+from moefold.spec.layer import Attention, RoutingSpec, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -117,7 +117,7 @@ def setting_of(
     )  # fmt: skip
 
 
-class Policy(NamedTuple):
+class LayerPolicy(NamedTuple):
     """What of a layer is sent how, made again or sent away."""
 
     dispatch: str
@@ -127,7 +127,7 @@ class Policy(NamedTuple):
     context: Context = RING
 
     @classmethod
-    def of(cls, case: Case) -> "Policy":
+    def of(cls, case: Case) -> "LayerPolicy":
         """Return a case's."""
         kept = case.keeping
         return cls(case.dispatch, kept.recompute, kept.offload, kept.offload_share, case.context)
@@ -168,7 +168,7 @@ class Time:
 
 
 @remembered(1 << 15)
-def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> Time:
+def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
     plain, parts, once = _once(block, share, setting, policy.dispatch)
     made = _repeated(plain, parts, policy.recompute)
@@ -188,7 +188,7 @@ def layer_time(block: Block, share: Share, setting: Setting, policy: Policy) -> 
 
 @remembered(1 << 15)
 def _once(
-    block: Block, share: Share, setting: Setting, dispatch: str
+    block: Block, share: RankShare, setting: Setting, dispatch: str
 ) -> tuple[Time, Mapping[str, Time], float]:
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
     present = [spec for _, spec in halves(block)]
@@ -202,20 +202,20 @@ def _once(
     return _summed(parts), parts, sent
 
 
-def half_seconds(record: Record, share: Share, setting: Setting) -> float:
+def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
     """Return the device's seconds of a half of a layer, forward and backward, once each."""
     return sum(one.device for one in _half(record, share.of_half(record), setting).values())
 
 
 @remembered(1 << 12)
-def head_time(vocab: int, share: Share, setting: Setting, policy: Policy) -> Time:
+def head_time(vocab: int, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of the head and the loss; not to be changed."""
     parts = _parts(head(vocab, share, setting.loss_chunk), setting)
     return _repeated(_summed(parts), parts, policy.recompute)
 
 
 @remembered(1 << 12)
-def joint_time(share: Share, setting: Setting, policy: Policy) -> Time:
+def joint_time(share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
     parts = _parts(joint(share), setting)
     return _repeated(_summed(parts), parts, policy.recompute)
@@ -242,12 +242,12 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
 
 
 @remembered(1 << 15)
-def _half(record: Record, share: Share, setting: Setting) -> dict[str, Time]:
+def _half(record: Record, share: RankShare, setting: Setting) -> dict[str, Time]:
     return _parts(half(record, share), setting)
 
 
 @remembered(1 << 12)
-def _norms(share: Share, halves: int, setting: Setting) -> dict[str, Time]:
+def _norms(share: RankShare, halves: int, setting: Setting) -> dict[str, Time]:
     return _parts(norms(share, halves), setting)
 
 
@@ -311,7 +311,7 @@ def _moved(count: float, setting: Setting) -> float:
     return seconds * setting.rates.device
 
 
-def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) -> float:
+def dispatch_seconds(rows: Rows, share: RankShare, setting: Setting, dispatch: str) -> float:
     """Return the seconds of one dispatch, or one combine, with what etp gathers."""
     cluster, rates = setting.cluster, setting.rates
     group = reach(cluster, share.ep, share.etp)
@@ -322,7 +322,7 @@ def dispatch_seconds(rows: Rows, share: Share, setting: Setting, dispatch: str) 
     return seconds
 
 
-def _tensor_seconds(block: Block, share: Share, setting: Setting) -> tuple[float, float]:
+def _tensor_seconds(block: Block, share: RankShare, setting: Setting) -> tuple[float, float]:
     """Return what gathering and scattering rows over tp takes, forward and backward.
 
     Each half of a layer gathers before and scatters after; backward does both again, and gathers
@@ -335,7 +335,9 @@ def _tensor_seconds(block: Block, share: Share, setting: Setting) -> tuple[float
     return 2 * shown, 3 * shown
 
 
-def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: Policy) -> None:
+def _offload(
+    made: Time, block: Block, share: RankShare, setting: Setting, policy: LayerPolicy
+) -> None:
     """Add what sending to the host and back costs: memory traffic, and what does not hide."""
     device = setting.cluster.device
     parts = half(block.attention, share) | half(block.ffn, share)
@@ -351,7 +353,7 @@ def _offload(made: Time, block: Block, share: Share, setting: Setting, policy: P
 def context_seconds(
     sent: tuple[float, float],
     core: tuple[float, float],
-    share: Share,
+    share: RankShare,
     setting: Setting,
     context: Context,
 ) -> tuple[float, float]:
@@ -383,7 +385,7 @@ def context_seconds(
     return exchanged + ahead, exchanged + back
 
 
-def _rows_of_heads(attention: Record, share: Share) -> tuple[float, float]:
+def _rows_of_heads(attention: Record, share: RankShare) -> tuple[float, float]:
     """Return the bytes of a rank's keys and values, and of its queries and outputs, of kinds that
     have them.
     """
@@ -394,7 +396,7 @@ def _rows_of_heads(attention: Record, share: Share) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def rows_sent(routing: Routing, share: Share) -> Rows:
+def rows_sent(routing: RoutingSpec, share: RankShare) -> Rows:
     """Return what a rank sends to a layer's experts."""
     width = (routing.width or share.hidden) * BF16
     return Rows(share.r, width, routing.top_k, routing.groups_kept, routing.groups)

@@ -70,7 +70,7 @@ class Work:
         return ins, sum(one.m * one.n * one.count for one in self.products)
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What of a micro-batch one rank has."""
 
     hidden: int
@@ -87,7 +87,7 @@ class Share(NamedTuple):
     """Experts of each row."""
 
     @classmethod
-    def of(cls, case: Case) -> "Share":
+    def of(cls, case: Case) -> "RankShare":
         """Return a case's."""
         sizes = case.sizes
         return cls(
@@ -96,11 +96,11 @@ class Share(NamedTuple):
         )  # fmt: skip
 
     @property
-    def dense(self) -> "Share":
+    def dense(self) -> "RankShare":
         """This share for a half without experts: where experts lie changes nothing."""
         return self._replace(ep=1, etp=1, load=1.0, fused=False)
 
-    def of_half(self, record: Record) -> "Share":
+    def of_half(self, record: Record) -> "RankShare":
         """Return what of it decides a half of a layer."""
         return self if has_routing(record) else self.dense
 
@@ -130,7 +130,7 @@ Parts = dict[str, Work]
 
 
 @remembered(1 << 14)
-def half(record: Record, share: Share) -> Parts:
+def half(record: Record, share: RankShare) -> Parts:
     """Return the parts of a half of a block; not to be changed."""
     spec = described(record)
     if spec.absent:
@@ -147,14 +147,14 @@ def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple
     return weights, tuple(spec.operations(hidden))
 
 
-def norms(share: Share, halves: int) -> Parts:
+def norms(share: RankShare, halves: int) -> Parts:
     """Return the norms of a block and its residual sums."""
     row = share.r * share.hidden * BF16 * halves / 2
     moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
     return {"norms": Work(moved=moved, moved_backward=back, launches=2 * halves)}
 
 
-def head(vocab: int, share: Share, chunk: int | None = None) -> Parts:
+def head(vocab: int, share: RankShare, chunk: int | None = None) -> Parts:
     """Return the head and the loss: logits in fp32, which softmax and its gradient pass over.
 
     Args:
@@ -170,13 +170,13 @@ def head(vocab: int, share: Share, chunk: int | None = None) -> Parts:
     return {"head": Work((product,), (), moved, moved, 8 * ceil(share.t / rows), weights, True)}
 
 
-def joint(share: Share) -> Parts:
+def joint(share: RankShare) -> Parts:
     """Return the projection that joins a multi-token layer's two inputs."""
     product = Product(share.r, share.hidden, 2 * share.hidden)
     return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
 
 
-def _work(operation: Operation, weights: Mapping[str, Weight], share: Share) -> Work:
+def _work(operation: Operation, weights: Mapping[str, Weight], share: RankShare) -> Work:
     """Return one operation of a layer in numbers of a rank."""
     products = tuple(_product(one, weights, share) for one in operation.matmuls)
     moved = back = 0.0
@@ -193,7 +193,7 @@ def _work(operation: Operation, weights: Mapping[str, Weight], share: Share) -> 
     return Work(products, core, moved, back, launches, elements, operation.wide, scanned)
 
 
-def _product(matmul: Matmul, weights: Mapping[str, Weight], share: Share) -> Product:
+def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
     """Return the sizes of a product on a rank; experts each have as many rows."""
     found = [weights[name].matrix(share.sizes) for name in matmul.weights]
     _, k, count = found[0]
@@ -203,7 +203,7 @@ def _product(matmul: Matmul, weights: Mapping[str, Weight], share: Share) -> Pro
     return Product(rows, sum(n for n, _, _ in found), k, count)
 
 
-def _core(core: Attention | Scan | None, share: Share) -> tuple[tuple[Core, ...], float]:
+def _core(core: Attention | Scan | None, share: RankShare) -> tuple[tuple[Core, ...], float]:
     """Return the products of a core, and the bytes that a scan moves."""
     if isinstance(core, Attention):
         pairs = core.pairs(share.seq)
@@ -215,7 +215,7 @@ def _core(core: Attention | Scan | None, share: Share) -> tuple[tuple[Core, ...]
     return (Core(flops, SCAN_LENGTH, SCAN_DIM),), share.t * core.moved / share.tp * BF16
 
 
-def _permute(spec: LayerSpec, share: Share) -> Parts:
+def _permute(spec: LayerSpec, share: RankShare) -> Parts:
     """Return what sorts rows by expert and back, where dispatch does not do it itself."""
     routing = spec.routing
     if routing is None:

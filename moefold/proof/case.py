@@ -38,7 +38,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Case:
+class ProofCase:
     """A subject in a layout over a number of ranks."""
 
     name: str

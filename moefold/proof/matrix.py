@@ -33,7 +33,7 @@ from moefold.moe.config import (
 )
 from moefold.optim.config import OPTIMIZER, AdamW
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case, Subject, enough
+from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import CLIP, RATE, shrink, small_optimizer
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE
@@ -145,7 +145,7 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
 
 # ----------------------------------------------------------------------------------- the rules
 
-Rule = Callable[[], Iterator[Case]]
+Rule = Callable[[], Iterator[ProofCase]]
 RULES: dict[str, Rule] = {}
 
 
@@ -155,10 +155,10 @@ def rule(make: Rule) -> Rule:
     return make
 
 
-def matrix() -> dict[str, tuple[Case, ...]]:
+def matrix() -> dict[str, tuple[ProofCase, ...]]:
     """Return every case once, by the rule that asks for it first."""
     seen: set[tuple[Subject, Layout, int]] = set()
-    found: dict[str, tuple[Case, ...]] = {}
+    found: dict[str, tuple[ProofCase, ...]] = {}
     for name, make in RULES.items():
         kept = []
         for case in make():
@@ -170,7 +170,7 @@ def matrix() -> dict[str, tuple[Case, ...]]:
     return found
 
 
-def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -> Case | None:
+def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -> ProofCase | None:
     """Return a case, None where no table, dim or group allows it."""
     name, subject = (of, SUBJECTS[of]) if isinstance(of, str) else of
     record = Layout(sizes=sizes, **layout)
@@ -180,7 +180,7 @@ def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -
         subject = replace(subject, micro_batches=enough(record, world))
     except ValueError:
         return None
-    made = Case(title, subject, record, world)
+    made = ProofCase(title, subject, record, world)
     return None if any(made.refused()) else made
 
 
@@ -202,14 +202,14 @@ def _smallest(sizes: str) -> int:
 
 def _each(
     names: Sequence[str | tuple[str, Subject]], layouts: Sequence[tuple[str, int]], **more: Any
-) -> Iterator[Case]:
+) -> Iterator[ProofCase]:
     """Yield the legal ones of some models in some layouts."""
     made = (case(name, sizes, world, **more) for name in names for sizes, world in layouts)
     return (found for found in made if found is not None)
 
 
 @rule
-def axes() -> Iterator[Case]:
+def axes() -> Iterator[ProofCase]:
     """Every axis alone, on 2, 4 and 8 ranks."""
     for axis, size in product(AXES, (2, 4, 8)):
         sizes = _sizes(**{axis: size})
@@ -221,7 +221,7 @@ def axes() -> Iterator[Case]:
 
 
 @rule
-def pairs() -> Iterator[Case]:
+def pairs() -> Iterator[ProofCase]:
     """Every pair of axes, on the fewest ranks and on eight."""
     for one, other in combinations(AXES, 2):
         sizes = _sizes(**{one: 2, other: 2})
@@ -231,7 +231,7 @@ def pairs() -> Iterator[Case]:
 
 
 @rule
-def foldings() -> Iterator[Case]:
+def foldings() -> Iterator[ProofCase]:
     """Every folding of eight ranks with up to four tensor or context ranks and four stages."""
     for pp, tp, cp, ep, etp in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)):
         if pp * tp * cp > 8 or pp * ep * etp > 8:
@@ -241,14 +241,14 @@ def foldings() -> Iterator[Case]:
 
 
 @rule
-def orders() -> Iterator[Case]:
+def orders() -> Iterator[ProofCase]:
     """Every order of ranks."""
     for order in ORDERS:
         yield from _each(["gqa"], [("tp2 pp2 ep2", 8), ("cp2 pp2 etp2", 8)], order=order)
 
 
 @rule
-def dispatchers() -> Iterator[Case]:
+def dispatchers() -> Iterator[ProofCase]:
     """Every dispatcher that needs no GPU, dropless and with capacity, over folded groups."""
     layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("tp2 ep4 etp2", 8), ("cp2 ep8", 8)]
     for record in kinds(DISPATCH, max_rows=ROOM):
@@ -260,7 +260,7 @@ def dispatchers() -> Iterator[Case]:
 
 
 @rule
-def schedules() -> Iterator[Case]:
+def schedules() -> Iterator[ProofCase]:
     """Every schedule, with and without virtual stages, even and uneven, with empty stages."""
     for record in kinds(SCHEDULE):
         for sizes in ("pp2", "pp4", "pp2 vpp2"):
@@ -278,7 +278,7 @@ def schedules() -> Iterator[Case]:
 
 
 @rule
-def contexts() -> Iterator[Case]:
+def contexts() -> Iterator[ProofCase]:
     """Every kind of context parallelism on packed documents, of both kinds of attention."""
     layouts = [("cp2", 2), ("cp4", 4), ("tp2 cp2", 4), ("cp2 pp2 ep2", 8), ("tp2 cp4", 8)]
     for record in kinds(CONTEXT):
@@ -288,7 +288,7 @@ def contexts() -> Iterator[Case]:
 
 
 @rule
-def models() -> Iterator[Case]:
+def models() -> Iterator[ProofCase]:
     """Every model over each axis, and over several."""
     layouts = [("tp2", 2), ("ep2", 2), ("cp2", 2), ("pp2", 2), ("", 2)]
     layouts += [("tp2 cp2 ep4", 8), ("tp2 pp2 ep4", 8)]
@@ -296,14 +296,14 @@ def models() -> Iterator[Case]:
 
 
 @rule
-def router_terms() -> Iterator[Case]:
+def router_terms() -> Iterator[ProofCase]:
     """Every router loss over every population, alone."""
     for name, subject in terms():
         yield from _each([(name, subject)], [("tp2 cp2 ep2", 8), ("ep4", 4)])
 
 
 @rule
-def zero_stages() -> Iterator[Case]:
+def zero_stages() -> Iterator[ProofCase]:
     """Every way in which data ranks share a model's state."""
     layouts = [("", 2), ("tp2", 4), ("ep2", 4), ("cp2 ep4", 8), ("pp2 ep2", 8), ("tp2 pp2", 8)]
     for stage in range(4):
@@ -311,7 +311,7 @@ def zero_stages() -> Iterator[Case]:
 
 
 @rule
-def recomputes() -> Iterator[Case]:
+def recomputes() -> Iterator[ProofCase]:
     """Every recompute policy."""
     for record in RECOMPUTE.kinds.values():
         given = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
@@ -321,7 +321,7 @@ def recomputes() -> Iterator[Case]:
 
 
 @rule
-def optimizers() -> Iterator[Case]:
+def optimizers() -> Iterator[ProofCase]:
     """Every optimizer, with state in pieces and whole."""
     for kind, record in OPTIMIZER.kinds.items():
         subject = replace(SUBJECTS["gqa"], optim=small_optimizer(record()))
@@ -331,7 +331,7 @@ def optimizers() -> Iterator[Case]:
 
 
 @rule
-def shipped() -> Iterator[Case]:
+def shipped() -> Iterator[ProofCase]:
     """Every recipe, made small, in two layouts."""
     for name in recipes():
         run = load_run(name, ["layout={}"])

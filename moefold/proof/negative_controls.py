@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from moefold.comm.recorder import BACKWARD, Site
-from moefold.proof.case import Case
+from moefold.proof.case import ProofCase
 from moefold.proof.compare import Outcome
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
@@ -36,10 +36,10 @@ class Control(NamedTuple):
     """The worst quantity, its error and its tensor; or the error that ended the step."""
 
 
-Recorded = Sequence[tuple[Case, Sequence[Site]]]
+Recorded = Sequence[tuple[ProofCase, Sequence[Site]]]
 
 
-def cover(recorded: Recorded) -> list[tuple[Case, tuple[Site, ...]]]:
+def cover(recorded: Recorded) -> list[tuple[ProofCase, tuple[Site, ...]]]:
     """Return few cases that make every call-site of each number of ranks, and which each is for.
 
     Greedy: the case that adds most call-sites comes first; of several, the one asked for first.
@@ -55,7 +55,7 @@ def cover(recorded: Recorded) -> list[tuple[Case, tuple[Site, ...]]]:
     return chosen
 
 
-def faults_of(covering: Recorded) -> list[tuple[Case, InjectedFault]]:
+def faults_of(covering: Recorded) -> list[tuple[ProofCase, InjectedFault]]:
     """Return every break of every call-site, in the case that is to show it."""
     found = []
     for case, sites in covering:
@@ -72,7 +72,7 @@ def halves(site: Site) -> bool:
 
 
 def control(
-    planned: Sequence[tuple[Case, InjectedFault]],
+    planned: Sequence[tuple[ProofCase, InjectedFault]],
     bound: float,
     told: Callable[[Control], None] | None = None,
 ) -> list[Control]:

@@ -23,7 +23,7 @@ from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case, Subject
+from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import Outcome, degenerate, facts_of, judge, measure, write_reference
 from moefold.proof.rank_run import InjectedFault, RankResult, run_rank
 
@@ -37,7 +37,7 @@ PLAIN = Layout()
 class CaseTask:
     """A case, where its reference lies, and what goes wrong in it on purpose."""
 
-    case: Case
+    case: ProofCase
     reference: str
     fault: InjectedFault | None = None
 
@@ -51,7 +51,7 @@ Told = Callable[[int, Outcome], None]
 
 
 def run_cases(
-    cases: Sequence[Case],
+    cases: Sequence[ProofCase],
     faults: Sequence[InjectedFault | None] = (),
     *,
     told: Told | None = None,
@@ -88,7 +88,7 @@ def _which(error: str, left: dict[int, CaseTask], outcomes: dict[int, Outcome]) 
 
 
 def _tasks(
-    cases: Sequence[Case], faults: Sequence[InjectedFault | None], folder: Path
+    cases: Sequence[ProofCase], faults: Sequence[InjectedFault | None], folder: Path
 ) -> dict[int, CaseTask]:
     """Return the tasks by number, in the order in which they run."""
     references: dict[Subject, str] = {}
@@ -168,7 +168,7 @@ def draw(subject: Subject) -> tuple[Subject, RankResult]:
     tries = []
     for seed in range(subject.seed, subject.seed + DRAWS):
         drawn = replace(subject, seed=seed)
-        tries.append((drawn, run_rank(Case("one rank", drawn, PLAIN, 1), World.single())))
+        tries.append((drawn, run_rank(ProofCase("one rank", drawn, PLAIN, 1), World.single())))
         if not degenerate(*tries[-1]):
             return tries[-1]
     return tries[0]

@@ -26,7 +26,7 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
-from moefold.proof.case import Case, Subject
+from moefold.proof.case import ProofCase, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
 from moefold.training.step import evaluate, gradients
 
@@ -125,7 +125,7 @@ class RankResult:
     """Call-sites whose result a proof can replace."""
 
 
-def run_rank(case: Case, world: World, fault: InjectedFault | None = None) -> RankResult:
+def run_rank(case: ProofCase, world: World, fault: InjectedFault | None = None) -> RankResult:
     """Run a case on this rank and return what came of it."""
     trial = RankRun(case, world)
     world.recorder.alter = None if fault is None or fault.site is None else fault.alter
@@ -139,7 +139,7 @@ def run_rank(case: Case, world: World, fault: InjectedFault | None = None) -> Ra
 class RankRun:
     """A case's parts on this rank."""
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: ProofCase, world: World) -> None:
         self.subject, self.world = case.subject, world
         self.precision = case.precision or case.subject.precision
         self.updates = STEPS if case.precision is None else 0

@@ -18,7 +18,7 @@ from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case, Subject, enough
+from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.negative_controls import Control, control, cover, faults_of
 from moefold.proof.pool import run_cases
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Verdict(Outcome):
+class LayoutVerdict(Outcome):
     """What one layout came to, beside the bounds of its errors."""
 
     layout: str = ""
@@ -94,7 +94,7 @@ class Verdict(Outcome):
 class Proof:
     """What several layouts came to."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[LayoutVerdict, ...]
 
     @property
     def passed(self) -> bool:
@@ -107,7 +107,7 @@ class Proof:
         return tuple(row for verdict in self.verdicts for row in verdict.rows)
 
 
-Told = Callable[[Verdict], None]
+Told = Callable[[LayoutVerdict], None]
 
 
 def verify(
@@ -127,7 +127,7 @@ def verify(
 
 def cases_of(
     run: Run, layouts: Sequence[str] | None = None, world: int | None = None, as_run: bool = False
-) -> list[Case]:
+) -> list[ProofCase]:
     """Return a run's layouts as cases of its shrunk model.
 
     Args:
@@ -149,7 +149,7 @@ def cases_of(
         if found:
             raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))
-        cases.append(Case(record.split.text or f"dp{ranks}", subject, record, ranks))
+        cases.append(ProofCase(record.split.text or f"dp{ranks}", subject, record, ranks))
     return cases
 
 
@@ -164,17 +164,17 @@ def _layout(run: Run, sizes: str) -> Layout:
 
 
 def prove(
-    cases: Sequence[Case],
+    cases: Sequence[ProofCase],
     told: Told | None = None,
-    bound: Callable[[Case], float] = lambda case: BOUND,
+    bound: Callable[[ProofCase], float] = lambda case: BOUND,
     bounds: Mapping[str, float] | None = None,
 ) -> Proof:
     """Run cases against one rank in fp64; ``bounds`` names quantities with a bound of their own."""
-    found: dict[int, Verdict] = {}
+    found: dict[int, LayoutVerdict] = {}
 
     def tell(number: int, outcome: Outcome) -> None:
         case = cases[number]
-        found[number] = Verdict(
+        found[number] = LayoutVerdict(
             **vars(outcome),
             layout=case.name,
             world=case.world,
@@ -189,18 +189,18 @@ def prove(
 
 
 def controls_of(
-    cases: Sequence[Case], proof: Proof, told: Callable[[Control], None] | None = None
+    cases: Sequence[ProofCase], proof: Proof, told: Callable[[Control], None] | None = None
 ) -> list[Control]:
     """Break every exchange that cases recorded, once at each number of ranks."""
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
     return control(faults_of(cover(recorded)), BOUND, told)
 
 
-def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
+def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof:
     """Hold each error against ten times what shuffled sums on one rank differ by."""
     subjects = list(dict.fromkeys(case.subject for case in cases))
     shuffled = [
-        Case(f"one rank, shuffled {seed}", subject, Layout(), 1, shuffle=seed)
+        ProofCase(f"one rank, shuffled {seed}", subject, Layout(), 1, shuffle=seed)
         for subject in subjects
         for seed in SHUFFLED
     ]
@@ -217,14 +217,14 @@ def within_spread(cases: Sequence[Case], told: Told | None = None) -> Proof:
         bounds = {quantity: SPREAD * max(error, least) for quantity, error in seen}
         bounds |= {"replicas": 0.0}
         named = {"layout": case.name, "world": case.world, "bound": SPREAD * least}
-        verdicts.append(Verdict(**vars(outcome), **named, bounds=bounds))
+        verdicts.append(LayoutVerdict(**vars(outcome), **named, bounds=bounds))
         if told is not None:
             told(verdicts[-1])
     return Proof(tuple(verdicts))
 
 
 def prove_low_precision(
-    cases: Sequence[Case], precision: Precision, told: Told | None = None
+    cases: Sequence[ProofCase], precision: Precision, told: Told | None = None
 ) -> Proof:
     """Run one step of cases in a narrow format against one rank in fp64, fast forms forced.
 
@@ -235,14 +235,14 @@ def prove_low_precision(
     vector width add up in another order, and 4 in bf16.
     """
 
-    def bound(case: Case) -> float:
+    def bound(case: ProofCase) -> float:
         operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
         return FACTOR[precision] * 1.03 ** (2 * operations) * torch.finfo(DTYPES[precision]).eps
 
     return prove([low_precision_case(case, precision) for case in cases], told, bound, EXACT)
 
 
-def low_precision_case(case: Case, precision: Precision) -> Case:
+def low_precision_case(case: ProofCase, precision: Precision) -> ProofCase:
     """Return a case in a narrow format: the grouped product forced where it takes the widths."""
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moefold.schedule.table import Result, Step, Table, actions_of
+from moefold.schedule.table import ActionResult, Step, Table, actions_of
 
 
 class Deadlock(ValueError):
@@ -101,7 +101,7 @@ def simulate(
         raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
     work, exchange = [0.0] * table.ranks, [0.0] * table.ranks
-    ended: dict[Result, float] = {}
+    ended: dict[ActionResult, float] = {}
     for rank, step in topological_steps(table):
         start = spans[rank][-1].end if spans[rank] else 0.0
         for need in table.step_needs(rank, step):
@@ -136,8 +136,8 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
     Raises:
         Deadlock: where some step's input never comes, naming each stuck rank and what it awaits.
     """
-    done: set[Result] = set()
-    waiting: dict[Result, list[int]] = {}
+    done: set[ActionResult] = set()
+    waiting: dict[ActionResult, list[int]] = {}
     at = [0] * table.ranks
     ready = deque(range(table.ranks))
     while ready:
@@ -158,7 +158,7 @@ def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:
         raise Deadlock("; ".join(_stuck(table, at, waiting)))
 
 
-def _stuck(table: Table, at: list[int], waiting: dict[Result, list[int]]) -> Iterator[str]:
+def _stuck(table: Table, at: list[int], waiting: dict[ActionResult, list[int]]) -> Iterator[str]:
     for rank, missing in sorted((rank, need) for need, ranks in waiting.items() for rank in ranks):
         step = table.lines[rank][at[rank]]
         awaited = f"the {missing.what} of stage {missing.stage}, micro-batch {missing.micro}"

@@ -44,7 +44,7 @@ Step = Action | Pair
 Line = tuple[Step, ...]
 
 
-class Result(NamedTuple):
+class ActionResult(NamedTuple):
     """What an action leaves for others: the output of a stage, or the gradient of its input."""
 
     what: Literal["output", "gradient"]
@@ -97,34 +97,34 @@ class Table:
         turned = self.placement == "vee" and chunk % 2 == 1
         return self.ranks - 1 - place if turned else place
 
-    def needs(self, rank: int, action: Action) -> tuple[Result, ...]:
+    def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """Return what must be there before an action starts, own results included."""
         stage, micro = self.stage(rank, action.chunk), action.micro
         if action.kind == "F":
-            return (Result("output", stage - 1, micro),) if stage else ()
-        own = Result("output", stage, micro)
+            return (ActionResult("output", stage - 1, micro),) if stage else ()
+        own = ActionResult("output", stage, micro)
         if action.kind == "W":
-            return own, Result("gradient", stage, micro)
+            return own, ActionResult("gradient", stage, micro)
         last = stage == self.stages - 1
-        return (own,) if last else (own, Result("gradient", stage + 1, micro))
+        return (own,) if last else (own, ActionResult("gradient", stage + 1, micro))
 
-    def gives(self, rank: int, action: Action) -> Result | None:
+    def gives(self, rank: int, action: Action) -> ActionResult | None:
         """Return what an action leaves for others; weight gradients stay where they are."""
         if action.kind == "W":
             return None
         what = "output" if action.kind == "F" else "gradient"
-        return Result(what, self.stage(rank, action.chunk), action.micro)
+        return ActionResult(what, self.stage(rank, action.chunk), action.micro)
 
-    def step_needs(self, rank: int, step: Step) -> tuple[Result, ...]:
+    def step_needs(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return what must be there before a step starts; a pair waits for both of its inputs."""
         return tuple(need for action in actions_of(step) for need in self.needs(rank, action))
 
-    def step_gives(self, rank: int, step: Step) -> tuple[Result, ...]:
+    def step_gives(self, rank: int, step: Step) -> tuple[ActionResult, ...]:
         """Return what a step leaves for others once it has ended."""
         given = (self.gives(rank, action) for action in actions_of(step))
         return tuple(result for result in given if result is not None)
 
-    def reader(self, result: Result) -> int | None:
+    def reader(self, result: ActionResult) -> int | None:
         """Return the rank that reads a result, None past either end of the model."""
         stage = result.stage + (1 if result.what == "output" else -1)
         return self.home(stage) if 0 <= stage < self.stages else None

@@ -25,7 +25,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelNeeds:
     """What legality reads of a model."""
 
     needs: tuple[Need, ...]
@@ -50,7 +50,7 @@ class Model:
         return stated if any(self.mixtures) else ()
 
 
-def needs(decoder: Decoder, seq: int | None = None) -> Model:
+def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     """Return the rules of legal layouts for a decoder.
 
     A sequence is cut into ``2 * cp`` pieces, of which a rank takes one from either end, so that
@@ -72,7 +72,7 @@ def needs(decoder: Decoder, seq: int | None = None) -> Model:
         mixtures += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
     if not any(mixtures):
         found += [Need(axis, 1, f"{axis} needs layers with experts") for axis in ("ep", "etp")]
-    return Model(tuple(dict.fromkeys(found)), tuple(mixtures))
+    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures))
 
 
 def has_routing(record: Record) -> bool:

@@ -193,7 +193,7 @@ class Operation:
     """Whether products stay in the compute dtype whatever the recipe, and FLOPs leave them out."""
 
 
-class Routing(NamedTuple):
+class RoutingSpec(NamedTuple):
     """What a layer with experts tells of its router to those who send rows."""
 
     experts: int
@@ -303,7 +303,7 @@ class LayerSpec(Record):
         raise _undescribed(self)
 
     @property
-    def routing(self) -> Routing | None:
+    def routing(self) -> RoutingSpec | None:
         """What its router does; None without experts."""
         return None
 

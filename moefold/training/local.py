@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.config import Local
+from moefold.checkpoint.config import NodeLocal
 from moefold.checkpoint.disk import DISK
 from moefold.checkpoint.folder import candidates, step_name
 from moefold.comm.agree import on_first
@@ -39,7 +39,7 @@ TYPES = [int, str, int, str, str]
 _log = logging.getLogger("moefold.training")
 
 
-class Share(NamedTuple):
+class RankCopy(NamedTuple):
     """One rank's share of a step, as a file's head tells of it."""
 
     step: int
@@ -67,7 +67,9 @@ class LocalCopies:
         world: the ranks.
     """
 
-    def __init__(self, record: Local, folder: Path, identity: str, form: str, world: World) -> None:
+    def __init__(
+        self, record: NodeLocal, folder: Path, identity: str, form: str, world: World
+    ) -> None:
         root = os.path.expandvars(record.folder)
         if "$" in root:
             raise ValueError(f"watch.checkpoint.local.folder: no value for what {root} names")
@@ -110,7 +112,7 @@ class LocalCopies:
         found = self._found(here, since) if name else {}
         while True:
             said = gather_objects([self._form, list(found)], ranks)
-            heads = [([Share(*head) for head in each], form) for form, each in said]
+            heads = [([RankCopy(*head) for head in each], form) for form, each in said]
             sources = newest_whole(heads, self._apart)
             if sources is None:
                 return None
@@ -161,7 +163,7 @@ class LocalCopies:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank, form, values in shares:
-                share = Share(step, self._session, rank, form, progress)
+                share = RankCopy(step, self._session, rank, form, progress)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
                 _write_share(path, share, self._identity, values)
         except OSError as error:
@@ -170,9 +172,9 @@ class LocalCopies:
         for candidate in old[KEPT - 1 :]:
             shutil.rmtree(candidate.path, ignore_errors=True)
 
-    def _found(self, here: Path, since: int) -> dict[Share, list[Path]]:
+    def _found(self, here: Path, since: int) -> dict[RankCopy, list[Path]]:
         """Return the shares on this machine that fit the run and its layout, by their heads."""
-        found: dict[Share, list[Path]] = {}
+        found: dict[RankCopy, list[Path]] = {}
         for candidate in candidates(here):
             if candidate.step >= since:
                 for path in sorted(candidate.path.glob("*.by-*")):
@@ -182,7 +184,7 @@ class LocalCopies:
         return found
 
     def _exchanged(
-        self, values: Mapping[int, Tensor], sources: Sequence[tuple[Share, int]], size: int
+        self, values: Mapping[int, Tensor], sources: Sequence[tuple[RankCopy, int]], size: int
     ) -> Tensor:
         """Send the shares that others lack; return this rank's own."""
         ranks = self._world.on_host
@@ -201,8 +203,8 @@ class LocalCopies:
 
 
 def newest_whole(
-    said: Sequence[tuple[Sequence[Share], str]], by: int
-) -> list[tuple[Share, int]] | None:
+    said: Sequence[tuple[Sequence[RankCopy], str]], by: int
+) -> list[tuple[RankCopy, int]] | None:
     """Return, of the newest whole step, each rank's share and who reads it; None without one.
 
     A rank reads its own share if it can, else its keeper, else the first rank that can.
@@ -212,7 +214,7 @@ def newest_whole(
         by: how far away copies are kept.
     """
     size = len(said)
-    holders: dict[tuple[int, str, str], dict[int, dict[int, Share]]] = {}
+    holders: dict[tuple[int, str, str], dict[int, dict[int, RankCopy]]] = {}
     for holder, (shares, _) in enumerate(said):
         for share in shares:
             if share.rank < size and share.form == said[share.rank][1]:
@@ -229,7 +231,7 @@ def newest_whole(
     return None
 
 
-def _write_share(path: Path, share: Share, identity: str, values: Tensor) -> None:
+def _write_share(path: Path, share: RankCopy, identity: str, values: Tensor) -> None:
     head = json.dumps({"identity": identity, **share._asdict()}).encode() + b"\n"
     data = values.numpy().data
     digest = sha256(head)
@@ -247,13 +249,13 @@ def _write_share(path: Path, share: Share, identity: str, values: Tensor) -> Non
     DISK.rename(part, path)
 
 
-def _head(path: Path, identity: str) -> Share | None:
+def _head(path: Path, identity: str) -> RankCopy | None:
     """Return what a file's head says, unless it is none of these or hangs on something else."""
     try:
         with path.open("rb") as file:
             file.readline(HEAD_BYTES)
             head = json.loads(file.readline(HEAD_BYTES))
-        share = Share(*(head[name] for name in Share._fields))
+        share = RankCopy(*(head[name] for name in RankCopy._fields))
         types = [type(value) for value in share]
         return share if head["identity"] == identity and types == TYPES else None
     except (OSError, ValueError, KeyError, TypeError):

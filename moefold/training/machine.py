@@ -28,7 +28,7 @@ AGAIN, AGAIN_S = 3, 0.5
 
 
 @dataclass(frozen=True)
-class Machine:
+class MatrixRate:
     """A device's sustained matrix rate in one number format."""
 
     flops_per_s: float
@@ -38,7 +38,7 @@ class Machine:
 
 def measure(
     dtypes: Sequence[torch.dtype], device: torch.device, seconds: float = 0.08
-) -> dict[torch.dtype, Machine]:
+) -> dict[torch.dtype, MatrixRate]:
     """Time square products, as a linear layer makes them, and return the best rate of each type.
 
     The types take turns, so that a machine which others use is alike to all. A size whose product
@@ -69,7 +69,7 @@ def measure(
             best[dtype] = max(best[dtype], (work / taken, side))
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return {
-        dtype: Machine(
+        dtype: MatrixRate(
             rate, f"measured at start: {side}^3 in {str(dtype).removeprefix('torch.')}{threads}"
         )
         for dtype, (rate, side) in best.items()
@@ -84,12 +84,14 @@ def _product_seconds(values: Tensor, side: int) -> float:
 
 
 @cache
-def measured(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[torch.dtype, Machine]:
+def measured(
+    dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> dict[torch.dtype, MatrixRate]:
     """Return what ``measure`` finds, the first time it is asked for in this process."""
     return measure(dtypes, device)
 
 
-def machines(device: torch.device, *more: Precision) -> dict[Precision, Machine]:
+def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:
     """Return the measured rates of bf16, fp32 and ``more``; once measured, at no cost."""
     wanted: tuple[Precision, ...] = ("bf16", "fp32", *more)
     names = tuple(dict.fromkeys(wanted))
@@ -131,7 +133,7 @@ class Utilisation:
         peak: FLOP/s that the chip is sold with, None where that is not known.
     """
 
-    def __init__(self, machine: Machine, dtype: torch.dtype, world: World) -> None:
+    def __init__(self, machine: MatrixRate, dtype: torch.dtype, world: World) -> None:
         device = world.device
         self.machine, self._dtype, self._device, self._ranks = machine, dtype, device, world.size
         self._left = AGAIN

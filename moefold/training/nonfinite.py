@@ -33,7 +33,7 @@ class NonFiniteStep(ValueError):
     """A step gave NaN or infinity; the weights are those before it."""
 
 
-class Decision(Enum):
+class StepAction(Enum):
     """What to do with a step."""
 
     UPDATE = "update"
@@ -62,7 +62,7 @@ class NonFinitePolicy:
         batches: Sequence[MicroBatch],
         data: ShardedState,
         again: Again,
-    ) -> Decision:
+    ) -> StepAction:
         """Return what to do with a step; every rank asks.
 
         Args:
@@ -80,7 +80,7 @@ class NonFinitePolicy:
             # Steps made again after a rewind prove nothing: only getting past the bad one does.
             if step >= self.struck_at:
                 self.strikes = 0
-            return Decision.UPDATE
+            return StepAction.UPDATE
         policy = self._record
         assert isinstance(policy, Stop | Skip | Rewind)
         self.strikes, self.struck_at = self.strikes + 1, step
@@ -88,7 +88,7 @@ class NonFinitePolicy:
         told = replay(data, again) if policy.replay else ""
         used_up = isinstance(policy, Stop) or self.strikes > policy.limit
         if not (used_up or told.startswith(MACHINE)):
-            return Decision.SKIP if isinstance(policy, Skip) else Decision.REWIND
+            return StepAction.SKIP if isinstance(policy, Skip) else StepAction.REWIND
         limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
         raise NonFiniteStep(
             f"step {step + 1} is not finite (loss {figures.lm_loss}, gradient norm "

@@ -12,7 +12,7 @@ from moefold.comm.agree import on_first
 from moefold.comm.world import World
 from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
-from moefold.training.machine import Machine, device_name, machines
+from moefold.training.machine import MatrixRate, device_name, machines
 from moefold.training.model_checkpoint import precision_of
 from moefold.training.recover import MemoryCheckpoint
 
@@ -25,7 +25,7 @@ class PrecisionChoice:
 
     precision: Precision
     why: str
-    machine: Machine
+    machine: MatrixRate
     """This machine's rate in it."""
     rates: Mapping[str, float]
     """FLOP/s of products here, by format."""
@@ -74,7 +74,7 @@ class PrecisionChoice:
         else:
             precision, why = faster(rates), "auto"
         on = {"asked": asked, "flops_per_s": rates, "device": device_name(world.device)}
-        machine = Machine(rates[precision], said["sources"][precision])
+        machine = MatrixRate(rates[precision], said["sources"][precision])
         chosen = cls(precision, why, machine, rates, said["began"] or ({} if held else on))
         if memory is not None:
             memory.format = {**said, "held": precision, "began": chosen.began}

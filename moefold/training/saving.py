@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import CheckpointWriter, save
@@ -41,7 +41,9 @@ class Saver:
         world: the ranks.
     """
 
-    def __init__(self, folder: Path, policy: Policy, lock: FolderLock, world: World) -> None:
+    def __init__(
+        self, folder: Path, policy: CheckpointPolicy, lock: FolderLock, world: World
+    ) -> None:
         self._folder, self._policy, self._lock, self._world = folder, policy, lock, world
         self._ranks = world.on_host
         # The save under way, what this rank does for it in a thread, and whether that is the last.

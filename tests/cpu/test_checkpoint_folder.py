@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError, DamagedError, SaveError, VersionError
 from moefold.checkpoint.folder import candidates, newest
@@ -38,9 +38,9 @@ def steps(folder: Path) -> list[int]:
     return sorted(c.step for c in candidates(folder))
 
 
-def fill(folder: Path, *numbers: int, policy: Policy | None = None) -> list[Path]:
+def fill(folder: Path, *numbers: int, policy: CheckpointPolicy | None = None) -> list[Path]:
     """Save a state of each number under its number as the step."""
-    policy = policy or Policy(keep=99)
+    policy = policy or CheckpointPolicy(keep=99)
     return [save(folder, n, state(n), {"step": n}, policy) for n in numbers]
 
 
@@ -116,14 +116,14 @@ def test_a_newer_version_stops_instead_of_falling_back(tmp_path: Path) -> None:
     with pytest.raises(VersionError, match="moefold-checkpoint version 2") as caught:
         newest(tmp_path)
     assert "reads moefold-checkpoint version 1" in str(caught.value)
-    save(tmp_path, 3, state(3), {}, Policy(keep=1), say=lambda text: None)
+    save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), say=lambda text: None)
     assert steps(tmp_path) == [2, 3], "what cannot be read is not ours to remove"
 
 
 def test_retention_keeps_the_newest_and_every_kth(tmp_path: Path) -> None:
-    fill(tmp_path, *range(1, 13), policy=Policy(keep=3, keep_every=5))
+    fill(tmp_path, *range(1, 13), policy=CheckpointPolicy(keep=3, keep_every=5))
     assert steps(tmp_path) == [5, 10, 11, 12]
-    fill(tmp_path, 13, policy=Policy(keep=1))
+    fill(tmp_path, 13, policy=CheckpointPolicy(keep=1))
     assert steps(tmp_path) == [13]
     assert names(tmp_path) == ["latest", "step-00000013"]
 
@@ -133,7 +133,7 @@ def test_retention_counts_whole_ones_only(tmp_path: Path) -> None:
     paths = fill(tmp_path, 1, 2, 3, 4)
     break_shard(paths[2])
     break_shard(paths[3])
-    policy = Policy(keep=2)
+    policy = CheckpointPolicy(keep=2)
     fill(tmp_path, 5, policy=policy)
     assert steps(tmp_path) == [2, 3, 4, 5]  # 3 and 4 stay to be looked at while 2 does
     fill(tmp_path, 6, policy=policy)
@@ -142,13 +142,13 @@ def test_retention_counts_whole_ones_only(tmp_path: Path) -> None:
 
 def test_what_was_just_saved_stays_whatever_its_step(tmp_path: Path) -> None:
     fill(tmp_path, 10, 11, 12)
-    fill(tmp_path, 5, policy=Policy(keep=2))
+    fill(tmp_path, 5, policy=CheckpointPolicy(keep=2))
     assert steps(tmp_path) == [5, 11, 12]
 
 
 def test_the_same_step_is_replaced(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
-    path = save(tmp_path, 2, state(7), {"again": True}, Policy(keep=5))
+    path = save(tmp_path, 2, state(7), {"again": True}, CheckpointPolicy(keep=5))
     assert same(load(path)[0], state(7)) and load(path)[1] == {"again": True}
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
 
@@ -210,7 +210,7 @@ def test_storage_that_stays_full(tmp_path: Path, operation: str, after: int) -> 
     disk = Refusing({operation: (99, errno.ENOSPC)}, after)
     told: list[str] = []
     try:
-        save(tmp_path, 3, state(3), {}, Policy(keep=1), disk=disk, say=told.append)
+        save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, say=told.append)
     except SaveError as error:
         assert error.path == tmp_path / "step-00000003" and str(error.path) in str(error)
         if operation not in ("rename", "sync_folder"):
@@ -224,7 +224,7 @@ def test_storage_that_stays_full(tmp_path: Path, operation: str, after: int) -> 
     assert not any(c.way == "tmp" for c in candidates(tmp_path))
     found = newest(tmp_path, say=pytest.fail)
     assert found is not None and verify(found) == []
-    save(tmp_path, 4, state(4), {}, Policy(keep=1))
+    save(tmp_path, 4, state(4), {}, CheckpointPolicy(keep=1))
     assert names(tmp_path) == ["latest", "step-00000004"]
 
 
@@ -262,10 +262,10 @@ def test_failed_tidying_does_not_fail_the_save(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     told: list[str] = []
     disk = Refusing({"remove_folder": (9, errno.EBUSY)})
-    path = save(tmp_path, 3, state(3), {}, Policy(keep=1), disk=disk, say=told.append)
+    path = save(tmp_path, 3, state(3), {}, CheckpointPolicy(keep=1), disk=disk, say=told.append)
     assert newest(tmp_path, say=pytest.fail) == path
     assert len(told) == 2 and all("could not be removed" in text for text in told)
-    fill(tmp_path, 4, policy=Policy(keep=1))
+    fill(tmp_path, 4, policy=CheckpointPolicy(keep=1))
     assert names(tmp_path) == ["latest", "step-00000004"]
 
 
@@ -299,13 +299,21 @@ def fill_small(folder: Path) -> None:
     first = save(folder, 1, {"x": torch.ones(100_000)}, {})
     for disk in (Refusing({}), Patient()):  # the first does not see it coming
         with pytest.raises(SaveError) as caught:
-            save(folder, 2, {"x": torch.ones(200_000)}, {}, Policy(keep=1), disk=disk, say=str)
+            save(
+                folder,
+                2,
+                {"x": torch.ones(200_000)},
+                {},
+                CheckpointPolicy(keep=1),
+                disk=disk,
+                say=str,
+            )
         assert caught.value.needed is not None and caught.value.needed > 800_000
         assert str(folder) in str(caught.value)
         assert names(folder) == ["latest", first.name]
         assert newest(folder, say=pytest.fail) == first and verify(first) == []
     assert caught.value.free is not None and 0 < caught.value.free < 700_000
-    save(folder, 2, {"x": torch.ones(100_000)}, {}, Policy(keep=1))
+    save(folder, 2, {"x": torch.ones(100_000)}, {}, CheckpointPolicy(keep=1))
     assert names(folder) == ["latest", "step-00000002"]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import VersionError
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.save import save
@@ -65,7 +65,7 @@ def test_version_1_is_read(tmp_path: Path) -> None:
 
 def test_the_writer_writes_version_1(tmp_path: Path) -> None:
     """Every byte of the shards, and of the manifest but for the writer's name."""
-    save(tmp_path, 7, golden_state(), META, Policy(shard_bytes=1024))
+    save(tmp_path, 7, golden_state(), META, CheckpointPolicy(shard_bytes=1024))
     write_sliced(tmp_path / "step-00000008", 8, golden_slices(), META, chunk_bytes=16)
     for name in ("step-00000007", "step-00000008"):
         files = sorted(p.name for p in (V1 / name).iterdir())

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.save import save
 from moefold.checkpoint.verify import verify
 from tests.cpu.checkpoint_tools import Calls, Deadly, load, quick_folder, run_child, same, state
 
-ONE = Policy(keep=1, shard_bytes=1024)
+ONE = CheckpointPolicy(keep=1, shard_bytes=1024)
 MOST = 200
 """More operations than any save here takes."""
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import CheckpointError, MismatchError
 from moefold.checkpoint.load import Reader
 from moefold.checkpoint.manifest import ITEM_BYTES
@@ -33,7 +33,7 @@ from tests.cpu.checkpoint_tools import (
 )
 from tests.cpu.runs import equal, job_of, weights
 
-SMALL = Policy(shard_bytes=1024)
+SMALL = CheckpointPolicy(shard_bytes=1024)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.progress import Progress, TaskID
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.save import save
 from moefold.cli.main import main
 from tests.cpu.checkpoint_tools import state
@@ -24,7 +24,7 @@ def saved(tmp_path: Path) -> Path:
     """Return a checkpoint with names that a terminal or a markup might take for commands."""
     tensors = state(1) | {"[bold]name[/]": torch.ones(3000)}
     save(tmp_path, 3, state(3), {})
-    return save(tmp_path, 4, tensors, {"run": "[red]x"}, Policy(shard_bytes=1024))
+    return save(tmp_path, 4, tensors, {"run": "[red]x"}, CheckpointPolicy(shard_bytes=1024))
 
 
 def damage(path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 import moefold
 from moefold.cli.main import main
-from moefold.proof.case import Case
-from moefold.proof.verify import Proof, Verdict
+from moefold.proof.case import ProofCase
+from moefold.proof.verify import LayoutVerdict, Proof
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -67,24 +67,24 @@ def test_wrong_input_is_worded(
     assert status == 2 and said in err and not out
 
 
-def verdict_of(error: float, problems: tuple[str, ...] = ()) -> Verdict:
+def verdict_of(error: float, problems: tuple[str, ...] = ()) -> LayoutVerdict:
     worst = {"gradients": "layers.0.attention.q.weight"}
-    return Verdict({"gradients": error}, worst, problems=problems, layout="tp2", world=2)
+    return LayoutVerdict({"gradients": error}, worst, problems=problems, layout="tp2", world=2)
 
 
 FAILURES = [
     verdict_of(1e-9),
     verdict_of(math.nan),
     verdict_of(0.0, ("gradients of x: 1 of 2 elements are there",)),
-    Verdict(layout="tp2", world=2),
+    LayoutVerdict(layout="tp2", world=2),
 ]
 
 
 @pytest.mark.parametrize("failed", FAILURES, ids=["beyond", "nan", "problem", "nothing"])
 def test_what_fails_is_named_and_ends_in_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: Verdict
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: LayoutVerdict
 ) -> None:
-    def prove(cases: list[Case], told) -> Proof:
+    def prove(cases: list[ProofCase], told) -> Proof:
         told(failed)
         return Proof((failed,))
 

@@ -14,7 +14,7 @@ from moefold.data.batch import IGNORED, MicroBatch
 from moefold.data.config import Data, DataError
 from moefold.data.index import Corpus, Indexed, IndexWriter
 from moefold.data.loader import Loader
-from moefold.data.prepare import Part, Prepared, prepare
+from moefold.data.prepare import Prepared, PreparedPart, prepare
 
 TENSORS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T")
 WORDS = ("queue", "class", "return", "none", "ü", "when", "it", "is", "empty")
@@ -57,7 +57,7 @@ def same(one: list[MicroBatch], other: list[MicroBatch]) -> bool:
     ) and [b.sources for b in one] == [b.sources for b in other]
 
 
-def documents(parts: tuple[Part, ...]) -> dict[tuple[str, int], list[int]]:
+def documents(parts: tuple[PreparedPart, ...]) -> dict[tuple[str, int], list[int]]:
     return {
         (p.name, i): p.corpus.document(i).tolist() for p in parts for i in range(p.corpus.documents)
     }
@@ -196,7 +196,7 @@ def corpus_of(folder: Path, prepared: Prepared, texts: list[list[int]], vocab: i
     with IndexWriter(folder / "x", 60_000) as writer:
         for ids in texts:
             writer.add(ids)
-    part = Part("x", 1.0, Corpus("x", Indexed(folder / "x"), vocab), "", 0, 1.0)
+    part = PreparedPart("x", 1.0, Corpus("x", Indexed(folder / "x"), vocab), "", 0, 1.0)
     return Prepared(**{**vars(prepared), "train": (part,), "valid": (part,)})
 
 

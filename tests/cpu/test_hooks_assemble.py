@@ -15,7 +15,7 @@ from moefold.training.hooks.config import (
     Evaluate,
     Metrics,
     Profile,
-    Progress,
+    ProgressDisplay,
     Sample,
     Wandb,
     Watch,
@@ -63,7 +63,7 @@ def test_what_is_turned_off_is_not_there() -> None:
     """The file of metrics, events and checkpoints stay."""
     watch = Watch(
         evaluate=None, health=None, pace=None, spikes=None, plots=None, experts_page=None,
-        progress=Progress(style="off"), metrics=Metrics(tensorboard="off"),
+        progress=ProgressDisplay(style="off"), metrics=Metrics(tensorboard="off"),
     )  # fmt: skip
     assert names(watch) == ["EventsHook", "MetricsHook", "ProgressHook", "CheckpointHook"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
 from moefold.training.hooks.alarms import AlarmHook, HealthHook, RoutingCollapse
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
-from moefold.training.hooks.config import Evaluate, Health, Progress
+from moefold.training.hooks.config import Evaluate, Health, ProgressDisplay
 from moefold.training.hooks.evaluate import EvaluateHook
 from moefold.training.hooks.logs import EventsHook, MetricsHook
 from moefold.training.hooks.progress import ProgressHook
@@ -54,10 +54,10 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 
 def test_checkpoints_come_at_their_steps_and_the_end_is_the_loop_s(tmp_path: Path) -> None:
     """The loop saves the last step itself, however it comes about."""
-    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=5), Console())], last_step=10)
+    job = FakeJob(tmp_path, [CheckpointHook(CheckpointPolicy(every=5), Console())], last_step=10)
     job.go()
     assert job.calls == [("save", 5)]
-    job = FakeJob(tmp_path, [CheckpointHook(Policy(every=None), Console())], last_step=10)
+    job = FakeJob(tmp_path, [CheckpointHook(CheckpointPolicy(every=None), Console())], last_step=10)
     job.go()
     assert job.calls == []
 
@@ -140,7 +140,7 @@ def test_health_is_written_flat_and_loads_beside_it(tmp_path: Path) -> None:
 def test_plain_lines_are_few(tmp_path: Path) -> None:
     """The first step and the last, and nothing between them within the pause."""
     out = console()
-    job = FakeJob(tmp_path, [ProgressHook(Progress(seconds=60.0), out)], last_step=50)
+    job = FakeJob(tmp_path, [ProgressHook(ProgressDisplay(seconds=60.0), out)], last_step=50)
     job.go()
     lines = said(out).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/50", "step 50/50"]
@@ -150,17 +150,17 @@ def test_plain_lines_are_few(tmp_path: Path) -> None:
 def test_a_terminal_gets_a_bar_and_a_quiet_run_nothing(tmp_path: Path) -> None:
     """The bar ends where the run ends."""
     out = console(terminal=True)
-    FakeJob(tmp_path, [ProgressHook(Progress(), out)], last_step=5).go()
+    FakeJob(tmp_path, [ProgressHook(ProgressDisplay(), out)], last_step=5).go()
     assert "5/5" in said(out) and "trial" in said(out) and "step 1/5" not in said(out)
     out = console(terminal=True)
-    FakeJob(tmp_path, [ProgressHook(Progress(style="off"), out)], last_step=5).go()
+    FakeJob(tmp_path, [ProgressHook(ProgressDisplay(style="off"), out)], last_step=5).go()
     assert said(out) == ""
 
 
 def test_an_evaluation_is_told_in_bits_per_byte(tmp_path: Path) -> None:
     """As a line of its own, on a terminal too."""
     out = console()
-    hooks = [EvaluateHook(Evaluate(every=3)), ProgressHook(Progress(seconds=60.0), out)]
+    hooks = [EvaluateHook(Evaluate(every=3)), ProgressHook(ProgressDisplay(seconds=60.0), out)]
     FakeJob(tmp_path, hooks, last_step=3).go()
     assert "validation step 3  loss 2.000  code 1.500 bits per byte" in said(out)
 
@@ -187,13 +187,13 @@ def test_a_save_that_the_storage_refuses_is_tried_again_ever_later(tmp_path: Pat
         return tmp_path
 
     saved: list[int] = []
-    hook = CheckpointHook(Policy(every=10), Console(file=out, width=80))
+    hook = CheckpointHook(CheckpointPolicy(every=10), Console(file=out, width=80))
     job = FakeJob(tmp_path, [hook], last_step=34)
     job.save = save  # type: ignore[method-assign]
     job.go(steps=34)
     assert saved == [10, 11, 13, 17, 20, 30]
     assert re.findall(r"step (\d+) tries again", out.getvalue()) == ["11", "13", "17", "20"]
-    stops = CheckpointHook(Policy(every=4, on_failure="stop"), Console(quiet=True))
+    stops = CheckpointHook(CheckpointPolicy(every=4, on_failure="stop"), Console(quiet=True))
     refused, job = [True], FakeJob(tmp_path, [stops], last_step=8)
     job.save = save  # type: ignore[method-assign]
     with pytest.raises(SaveError):

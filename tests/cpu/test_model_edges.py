@@ -16,7 +16,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise
-from moefold.moe.config import Capacity, Local, Shared
+from moefold.moe.config import Capacity, LocalExperts, Shared
 from moefold.moe.dispatch.base import LocalDispatch
 from moefold.parallel.apply import alone
 from moefold.training.step import evaluate
@@ -172,7 +172,7 @@ def test_sampling_knobs_out_of_range_are_refused(temperature: float, top_p: floa
 def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
     experts_TK = torch.tensor([[experts - 1, 0], [experts, 3], [1, experts - 1]])
     x_TD, weights_TK = torch.arange(3.0)[:, None], torch.ones(3, 2)
-    sent = LocalDispatch(Local(), experts).dispatch(x_TD, weights_TK, experts_TK, False)
+    sent = LocalDispatch(LocalExperts(), experts).dispatch(x_TD, weights_TK, experts_TK, False)
     assert sent.x_RD[:5, 0].tolist() == [0, 2, 1, 0, 2]
     assert sent.offs_E[[0, 1, 2, 3, -2, -1]].tolist() == [1, 2, 2, 3, 3, 5]
 

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from moefold.moe.config import Capacity, Groups, Local, Moe
+from moefold.moe.config import Capacity, Groups, LocalExperts, Moe
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Decision, Routed, Router
@@ -47,8 +47,8 @@ class OlderFfn(MoeFfn):
 
 def test_a_feed_forward_may_still_bring_its_router() -> None:
     record = Moe(width=8, router=RouterRecord(experts=4, top_k=2))
-    assert isinstance(OlderFfn(record, 8, 0, Local(), "loop").router, ReversedRouter)
-    assert type(MoeFfn(record, 8, 0, Local(), "loop").router) is Router
+    assert isinstance(OlderFfn(record, 8, 0, LocalExperts(), "loop").router, ReversedRouter)
+    assert type(MoeFfn(record, 8, 0, LocalExperts(), "loop").router) is Router
 
 
 SETTINGS = {

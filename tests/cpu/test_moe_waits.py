@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moefold.layers.precision import PrecisionPolicy
-from moefold.moe.config import Local
+from moefold.moe.config import LocalExperts
 from moefold.moe.layer import MoeFfn
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import HIDDEN, padded_rows
@@ -19,7 +19,7 @@ def run_without_values(kind: str, pads: int, experts: str) -> None:
     rows, mode = padded_rows((40, 16), pads), FakeTensorMode(allow_non_fake_inputs=True)
     rows = replace(rows, **{name: mode.from_tensor(getattr(rows, name)) for name in TENSORS})
     with mode:
-        mixture = MoeFfn(MIXTURES[kind], HIDDEN, 0, Local(), experts)  # type: ignore[arg-type]
+        mixture = MoeFfn(MIXTURES[kind], HIDDEN, 0, LocalExperts(), experts)  # type: ignore[arg-type]
         x_TD = torch.randn(rows.rows, HIDDEN, dtype=torch.bfloat16)
         assert run_mixture(mixture, PrecisionPolicy("bf16"), rows, x_TD).shape == x_TD.shape
         assert all(p.grad is not None for p in mixture.parameters())

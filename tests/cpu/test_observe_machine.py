@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moefold.training import machine
-from moefold.training.machine import Machine, measure
+from moefold.training.machine import MatrixRate, measure
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -49,7 +49,7 @@ def test_the_rate_is_the_best_of_several_sizes(timed: Callable[..., Timed]) -> N
     """Plant: time one size alone."""
     timed(lambda dtype, side: {256: 70e9, 1024: 50e9}.get(side, 20e9))
     assert measure([FP32], CPU) == {
-        FP32: Machine(70e9, "measured at start: 256^3 in float32, 1 thread")
+        FP32: MatrixRate(70e9, "measured at start: 256^3 in float32, 1 thread")
     }
 
 

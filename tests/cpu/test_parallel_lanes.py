@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, State, Task, in_turns
+from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State, in_turns
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0
@@ -22,10 +22,10 @@ def noted(name: str, log: list[str]) -> Callable[..., State]:
 
 def chain(names: str, log: list[str]) -> Chain:
     """Return tasks by name: upper case exchanges, a full stop fills."""
-    tasks: list[Task | Fill] = []
+    tasks: list[LaneTask | Fill] = []
     for name in names.split():
         run = noted(name, log)
-        tasks.append(Fill(run) if name.startswith(".") else Task(run, name.isupper()))
+        tasks.append(Fill(run) if name.startswith(".") else LaneTask(run, name.isupper()))
     return Chain((), tasks)
 
 
@@ -61,15 +61,17 @@ def test_an_exchange_runs_while_the_other_chain_computes() -> None:
         return state
 
     with Lanes(CPU) as lanes:
-        lanes.run(Chain((), [Task(exchange, exchanges=True)]), Chain((), [Task(compute)]))
+        lanes.run(Chain((), [LaneTask(exchange, exchanges=True)]), Chain((), [LaneTask(compute)]))
 
 
 def test_a_task_takes_what_the_one_before_it_left() -> None:
     def doubled(x: torch.Tensor) -> State:
         return (2 * x,)
 
-    one = Chain((torch.ones(2),), [Task(doubled), Task(doubled, True), Task(doubled, True)])
-    other = Chain((torch.full((2,), 3.0),), [Task(doubled, True), Task(doubled)])
+    one = Chain(
+        (torch.ones(2),), [LaneTask(doubled), LaneTask(doubled, True), LaneTask(doubled, True)]
+    )
+    other = Chain((torch.full((2,), 3.0),), [LaneTask(doubled, True), LaneTask(doubled)])
     with Lanes(CPU) as lanes:
         (left,), (right,) = lanes.run(one, other)
     assert left is not None and right is not None
@@ -89,4 +91,4 @@ def test_an_error_on_the_second_lane_reaches_the_first() -> None:
         raise ValueError("no such rank")
 
     with pytest.raises(ValueError, match="no such rank"), Lanes(CPU) as lanes:
-        lanes.run(Chain((), [Task(broken, True), Task(lambda: ())]))
+        lanes.run(Chain((), [LaneTask(broken, True), LaneTask(lambda: ())]))

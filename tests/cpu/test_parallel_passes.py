@@ -12,7 +12,7 @@ from moefold.layers.config import Full
 from moefold.layers.flow import Flow
 from moefold.layers.recompute import Recompute
 from moefold.parallel.apply import Chunk
-from moefold.parallel.pipeline.lanes import Fill, Task
+from moefold.parallel.pipeline.lanes import Fill, LaneTask
 from moefold.parallel.pipeline.passes import ChunkPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
@@ -33,14 +33,16 @@ def ways(recompute: Full | None = None, apart: bool = True) -> tuple[ChunkPass, 
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
 
-def kinds(tasks: list[Task] | list[Task | Fill]) -> str:
+def kinds(tasks: list[LaneTask] | list[LaneTask | Fill]) -> str:
     """Return a letter for each task: computes, exchanges, fills."""
     return "".join(
         "w" if isinstance(task, Fill) else "X" if task.exchanges else "c" for task in tasks
     )
 
 
-def run(tasks: list[Task] | list[Task | Fill], *state: Tensor | None) -> tuple[Tensor | None, ...]:
+def run(
+    tasks: list[LaneTask] | list[LaneTask | Fill], *state: Tensor | None
+) -> tuple[Tensor | None, ...]:
     for task in tasks:
         if isinstance(task, Fill):
             task.run()

@@ -11,7 +11,7 @@ from moefold.moe.config import Aux, Bias, Moe, Z
 from moefold.moe.config import Router as RouterRecord
 from moefold.parallel.config import Layout
 from moefold.proof import rank_run
-from moefold.proof.case import Case, Subject
+from moefold.proof.case import ProofCase, Subject
 from moefold.proof.compare import degenerate, zero
 from moefold.proof.matrix import DEEPSEEK, GQA, decoder, moe, subject
 from moefold.proof.pool import draw
@@ -28,7 +28,7 @@ def small(mixture: Moe, **changes: Any) -> Subject:
 
 def at_first(asked: Subject) -> list[str]:
     """What is degenerate by the first seed."""
-    return degenerate(asked, run_rank(Case("one rank", asked, Layout(), 1), World.single()))
+    return degenerate(asked, run_rank(ProofCase("one rank", asked, Layout(), 1), World.single()))
 
 
 def test_an_expert_left_out_by_chance_is_drawn_anew() -> None:
@@ -58,7 +58,7 @@ def replaced(record: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize("terms", [(), (Aux(),), (Aux(over="sequence"),)])
 def test_the_router_of_one_expert_has_no_gradient_and_is_excused(terms: tuple[Any, ...]) -> None:
     asked = small(moe(router=ONE, balance=terms))
-    found = run_rank(Case("one rank", asked, Layout(), 1), World.single())
+    found = run_rank(ProofCase("one rank", asked, Layout(), 1), World.single())
     routers = {p.name: p.tensor for p in found.pieces["gradients"] if "router" in p.name}
     assert not any(values.any() for values in routers.values())
     assert zero(asked.decoder).keys() == routers.keys()

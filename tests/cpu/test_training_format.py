@@ -16,7 +16,7 @@ from moefold.layers.config import faster, slowness
 from moefold.training import precision as settling
 from moefold.training.banner import rows
 from moefold.training.config import Train
-from moefold.training.machine import Machine
+from moefold.training.machine import MatrixRate
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import job_of
 
@@ -29,8 +29,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what makes this machine one that has the rates given."""
 
     def be(rates: dict[str, float]) -> None:
-        def machines(device: torch.device, *more: str) -> dict[str, Machine]:
-            return {name: Machine(rates[name], "given") for name in ("bf16", "fp32", *more)}
+        def machines(device: torch.device, *more: str) -> dict[str, MatrixRate]:
+            return {name: MatrixRate(rates[name], "given") for name in ("bf16", "fp32", *more)}
 
         monkeypatch.setattr(settling, "machines", machines)
 

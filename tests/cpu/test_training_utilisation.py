@@ -20,7 +20,7 @@ from moefold.run import loaded_run
 from moefold.training import machine as utilisation
 from moefold.training.banner import least_step_time, rows
 from moefold.training.hooks.progress import describe
-from moefold.training.machine import AGAIN, Machine, Utilisation
+from moefold.training.machine import AGAIN, MatrixRate, Utilisation
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
 from tests.cpu.runs import job_of
 from tests.cpu.small import model_of
@@ -41,7 +41,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, rate: float) -> list[float]:
 
     def measure(dtypes: list[torch.dtype], device: torch.device, seconds: float) -> object:
         asked.append(seconds)
-        return {dtypes[0]: Machine(rate, "again")}
+        return {dtypes[0]: MatrixRate(rate, "again")}
 
     monkeypatch.setattr(utilisation, "measure", measure)
     return asked
@@ -49,7 +49,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, rate: float) -> list[float]:
 
 def test_a_rate_that_steps_exceed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measuring(monkeypatch, 10e9)
-    use = Utilisation(Machine(1e9, "under load"), torch.float32, of(CPU, 2))
+    use = Utilisation(MatrixRate(1e9, "under load"), torch.float32, of(CPU, 2))
     assert use.figures(1e9) == {"mfu": 0.5} and not asked
     assert use.figures(5e9) == {"mfu": 0.25} and len(asked) == 1
     assert use.machine.source == "again"
@@ -61,7 +61,7 @@ def test_no_share_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     Plant: give the share whatever it is.
     """
     asked = measuring(monkeypatch, 1.1e9)
-    use = Utilisation(Machine(1.1e9, "slow"), torch.bfloat16, of(CPU, 1))
+    use = Utilisation(MatrixRate(1.1e9, "slow"), torch.bfloat16, of(CPU, 1))
     assert use.figures(3.7e9) == {} and use.figures(3.7e9) == {}
     assert len(asked) == AGAIN
     assert use.figures(0.55e9) == {"mfu": pytest.approx(0.5)}
@@ -69,12 +69,14 @@ def test_no_share_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_gpu_both_shares_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    use = Utilisation(Machine(700e12, "measured"), torch.bfloat16, of(GPU, 8))
+    use = Utilisation(MatrixRate(700e12, "measured"), torch.bfloat16, of(GPU, 8))
     assert use.figures(8 * 350e12) == {"mfu": 0.5, "mfu_of_peak": pytest.approx(350 / 989)}
     said = describe(use.figures(8 * 350e12))
     assert said == "MFU 35 % of the chip's peak, 50 % of the measured rate"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    assert Utilisation(Machine(1e15, ""), torch.bfloat16, of(GPU, 1)).figures(5e14) == {"mfu": 0.5}
+    assert Utilisation(MatrixRate(1e15, ""), torch.bfloat16, of(GPU, 1)).figures(5e14) == {
+        "mfu": 0.5
+    }
 
 
 @pytest.mark.parametrize("name", ["top-3 of 5, width 7", "gated shared expert", "tied"])

@@ -18,7 +18,7 @@ from moefold.moe.config import (
     AllGather,
     AllToAll,
     AllToAllOnce,
-    Local,
+    LocalExperts,
     Padded,
     TwoLevel,
 )
@@ -178,7 +178,7 @@ def expected(case: str, world: World) -> Results:
     """Return this rank's share of what one rank makes of all rows that come together."""
     ranks = sources(world)
     parts = [routed(case, rank) for rank in ranks]
-    whole = there_and_back(Local(), joined(parts), *expert_weights())
+    whole = there_and_back(LocalExperts(), joined(parts), *expert_weights())
     place, counts = ranks.index(world.rank), [part.x_TD.shape[0] for part in parts]
     out_TD, dx_TD, dweights_TK = (
         t.split(counts)[place] for t in (whole.out_TD, whole.dx_TD, whole.dweights_TK)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.folder import step_name
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
@@ -33,7 +33,7 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.proof.case import Case, Subject
+from moefold.proof.case import ProofCase, Subject
 from moefold.proof.matrix import BIASED, DENSE, MLA, SHARED, WINDOWED, decoder
 from moefold.proof.rank_run import fill, micro_batches
 from moefold.proof.shrink import small_optimizer
@@ -48,7 +48,7 @@ BEFORE, AFTER = 2, 3
 """Steps up to the save, and behind it."""
 LOSS_CHUNK = 16
 TIME_OUT_S = 300.0
-SMALL_SHARDS = Policy(shard_bytes=8192)
+SMALL_SHARDS = CheckpointPolicy(shard_bytes=8192)
 
 LAYOUTS = (
     ("", 1, 0),
@@ -111,10 +111,10 @@ def words(place: Place) -> str:
     return f"{sizes or 'dp'} on {world}, zero {zero}"
 
 
-def case_of(subject: Subject, place: Place) -> Case:
+def case_of(subject: Subject, place: Place) -> ProofCase:
     """Return the subject in a layout; it must be legal."""
     sizes, world, zero = place
-    case = Case(words(place), subject, Layout(sizes=sizes, zero=zero), world)
+    case = ProofCase(words(place), subject, Layout(sizes=sizes, zero=zero), world)
     assert not list(case.refused()), (words(place), list(case.refused()))
     return case
 
@@ -122,7 +122,7 @@ def case_of(subject: Subject, place: Place) -> Case:
 class Here:
     """A subject in a layout on this rank: its parts, and steps."""
 
-    def __init__(self, case: Case, world: World) -> None:
+    def __init__(self, case: ProofCase, world: World) -> None:
         self.world, subject = world, case.subject
         placed = build(subject.decoder, "fp64", case.layout, world)
         fill(placed.model, subject, placed.shards)

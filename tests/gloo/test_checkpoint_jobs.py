@@ -21,7 +21,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
-from moefold.training.machine import Machine
+from moefold.training.machine import MatrixRate
 from moefold.training.state import held_by
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import load, quick_folder, same
@@ -37,9 +37,9 @@ SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 2} | {
 }
 
 
-def assumed(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[Any, Machine]:
+def assumed(dtypes: tuple[torch.dtype, ...], device: torch.device) -> dict[Any, MatrixRate]:
     """Take the place of measuring."""
-    return dict.fromkeys(dtypes, Machine(1e9, "assumed"))
+    return dict.fromkeys(dtypes, MatrixRate(1e9, "assumed"))
 
 
 @pytest.fixture

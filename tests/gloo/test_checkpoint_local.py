@@ -14,7 +14,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
 from moefold.training import machine as rates
-from moefold.training.local import Share, newest_whole
+from moefold.training.local import RankCopy, newest_whole
 from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import quick_folder, same
 from tests.cpu.runs import job_of, run_of
@@ -188,8 +188,8 @@ def test_a_disk_that_refuses_costs_the_copies_alone(quick: Path) -> None:
     goes_on(quick, LAST, "")
 
 
-def share(step: int, rank: int, session: str = "s", progress: str = "{}") -> Share:
-    return Share(step, session, rank, "f", progress)
+def share(step: int, rank: int, session: str = "s", progress: str = "{}") -> RankCopy:
+    return RankCopy(step, session, rank, "f", progress)
 
 
 def test_which_step_is_whole_and_who_reads_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moefold.checkpoint import manifest
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError, DamagedError, SaveError
 from moefold.checkpoint.folder import newest
@@ -22,7 +22,7 @@ from moefold.comm.group import Group
 from tests.cpu.checkpoint_tools import Calls, Deadly, Refusing, load, quick_folder, same
 from tests.gloo.forks import fork_ranks
 
-ONE = Policy(keep=1, shard_bytes=1024, attempts=1)
+ONE = CheckpointPolicy(keep=1, shard_bytes=1024, attempts=1)
 WORLD = 2
 
 

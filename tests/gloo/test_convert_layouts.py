@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moefold.api import export
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.save import save
 from moefold.comm.group import Group
@@ -20,7 +20,7 @@ from moefold.convert.exporter import export_folder
 from moefold.convert.importer import import_folder
 from moefold.convert.plan import contract
 from moefold.convert.source import ConvertError
-from moefold.convert.stream import Bucket, stream
+from moefold.convert.stream import TensorBatch, stream
 from moefold.data.batch import from_ids
 from moefold.mesh.folding import Folding
 from moefold.optim.config import AdamW
@@ -103,7 +103,7 @@ def save_all(data: ShardedState, folder: Path) -> None:
         lock.acquire()
     optimizer = data.optimizer(ADAMW)
     meta = describe(data.placed.model.record, None)
-    what = folder, STEPS, contents(data, optimizer), meta, Policy()
+    what = folder, STEPS, contents(data, optimizer), meta, CheckpointPolicy()
     save(*what, lock=lock, ranks=ranks)
 
 
@@ -187,7 +187,7 @@ def test_a_consumer_notices_bytes_that_are_not_as_sent(theirs: tuple[Path, Any])
         data = ShardedState(build(found.decoder, "fp32", Layout(), world, "meta"))
         data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
     bucket = next(iter(stream(data, "float32")))
-    assert isinstance(bucket, Bucket)
+    assert isinstance(bucket, TensorBatch)
     list(bucket.tensors())
     bucket.data[bucket.spans[1].offset] ^= 1
     with pytest.raises(ConvertError, match=bucket.spans[1].sent.name):

@@ -18,7 +18,7 @@ import torch
 
 from moefold.config import slot
 from moefold.data.batch import assemble
-from moefold.moe.config import DeepEp, Foreign, HybridEp, Local, NcclEp
+from moefold.moe.config import DeepEp, Foreign, HybridEp, LocalExperts, NcclEp
 from moefold.moe.dispatch.third_party import check_rows
 from moefold.parallel.config import Layout
 from moefold.training import step
@@ -82,7 +82,7 @@ def gaps(rank: int) -> Seen:
         with installed(WAYS[way], stub(facts, log)):
             for case in CASES[way]:
                 parts = [drawn(case, r) for r in range(2)]
-                whole = there_and_back(Local(), joined(parts), *weights)
+                whole = there_and_back(LocalExperts(), joined(parts), *weights)
                 cuts = [part.x_TD.shape[0] for part in parts]
                 rows = [t.split(cuts)[rank] for t in (whole.out_TD, whole.dx_TD)]
                 dweights = whole.dweights_TK.split(cuts)[rank]

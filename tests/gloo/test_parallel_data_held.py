@@ -11,7 +11,7 @@ import torch
 from moefold.mesh.share import ALIGN
 from moefold.parallel.data.bucket import Bucket
 from moefold.planner.case import Numbers, Recipe
-from moefold.planner.from_run import Task, choice_of
+from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory_state import Split
 from moefold.spec.decoder import model_weights
@@ -124,7 +124,9 @@ def test_state_is_what_the_planner_says(precision: Recipe, zero: int) -> None:
     case = Case(zero=zero)
     record, device = DECODERS[case.model], processor(1e11, 1e10, 2**34)
     numbers = Numbers(precision, OPTIMIZERS[case.optim])
-    task = Task("held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers)
+    task = TrainingTask(
+        "held", record, 24, 4 * RANKS, Cluster(device, RANKS, RANKS, RANKS), numbers
+    )
     choice = choice_of(case.layout, 1, precision)
     planned = Split.of(choice.case(task)).state(model_weights(record))
     for rank in (seen[precision, zero] for seen in seen()):

@@ -14,20 +14,20 @@ from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case, enough
+from moefold.proof.case import ProofCase, enough
 from moefold.proof.matrix import SUBJECTS
 from moefold.proof.pool import run_cases
 from moefold.proof.verify import BOUND
 from tests.gloo.harness import run_ranks
 
 
-def case(name: str, sizes: str, world: int = 2, **layout: object) -> Case:
+def case(name: str, sizes: str, world: int = 2, **layout: object) -> ProofCase:
     record = Layout(sizes=sizes, **layout)  # type: ignore[arg-type]
     subject = replace(SUBJECTS[name], micro_batches=enough(record, world))
-    return Case(f"{name}: {sizes or 'dp'} on {world}, {layout}", subject, record, world)
+    return ProofCase(f"{name}: {sizes or 'dp'} on {world}, {layout}", subject, record, world)
 
 
-def wrong(cases: list[Case], *quantities: str) -> dict[str, str]:
+def wrong(cases: list[ProofCase], *quantities: str) -> dict[str, str]:
     """Return the cases in which one of the quantities is not that of one rank."""
     found = {}
     for made, outcome in zip(cases, run_cases(cases), strict=True):

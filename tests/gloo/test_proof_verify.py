@@ -7,7 +7,7 @@ from proof_selection import selection
 
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case, enough
+from moefold.proof.case import ProofCase, enough
 from moefold.proof.matrix import SUBJECTS
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
@@ -16,10 +16,10 @@ from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_pre
 from moefold.run import load_run
 
 
-def case(name: str, sizes: str, world: int, **layout: object) -> Case:
+def case(name: str, sizes: str, world: int, **layout: object) -> ProofCase:
     record = Layout(sizes=sizes, **layout)  # type: ignore[arg-type]
     subject = replace(SUBJECTS[name], micro_batches=enough(record, world))
-    return Case(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
+    return ProofCase(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
 
 
 def test_a_selection_of_the_matrix_computes_what_one_rank_computes() -> None:

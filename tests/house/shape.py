@@ -1,6 +1,7 @@
 """Rules about the shape of code: sizes, records, what is documented, what is never written."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ RECORD_BOOLEANS = 4
 
 # What api.py offers as a type, not as a name of the package.
 NOT_HANDED_ON = {"Result"}
+# A record and the module that it describes.
+TWO_OF_A_NAME = {"Router"}
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = FunctionNode | ast.ClassDef
@@ -79,6 +82,19 @@ def _classes(root: Path) -> dict[str, tuple[Module, ast.ClassDef]]:
         for node in module.syntax.body
         if isinstance(node, ast.ClassDef)
     }
+
+
+def one_meaning(root: Path) -> list[str]:
+    """A public class name stands for one class of the package."""
+    homes: dict[str, list[tuple[Module, ast.ClassDef]]] = defaultdict(list)
+    for module, node in _classes(root).values():
+        homes[node.name].append((module, node))
+    return [
+        module.at(node.lineno, f"class {name} is also one of {first.path}")
+        for name, ((first, _), *others) in homes.items()
+        for module, node in others
+        if not name.startswith("_") and name not in TWO_OF_A_NAME
+    ]
 
 
 def _imported_names(module: Module) -> dict[str, str]:

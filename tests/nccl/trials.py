@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.folder import newest
 from moefold.checkpoint.lock import FolderLock
 from moefold.comm import world as comm_world
@@ -102,7 +102,7 @@ def save(rank: int, sizes: str, folder: str) -> None:
     lock = FolderLock(where, "a trial")
     on_first(lambda: lock.acquire() and None, world.on_host)
     for number, asynchronous in ((1, False), (2, True)):
-        policy = Policy(keep=1, asynchronous=asynchronous, attempts=1)
+        policy = CheckpointPolicy(keep=1, asynchronous=asynchronous, attempts=1)
         saver = Saver(where, policy, lock, world)
         saver.save(number, boxes(number, rank, world.size), {"step": number})
         saver.poll()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import moefold.checkpoint.config
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.manifest import Box, HeaderEntry, shard_header, tiles
 
 ROOM = Path(moefold.checkpoint.config.__file__).parent
@@ -74,7 +74,7 @@ def test_tiling_of_many_slices_is_quick() -> None:
 )  # fmt: skip
 def test_a_policy_refuses_what_makes_no_sense(field: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        Policy.model_validate(field)
+        CheckpointPolicy.model_validate(field)
 
 
 def test_headers_are_padded_to_whole_words() -> None:

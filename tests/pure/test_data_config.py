@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checkpoint.config import Local
+from moefold.checkpoint.config import NodeLocal
 from moefold.config.base import to_dict
 from moefold.config.errors import RunError
 from moefold.config.fields import FieldSpec, paths_in
@@ -156,4 +156,4 @@ def test_every_path_of_a_run_is_known_as_one(tmp_path: Path) -> None:
     found = {"scratch": str(tmp_path / "scratch"), "$JOB/x": "$JOB/x", r'"~\0"': "~\0"}
     for said, whole in found.items():
         (tmp_path / "local.yaml").write_text(f"folder: {said}\n")
-        assert load(Local, tmp_path / "local.yaml").record.folder == whole
+        assert load(NodeLocal, tmp_path / "local.yaml").record.folder == whole

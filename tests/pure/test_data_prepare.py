@@ -14,7 +14,7 @@ from moefold.config.load import load
 from moefold.data.baselines import baselines
 from moefold.data.config import Data, DataError
 from moefold.data.index import Indexed, IndexWriter
-from moefold.data.prepare import Part, Prepared, prepare
+from moefold.data.prepare import Prepared, PreparedPart, prepare
 
 WORDS = ("queue", "class", "return", "none", "when", "empty", "and", "raises", "else", "a", "of")
 
@@ -37,7 +37,7 @@ def described(folder: Path, **changes: Any) -> Data:
     return load(Data, raw | changes).record
 
 
-def texts_of(part: Part, prepared: Prepared) -> list[str]:
+def texts_of(part: PreparedPart, prepared: Prepared) -> list[str]:
     documents = [part.corpus.document(i) for i in range(part.corpus.documents)]
     return [prepared.tokenizer.decode(ids.tolist()) for ids in documents]
 

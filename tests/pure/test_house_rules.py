@@ -21,6 +21,7 @@ RULES: list[Rule] = [
     shape.function_sizes,
     shape.function_p90,
     shape.record_sizes,
+    shape.one_meaning,
     shape.never_written,
     shape.empty_inits,
     shape.handed_on,
@@ -52,6 +53,12 @@ def lines(count: int) -> str:
 
 # What is planted, and what the rule must say: the place first.
 FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
+    (
+        "two classes of one name",
+        shape.one_meaning,
+        {"moefold/moe/a.py": "class C: ...\n", "moefold/optim/b.py": "\nclass C: ...\n"},
+        "moefold/optim/b.py:2: class C is also one of moefold/moe/a.py",
+    ),
     (
         "upward",
         imports.point_down,

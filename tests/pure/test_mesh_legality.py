@@ -19,7 +19,7 @@ from moefold.mesh.legality import divisors, nearest_sizes, violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.run import Run, load_run
-from moefold.spec.decoder import Model, needs
+from moefold.spec.decoder import ModelNeeds, needs
 from moefold.spec.layer import Units
 from tests.mutations import Judge, mutations, repair
 
@@ -272,7 +272,7 @@ def test_a_model_that_moves_under_a_layout(layout: dict[str, Any]) -> None:
 def test_models_from_recipes_state_needs() -> None:
     """Both kinds of attention, dense and shared widths of a published shape."""
     run = load_run("deepseek_v3")
-    model: Model = needs(run.decoder(), 4096)
+    model: ModelNeeds = needs(run.decoder(), 4096)
     assert {("tp", 128), ("ep", 256), ("etp", 2048), ("tp", 18432), ("tp", 2048)} <= {
         need[:2] for need in model.needs
     }

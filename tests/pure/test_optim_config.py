@@ -15,9 +15,9 @@ from moefold.optim.config import (
     AdamW,
     Constant,
     Cosine,
-    Linear,
+    LinearDecay,
+    LrSchedule,
     Muon,
-    Schedule,
     Wsd,
 )
 
@@ -31,11 +31,11 @@ ANY_OPTIMIZER = TypeAdapter(Annotated[Record, OPTIMIZER])
         (Constant(warmup=3), 2, 3 / 4),
         (Constant(warmup=3), 3, 1),
         (Constant(warmup=3), 99, 1),
-        (Linear(), 0, 1),
-        (Linear(), 25, 0.75),
-        (Linear(final=0.2), 50, 0.6),
-        (Linear(final=0.2), 100, 0.2),
-        (Linear(warmup=20), 60, 0.5),
+        (LinearDecay(), 0, 1),
+        (LinearDecay(), 25, 0.75),
+        (LinearDecay(final=0.2), 50, 0.6),
+        (LinearDecay(final=0.2), 100, 0.2),
+        (LinearDecay(warmup=20), 60, 0.5),
         (Cosine(final=0.0), 50, 0.5),
         (Cosine(final=0.1, warmup=20), 60, 0.55),
         (Cosine(final=0.0, warmup=10), 40, 0.75),  # a third of the way: (1 + cos 60°) / 2
@@ -53,14 +53,14 @@ ANY_OPTIMIZER = TypeAdapter(Annotated[Record, OPTIMIZER])
         (Wsd(decay=100), 50, 0.5),
     ],
 )
-def test_factor_at_known_points(schedule: Schedule, step: int, factor: float) -> None:
+def test_factor_at_known_points(schedule: LrSchedule, step: int, factor: float) -> None:
     """Runs of 100 steps."""
     assert schedule.factor(step, 100) == pytest.approx(factor, abs=1e-15)
 
 
 def test_a_run_longer_than_planned_keeps_the_end_value() -> None:
     """A folder continued past its planned end does not rise again."""
-    for schedule in (Linear(final=0.1), Cosine(final=0.1), Wsd(final=0.1)):
+    for schedule in (LinearDecay(final=0.1), Cosine(final=0.1), Wsd(final=0.1)):
         assert schedule.factor(150, 100) == pytest.approx(0.1)
 
 
@@ -70,7 +70,7 @@ def test_a_fraction_means_the_steps_it_rounds_to() -> None:
     assert [by_share.factor(s, 70) for s in range(70)] == [
         by_steps.factor(s, 70) for s in range(70)
     ]
-    assert Linear(warmup=0.0).factor(0, 70) == Linear(warmup=0).factor(0, 70) == 1
+    assert LinearDecay(warmup=0.0).factor(0, 70) == LinearDecay(warmup=0).factor(0, 70) == 1
 
 
 spans = st.one_of(st.integers(0, 60), st.floats(0, 0.999))
@@ -80,10 +80,10 @@ spans = st.one_of(st.integers(0, 60), st.floats(0, 0.999))
     warmup=spans,
     decay=spans,
     total=st.integers(1, 50),
-    kind=st.sampled_from([Constant, Linear, Cosine, Wsd]),
+    kind=st.sampled_from([Constant, LinearDecay, Cosine, Wsd]),
 )
 def test_what_fits_has_one_peak_and_what_does_not_is_mended(
-    warmup: int | float, decay: int | float, total: int, kind: type[Schedule]
+    warmup: int | float, decay: int | float, total: int, kind: type[LrSchedule]
 ) -> None:
     """After each nearest value is put in, the schedule fits, rises, reaches 1 and falls."""
     schedule = Wsd(warmup=warmup, decay=decay) if kind is Wsd else kind(warmup=warmup)
@@ -101,7 +101,7 @@ def test_what_fits_has_one_peak_and_what_does_not_is_mended(
 
 def test_misfits_name_the_place_in_the_optimizer() -> None:
     """The composite learns where in the record the value stands."""
-    (warmup,) = AdamW(schedule_lr=Linear(warmup=20)).misfits(10)
+    (warmup,) = AdamW(schedule_lr=LinearDecay(warmup=20)).misfits(10)
     assert (warmup.path, warmup.value, warmup.nearest) == (("schedule_lr", "warmup"), 20, 9)
     (decay,) = Muon(schedule_lr=Wsd(warmup=6, decay=0.5)).misfits(10)
     assert (decay.path, decay.value, decay.nearest) == (("schedule_lr", "decay"), 0.5, 4)

@@ -11,7 +11,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
 from moefold.moe.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
-from moefold.planner.answer import Layout, Plan, fragment, plan
+from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case
 from moefold.planner.from_run import NCCL_EP, UNMEASURED, choice_of, of_run
 from moefold.planner.hardware import cluster
@@ -32,7 +32,7 @@ PUBLISHED = (
 """Models, clusters, sequences per step, and memory of a device if not as sold."""
 
 
-def as_printed(found: Plan) -> Layout:
+def as_printed(found: Plan) -> PlannedLayout:
     """Return the layout of the fragment that a plan prints, read as a run file and planned again.
 
     It is refused where training would refuse it.
@@ -47,10 +47,10 @@ def as_printed(found: Plan) -> Layout:
     assert not [*layout.misfits(model), *layout.misfits_over(world)]
     assert not list(layout.step_misfits(task.batch // train["micro_batch"]))
     choice = choice_of(layout, train["micro_batch"], train["precision"])
-    return Layout(choice, choice.case(task))
+    return PlannedLayout(choice, choice.case(task))
 
 
-def same(one: Layout, other: Layout) -> None:
+def same(one: PlannedLayout, other: PlannedLayout) -> None:
     assert one.memory_gb == pytest.approx(other.memory_gb, rel=1e-9)
     assert one.step_time_s == pytest.approx(other.step_time_s, rel=1e-9)
     assert one.fits and other.fits
@@ -75,7 +75,7 @@ def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
     run = load_run(path)
     demand_fit(run, found.task.cluster.devices)
     task, choice = of_run(run, found.task.cluster)
-    same(Layout(choice, choice.case(task)), found.today)
+    same(PlannedLayout(choice, choice.case(task)), found.today)
 
 
 def test_what_training_cannot_execute_is_never_printed() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.planner.answer import plan
-from moefold.planner.from_run import Published, Task, of_model, published_layouts
+from moefold.planner.from_run import Published, TrainingTask, of_model, published_layouts
 from moefold.planner.hardware import catalogue, cluster
 from moefold.planner.memory import peak_within
 from moefold.planner.page import facts
@@ -51,7 +51,7 @@ def test_the_sample_is_neither_empty_nor_all() -> None:
     assert 2 <= len(whole(100)) <= 6
 
 
-def fitting(task: Task, row: Published) -> list[float]:
+def fitting(task: TrainingTask, row: Published) -> list[float]:
     """Return the times of a published layout, with all that could make it fit, where it does."""
     room, found = task.cluster.device.memory_bytes * (1 - RESERVE), []
     for keeping in keepings(everything(task), row.choice.sizes.pp):

@@ -17,7 +17,7 @@ from moefold.mesh.legality import violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
 from moefold.planner.case import Keeping
-from moefold.planner.from_run import Choice, Task, of_model, of_run, published_layouts
+from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
 from moefold.planner.hardware import cluster, resized
 from moefold.planner.memory import communicators, fullest, totals
 from moefold.planner.published import entries, model, names
@@ -46,13 +46,13 @@ SPACE = Space(
 )
 
 
-def small(memory_gb: float = 80.0) -> Task:
+def small(memory_gb: float = 80.0) -> TrainingTask:
     where = cluster("h100x4")
     where = replace(where, device=resized(where.device, int(memory_gb * GB)))
-    return Task("small", SMALL, 2048, 16, where, load=1.0)
+    return TrainingTask("small", SMALL, 2048, 16, where, load=1.0)
 
 
-def every(task: Task, space: Space) -> Iterator[Choice]:
+def every(task: TrainingTask, space: Space) -> Iterator[Choice]:
     """Yield every layout of a space with balanced stages."""
     foldings = Foldings.of(task)
     for tp, cp in foldings.attention:
@@ -63,7 +63,7 @@ def every(task: Task, space: Space) -> Iterator[Choice]:
                     yield from laid(task, space, sizes)
 
 
-def laid(task: Task, space: Space, sizes: Sizes) -> Iterator[Choice]:
+def laid(task: TrainingTask, space: Space, sizes: Sizes) -> Iterator[Choice]:
     dp = task.cluster.devices // (sizes.tp * sizes.cp * sizes.pp)
     for size in space.micro_batches:
         if task.batch % (dp * size):
@@ -86,7 +86,7 @@ def keepings(space: Space, pp: int) -> Iterator[Keeping]:
             yield Keeping(zero, recompute=again, offload=away, optimizer_offload=share)
 
 
-def room(task: Task) -> float:
+def room(task: TrainingTask) -> float:
     return task.cluster.device.memory_bytes * (1 - RESERVE)
 
 

@@ -13,7 +13,7 @@ from moefold.mesh.config import ORDERS
 from moefold.moe.config import BALANCE, DISPATCH, Aux, Dispatch, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
-from moefold.proof.case import Case
+from moefold.proof.case import ProofCase
 from moefold.proof.matrix import RULES, matrix
 from moefold.proof.shrink import shrink
 from moefold.run import load_run, recipes
@@ -25,11 +25,11 @@ OWN_DISPATCHERS = {k for k, record in DISPATCH.kinds.items() if not issubclass(r
 
 
 @pytest.fixture(scope="module")
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[ProofCase, ...]:
     return tuple(case for found in matrix().values() for case in found)
 
 
-def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[Case, ...]) -> None:
+def test_there_are_enough_and_each_is_legal_and_once(cases: tuple[ProofCase, ...]) -> None:
     assert len(cases) >= WANTED
     assert len({case.layout for case in cases}) >= WANTED
     assert not {name: n for name, n in Counter(case.name for case in cases).items() if n > 1}
@@ -42,12 +42,12 @@ def test_every_rule_gives_some() -> None:
     assert all(make.__doc__ for make in RULES.values())
 
 
-def kinds_of(cases: tuple[Case, ...], part: str) -> set[str]:
+def kinds_of(cases: tuple[ProofCase, ...], part: str) -> set[str]:
     records = (getattr(case.layout, part) for case in cases)
     return {record.kind for record in records if record is not None}
 
 
-def test_every_kind_of_each_slot_is_there(cases: tuple[Case, ...]) -> None:
+def test_every_kind_of_each_slot_is_there(cases: tuple[ProofCase, ...]) -> None:
     assert kinds_of(cases, "dispatch") == OWN_DISPATCHERS
     assert kinds_of(cases, "schedule") == set(SCHEDULE.kinds)
     assert kinds_of(cases, "context") == set(CONTEXT.kinds)
@@ -57,7 +57,7 @@ def test_every_kind_of_each_slot_is_there(cases: tuple[Case, ...]) -> None:
     assert {case.layout.zero for case in cases} == {0, 1, 2, 3}
 
 
-def test_every_recipe_is_there(cases: tuple[Case, ...]) -> None:
+def test_every_recipe_is_there(cases: tuple[ProofCase, ...]) -> None:
     """Recipes that differ in size alone are one model when they are made small."""
     tried = {replace(case.subject, micro_batches=0) for case in cases}
     for name in recipes():
@@ -65,7 +65,7 @@ def test_every_recipe_is_there(cases: tuple[Case, ...]) -> None:
         assert replace(small, micro_batches=0) in tried, name
 
 
-def test_every_population_of_every_term_stands_alone(cases: tuple[Case, ...]) -> None:
+def test_every_population_of_every_term_stands_alone(cases: tuple[ProofCase, ...]) -> None:
     alone = set()
     for case in cases:
         for block in case.subject.decoder.blocks:
@@ -77,13 +77,15 @@ def test_every_population_of_every_term_stands_alone(cases: tuple[Case, ...]) ->
     assert overs == set(Aux.model_fields["over"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def axes_of(case: Case) -> set[str]:
+def axes_of(case: ProofCase) -> set[str]:
     folding = case.folding
     sizes = {**dict(folding.sizes), "dp": folding.dp, "edp": folding.edp}
     return {axis for axis, size in sizes.items() if size > 1}
 
 
-def test_expert_parallelism_folds_over_every_axis_of_attention(cases: tuple[Case, ...]) -> None:
+def test_expert_parallelism_folds_over_every_axis_of_attention(
+    cases: tuple[ProofCase, ...],
+) -> None:
     """A group of ``ep`` holds ranks that differ in tp, in cp, in dp; and in all of them at once."""
     crossed: set[frozenset[str]] = set()
     for case in cases:
@@ -98,7 +100,7 @@ def test_expert_parallelism_folds_over_every_axis_of_attention(cases: tuple[Case
     assert any(s.tp > 1 and s.etp == 1 for s in sizes) and any(s.etp > 1 == s.tp for s in sizes)
 
 
-def test_pipelines_are_even_uneven_empty_and_virtual(cases: tuple[Case, ...]) -> None:
+def test_pipelines_are_even_uneven_empty_and_virtual(cases: tuple[ProofCase, ...]) -> None:
     for kind in SCHEDULE.kinds:
         mine = [case for case in cases if getattr(case.layout.schedule, "kind", None) == kind]
         stages = [case.layout.stages_of(len(case.subject.decoder.blocks)) for case in mine]
@@ -113,7 +115,7 @@ def test_pipelines_are_even_uneven_empty_and_virtual(cases: tuple[Case, ...]) ->
             assert any((s.vpp > 1) == v and s.pp > 1 for s in ranks), kind
 
 
-def test_steps_accumulate_and_pack_documents(cases: tuple[Case, ...]) -> None:
+def test_steps_accumulate_and_pack_documents(cases: tuple[ProofCase, ...]) -> None:
     assert all(case.subject.micro_batches // case.folding.dp >= 2 for case in cases)
     assert any(case.subject.empty for case in cases) and any(case.subject.idle for case in cases)
 
@@ -136,7 +138,7 @@ def test_a_kind_that_is_registered_later_is_in_the_matrix(later_kind: str) -> No
     assert named and any(case.layout.dispatch.kind == later_kind for case in selection())  # type: ignore[attr-defined]
 
 
-def test_the_selection_is_small_and_has_each_kind(cases: tuple[Case, ...]) -> None:
+def test_the_selection_is_small_and_has_each_kind(cases: tuple[ProofCase, ...]) -> None:
     chosen = selection()
     assert set(chosen) < set(cases) and len(chosen) < len(cases) / 4
     assert kinds_of(chosen, "dispatch") == OWN_DISPATCHERS

@@ -15,7 +15,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.planner import foreign
 from moefold.planner.count import count
 from moefold.planner.memory_kept import kept
-from moefold.planner.time_work import Share, half
+from moefold.planner.time_work import RankShare, half
 from moefold.proof.matrix import kinds
 from moefold.proof.shrink import Asked, small_part
 from moefold.spec.decoder import model_weights, needs
@@ -101,7 +101,7 @@ def test_a_kind_from_outside_is_planned_and_shrunk_by_its_description() -> None:
     assert count(decoder).parts["attention"].parameters == 3 * 100 * 4
     assert "layers.2.attention.in.weight" in {weight.name for weight in model_weights(decoder)}
     assert [saved.name for saved in kept(block, Shape(4, 8))][:2] == ["input", "rows"]
-    share = Share(4, 8, 1, 1, 1, 1, 1, 1.0, False)
+    share = RankShare(4, 8, 1, 1, 1, 1, 1, 1.0, False)
     assert half(Diagonal(), share)["attention"].products == ()
     small = small_part(Diagonal(), Asked(Sizes(tp=3, cp=2)))
     assert isinstance(small, Diagonal) and small.features == 18

@@ -81,7 +81,7 @@ def choose(q_NHSd: Tensor, v_NGUv: Tensor, backend: Backend = "auto") -> ModuleT
     return block_fused if fits and backend != "plain" else block_plain
 
 
-class Merged:
+class OnlineSoftmax:
     """What rows have seen so far; a row that has seen nothing gives zeros."""
 
     def __init__(
@@ -187,7 +187,7 @@ class _Tiled(Function):
         scale: float,
         backend: Backend,
     ) -> Tensor:
-        merged = Merged(q_THd, v_UGv.shape[-1], scale, backend, sinks_H)
+        merged = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, backend, sinks_H)
         for tile in tiles:
             merged.see(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import Pending, shift
 from moefold.comm.group import Group
-from moefold.kernels.attention.block import Merged, Seen, Sums, Tile
+from moefold.kernels.attention.block import OnlineSoftmax, Seen, Sums, Tile
 from moefold.layers.config import Ring
 from moefold.layers.context.sight import Sight, View
 from moefold.layers.flow import Flow
@@ -131,7 +131,7 @@ class _Ring(Function):
         ranks: Group,
     ) -> Tensor:
         rounds = _Rounds(k_TGd, v_TGv, sight, ranks, None)
-        merged = Merged(q_THd, v_TGv.shape[-1], scale, sinks_H=sinks_H)
+        merged = OnlineSoftmax(q_THd, v_TGv.shape[-1], scale, sinks_H=sinks_H)
         arriving = rounds.start(1)
         for tile in sight.tiles(ranks.index, ranks.index):
             merged.see(tile, k_TGd, v_TGv)

@@ -25,7 +25,7 @@ _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
 Balance = tuple[Annotated[Record, BALANCE], ...]
 
 
-class Sizes(Record):
+class FamilySizes(Record):
     """Sizes that every family with routed experts has."""
 
     hidden: Size
@@ -54,7 +54,7 @@ class Reading:
 class Family(Record):
     """A model family; final classes add ``family``, their kind of ``shape`` and what is theirs."""
 
-    shape: Sizes
+    shape: FamilySizes
     router: Annotated[Router, ROUTER] | None = None
     """A router in place of the family's; its experts and top_k are those of ``shape``."""
     balance: Balance = (Aux(),)

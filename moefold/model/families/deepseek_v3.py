@@ -15,7 +15,7 @@ from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.mla import Mla
 from moefold.model.config import MODEL, Block, Decoder
-from moefold.model.families.base import Balance, Family, Sizes, first_moe
+from moefold.model.families.base import Balance, Family, FamilySizes, first_moe
 from moefold.model.families.hub import ConfigReader, read_rope
 from moefold.model.families.names import entry, expert_names, llama_names
 from moefold.moe.config import Aux, Bias, Groups, Router, Shared
@@ -37,7 +37,7 @@ _ATTENTION = {
 }
 
 
-class Shape(Sizes):
+class DeepseekV3Shape(FamilySizes):
     """Sizes of a DeepSeek-V3."""
 
     dense_layers: Annotated[int, Field(ge=0)] = 0
@@ -84,7 +84,7 @@ class DeepseekV3(Family):
     """A DeepSeek-V3; balance and scale are those of its report."""
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
-    shape: Shape
+    shape: DeepseekV3Shape
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
     scale: Annotated[float, Field(gt=0)] = 2.5

@@ -9,7 +9,7 @@ from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Decoder
-from moefold.model.families.base import Family, Sizes
+from moefold.model.families.base import Family, FamilySizes
 from moefold.model.families.hub import ConfigReader
 
 HF_SIZES = {
@@ -22,7 +22,7 @@ HF_SIZES = {
 }
 
 
-class GqaSizes(Sizes):
+class GqaSizes(FamilySizes):
     """Sizes of a family with grouped-query attention, heads together as wide as ``hidden``."""
 
     kv_heads: Size

@@ -20,7 +20,7 @@ _THETA = 1e6
 _AUX = 1e-3  # the default of transformers' class
 
 
-class Shape(FreeGqaSizes):
+class MixtralShape(FreeGqaSizes):
     """Sizes of a Mixtral."""
 
 
@@ -29,7 +29,7 @@ class Mixtral(GqaFamily):
     """A Mixtral."""
 
     family: Literal["mixtral"] = "mixtral"
-    shape: Shape
+    shape: MixtralShape
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5

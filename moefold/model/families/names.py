@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One tensor on disk and the part of ours that it is: ``ours[index]``, after a reshape."""
 
     name: str
@@ -64,17 +64,17 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
     return found
 
 
-def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Piece, ...]:
+def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
     if layout == "packed" and row.packed is not None:
-        return (Piece(row.packed.format(i=layer), _merged(shape), ()),)
+        return (TensorPiece(row.packed.format(i=layer), _merged(shape), ()),)
     stacked = len(row.theirs) > 1
     experts = range(shape[0]) if "{e}" in row.theirs[0] else (None,)
-    made: list[Piece] = []
+    made: list[TensorPiece] = []
     for expert in experts:
         for part, name in enumerate(row.theirs):
             index = (() if expert is None else (expert,)) + ((part,) if stacked else ())
-            made.append(Piece(name.format(i=layer, e=expert), shape[len(index) :], index))
+            made.append(TensorPiece(name.format(i=layer, e=expert), shape[len(index) :], index))
     return tuple(made)
 
 

@@ -16,7 +16,7 @@ _THETA = 1e4
 _AUX = 1e-2  # the default of transformers' class, and the coefficient of the report
 
 
-class Shape(GqaSizes):
+class OlmoeShape(GqaSizes):
     """Sizes of an OLMoE."""
 
 
@@ -25,7 +25,7 @@ class Olmoe(GqaFamily):
     """An OLMoE, by default with the report's z-loss too."""
 
     family: Literal["olmoe"] = "olmoe"
-    shape: Shape
+    shape: OlmoeShape
     renormalise: bool = False
     """Whether the chosen probabilities are divided by their sum."""
     balance: Balance = (Aux(coefficient=_AUX), Z(coefficient=1e-3))

@@ -16,7 +16,7 @@ from moefold.moe.config import Aux
 _AUX = 1e-3  # the default of transformers' class
 
 
-class Shape(FreeGqaSizes):
+class Qwen3MoeShape(FreeGqaSizes):
     """Sizes of a Qwen3-MoE."""
 
     dense_layers: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Qwen3Moe(GqaFamily):
     """A Qwen3-MoE."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"
-    shape: Shape
+    shape: Qwen3MoeShape
     renormalise: bool = True
     """Whether the chosen probabilities are divided by their sum, as in the released models."""
     balance: Balance = (Aux(coefficient=_AUX),)

@@ -19,7 +19,7 @@ from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
-from moefold.schedule.table import Action, Result, Step, actions_of
+from moefold.schedule.table import Action, ActionResult, Step, actions_of
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Executor:
             return Chain((), ())
         gradient, held.gradient = held.gradient, None
         if gradient is None:
-            gradient = self._messages.take(Result("gradient", stage + 1, micro))
+            gradient = self._messages.take(ActionResult("gradient", stage + 1, micro))
         drain = held.sink.drain if isinstance(held.sink, Deferred) else None
         if drain is not None and action.kind == "B":
             held.hooks.pre_weight_gradients()

@@ -20,7 +20,7 @@ State = tuple[Any, ...]
 """What one task of a chain leaves for the next: tensors, None, and values that the host knows."""
 
 
-class Task(NamedTuple):
+class LaneTask(NamedTuple):
     """A piece of work that takes what the task before it left."""
 
     run: Callable[..., State]
@@ -37,7 +37,7 @@ class Chain(NamedTuple):
     """Tasks one after another, and what the first one takes."""
 
     state: State
-    tasks: Sequence[Task | Fill]
+    tasks: Sequence[LaneTask | Fill]
 
 
 class Promised(NamedTuple):
@@ -48,18 +48,18 @@ class Promised(NamedTuple):
     """Recorded behind its work on CUDA."""
 
 
-def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, Task | Fill]]:
+def in_turns(chains: Sequence[Chain]) -> Iterator[tuple[int, LaneTask | Fill]]:
     """Yield (chain, task) in the order in which they are issued.
 
     A turn ends with an exchange and the fills after it; then the next chain has its turn, so that
     the exchange of one chain runs beside the computing of another.
     """
-    turns: list[list[list[Task | Fill]]] = []
+    turns: list[list[list[LaneTask | Fill]]] = []
     for chain in chains:
-        mine: list[list[Task | Fill]] = [[]]
+        mine: list[list[LaneTask | Fill]] = [[]]
         for task in chain.tasks:
-            exchanged = any(isinstance(t, Task) and t.exchanges for t in mine[-1])
-            if exchanged and isinstance(task, Task):
+            exchanged = any(isinstance(t, LaneTask) and t.exchanges for t in mine[-1])
+            if exchanged and isinstance(task, LaneTask):
                 mine.append([])
             mine[-1].append(task)
         turns.append(mine)
@@ -101,7 +101,7 @@ class Lanes:
                 states[index] = task.run(*self._state(states[index]))
         return [self._state(state) for state in states]
 
-    def _begin(self, task: Task, state: State | Promised) -> Promised:
+    def _begin(self, task: LaneTask, state: State | Promised) -> Promised:
         """Queue an exchange behind those before it."""
         if self._stream is None:
             return Promised(self._thread.submit(lambda: task.run(*_now(state))))
@@ -111,7 +111,11 @@ class Lanes:
         return Promised(self._thread.submit(self._on_stream, task, state, ready, done), done)
 
     def _on_stream(
-        self, task: Task, state: State | Promised, ready: torch.cuda.Event, done: torch.cuda.Event
+        self,
+        task: LaneTask,
+        state: State | Promised,
+        ready: torch.cuda.Event,
+        done: torch.cuda.Event,
     ) -> State:
         assert self._stream is not None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -21,7 +21,7 @@ from torch import Tensor
 from moefold.comm.collectives import Pending, receive, send
 from moefold.comm.group import Group
 from moefold.parallel.config import Layout
-from moefold.schedule.table import Line, Result, Table
+from moefold.schedule.table import ActionResult, Line, Table
 
 AHEAD = 1
 """Steps between posting a receive and the step that needs it."""
@@ -33,11 +33,11 @@ class RankPlan:
 
     table: Table
     rank: int
-    posts: tuple[tuple[Result, ...], ...]
+    posts: tuple[tuple[ActionResult, ...], ...]
     """Receives to post for each of the rank's steps, in the order in which they were sent."""
-    given_at: dict[Result, int]
+    given_at: dict[ActionResult, int]
     """For a result that comes from another rank, the step of that rank's line that gives it."""
-    read_at: dict[Result, int]
+    read_at: dict[ActionResult, int]
     """For a result that goes to another rank, the step of that rank's line that reads it."""
 
     @property
@@ -57,9 +57,9 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     table = layout.table(micro_batches)
     stages = [table.stage(rank, chunk) for chunk in range(table.chunks)]
     near = {stage + way for stage in stages for way in (-1, 1)} & set(range(table.stages))
-    queues: dict[int, list[Result]] = {table.home(stage): [] for stage in near}
-    given_at: dict[Result, int] = {}
-    read_at: dict[Result, int] = {}
+    queues: dict[int, list[ActionResult]] = {table.home(stage): [] for stage in near}
+    given_at: dict[ActionResult, int] = {}
+    read_at: dict[ActionResult, int] = {}
     for peer in queues.keys() - {rank}:
         for at, step in enumerate(table.lines[peer]):
             sent = [r for r in table.step_gives(peer, step) if table.reader(r) == rank]
@@ -68,9 +68,9 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
             needs = table.step_needs(peer, step)
             read_at.update({need: at for need in needs if table.home(need.stage) == rank})
     posts = []
-    posted: set[Result] = set()
+    posted: set[ActionResult] = set()
     for step in table.lines[rank]:
-        now: list[Result] = []
+        now: list[ActionResult] = []
         for need in table.step_needs(rank, step):
             source = table.home(need.stage)
             while source != rank and need not in posted:
@@ -88,8 +88,8 @@ class P2PMessages:
 
     def __init__(self, plan: RankPlan, ranks: Group, buffer: Callable[[int], Tensor]) -> None:
         self._plan, self._ranks, self._buffer = plan, ranks, buffer
-        self._here: dict[Result, Tensor] = {}
-        self._coming: dict[Result, tuple[Tensor, Pending]] = {}
+        self._here: dict[ActionResult, Tensor] = {}
+        self._coming: dict[ActionResult, tuple[Tensor, Pending]] = {}
         self._sent: dict[int, list[tuple[int, Pending]]] = {}
         self._posted = 0
 
@@ -103,7 +103,7 @@ class P2PMessages:
                 self._coming[result] = buffer, receive(buffer, source, self._ranks)
         self._posted = max(self._posted, until)
 
-    def take(self, result: Result) -> Tensor:
+    def take(self, result: ActionResult) -> Tensor:
         """Return what another stage has given, waiting for it if it is still on its way."""
         if result in self._here:
             return self._here.pop(result)
@@ -118,7 +118,7 @@ class P2PMessages:
         self._sent[peer] = [(read_at, each) for read_at, each in sent if read_at > given_at]
         return buffer
 
-    def give(self, result: Result, tensor: Tensor) -> None:
+    def give(self, result: ActionResult, tensor: Tensor) -> None:
         """Hand a result to the stage that reads it, here or elsewhere."""
         reader = self._plan.table.reader(result)
         assert reader is not None, "nobody reads the result"

@@ -18,7 +18,7 @@ from moefold.comm.world import World
 from moefold.layers.flow import Exchange, Flow, Segment
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
-from moefold.parallel.pipeline.lanes import Fill, State, Task
+from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
 from moefold.parallel.pipeline.subgraph import Subgraph
 
 Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
@@ -51,29 +51,29 @@ class ChunkPass:
         self._model, self._chunk, self._flow = model, chunk, flow
         self._share, self._loss = share, loss
         self._beside = None if beside is None else replace(flow, world=beside)
-        self._back: list[list[Task]] = []
+        self._back: list[list[LaneTask]] = []
         """Of each stretch that has been run, the tasks of its backward."""
         self.summed: Tensor | None = None
         """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
         self.terms: list[tuple[int, Tensor]] = []
         """Layer, and its router terms [N] without gradient."""
 
-    def forward(self) -> list[Task]:
+    def forward(self) -> list[LaneTask]:
         """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
         chunk = self._chunk
         if self._beside is None:
-            return [Task(self._in_one), *([Task(self._end)] if chunk.scores else [])]
-        tasks: list[Task] = []
+            return [LaneTask(self._in_one), *([LaneTask(self._end)] if chunk.scores else [])]
+        tasks: list[LaneTask] = []
         if chunk.embeds:
             tasks += self._alone(lambda: (self._model.start(self._flow),))
         for number in chunk.layers:
             tasks += self._block(number)
         if chunk.scores:
             tasks += self._alone(lambda x_TD: (self._model.finish(self._flow, x_TD),))
-            tasks.append(Task(self._end))
+            tasks.append(LaneTask(self._end))
         return tasks
 
-    def backward(self, drain: Callable[[], Any] | None = None) -> list[Task | Fill]:
+    def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
         """Return the tasks from the output's gradient to the input's, each part's graph once.
 
         Args:
@@ -83,7 +83,7 @@ class ChunkPass:
         back = [task for stretch in reversed(stretches) for task in stretch]
         if drain is None:
             return list(back)
-        tasks: list[Task | Fill] = []
+        tasks: list[LaneTask | Fill] = []
         for task in back:
             tasks += [task, Fill(drain)] if task.exchanges else [task]
         return [*tasks, Fill(drain)]
@@ -100,7 +100,7 @@ class ChunkPass:
             return model.finish(flow, x_TD) if chunk.scores else x_TD, *terms.values()
 
         part = Subgraph(run)
-        self._back.append([Task(part.backward)])
+        self._back.append([LaneTask(part.backward)])
         x_TD, *terms = part.forward(*given)
         part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
         return (x_TD,)
@@ -111,18 +111,18 @@ class ChunkPass:
             self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
         return (dx_TD,)
 
-    def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[Task]:
+    def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[LaneTask]:
         """Return the task of one part that exchanges nothing."""
         part = Subgraph(function)
-        self._back.append([Task(part.backward)])
-        return [Task(part.forward)]
+        self._back.append([LaneTask(part.backward)])
+        return [LaneTask(part.forward)]
 
-    def _block(self, number: str) -> list[Task]:
+    def _block(self, number: str) -> list[LaneTask]:
         """Return the tasks of one layer; the last one also notes its router terms."""
         parts = self._parts(self._model.layers[number].segments())  # type: ignore[operator]
         hooks, unit = self._flow.unshard, f"layers.{number}"
-        forward = [Task(part.forward, part.exchanges) for part in parts]
-        backward = [Task(part.backward, part.exchanges) for part in reversed(parts)]
+        forward = [LaneTask(part.forward, part.exchanges) for part in parts]
+        backward = [LaneTask(part.backward, part.exchanges) for part in reversed(parts)]
         if self._flow.recompute.block:
             forward, backward = _recomputed(parts)
         before, after = _tell(hooks.pre_backward, unit), _tell(hooks.post_backward, unit)
@@ -133,7 +133,7 @@ class ChunkPass:
             parts[-1].seeds = self._seeds({int(number): terms_N})
             return (x_TD,)
 
-        return [_tell(hooks.pre_forward, unit), *forward, Task(close)]
+        return [_tell(hooks.pre_forward, unit), *forward, LaneTask(close)]
 
     def _parts(self, segments: Sequence[Segment]) -> list[Subgraph]:
         """Return segments as parts: what is a record in a layer is its tensors between parts."""
@@ -162,17 +162,17 @@ class ChunkPass:
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
 
 
-def _tell(hook: Callable[[str], None], unit: str) -> Task:
+def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
     """Return the task that tells a unit's weights what is about to run, or has."""
 
     def run(*state: Any) -> State:
         hook(unit)
         return state
 
-    return Task(run)
+    return LaneTask(run)
 
 
-def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[Task], list[Task]]:
+def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the tasks forward and backward of a block of which only the input is kept.
 
     Its parts run again in backward. Where it ends with an exchange, that one runs once, as a part
@@ -191,12 +191,12 @@ def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[Task], list[Task]]:
         held.append(gradients)
         return kept.pop()
 
-    forward = [Task(keep), *(Task(part.bare, part.exchanges) for part in again)]
-    forward += [Task(part.forward, True) for part in once]
+    forward = [LaneTask(keep), *(LaneTask(part.bare, part.exchanges) for part in again)]
+    forward += [LaneTask(part.forward, True) for part in once]
     return forward, [
-        *(Task(part.backward, True) for part in once),
-        Task(begin),
-        *(Task(part.forward, part.exchanges) for part in again),
-        Task(lambda *_: held.pop()),
-        *(Task(part.backward, part.exchanges) for part in reversed(again)),
+        *(LaneTask(part.backward, True) for part in once),
+        LaneTask(begin),
+        *(LaneTask(part.forward, part.exchanges) for part in again),
+        LaneTask(lambda *_: held.pop()),
+        *(LaneTask(part.backward, part.exchanges) for part in reversed(again)),
     ]

@@ -4,7 +4,7 @@ import time
 
 from rich.console import Console
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.errors import SaveError
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.run_folder import note
@@ -18,7 +18,7 @@ class CheckpointHook(Hook):
     the policy says, or is tried again after one step, two more, four more, and where one is due.
     """
 
-    def __init__(self, policy: Policy, console: Console) -> None:
+    def __init__(self, policy: CheckpointPolicy, console: Console) -> None:
         self._policy = policy
         self._console = console
         self._owed: int | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.comm.config import Survive
 from moefold.config.base import Record
 from moefold.config.errors import Violation
@@ -18,7 +18,7 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Progress(Record):
+class ProgressDisplay(Record):
     """What the console shows while the run goes on."""
 
     style: Literal["auto", "bar", "lines", "off"] = "auto"
@@ -152,11 +152,11 @@ class ExpertsPage(Record):
 class Watch(Record):
     """What is seen of a run."""
 
-    progress: Progress = Progress()
+    progress: ProgressDisplay = ProgressDisplay()
     metrics: Metrics = Metrics()
     evaluate: Evaluate | None = Evaluate()
     sample: Sample | None = None
-    checkpoint: Policy = Policy()
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
     health: Health | None = Health()
     pace: Pace | None = Pace()
     spikes: Spikes | None = Spikes()

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.hooks.config import Progress
+from moefold.training.hooks.config import ProgressDisplay
 from moefold.training.words import clock, count, size
 
 SMOOTHING = 0.95
@@ -26,7 +26,7 @@ class ProgressHook(Hook):
     The time left comes of a running mean of wall time per step, all but the step included.
     """
 
-    def __init__(self, record: Progress, console: Console) -> None:
+    def __init__(self, record: ProgressDisplay, console: Console) -> None:
         style = record.style
         if style == "auto":
             style = "bar" if console.is_terminal else "lines"
