@@ -134,14 +134,14 @@ SAVER = """
 import os, sys
 import torch
 from pathlib import Path
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.checkpoint.lock import FolderLock
 from moefold.checkpoint.folder import newest
 from tests.cpu.checkpoint_tools import load
 from moefold.checkpoint.save import save
 
 folder = Path(sys.argv[1])
-policy = Policy(keep=2, shard_bytes=300_000)
+policy = CheckpointPolicy(keep=2, shard_bytes=300_000)
 
 def run():
     with FolderLock(folder, "saver", say=lambda text: None) as lock:

@@ -114,12 +114,12 @@ torch.set_num_threads(1)
 from moefold.config.load import load
 from moefold.run import Run
 from rich.console import Console
-from moefold.checkpoint.config import Policy
+from moefold.checkpoint.config import CheckpointPolicy
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.logs import MetricsHook
 from moefold.training.trainer import Trainer
 raw, out, cache = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
-hooks = MetricsHook(), CheckpointHook(Policy(every=1), Console())
+hooks = MetricsHook(), CheckpointHook(CheckpointPolicy(every=1), Console())
 with Trainer(load(Run, raw).record, out, hooks, cache=cache) as job:
     print("ready", flush=True)
     job.train()
