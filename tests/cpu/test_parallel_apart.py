@@ -14,9 +14,9 @@ from moefold.parallel.config import Layout
 from moefold.parallel.pipeline import lanes
 from moefold.training import step
 from moefold.training.step import gradients
+from tests.cpu.alive import Made
 from tests.cpu.apart import META, ROWS, apart, data_of, micro_batch
 from tests.cpu.small import GQA, decoder, moe
-from tests.cpu.test_planner_kept import Made
 
 ROW_BYTES = 34
 """Most that a row may hold to the end of a step: its id, label, position and number of 8 bytes

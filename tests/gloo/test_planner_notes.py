@@ -21,7 +21,8 @@ from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
 from moefold.training.step import flow_of
-from tests.cpu.test_planner_kept import ALL, BLOCKS, HIDDEN, LENGTH, SEQUENCES, Made
+from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, Made
+from tests.cpu.test_planner_kept import ALL, BLOCKS
 from tests.gloo.forks import CPU, fork_ranks
 
 TRIES = 4
