@@ -26,7 +26,7 @@ from moefold.files import free_folder
 from moefold.run import Run, load_run
 from moefold.training.report import BASELINES, summary
 from moefold.training.run_folder import History
-from moefold.training.words import clock, count, milliseconds
+from moefold.training.words import clock, count, step_time
 
 RECIPE = "demo"
 TOTAL_S, STEPS_S, FEWEST = 300, 225, 150
@@ -89,11 +89,11 @@ def fitted(run: Run, folder: Path, console: Console) -> tuple[Run, str | None]:
             prepare(run.data, cache, told)
         step_s = rehearsed(run, cache)
         steps = fitting(asked, step_s)
-        said = f"{asked} fit into {clock(TOTAL_S)}, at {milliseconds(step_s)} a step as measured"
+        said = f"{asked} fit into {clock(TOTAL_S)}, at {step_time(step_s)} a step as measured"
         if steps < asked:
             said = (
                 f"{steps} of the recipe's {asked}, to end within about {clock(TOTAL_S)} at "
-                f"{milliseconds(step_s)} a step as measured; train.steps={asked} takes them all"
+                f"{step_time(step_s)} a step as measured; train.steps={asked} takes them all"
             )
     return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})}), said
 

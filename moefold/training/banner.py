@@ -18,7 +18,7 @@ from moefold.moe.config import Bias
 from moefold.planner.time import orthogonal_flops
 from moefold.spec.layer import words_of
 from moefold.training.trainer import Trainer
-from moefold.training.words import clock, count, milliseconds, plural, si, size
+from moefold.training.words import clock, count, plural, si, size, step_time
 
 Row = tuple[str, str]
 
@@ -127,7 +127,7 @@ def _cost(job: Trainer) -> Iterator[Row]:
     )
     yield (
         "time",
-        f"at least {milliseconds(least)} a step and {clock(steps * least)} in all, with every "
+        f"at least {step_time(least)} a step and {clock(steps * least)} in all, with every "
         f"product at the best rate{on_all}; the real time is measured after 3 steps",
     )
     yield (

@@ -21,8 +21,10 @@ def clock(seconds: float) -> str:
     return f"{days} d {hour:02d}:{minute:02d}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Write a short time in two digits or more: ``0.56 ms``, ``2.6 ms``, ``240 ms``."""
+def step_time(seconds: float) -> str:
+    """Write the time of a step: ``0.56 ms``, ``2.6 ms``, ``240 ms``; from a minute as a clock."""
+    if seconds >= 60:
+        return clock(seconds)
     number = 1000 * seconds
     digits = 2 if number < 0.995 else 1 if number < 9.95 else 0
     return f"{number:,.{digits}f} ms"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.training.words import clock, count, harmless, milliseconds, plural, si, size
+from moefold.training.words import clock, count, harmless, plural, si, size, step_time
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_durations(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.00056, "0.56 ms"), (0.0026, "2.6 ms"), (0.00999, "10 ms"), (0.24, "240 ms"),
-     (12.3456, "12,346 ms")],
+     (12.3456, "12,346 ms"), (79962.3, "22:12:42")],
 )  # fmt: skip
-def test_short_times(seconds: float, text: str) -> None:
-    """Never in powers of ten."""
-    assert milliseconds(seconds) == text
+def test_times_of_a_step(seconds: float, text: str) -> None:
+    """Never in powers of ten, and no thousands of seconds."""
+    assert step_time(seconds) == text
 
 
 @pytest.mark.parametrize(
