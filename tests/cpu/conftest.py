@@ -21,5 +21,5 @@ def settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_start_fast() -> None:
-    """Some tests here start ranks, and the server that these fork from serves later tests too."""
+    """Some tests here start ranks first, and what these fork from serves later tests too."""
     load_in_fork_server()

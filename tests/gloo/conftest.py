@@ -2,10 +2,12 @@
 
 import pytest
 
+from moefold.comm.worker import fork_server
 from tests.gloo.harness import load_in_fork_server
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_start_fast() -> None:
-    """Before any test of this folder starts ranks, whichever comes first."""
+    """The server is started before the first test: some measure how soon ranks are there."""
     load_in_fork_server()
+    fork_server()

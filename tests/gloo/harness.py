@@ -12,7 +12,7 @@ from typing import Any
 
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError, all_answers
-from moefold.comm.worker import fork_server
+from moefold.comm.worker import PRELOAD
 
 __all__ = ["RankError", "load_in_fork_server", "one_at_a_time", "run_ranks"]
 
@@ -20,12 +20,12 @@ TIME_OUT_S = 30.0
 
 
 def load_in_fork_server() -> None:
-    """Start the server that ranks fork from with all loaded that this process has loaded of ours.
+    """Let the server that ranks fork from load all of ours that this process has loaded.
 
     A rank that imports the package and its test by itself takes a second of processor time for it.
     """
     ours = [name for name in sys.modules if name.startswith(("moefold.", "tests.gloo."))]
-    fork_server("pytest", *sorted(ours))
+    PRELOAD.extend(["pytest", *sorted(ours)])
 
 
 def run_ranks(
