@@ -9,8 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 from tests.plants.plant import Plant
 from tests.plants.table import PLANTS
@@ -30,12 +34,15 @@ def copy_project(folder: Path) -> None:
             shutil.copytree(ROOT / name, folder / name, ignore=ignore)
         else:
             shutil.copy(ROOT / name, folder / name)
+    # Byte code that is used while its source's hash is the same: a plant and its removal may fall
+    # into one second of a file's time.
+    command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
+    subprocess.run([*command, *COPIED[:-1]], cwd=folder, check=True)
 
 
 def run_test(folder: Path, test: str) -> tuple[int, str]:
     """Run a test in a copy; returns pytest's exit status and why it failed, in a line."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
-    # No byte code: a plant and its removal may fall into one second of a file's time.
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(
@@ -68,18 +75,33 @@ def chosen(words: Sequence[str]) -> list[Plant]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Try plants one after another and print a table; returns how many went unnoticed."""
+    """Try plants, as many beside each other as there are cores, and print a table.
+
+    Returns how many went unnoticed.
+    """
     plants, missed = chosen(words), list[str]()
-    with tempfile.TemporaryDirectory(prefix="plants-") as name:
-        folder = Path(name)
-        copy_project(folder)
-        for test in dict.fromkeys(plant.test for plant in plants):
-            status, why = run_test(folder, test)
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="plants-") as name, ThreadPoolExecutor(cores) as pool:
+        free = SimpleQueue[Path]()
+        for number in range(cores):
+            copy_project(Path(name, str(number)))
+            free.put(Path(name, str(number)))
+
+        def in_copy(call: Callable[[Path], tuple[Any, str]]) -> tuple[Any, str]:
+            folder = free.get()
+            try:
+                return call(folder)
+            finally:
+                free.put(folder)
+
+        tests = list(dict.fromkeys(plant.test for plant in plants))
+        calls = [partial(run_test, test=test) for test in tests]
+        for test, (status, why) in zip(tests, pool.map(in_copy, calls), strict=True):
             if status != 0:
                 missed.append(test)
                 print(f"FAILS WITHOUT A BUG  {test}\n    {why}", flush=True)
-        for plant in plants:
-            noticed, why = try_plant(folder, plant)
+        tries = [partial(try_plant, plant=plant) for plant in plants]
+        for plant, (noticed, why) in zip(plants, pool.map(in_copy, tries), strict=True):
             if not noticed:
                 missed.append(plant.said)
             word = "noticed " if noticed else "UNNOTICED"
