@@ -20,7 +20,7 @@ from tests.plants.plant import Plant
 from tests.plants.table import PLANTS
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("moefold", "tests", "bench", "pyproject.toml")
+COPIED = ("moefold", "tests", "bench", "docs", "pyproject.toml")
 FAILED = 1
 """pytest's exit status where tests ran and failed; code that cannot be imported shows nothing."""
 SECONDS = 300
