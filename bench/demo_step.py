@@ -3,10 +3,11 @@
     python bench/demo_step.py OTHER [--narrow] [--rounds 5] [--save]
 
 OTHER is a folder that holds another version of the package. Both train the recipe ``demo`` in
-fresh processes, on all cores that torch takes, and each sets what it sets itself: the format, the
-way in which threads wait. ``--narrow`` hides wide vectors and bfloat16 units from torch and oneDNN,
-as on a machine with AVX2 alone, and has both compute in fp32. A round's figure is the median of its
-steps; the ratio is that of the rounds' medians.
+fresh processes, on all cores that torch takes, each by the words of its own copy of this file, and
+each sets what it sets itself: the format, the way in which threads wait. ``--narrow`` hides wide
+vectors and bfloat16 units from torch and oneDNN, as on a machine with AVX2 alone, and has both
+compute in fp32. A round's figure is the median of its steps; the ratio is that of the rounds'
+medians.
 """
 
 import argparse
@@ -83,14 +84,17 @@ def one_round(tree: Path, folder: Path, steps: int, narrow: bool) -> float:
 
     ``folder`` is new; data is prepared once, beside it.
     """
+    words, bench = CHILD, tree / "bench" / Path(__file__).name
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     environment |= {"PYTHONPATH": str(tree)}
-    if not (tree / "bench" / Path(__file__).name).exists():
+    if bench.exists():
+        words = bench.read_text().partition('CHILD = """')[2].partition('"""')[0]
+    else:
         environment["OMP_WAIT_POLICY"] = "passive"  # its command line sets it, its package not
     if narrow:
         environment |= NARROW
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder), str(steps), *(IN_FP32 if narrow else ())],
+        [sys.executable, "-c", words, str(folder), str(steps), *(IN_FP32 if narrow else ())],
         env=environment,
         cwd=tree,
         capture_output=True,

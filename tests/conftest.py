@@ -26,6 +26,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files whose tests start ranks evenly over the others.
+
+    Ranks of one test after another have the machine; workers that came to such files at the same
+    time would wait for each other.
+    """
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    of_ranks = [name for name in files if "/gloo/" in name]
+    others = [name for name in files if "/gloo/" not in name]
+    at = {name: (i + 0.5) / len(part) for part in (of_ranks, others) for i, name in enumerate(part)}
+    items[:] = [item for name in sorted(files, key=at.__getitem__) for item in files[name]]
+
+
 @pytest.fixture(autouse=True)
 def parts_from_outside_go() -> Iterator[None]:
     """Forget the files that a test brought: ranks that later tests start would bring them too."""

@@ -20,6 +20,7 @@ from moefold.comm.rendezvous import serve
 from moefold.comm.watch import report_in
 from moefold.comm.worker import POLL_S, Answer, Attempt, Rank, RankTask, fork_server
 from moefold.comm.world import IN_OPERATION
+from moefold.config.slot import owner_modules
 
 TIME_OUT_S = 300.0
 SETTLE_S, DEATH_SETTLE_S = 0.5, 0.1
@@ -117,7 +118,7 @@ class Workers:
     """The ranks of one attempt, seen from the launcher: their processes and the store they meet at.
 
     ``args`` are of each rank, ``attempts`` what each is told where ranks are started anew. The
-    function's module is loaded in the server that ranks fork from.
+    function's module is loaded in the server that ranks fork from, and what builds their parts.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Workers:
         attempts: Sequence[Attempt] = (),
     ) -> None:
         """Serve the store; no rank is started yet."""
-        self._context = fork_server(function.__module__)
+        self._context = fork_server(function.__module__, *owner_modules())
         self._function, self._args, self._attempts = function, args, attempts
         self._time_out_s, self._device = time_out_s, device
         self._store = serve(0, time_out_s)
@@ -189,6 +190,8 @@ class Workers:
             rank.process.kill()
         for rank in self._ranks:
             rank.end()
+        # An error that is raised holds this object, and would hold the store's thread and port.
+        del self._store
 
     def _failure(self, answers: Answers, limit_s: float | None) -> RankError:
         """Word the cause: ranks that died, else the rank that failed first by itself."""

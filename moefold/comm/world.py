@@ -23,6 +23,11 @@ EXCHANGED = ("ep", "etp", "tp_ep")
 """Kinds of group that rows go to experts over."""
 SPOKEN = ("tp", "cp", "dp", "pp", "tp_cp", "dp_cp", "edp", "stage", "world", *EXCHANGED)
 """Kinds of group that anything is said over. On NCCL each costs memory on every rank's device."""
+BULK = ("dp_cp", "edp")
+"""Kinds of group that weights and gradients travel over, beside what a pass waits for. On NCCL,
+where operations of one communicator run one after the other, these have communicators apart."""
+BULK_CTAS = 16
+"""Blocks at most that NCCL runs for a bulk operation, beside which a device computes. A guess."""
 PATIENCE_S = 4 * 3600.0
 """So long ranks wait for the first one's word: it may prepare data, or publish a checkpoint."""
 
@@ -40,7 +45,8 @@ class World:
         self.attention: AttentionSpot = folding.attention_spot(rank)
         self.experts: ExpertSpot = folding.expert_spot(rank)
         self._by_kind: dict[str, Group] = {}
-        self._by_ranks: dict[Ranks, Group] = {}
+        self._by_ranks: dict[tuple[bool, Ranks], Group] = {}
+        """Whether a group is for bulk, where that is apart, and its ranks."""
         self._by_stages: dict[tuple[int, ...], Group] = {}
         self._host: Group | None = None
         self._beside: World | None = None
@@ -94,7 +100,7 @@ class World:
         return world
 
     def group(self, kind: str) -> Group:
-        """Return this rank's group of a kind; kinds of the same ranks share one.
+        """Return this rank's group of a kind; kinds of the same ranks share one, or two on NCCL.
 
         Raises:
             ValueError: for a kind that is none of ``SPOKEN`` and has none of their ranks.
@@ -141,8 +147,8 @@ class World:
             raise ValueError(f"inner groups of {inner} ranks do not divide {kind}{whole.size}")
         first, place = whole.index // inner * inner, whole.index % inner
         return (
-            self._made(f"{kind} inner {inner}", whole.ranks[first : first + inner]),
-            self._made(f"{kind} outer {inner}", whole.ranks[place::inner]),
+            self._made(f"{kind} inner {inner}", whole.ranks[first : first + inner], kind in BULK),
+            self._made(f"{kind} outer {inner}", whole.ranks[place::inner], kind in BULK),
         )
 
     @property
@@ -214,36 +220,40 @@ class World:
 
     def _make_all(self, spoken: Collection[str] = SPOKEN) -> None:
         """Make the groups of some kinds; the names of all kinds say what ranks they have."""
-        named: dict[str, list[str]] = {}
+        named: dict[tuple[str, bool], list[str]] = {}
         for kind, first in self.folding.same().items():
-            named.setdefault(first, []).append(kind)
-        for first, kinds in named.items():
+            named.setdefault((first, kind in BULK and _ordered()), []).append(kind)
+        for (first, bulk), kinds in named.items():
             if not set(spoken).isdisjoint(kinds):
-                group = self._made("+".join(kinds), self.folding.group(first, self.rank))
+                ranks = self.folding.group(first, self.rank)
+                group = self._made("+".join(kinds), ranks, bulk)
                 self._by_kind.update(dict.fromkeys(kinds, group))
 
-    def _made(self, name: str, ranks: Ranks) -> Group:
+    def _made(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
         """Make a group, or find the one of the same ranks."""
-        if ranks not in self._by_ranks:
+        key = bulk and _ordered(), ranks
+        if key not in self._by_ranks:
             alone = Group(name, ranks, 0, None, self.recorder)
-            self._by_ranks[ranks] = self._new(name, ranks) if len(ranks) > 1 else alone
-        return self._by_ranks[ranks]
+            self._by_ranks[key] = self._new(name, ranks, bulk) if len(ranks) > 1 else alone
+        return self._by_ranks[key]
 
-    def _new(self, name: str, ranks: Ranks) -> Group:
+    def _new(self, name: str, ranks: Ranks, bulk: bool = False) -> Group:
         name = self._prefix + name
-        handle = self._process_group(ranks, name)
+        handle = self._process_group(ranks, name, bulk)
         # NCCL runs what two ranks say to each other one after the other.
-        back = self._process_group(ranks, name) if dist.get_backend(handle) == "nccl" else None
+        back = self._process_group(ranks, name, bulk) if _ordered() else None
         group = Group(name, ranks, ranks.index(self.rank), handle, self.recorder, back)
         self._warm_up(group)
         return group
 
-    def _process_group(self, ranks: Ranks, name: str) -> dist.ProcessGroup:
+    def _process_group(self, ranks: Ranks, name: str, bulk: bool) -> dist.ProcessGroup:
+        limit = timedelta(seconds=self.time_out_s)
         handle = dist.new_group(
             list(ranks),
-            timeout=timedelta(seconds=self.time_out_s),
+            timeout=limit,
             use_local_synchronization=True,
             group_desc=name,
+            pg_options=_options(bulk, limit),
         )
         assert isinstance(handle, dist.ProcessGroup), "a rank makes only groups that it is in"
         return handle
@@ -286,6 +296,23 @@ def neighbours(ranks: int) -> tuple[tuple[int, int], ...]:
     places = sorted(range(ranks), key=lambda place: place % 2)
     both = [(place, (place + 1) % ranks) for place in places]
     return tuple(dict.fromkeys(way for one, other in both for way in ((one, other), (other, one))))
+
+
+def _ordered() -> bool:
+    """Return whether operations of one group run one after the other, whoever waits for them."""
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def _options(bulk: bool, limit: timedelta) -> Any:
+    """Return what NCCL is told of a group: what a pass waits for goes first, bulk takes less."""
+    backend = getattr(dist, "ProcessGroupNCCL", None)
+    if backend is None or not _ordered():
+        return None
+    options = backend.Options(is_high_priority_stream=not bulk)
+    options._timeout = limit  # torch warns of any other than the one that it is given beside
+    if bulk:
+        options.config.max_ctas = BULK_CTAS
+    return options
 
 
 def _queued() -> Callable[[], bool]:

@@ -1,13 +1,18 @@
 """Ranks under NCCL's rules: nothing hangs, nothing is made for nobody, and the model has teeth."""
 
 import dataclasses
+import subprocess
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moefold.comm import collectives as comm
+from moefold.comm import world as comm_world
 from moefold.comm.agree import told_by_first
 from moefold.comm.group import Group
 from moefold.comm.world import SPOKEN, World
@@ -60,6 +65,67 @@ def test_communicators_are_made_for_what_is_said(sizes: str, ranks: int) -> None
     most = max(map(len, made.values()))
     worlds = {"pp2": 1 + 2, "pp4": 1 + PIPELINE, "tp2 cp2 pp4 ep16": 8 + PIPELINE}
     assert most == worlds[sizes] <= len(SPOKEN) + PIPELINE, made[0]
+
+
+def speaks(rank: int, sizes: str) -> None:
+    world = open_world(sizes, "meta")
+    inner, outer = world.split("dp_cp", world.group("dp_cp").size)
+    assert inner is world.group("dp_cp") and outer.size == 1
+    assert world.group("ep") is world.group("tp_ep") is not inner
+    assert world.group("ep").ranks == inner.ranks
+
+
+def test_bulk_of_the_same_ranks_has_a_communicator_apart() -> None:
+    """Else the exchanges to experts, for which a pass waits, queue behind gradients."""
+    made = tried(Trial("ep4", 4, speaks, ("ep4",), "meta")).made
+    assert [len(communicators) for communicators in made.values()] == [2] * 4, made[0]
+
+
+def test_nccl_is_told_what_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options(SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            super().__init__(first=is_high_priority_stream, config=SimpleNamespace())
+
+    stand_in = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_backend=lambda: "nccl",
+        ProcessGroupNCCL=SimpleNamespace(Options=Options),
+    )
+    monkeypatch.setattr(comm_world, "dist", stand_in)
+    limit = timedelta(seconds=7)
+    waited, bulk = (comm_world._options(bulk, limit) for bulk in (False, True))
+    assert waited.first and not bulk.first and waited._timeout == bulk._timeout == limit
+    assert bulk.config == SimpleNamespace(max_ctas=comm_world.BULK_CTAS) != waited.config
+
+
+# That the model looks at its threads
+
+LOOKS = """
+import gc, threading
+from tests.nccl.rules import frames_of_threads
+
+class Kept:
+    pass
+
+gc.set_threshold(3)
+for _ in range(100):
+    over = threading.Event()
+    parked = [threading.Thread(target=over.wait) for _ in range(8)]
+    for thread in parked:
+        thread.start()
+    kept = Kept()
+    kept.itself, kept.own = kept, threading.local()
+    del kept
+    frames_of_threads()
+    over.set()
+    for thread in parked:
+        thread.join()
+"""
+
+
+def test_a_look_at_threads_waits_for_nothing() -> None:
+    """Python 3.11 hung here for good where the look began to collect a machine's local."""
+    subprocess.run([sys.executable, "-c", LOOKS], check=True, timeout=60)
 
 
 # That the model notices

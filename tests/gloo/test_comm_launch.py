@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from moefold.checkpoint.errors import DamagedError
+from moefold.comm import launch as launching
 from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
 from moefold.comm.launch import SETTLE_S, RankError, launch
+from moefold.comm.rendezvous import TCPStore, serve
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
@@ -244,3 +246,24 @@ def test_ranks_started_by_torchrun_meet() -> None:
         "rank 0 of 2 has 11",
         "rank 1 of 2 has 11",
     ]
+
+
+def refuse(spot: Spot) -> None:
+    raise ValueError("refused")
+
+
+def test_an_error_keeps_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What raised holds the launcher's frames; a store's thread and port do not wait for those."""
+    ports = []
+
+    def noted(port: int, time_out_s: float) -> TCPStore:
+        store = serve(port, time_out_s)
+        ports.append(store.port)
+        return store
+
+    monkeypatch.setattr(launching, "serve", noted)
+    with pytest.raises(ValueError, match="refused") as caught:
+        launch(refuse, 1, time_out_s=20)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", ports[0]), 5).close()
+    assert caught.tb is not None

@@ -1,4 +1,4 @@
-"""Two minutes of what ``make chaos`` does for an hour."""
+"""A minute of what ``make chaos`` does for an hour: each kind of fault once."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from fault_injection import Fire, Injector, measured, same, trained
 from tests.gloo.harness import one_at_a_time
 
 RANKS = 8
-FIRE = Fire(seconds=60.0, every_s=7.0)
+FIRE = Fire(seconds=32.0, every_s=4.0)
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_b26_b27_a_run_under_fire_is_the_run_in_peace(tmp_path: Path) -> None:
     assert not injector.error
     found = measured(ours, injector.made)
     lost = [fault for fault in injector.made if fault["kind"] not in {"full", "slow"}]
-    assert found["faults"] == 8 and len(lost) == 6 and found["recoveries"] >= 6
+    assert found["faults"] == 7 and len(lost) == 5 and found["recoveries"] >= 5
     assert all(fault.get("recoveries") for fault in lost)
     assert found["steps_lost"] == 1
     assert found["back_most_s"] < 30, "what died is started anew in seconds"

@@ -17,6 +17,7 @@ Instead of a time-out there is a look at all threads: where none can go on, who 
 reported, and each of them raises ``Hang``.
 """
 
+import gc
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -40,6 +42,22 @@ LOOK_S = 0.05
 PARKED = ("threading.py", "thread.py", "_base.py")
 """Files of Python's own in which a thread is that waits for another one."""
 Ranks = tuple[int, ...]
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the frame that each thread is in, while no garbage is collected.
+
+    Before Python 3.12 ``sys._current_frames`` holds a lock of the runtime while it makes objects. A
+    collection that this begins may come upon a ``threading.local``, such as a machine's, and waits
+    for that lock for good: https://github.com/python/cpython/issues/106883.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Hang(RuntimeError):
@@ -269,7 +287,7 @@ class Machine:
                 if not isinstance(error, Hang):
                     self._end(f"rank {rank} failed: {type(error).__name__}: {error}")
 
-        self._bystanders = set(sys._current_frames())
+        self._bystanders = set(frames_of_threads())
         threads = [threading.Thread(target=be, args=(rank,)) for rank in range(self.ranks)]
         for thread in threads:
             thread.start()
@@ -306,7 +324,7 @@ class Machine:
 
     def _all_parked(self) -> bool:
         """Whether each thread of the ranks is inside of Python's own waiting."""
-        frames = sys._current_frames()
+        frames = frames_of_threads()
         ours = (frames[ident] for ident in frames.keys() - self._bystanders)
         return all(frame.f_code.co_filename.endswith(PARKED) for frame in ours)
 
@@ -358,8 +376,8 @@ class Distributed:
     def get_rank(self) -> int:
         return self._machine.rank
 
-    def get_backend(self, group: Handle) -> str:
-        return group.backend
+    def get_backend(self, group: Handle | None = None) -> str:
+        return self._backend if group is None else group.backend
 
     def destroy_process_group(self) -> None:
         """Groups go with the machine."""
@@ -371,6 +389,7 @@ class Distributed:
         backend: str | None = None,
         use_local_synchronization: bool = False,
         group_desc: str = "",
+        pg_options: object = None,
     ) -> Handle:
         members = tuple(range(self._machine.ranks)) if ranks is None else tuple(ranks)
         backend = backend or self._backend
