@@ -43,8 +43,6 @@ OPTIONAL = {
     "tensorboard": ("event files", "pip install 'moefold[tensorboard]'"),
 }
 """Packages that moefold can do without: what each is for and how to get it."""
-UNUSED = ("triton",)
-"""Reported for bug reports alone; every operation runs on PyTorch's own kernels."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_names(needed: list[str]) -> None:
     """Refuse a name that no back end has, with the nearest one."""
-    known = ["python", *PROBES, *REQUIRED, *OPTIONAL, *UNUSED]
+    known = ["python", *PROBES, *REQUIRED, *OPTIONAL]
     for name in needed:
         if name not in known:
             said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
@@ -95,7 +93,7 @@ def probe_all() -> list[Finding]:
         findings += [probe() for probe in PROBES.values()]
     else:
         findings.append(_package("torch"))
-    return findings + [_package(name) for name in (*REQUIRED, *OPTIONAL, *UNUSED)]
+    return findings + [_package(name) for name in (*REQUIRED, *OPTIONAL)]
 
 
 def is_there(module: str) -> bool:
@@ -105,16 +103,17 @@ def is_there(module: str) -> bool:
 
 def _package(name: str) -> Finding:
     """Judge a package by whether it is installed."""
-    there = is_there(name)
-    try:
-        installed = version(name)
-    except PackageNotFoundError:
-        installed = ""
-    if name in UNUSED:
-        return Finding(name, there, installed, False, "not used by this version")
+    there, installed = is_there(name), _version(name)
     purpose, remedy = OPTIONAL.get(name, ("", f"missing: pip install {name}"))
     why = purpose if there else ": ".join(filter(None, (purpose, remedy)))
     return Finding(name, there, installed, there, why)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _torch() -> Finding:
@@ -222,6 +221,16 @@ def _grouped_mm() -> Finding:
     return Finding("grouped_mm", True, torch.__version__, same, why)
 
 
+def _triton() -> Finding:
+    import torch
+
+    from moefold.kernels.fused import why_not
+
+    why = why_not("cuda" if torch.cuda.is_available() else "cpu")
+    used = "own kernels for what lies between products"
+    return Finding("triton", is_there("triton"), _version("triton"), not why, why or used)
+
+
 PROBES: dict[str, Callable[[], Finding]] = {
     "torch": _torch,
     "threads": _threads,
@@ -231,5 +240,6 @@ PROBES: dict[str, Callable[[], Finding]] = {
     "gloo": _gloo,
     "nccl": _nccl,
     "grouped_mm": _grouped_mm,
+    "triton": _triton,
 }
 """What is tried through torch, by the name of its finding."""

@@ -98,6 +98,17 @@ class Slot:
         return self.kinds.get(kind) if isinstance(kind, str) else None
 
 
+def owner_modules(base: type[Record] = Record) -> set[str]:
+    """Return the modules that build what this package's records describe, of those that are loaded.
+
+    Hooks' are left out: they run on the first rank alone.
+    """
+    found = {module for record in base.__subclasses__() for module in owner_modules(record)}
+    if isinstance(base.owner, str) and ".hooks." not in base.owner:
+        found.add(base.owner.partition(":")[0])
+    return {module for module in found if module.startswith(__name__.partition(".")[0] + ".")}
+
+
 def _same_part(one: type[Record], other: type[Record]) -> bool:
     """Whether two classes are the same source read twice (a notebook cell, an edited file)."""
     modules = [sys.modules.get(record.__module__) for record in (one, other)]

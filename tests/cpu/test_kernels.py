@@ -1,18 +1,23 @@
 """Every kernel against its plain reference, forward and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.kernels.attention import reference as plain_attention
 from moefold.kernels.attention import sdpa
 from moefold.kernels.cross_entropy import reference as plain_loss
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum, loss_and_gradients
+from moefold.kernels.fused import forced
 from moefold.kernels.gradients import RETURNED, Accumulated, Deferred
-from moefold.kernels.grouped import grouped, loop
+from moefold.kernels.grouped import fused, grouped, loop
 from moefold.kernels.grouped.choose import choose
-from moefold.kernels.linear.product import linear
+from moefold.kernels.linear.product import linear, weight_gradient
 from moefold.kernels.norm import rms
 from moefold.kernels.norm.rms import reference as plain_norm
 from moefold.kernels.norm.rms import rms_norm
@@ -72,6 +77,44 @@ def test_deferred_products_run_once_and_only_when_drained() -> None:
     assert (sink.drain(), sink.drain()) == (1, 0)
 
 
+class Calls(TorchDispatchMode):
+    """Notes the operations that run while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_b44_gradients_of_16_bit_products_are_summed_in_fp32_on_a_device() -> None:
+    """One operation into the sum, and nothing rounded before; on ``meta``, which is as a GPU."""
+    dy = torch.empty(6, 4, dtype=torch.bfloat16, device="meta")
+    x, into = torch.empty_like(dy[:, :3]), torch.empty(4, 3, device="meta")
+    with Calls() as calls:
+        assert weight_gradient(dy, x, into) is into
+        assert weight_gradient(dy, x, None).dtype == torch.float32
+        assert weight_gradient(dy.float(), x.float(), None).dtype == torch.float32
+    made = [name for name in calls.names if not name.startswith(("aten.t.", "aten._to_copy."))]
+    assert made == ["aten.addmm.dtype_out", "aten.mm.dtype", "aten.mm.default"]
+
+
+def test_b44_counters_of_flops_see_through_own_grouped_products() -> None:
+    x_RI, dy_RO = torch.empty(14, 16, device="meta"), torch.empty(14, 24, device="meta")
+    w_EOI, offs_E = torch.empty(4, 24, 16, device="meta"), torch.empty(4, device="meta").int()
+    for calls in (
+        lambda: fused.product(x_RI, w_EOI, offs_E),
+        lambda: fused.input_gradient(dy_RO, w_EOI, offs_E),
+        lambda: fused.weight_gradient(dy_RO, x_RI, offs_E, None),
+        lambda: fused.weight_gradient(dy_RO, x_RI, offs_E, w_EOI),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            calls()
+        assert counter.get_total_flops() == 2 * 14 * 16 * 24
+
+
 GROUPS = [(0, 7, 0, 5), (3, 3, 3, 3), (12, 0, 0, 0), (0, 0, 0, 0)]
 
 
@@ -110,6 +153,40 @@ def test_a_grouped_kernel_that_cannot_run_says_what_to_change() -> None:
     assert choose("auto", torch.float64, 32).name == "loop"
     assert choose("auto", torch.bfloat16, 32).name == "grouped_mm"
     assert choose("loop", torch.bfloat16, 32).name == "loop"
+
+
+DEVICES = {
+    (8, 0): ("triton", "triton", "triton"),
+    (8, 9): ("triton", "triton", "triton"),
+    (9, 0): ("grouped_mm", "triton", "triton"),
+    (10, 3): ("grouped_mm", "triton", "triton"),
+    (12, 0): ("triton", "triton", "triton"),
+}
+
+
+@pytest.mark.parametrize("capability", DEVICES, ids=str)
+def test_auto_takes_what_does_not_wait_for_each_group(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16, fp32, and bf16 of a width that the library refuses."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda, asked = torch.device("cuda"), ((torch.bfloat16, 32), (torch.float32, 32))
+    with forced(True):
+        found = [choose("auto", *one, device=cuda) for one in (*asked, (torch.bfloat16, 30))]
+        assert tuple(kernel.name for kernel in found) == DEVICES[capability]
+        assert choose("auto", torch.float64, 32, device=cuda).name == "loop"
+        for dtype, summed in ((torch.bfloat16, fused), (torch.float32, grouped)):
+            library = choose("grouped", dtype, 32, device=cuda)
+            assert library.name == "grouped_mm" and library.product is grouped.product
+            assert library.weight_gradient is summed.weight_gradient
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        assert "ROCm" in choose("auto", torch.bfloat16, 32, device=cuda).why
+        with pytest.raises(ValueError, match=r"own kernels take no torch\.float64.*experts: auto"):
+            choose("triton", torch.float64, 32, device=cuda)
+    with forced(False):
+        assert choose("auto", torch.bfloat16, 30, device=cuda).name == "loop"
+    with pytest.raises(ValueError, match=r"layout\.experts: no triton here: .*on GPUs, not on cpu"):
+        choose("triton", torch.bfloat16, 32)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -275,8 +352,6 @@ def test_the_chunked_loss_equals_the_whole_one(chunk: int) -> None:
 
 def test_the_loss_makes_nothing_of_the_size_of_all_logits_or_of_a_second_head() -> None:
     """Counts the largest tensor that training's loss makes besides the head's one gradient."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     rows, hidden, vocab, chunk = 512, 8, 4096, 32
     x, w = (
         drawn(rows, hidden, dtype=torch.float32, grad=False),

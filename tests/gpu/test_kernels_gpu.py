@@ -15,6 +15,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.moe.config import Capacity, Router, Shared
+from moefold.moe.dispatch.routing_plan import host_counts
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import (
     DEEP,
@@ -176,3 +177,10 @@ def test_a_whole_step_gives_the_same_bits_twice_when_asked_to(
     finally:
         torch.use_deterministic_algorithms(False)
     assert [n for n in first if not torch.equal(first[n], second[n])] == []
+
+
+def test_counts_that_are_read_late_are_those_of_their_time() -> None:
+    counts = torch.arange(8, device=DEVICE)
+    read = host_counts(counts)
+    counts.zero_()
+    assert read() == list(range(8))

@@ -22,11 +22,13 @@ def attention(
     v_dim, qk_dim = v_TGv.shape[-1], q_THd.shape[-1]
     if v_dim < qk_dim:
         v_TGv = F.pad(v_TGv, (0, qk_dim - v_dim))
+    given = (q_THd, k_TGd, v_TGv)
     runs = [(length, len(list(same))) for length, same in groupby(lengths) if length]
     rows = [length * count for length, count in runs]
     tail = q_THd.shape[0] - sum(rows)
     parts = [*rows, tail] if tail else rows
-    pieces = zip(q_THd.split(parts), k_TGd.split(parts), v_TGv.split(parts), strict=True)
+    # A split in one would be joined again in backward, by copies.
+    pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
     out = [
         _run(q, k, v, length, scale) for (length, _), (q, k, v) in zip(runs, pieces, strict=False)
     ]

@@ -10,9 +10,11 @@ the head's gradient, which is added to ``.grad`` in place: three products.
 again: four products, but free of assumptions.
 
 Rows without a label enter each product as zeros, selected and not multiplied: what stands in them
-(padding may hold anything) reaches nothing.
+(padding may hold anything) reaches nothing. On a GPU softmax, loss and the logits' gradient are two
+kernels, and the gradient takes the logits' memory.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.cross_entropy import fused as kernels
+from moefold.kernels.fused import fused
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import Operand
 
-TILE = 1 << 22
-"""Elements of one tile of the head's gradient: the only temporary of that shape."""
+TILE = {"cpu": 1 << 22}
+TILE_ELSEWHERE = 1 << 27
+"""Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
+megabytes, elsewhere as few launches as a quarter of a gigabyte allows."""
+Combine = Callable[[Tensor], Tensor]
+"""Makes the statistics [2, C] of a share of the vocabulary those of the whole."""
 
 
 def loss_and_gradients(
@@ -34,7 +42,7 @@ def loss_and_gradients(
     head: Operand,
     labels_T: Tensor,
     *,
-    scale: float,
+    scale: float | Tensor,
     chunk: int,
     ignored: int = -100,
 ) -> tuple[Tensor, Tensor]:
@@ -42,6 +50,8 @@ def loss_and_gradients(
 
     The head's gradient, times ``scale``, is added to the master's ``.grad``.
     """
+    if goes_through_kernels(x_TD, head):
+        return through_kernels(x_TD, head, labels_T, scale=scale, chunk=chunk, ignored=ignored)
     with torch.no_grad():
         total = _zero(x_TD)
         dx_TD = torch.zeros_like(x_TD)
@@ -55,6 +65,44 @@ def loss_and_gradients(
             if head.master.requires_grad:
                 accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
     return total, dx_TD
+
+
+def goes_through_kernels(x_TD: Tensor, head: Operand) -> bool:
+    """Return whether rows and head go through own kernels."""
+    return fused(x_TD) and x_TD.dtype == head.value.dtype
+
+
+@torch.no_grad()
+def through_kernels(
+    x_TD: Tensor,
+    head: Operand,
+    labels_T: Tensor,
+    *,
+    scale: float | Tensor,
+    chunk: int,
+    ignored: int = -100,
+    first: int = 0,
+    combine: Combine = lambda stats_2C: stats_2C,
+) -> tuple[Tensor, Tensor]:
+    """Return what ``loss_and_gradients`` does, by own kernels.
+
+    The head may be a share of the vocabulary from ``first`` on. Then ``combine`` brings the shares'
+    statistics together, and the gradient of ``x`` is what this share adds to it.
+    """
+    value = head.value
+    counted_T = labels_T != ignored
+    x_TD = torch.where(counted_T[:, None], x_TD, 0)
+    weight_T = counted_T.to(torch.float32).mul_(scale)
+    dx_TD, stats = torch.empty_like(x_TD), [x_TD.new_zeros(2, 0, dtype=torch.float32)]
+    for rows in _chunks(x_TD.shape[0], chunk):
+        logits_CV, labels_C = x_TD[rows] @ value.t(), labels_T[rows]
+        stats.append(combine(kernels.statistics(logits_CV, labels_C, first)))
+        kernels.gradient(logits_CV, labels_C, stats[-1][0], weight_T[rows], first)
+        torch.mm(logits_CV, value, out=dx_TD[rows])
+        if head.master.requires_grad:
+            accumulate(head.master, partial(head_gradient, logits_CV, x_TD[rows]))
+    normaliser_T, picked_T = torch.cat(stats, 1)
+    return torch.where(counted_T, normaliser_T - picked_T, 0).sum(), dx_TD
 
 
 def cross_entropy_sum(
@@ -102,7 +150,7 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
         into_VD = torch.zeros(
             vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device
         )
-    tile = max(1, TILE // hidden)
+    tile = max(1, TILE.get(x_CD.device.type, TILE_ELSEWHERE) // hidden)
     for start in range(0, vocab, tile):
         rows = slice(start, start + tile)
         weight_gradient(dlogits_CV[:, rows], x_CD, into_VD[rows])

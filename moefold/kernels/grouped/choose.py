@@ -6,7 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.kernels.grouped import grouped, loop
+from moefold.kernels.fused import through, why_not
+from moefold.kernels.grouped import fused, grouped, loop
+
+CPU = torch.device("cpu")
+ONE_KERNEL = (9, 10)
+"""Generations of NVIDIA GPUs on which the library multiplies all groups of bf16 rows at once."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,19 @@ class GroupedKernel:
     weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def choose(asked: str, dtype: torch.dtype, *dims: int) -> GroupedKernel:
-    """Return the kernel for ``asked`` (``auto``, ``grouped`` or ``loop``), dtype and row lengths.
+def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CPU) -> GroupedKernel:
+    """Return the kernel for ``asked`` (``auto``, ``grouped``, ``triton`` or ``loop``).
+
+    Args:
+        asked: which; ``auto`` takes the fastest that gives no wrong result.
+        dtype: of the rows.
+        dims: lengths of the rows.
+        device: where they are.
 
     Raises:
-        ValueError: where ``grouped`` is asked for and cannot take the dtype or a dim.
+        ValueError: where what is asked for cannot take the dtype or a dim, or has no such device.
     """
-    fits = grouped.fits(dtype, *dims)
+    fits, own = grouped.fits(dtype, *dims), through(device.type) and dtype in fused.DTYPES
     if asked == "grouped" and not fits:
         step = 16 // dtype.itemsize
         raise ValueError(
@@ -34,10 +45,30 @@ def choose(asked: str, dtype: torch.dtype, *dims: int) -> GroupedKernel:
             f"got {dtype} and {dims}. "
             f"Use widths that {step} divides, or experts: loop"
         )
-    if asked == "loop" or not fits:
-        why = "asked for" if asked == "loop" else f"grouped_mm takes no {dtype} rows of {dims}"
-        return GroupedKernel("loop", why, loop.product, loop.input_gradient, loop.weight_gradient)
-    why = "asked for" if asked == "grouped" else f"takes {dtype} and these widths"
-    return GroupedKernel(
-        "grouped_mm", why, grouped.product, grouped.input_gradient, grouped.weight_gradient
-    )
+    if asked == "triton" and not own:
+        takes = dtype in fused.DTYPES
+        missing = why_not(device.type) if takes else f"own kernels take no {dtype}"
+        raise ValueError(f"layout.experts: no triton here: {missing}. Use experts: auto")
+    why = "asked for"
+    if asked == "auto":
+        why = "" if fits else f"grouped_mm takes no {dtype} rows of {dims}"
+        why = why or (why_library_waits(dtype, device) if own else "")
+        asked = ("triton" if own else "loop") if why else "grouped"
+        why = why or f"takes {dtype} and these widths"
+    name = "grouped_mm" if asked == "grouped" else asked
+    kernels = {"grouped_mm": grouped, "triton": fused, "loop": loop}[name]
+    # The library rounds the gradient of 16-bit rows before it can be added to fp32.
+    summed = fused if own and name == "grouped_mm" and dtype.itemsize == 2 else kernels
+    return GroupedKernel(name, why, kernels.product, kernels.input_gradient, summed.weight_gradient)
+
+
+def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:
+    """Say why the library multiplies group by group, waiting for each; empty where it does not."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return "grouped_mm may go group by group on ROCm, and leave empty groups unwritten"
+    if dtype != torch.bfloat16:
+        return f"grouped_mm goes group by group in {dtype}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major in ONE_KERNEL else f"grouped_mm goes group by group on sm_{major}{minor}"

@@ -33,12 +33,26 @@ def linear(
 
 
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
-    """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given."""
+    """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given.
+
+    Where the device can, the sum of 16-bit factors is fp32 from the first product on: nothing is
+    rounded to the factors' dtype before it is added.
+    """
+    if x_TI.dtype.itemsize == 2 and sums_in_fp32(x_TI.device.type):
+        if into_OI is None:
+            return torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32)
+        if into_OI.dtype == torch.float32:
+            return torch.addmm(into_OI, dy_TO.t(), x_TI, out_dtype=torch.float32, out=into_OI)
     if into_OI is None:
         return dy_TO.t() @ x_TI
     if into_OI.dtype == x_TI.dtype:
         return into_OI.addmm_(dy_TO.t(), x_TI)
     return into_OI.add_(dy_TO.t() @ x_TI)
+
+
+def sums_in_fp32(device: str) -> bool:
+    """Say whether the library's product of 16-bit factors gives fp32 there; ``meta`` is as CUDA."""
+    return device == "meta" or (device == "cuda" and not torch.version.hip)
 
 
 class _Linear(torch.autograd.Function):

@@ -6,7 +6,8 @@ are cut off before the weight's gradient. With r = 1 / rms(x) and g = dy * w:
     y = x * r * w      dw = sum over rows of r * (dy * x)
     dx = r * g - x * r^3 * mean(g * x)
 
-Rows are taken in pieces that stay in cache: on a CPU memory traffic is what limits this kernel.
+On a GPU each way is one kernel. Elsewhere rows are taken in pieces that stay in cache: on a CPU
+memory traffic is what limits this operation.
 """
 
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.fused import fused
 from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.norm import fused as kernels
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_pieces
 
@@ -40,7 +43,23 @@ def rms_norm(
         n_valid: the first so many of T count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _RmsNorm.apply(x, weight.master, weight.value, epsilon, n_valid, sink)
+    given = (weight.master, weight.value, epsilon, n_valid, sink)
+    return _Fused.apply(x, None, *given)[0] if fused(x) else _RmsNorm.apply(x, *given)
+
+
+def sum_and_norm(
+    x: Tensor,
+    more: Tensor,
+    weight: Operand,
+    epsilon: float,
+    *,
+    n_valid: int | None = None,
+    sink: GradientSink = RETURNED,
+) -> tuple[Tensor, Tensor]:
+    """Return ``x + more`` and its normed rows from one kernel; arguments as ``rms_norm``."""
+    given = (weight.master, weight.value, epsilon, n_valid, sink)
+    normed, total = _Fused.apply(x, more, *given)
+    return total, normed
 
 
 def reference(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -101,6 +120,51 @@ class _RmsNorm(torch.autograd.Function):
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx_ND.view(x.shape), dw, None, None, None, None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        more: Tensor | None,
+        master: Tensor,
+        weight_D: Tensor,
+        epsilon: float,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> tuple[Tensor, Tensor]:
+        more_ND = None if more is None else more.flatten(0, -2)
+        y_ND, rstd_N, sum_ND = kernels.forward(x.flatten(0, -2), weight_D, epsilon, more_ND)
+        total = x if more is None else sum_ND.view(x.shape)
+        ctx.save_for_backward(total, rstd_N, weight_D)
+        ctx.master, ctx.n_valid, ctx.sink, ctx.summed = master, n_valid, sink, more is not None
+        return y_ND.view(x.shape), total if ctx.summed else sum_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        total, rstd_N, weight_D = ctx.saved_tensors
+        counted = total.shape[0] if ctx.n_valid is None else ctx.n_valid
+        counted *= total.shape[1:-1].numel()
+        dx_ND, share_PD = kernels.backward(
+            dy.flatten(0, -2), total.flatten(0, -2), weight_D, rstd_N, counted,
+            dtotal.flatten(0, -2) if ctx.summed else None,
+        )  # fmt: skip
+        dx = dx_ND.view(total.shape)
+        dw = sum_of_shares(ctx, share_PD) if ctx.needs_input_grad[2] else None
+        return dx, dx if ctx.summed else None, dw, None, None, None, None
+
+
+def sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
+    """Deliver the sum of shares of a weight's gradient to the sink of a function's context."""
+
+    def product(into_D: Tensor | None) -> Tensor:
+        dw_D = share_PD.new_zeros(share_PD.shape[1]) if into_D is None else into_D
+        kernels.add_up(share_PD, dw_D)
+        return dw_D
+
+    return ctx.sink.deliver(ctx.master, product)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

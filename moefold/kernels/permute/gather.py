@@ -1,5 +1,7 @@
 """Rows to their copies and back: gather, and gather-and-sum. No atomics, the same bits each time.
 
+On a GPU each is one kernel.
+
 T token rows, K copies per token, R = T * K copy rows, D width. ``token_R`` says which token a copy
 row holds; ``row_TK`` which copy row holds a token's k-th copy. A value of T or R (one past the end)
 marks "none". Each of the two functions is the other's gradient.
@@ -10,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from moefold.kernels.fused import fused
+from moefold.kernels.permute import fused as kernels
 
 
 def spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
@@ -28,7 +33,17 @@ def collect(y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool = Fals
     return _Collect.apply(y_RD, token_R, row_TK, complete)
 
 
+def pick(values_TK: Tensor, copy_R: Tensor, row_TK: Tensor, complete: bool = False) -> Tensor:
+    """Return ``p_R`` with ``p[r] = values.flat[copy_R[r]]``: :func:`spread` of single values.
+
+    An entry whose ``row_TK`` says "none" gets a zero gradient, whatever stands in its row.
+    """
+    return spread(values_TK.reshape(-1, 1), copy_R, row_TK.reshape(-1, 1), complete).view(-1)
+
+
 def _take(x_TD: Tensor, token_R: Tensor, complete: bool) -> Tensor:
+    if fused(x_TD):
+        return kernels.take(x_TD, token_R)
     if not complete:
         token_R = token_R.clamp(max=x_TD.shape[0] - 1)
     return _rows(x_TD, token_R)
@@ -42,6 +57,8 @@ def _rows(values_NX: Tensor, index: Tensor) -> Tensor:
 
 
 def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
+    if fused(y_RD):
+        return kernels.add(y_RD, row_TK)
     if complete:
         picked = _rows(y_RD, row_TK.reshape(-1))
     else:
@@ -49,6 +66,8 @@ def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
         picked = _rows(y_RD, row_TK.reshape(-1).clamp(max=last - 1))
         # Selection, not multiplication: what stands in a missing row may be anything.
         picked = torch.where((row_TK < last).reshape(-1, 1), picked, 0)
+    if row_TK.shape[1] == 1:
+        return picked
     picked_TKD = picked.view(*row_TK.shape, y_RD.shape[1])
     if picked.device.type != "cpu":
         return picked_TKD.sum(1)
@@ -86,26 +105,3 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, dout_TD: Tensor) -> tuple[Tensor | None, ...]:
         (token_R,) = ctx.saved_tensors
         return _take(dout_TD, token_R, ctx.complete), None, None, None
-
-
-def pick(weights_TK: Tensor, copy_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Return ``p_R`` with ``p[r] = weights.flat[copy_R[r]]``; ``copy_R`` is a permutation.
-
-    A copy whose ``row_TK`` says "none" gets a zero gradient, whatever stands in its row.
-    """
-    return _Pick.apply(weights_TK, copy_R, row_TK)
-
-
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, copy_R: Tensor, row_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_TK)
-        return weights_TK.reshape(-1).index_select(0, copy_R)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dp_R: Tensor) -> tuple[Tensor | None, ...]:
-        (row_TK,) = ctx.saved_tensors
-        last = dp_R.shape[0]
-        picked = _rows(dp_R, row_TK.reshape(-1).clamp(max=last - 1)).view(row_TK.shape)
-        return torch.where(row_TK < last, picked, 0), None, None

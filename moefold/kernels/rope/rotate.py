@@ -1,6 +1,7 @@
 """Rotation of query and key rows by their positions (arXiv 2104.09864).
 
-T rows, H heads, d rotary dims. Angles come as ``cos_Tp`` and ``sin_Tp`` with p = d / 2.
+T rows, H heads, d dims of a head. Angles come as ``cos_Tp`` and ``sin_Tp``, for the last 2 p dims.
+On a GPU each way is one kernel.
 """
 
 from typing import Any
@@ -9,13 +10,63 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.fused import fused
+from moefold.kernels.rope import fused as kernels
+
 
 def rotate(x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
-    """Rotate each pair of dims by its angle.
+    """Rotate each pair of the last 2 p dims by its angle; those before stay as they are.
 
-    ``half`` pairs dim i with i + d/2; ``interleaved`` pairs 2i with 2i + 1.
+    Of these ``half`` pairs dim i with i + p; ``interleaved`` pairs 2i with 2i + 1.
     """
-    return _Rotate.apply(x_THd, cos_Tp, sin_Tp, layout)
+    stay = x_THd.shape[-1] - 2 * cos_Tp.shape[1]
+    if stay == 0 or fused(x_THd):
+        return _Rotate.apply(x_THd, cos_Tp, sin_Tp, layout)
+    kept, turned = x_THd.split((stay, 2 * cos_Tp.shape[1]), 2)
+    return torch.cat([kept, _Rotate.apply(turned, cos_Tp, sin_Tp, layout)], 2)
+
+
+def expand(
+    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [T, H, stay + 2 p] and values [T, H, v] that latents give.
+
+    Args:
+        kv_THx: ``stay`` dims of each head's key, then its value.
+        rope_Tr: the position part of the key, of all heads; turned here.
+        cos_Tp: of each row's angles.
+        sin_Tp: of each row's angles.
+        stay: dims of a key that do not turn.
+        layout: as in :func:`rotate`.
+    """
+    if fused(kv_THx):
+        return _Expand.apply(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay, layout)
+    k_THn, v_THv = kv_THx.split((stay, kv_THx.shape[2] - stay), 2)
+    turned_T1r = rotate(rope_Tr[:, None], cos_Tp, sin_Tp, layout)
+    k_THd = torch.cat([k_THn, turned_T1r.expand(-1, kv_THx.shape[1], -1)], 2)
+    return k_THd, v_THv.contiguous()
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kv_THx: Tensor,
+        rope_Tr: Tensor,
+        cos_Tp: Tensor,
+        sin_Tp: Tensor,
+        stay: int,
+        layout: str,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_Tp, sin_Tp)
+        ctx.how = stay, layout == "interleaved"
+        return kernels.expand(kv_THx, rope_Tr, cos_Tp, sin_Tp, *ctx.how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk_THd: Tensor, dv_THv: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = kernels.expand_backward(dk_THd, dv_THv, *ctx.saved_tensors, *ctx.how)
+        return *gradients, None, None, None, None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
@@ -34,11 +85,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
         ctx.save_for_backward(cos_Tp, sin_Tp)
-        ctx.layout = layout
+        ctx.layout, ctx.fused = layout, fused(x_THd)
+        if ctx.fused:
+            return kernels.turn(x_THd, cos_Tp, sin_Tp, layout == "interleaved", False)
         return _turn(x_THd, cos_Tp, sin_Tp, layout)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_THd: Tensor) -> tuple[Tensor | None, ...]:
         cos_Tp, sin_Tp = ctx.saved_tensors
+        if ctx.fused:
+            turned = kernels.turn(dy_THd, cos_Tp, sin_Tp, ctx.layout == "interleaved", True)
+            return turned, None, None, None
         return _turn(dy_THd, cos_Tp, -sin_Tp, ctx.layout), None, None, None

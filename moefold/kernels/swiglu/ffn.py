@@ -54,6 +54,7 @@ def gated_ffn(
     products: Products,
     sink: GradientSink,
     p_N: Tensor | None = None,
+    again: bool = False,
 ) -> Tensor:
     """Return ``y_ND``.
 
@@ -64,9 +65,10 @@ def gated_ffn(
         products: dense or grouped.
         sink: where the weights' gradients go.
         p_N: weight of each row (fp32 or wider), or None.
+        again: backward makes the pre-activation again from the rows instead of keeping it.
     """
     return _GatedFfn.apply(
-        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink
+        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, again
     )
 
 
@@ -82,9 +84,10 @@ class _GatedFfn(torch.autograd.Function):
         w_out: Tensor,
         products: Products,
         sink: GradientSink,
+        again: bool,
     ) -> Tensor:
         h_N2F = products.product(x_ND, w_in.flatten(-3, -2))
-        ctx.save_for_backward(x_ND, h_N2F, p_N, w_in, w_out)
+        ctx.save_for_backward(x_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
         return products.product(pieces.forward(h_N2F, p_N), w_out)
 
@@ -94,6 +97,8 @@ class _GatedFfn(torch.autograd.Function):
         x_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
+        if h_N2F is None:
+            h_N2F = products.product(x_ND, w_in.flatten(-3, -2))
         da_NF = products.input_gradient(dy_ND, w_out)
         dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
 
@@ -112,4 +117,4 @@ class _GatedFfn(torch.autograd.Function):
         )
         dw_in = sink.deliver(master_in, product_in) if ctx.needs_input_grad[1] else None
         dw_out = sink.deliver(master_out, product_out) if ctx.needs_input_grad[2] else None
-        return dx_ND, dw_in, dw_out, dp_N, None, None, None, None
+        return dx_ND, dw_in, dw_out, dp_N, None, None, None, None, None

@@ -1,0 +1,101 @@
+"""Cross-entropy over rows of logits as two Triton kernels; the gradient takes the logits' place.
+
+C rows, V columns of the vocabulary, which may be one rank's share of it. The maths is fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+COLUMNS = 4096
+"""Of a block at most."""
+WARPS = 8
+
+
+@jit
+def _statistics(
+    logits,
+    labels,
+    stats,
+    rows,
+    width,
+    first,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = logits + row * width
+    most = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < width
+        logit = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(most, tl.max(logit, 0))
+        total = total * tl.exp(most - higher) + tl.sum(tl.exp(logit - higher), 0)
+        most = higher
+    label = tl.load(labels + row) - first
+    mine = (label >= 0) & (label < width)
+    picked = tl.load(at + label, mask=mine, other=0.0).to(tl.float32)
+    tl.store(stats + row, most + tl.log(total))
+    tl.store(stats + rows + row, picked)
+
+
+@jit
+def _gradient(
+    logits,
+    labels,
+    normaliser,
+    weight,
+    width,
+    first,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    at = logits + row * width + column
+    factor = tl.load(weight + row)
+    logit = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.exp(logit - tl.load(normaliser + row))
+    label = tl.load(labels + row) - first
+    grad = tl.where(factor == 0, 0.0, (share - (column == label).to(tl.float32)) * factor)
+    tl.store(at, grad.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_statistics(logits_CV: Tensor, labels_C: Tensor, first: int) -> Tensor:
+    """Return fp32 [2, C]: each row's log-sum-exp, and the logit of its label.
+
+    ``first`` is the number of the first column; a label that is no column has a logit of 0.
+    """
+    rows, width = logits_CV.shape
+    stats_2C = _statistics_result(logits_CV, labels_C, first)
+    if rows:
+        _statistics[(rows,)](
+            logits_CV, labels_C, stats_2C, rows, width, first, min(COLUMNS, power_of_2(width)),
+            num_warps=WARPS,
+        )  # fmt: skip
+    return stats_2C
+
+
+def _statistics_result(logits_CV: Tensor, labels_C: Tensor, first: int) -> Tensor:
+    return logits_CV.new_empty(2, logits_CV.shape[0], dtype=torch.float32)
+
+
+def cross_entropy_gradient(
+    logits_CV: Tensor, labels_C: Tensor, normaliser_C: Tensor, weight_C: Tensor, first: int
+) -> None:
+    """Replace contiguous logits by ``(softmax - label) * weight``.
+
+    ``normaliser_C`` is the log-sum-exp of the whole row; a row of weight 0 becomes zeros.
+    """
+    rows, width = logits_CV.shape
+    columns = min(COLUMNS, power_of_2(width))
+    if rows:
+        _gradient[(rows, blocks(width, columns))](
+            logits_CV, labels_C, normaliser_C, weight_C, width, first, columns, num_warps=WARPS
+        )
+
+
+statistics = Op(cross_entropy_statistics, _statistics_result)
+gradient = Op(cross_entropy_gradient, lambda *given: None, changes=("logits_CV",))

@@ -1,0 +1,226 @@
+"""Grouped products as own Triton kernels: for devices on which the library's wait or are wrong.
+
+Weight gradients of 16-bit rows are these wherever own kernels run: the library rounds them.
+
+Shapes as in :mod:`moefold.kernels.grouped.loop`; offsets stay on the device. Sums are fp32, of fp32
+factors too (no tf32). Weight gradients are fp32, and added to fp32 without a rounding before.
+Rows past the last offset are neither read nor written.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+Shape = Sequence[int]
+
+
+class ProductTile(NamedTuple):
+    """What one program computes, and how it runs."""
+
+    rows: int
+    columns: int
+    depth: int
+    """Of the factors, in one turn of the loop."""
+    warps: int
+    stages: int
+    """Turns whose factors are on their way."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How Triton is to compile it."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+TILES = {2: ProductTile(128, 128, 64, 8, 3), 4: ProductTile(64, 64, 32, 4, 2)}
+"""By bytes of a factor: what registers and shared memory of every device hold."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TOGETHER = 8
+"""Row tiles that go through a weight's column tiles beside each other, to share them in cache."""
+
+
+@jit
+def _tile_rows(offs, number, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Return group, first row and end row of a row tile; no row where there is no such tile."""
+    g = tl.arange(0, GROUPS)
+    end = tl.load(offs + g, mask=g < groups, other=0)
+    start = tl.load(offs + g - 1, mask=(g > 0) & (g < groups), other=0)
+    tiles = tl.where(g < groups, (end - start + ROWS - 1) // ROWS, 0)
+    last = tl.cumsum(tiles, 0)
+    group = tl.sum(((last <= number) & (g < groups)).to(tl.int32), 0)
+    here = g == group
+    first = tl.sum(tl.where(here, start + (number - last + tiles) * ROWS, 0), 0)
+    return group, first, tl.sum(tl.where(here, end, 0), 0)
+
+
+@jit
+def _product(
+    x,
+    w,
+    offs,
+    y,
+    groups,
+    columns,
+    depth,
+    w_group,
+    w_column,
+    w_depth,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Compute one tile of ``y[r] = w[group of r] x[r]``; ``w`` with its strides."""
+    wave = TOGETHER * tl.cdiv(columns, COLUMNS)
+    program = tl.program_id(0)
+    number = program // wave * TOGETHER + program % TOGETHER
+    group, first, end = _tile_rows(offs, number, groups, ROWS, GROUPS)
+    if first >= end:
+        return
+    r = first.to(tl.int64) + tl.arange(0, ROWS)
+    c = (program % wave // TOGETHER).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    d = tl.arange(0, DEPTH)
+    in_rows, in_columns = (r < end)[:, None], (c < columns)[None, :]
+    at_x = x + r[:, None] * depth + d[None, :]
+    at_w = w + group.to(tl.int64) * w_group + c[None, :] * w_column + d[:, None] * w_depth
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for done in range(0, depth, DEPTH):
+        in_depth = d < depth - done
+        x_rd = tl.load(at_x, mask=in_rows & in_depth[None, :], other=0.0)
+        w_dc = tl.load(at_w, mask=in_columns & in_depth[:, None], other=0.0)
+        total = tl.dot(x_rd, w_dc, total, input_precision="ieee")
+        at_x += DEPTH
+        at_w += DEPTH * w_depth
+    at_y = y + r[:, None] * columns + c[None, :]
+    tl.store(at_y, total.to(y.dtype.element_ty), mask=in_rows & in_columns)
+
+
+@jit
+def _weight_gradient(
+    dy,
+    x,
+    offs,
+    dw,
+    out,
+    width,
+    dw_group,
+    dw_out,
+    dw_in,
+    ADD: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Compute one tile of ``dw[g] = dy[rows of g]^T x[rows of g]``, on top of what is there."""
+    group = tl.program_id(2)
+    start = tl.load(offs + group - 1, mask=group > 0, other=0)
+    end = tl.load(offs + group)
+    # Not one condition: a constant and a value of the device are not and-ed.
+    if ADD:  # noqa: SIM102
+        if start == end:
+            return
+    o = tl.program_id(0).to(tl.int64) * OUT + tl.arange(0, OUT)
+    i = tl.program_id(1).to(tl.int64) * IN + tl.arange(0, IN)
+    d = tl.arange(0, DEPTH)
+    total = tl.zeros((OUT, IN), tl.float32)
+    for first in range(start, end, DEPTH):
+        r = (first + d).to(tl.int64)
+        live = r < end
+        dy_or = tl.load(
+            dy + r[None, :] * out + o[:, None], mask=live[None, :] & (o < out)[:, None], other=0.0
+        )
+        x_ri = tl.load(
+            x + r[:, None] * width + i[None, :],
+            mask=live[:, None] & (i < width)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
+    at = dw + group.to(tl.int64) * dw_group + o[:, None] * dw_out + i[None, :] * dw_in
+    inside = (o < out)[:, None] & (i < width)[None, :]
+    if ADD:
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(dw.dtype.element_ty), mask=inside)
+
+
+def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+    """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``; the weights with any strides."""
+    y_RO = _results(x_RI, w_EOI, offs_E)
+    (rows, depth), (groups, columns, _) = x_RI.shape, w_EOI.shape
+    tile = TILES[x_RI.dtype.itemsize]
+    # Each group ends in at most one tile that is not full.
+    row_tiles = blocks(blocks(rows, tile.rows) + groups, TOGETHER) * TOGETHER
+    if rows:
+        _product[(row_tiles * blocks(columns, tile.columns),)](
+            x_RI.contiguous(), w_EOI, offs_E, y_RO, groups, columns, depth, *w_EOI.stride(),
+            *tile[:3], power_of_2(groups), TOGETHER, **tile.options,
+        )  # fmt: skip
+    return y_RO
+
+
+def grouped_gradient_(into_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> None:
+    """Add ``dy^T x`` of each group's rows to its matrix; those of empty groups are not touched."""
+    _into(into_EOI, dy_RO, x_RI, offs_E, True)
+
+
+def grouped_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
+    """Return fp32 ``dw_EOI``: ``dy^T x`` of each group's rows, zero for empty groups."""
+    dw_EOI = _gradients(dy_RO, x_RI, offs_E)
+    _into(dw_EOI, dy_RO, x_RI, offs_E, False)
+    return dw_EOI
+
+
+def _into(dw_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, add: bool) -> None:
+    groups, out, width = dw_EOI.shape
+    tile = TILES[x_RI.dtype.itemsize]
+    _weight_gradient[(blocks(out, tile.rows), blocks(width, tile.columns), groups)](
+        dy_RO.contiguous(), x_RI.contiguous(), offs_E, dw_EOI, out, width, *dw_EOI.stride(),
+        add, *tile[:3], **tile.options,
+    )  # fmt: skip
+
+
+def _results(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], w_EOI.shape[1])
+
+
+def _gradients(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
+    shape = (offs_E.shape[0], dy_RO.shape[1], x_RI.shape[1])
+    return dy_RO.new_empty(shape, dtype=torch.float32)
+
+
+product = Op(grouped_product, _results)
+gradient = Op(grouped_gradient, _gradients)
+gradient_ = Op(grouped_gradient_, lambda into_EOI, dy_RO, x_RI, offs_E: None, ("into_EOI",))
+
+
+@register_flop_formula(torch.ops.moefold.grouped_product)
+def _product_flops(x_RI: Shape, w_EOI: Shape, *_: Any, **__: Any) -> int:
+    """Count every row, as offsets are on the device; those past the last are none of a group."""
+    return 2 * x_RI[0] * x_RI[1] * w_EOI[1]
+
+
+@register_flop_formula(torch.ops.moefold.grouped_gradient)
+def _gradient_flops(dy_RO: Shape, x_RI: Shape, *_: Any, **__: Any) -> int:
+    return 2 * dy_RO[0] * dy_RO[1] * x_RI[1]
+
+
+@register_flop_formula(torch.ops.moefold.grouped_gradient_)
+def _added_gradient_flops(into_EOI: Shape, dy_RO: Shape, x_RI: Shape, *_: Any, **__: Any) -> int:
+    return _gradient_flops(dy_RO, x_RI)
+
+
+def input_gradient(dy_RO: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
+    """Return ``dx_RI`` with ``dx[r] = w[group of r]^T dy[r]``."""
+    return product(dy_RO, w_EOI.transpose(1, 2), offs_E)
+
+
+def weight_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, into_EOI: Tensor | None) -> Tensor:
+    """Return ``dw_EOI``, zero for empty groups, added to ``into_EOI`` in place where given."""
+    if into_EOI is None:
+        return gradient(dy_RO, x_RI, offs_E)
+    gradient_(into_EOI, dy_RO, x_RI, offs_E)
+    return into_EOI

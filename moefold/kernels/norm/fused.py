@@ -1,0 +1,192 @@
+"""RMSNorm as Triton kernels, one pass each way, with or without the sum that it norms.
+
+N rows, D width, P programs of backward. The maths is fp32. A program holds whole rows. In backward
+it goes over every P-th tile of rows and keeps its share of the weight's gradient, so that rows are
+read once; the shares are added up in a fixed order.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+TILE = 2048
+"""Elements of a tile, where a row is not longer."""
+SHARES = 512
+"""Programs of backward at most, each with 16 rows at least: shares are little beside rows."""
+
+
+@jit
+def _forward(
+    x,
+    more,
+    weight,
+    total,
+    y,
+    rstd,
+    rows,
+    width,
+    x_stride,
+    epsilon,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.float32)
+    if ADD:
+        value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        stored = value.to(total.dtype.element_ty)
+        tl.store(total + at, stored, mask=inside)
+        # Backward knows the sum as it is stored.
+        value = stored.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / width + epsilon)
+    tl.store(rstd + row, scale, mask=row < rows)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(y + at, (value * scale[:, None] * w[None, :]).to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    dy,
+    x,
+    more,
+    weight,
+    rstd,
+    dx,
+    shares,
+    rows,
+    valid,
+    width,
+    x_stride,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    share = tl.zeros((COLUMNS,), tl.float32)
+    for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        grad = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        normed = value.to(tl.float32) * scale
+        # Rows that do not count may hold anything, NaN among it.
+        share += tl.sum(tl.where((row < valid)[:, None], grad * normed, 0.0), 0)
+        grad *= w[None, :]
+        mean = tl.sum(grad * normed, 1, keep_dims=True) / width
+        out = (grad - normed * mean) * scale
+        if ADD:
+            out += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+    place = program.to(tl.int64) * width + column
+    tl.store(shares + place, share, mask=column < width)
+
+
+@jit
+def _add_up(
+    shares,
+    into,
+    count,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, count, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        at = shares + row[:, None] * width + column[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    before = tl.load(into + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(into + column, (before + total).to(into.dtype.element_ty), mask=column < width)
+
+
+def norm_forward(
+    x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normed rows of ``x_ND + more_ND``, 1 / rms of each, fp32, and the sum.
+
+    The sum has no elements where there is no ``more_ND``.
+    """
+    y_ND, rstd_N, sum_ND = _forward_results(x_ND, weight_D, epsilon, more_ND)
+    (rows, width), x_ND = x_ND.shape, _in_rows(x_ND)
+    more_ND = None if more_ND is None else more_ND.contiguous()
+    tile, columns, warps = _tile(width)
+    if y_ND.numel():
+        _forward[(blocks(rows, tile),)](
+            x_ND, more_ND, weight_D, sum_ND, y_ND, rstd_N, rows, width, x_ND.stride(0), epsilon,
+            more_ND is not None, tile, columns, num_warps=warps,
+        )  # fmt: skip
+    return y_ND, rstd_N, sum_ND
+
+
+def norm_backward(
+    dy_ND: Tensor,
+    x_ND: Tensor,
+    weight_D: Tensor,
+    rstd_N: Tensor,
+    n_valid: int,
+    more_ND: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``dx_ND``, to which ``more_ND`` is added, and shares [P, D] of the weight's gradient.
+
+    The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
+    """
+    dx_ND, share_PD = _backward_results(dy_ND, x_ND)
+    (rows, width), x_ND = x_ND.shape, _in_rows(x_ND)
+    more_ND = None if more_ND is None else more_ND.contiguous()
+    tile, columns, warps = _tile(width)
+    if dx_ND.numel():
+        _backward[(share_PD.shape[0],)](
+            dy_ND.contiguous(), x_ND, more_ND, weight_D, rstd_N, dx_ND, share_PD, rows, n_valid,
+            width, x_ND.stride(0), more_ND is not None, tile, columns, num_warps=warps,
+        )  # fmt: skip
+    return dx_ND, share_PD
+
+
+def add_shares(share_PD: Tensor, into_D: Tensor) -> None:
+    """Add the sum of the shares to ``into_D``."""
+    width = into_D.shape[0]
+    _add_up[(blocks(width, 32),)](share_PD, into_D, share_PD.shape[0], width, 64, 32)
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Return a tile's rows and columns, and its warps."""
+    columns = power_of_2(width)
+    return max(1, TILE // columns), columns, min(16, max(4, columns // 256))
+
+
+def _in_rows(x_ND: Tensor) -> Tensor:
+    """Return rows whose elements lie beside each other, the rows themselves at any distance."""
+    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
+
+
+def _forward_results(
+    x_ND: Tensor, weight_D: Tensor, epsilon: float, more_ND: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rstd_N = x_ND.new_empty(x_ND.shape[:1], dtype=torch.float32)
+    sum_ND = x_ND.new_empty(0 if more_ND is None else x_ND.shape)
+    return x_ND.new_empty(x_ND.shape), rstd_N, sum_ND
+
+
+def _backward_results(dy_ND: Tensor, x_ND: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, width = x_ND.shape
+    shares = min(SHARES, blocks(rows, max(16, _tile(width)[0])))
+    return x_ND.new_empty(x_ND.shape), x_ND.new_empty(shares, width, dtype=torch.float32)
+
+
+forward = Op(norm_forward, _forward_results)
+backward = Op(norm_backward, _backward_results)
+add_up = Op(add_shares, lambda share_PD, into_D: None, changes=("into_D",))

@@ -1,0 +1,180 @@
+"""RMSNorm of each head and its rotation by position as Triton kernels, one pass each way.
+
+T rows, H heads, d dims of a head in p = d / 2 pairs, P programs of backward. The maths is fp32.
+With r = 1 / rms(x), a head is first normed, ``n = x * r * w``, then each pair of dims turned:
+
+    y_a = n_a * cos - n_b * sin      y_b = n_b * cos + n_a * sin
+
+A program takes a tile of heads. Shares of the weight's gradient are as in ``norm/fused.py``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.norm.fused import SHARES
+
+TILE = 1024
+"""Pairs of a tile."""
+
+
+@jit
+def _forward(
+    x,
+    weight,
+    cos,
+    sin,
+    y,
+    rstd,
+    heads_all,
+    heads,
+    pairs,
+    epsilon,
+    FIRST: tl.constexpr,
+    APART,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    # Counts of heads fit in 32 bits, and division of more takes a stack; places are wider.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, PAIRS)
+    inside = (row < heads_all)[:, None] & (pair < pairs)[None, :]
+    first = row.to(tl.int64)[:, None] * (2 * pairs) + (pair * FIRST)[None, :]
+    a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * pairs) + epsilon)
+    tl.store(rstd + row, scale, mask=row < heads_all)
+    w_a = tl.load(weight + pair * FIRST, mask=pair < pairs, other=0.0).to(tl.float32)
+    w_b = tl.load(weight + pair * FIRST + APART, mask=pair < pairs, other=0.0).to(tl.float32)
+    a *= scale[:, None] * w_a[None, :]
+    b *= scale[:, None] * w_b[None, :]
+    angle = (row // heads).to(tl.int64)[:, None] * pairs + pair[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + first, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + first + APART, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    dy,
+    x,
+    weight,
+    cos,
+    sin,
+    rstd,
+    dx,
+    shares,
+    heads_all,
+    valid,
+    heads,
+    pairs,
+    FIRST: tl.constexpr,
+    APART,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    pair = tl.arange(0, PAIRS)
+    w_a = tl.load(weight + pair * FIRST, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
+    w_b = tl.load(weight + pair * FIRST + APART, mask=pair < pairs, other=0.0)
+    w_b = w_b.to(tl.float32)[None, :]
+    share_a = tl.zeros((PAIRS,), tl.float32)
+    share_b = tl.zeros((PAIRS,), tl.float32)
+    for tile in range(program, tl.cdiv(heads_all, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < heads_all)[:, None] & (pair < pairs)[None, :]
+        first = row.to(tl.int64)[:, None] * (2 * pairs) + (pair * FIRST)[None, :]
+        angle = (row // heads).to(tl.int64)[:, None] * pairs + pair[None, :]
+        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        turned_a = tl.load(dy + first, mask=inside, other=0.0).to(tl.float32)
+        turned_b = tl.load(dy + first + APART, mask=inside, other=0.0).to(tl.float32)
+        grad_a = turned_a * c + turned_b * s
+        grad_b = turned_b * c - turned_a * s
+        scale = tl.load(rstd + row, mask=row < heads_all, other=0.0)[:, None]
+        a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32) * scale
+        b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32) * scale
+        # Rows that do not count may hold anything, NaN among it.
+        counted = (row < valid)[:, None]
+        share_a += tl.sum(tl.where(counted, grad_a * a, 0.0), 0)
+        share_b += tl.sum(tl.where(counted, grad_b * b, 0.0), 0)
+        grad_a *= w_a
+        grad_b *= w_b
+        mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * pairs)
+        out_a = (grad_a - a * mean) * scale
+        out_b = (grad_b - b * mean) * scale
+        tl.store(dx + first, out_a.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + first + APART, out_b.to(dx.dtype.element_ty), mask=inside)
+    place = shares + program.to(tl.int64) * (2 * pairs) + pair * FIRST
+    tl.store(place, share_a, mask=pair < pairs)
+    tl.store(place + APART, share_b, mask=pair < pairs)
+
+
+def norm_turn_forward(
+    x_THd: Tensor,
+    weight_d: Tensor,
+    cos_Tp: Tensor,
+    sin_Tp: Tensor,
+    epsilon: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the normed and turned heads and 1 / rms of each head [T, H], fp32.
+
+    A pair is dims i and i + d/2, or 2i and 2i + 1 where ``interleaved``.
+    """
+    y_THd, rstd_TH = _forward_results(x_THd)
+    rows, pairs, (tile, block) = rstd_TH.numel(), cos_Tp.shape[1], _tile(cos_Tp.shape[1])
+    if y_THd.numel():
+        _forward[(blocks(rows, tile),)](
+            x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, y_THd, rstd_TH, rows, x_THd.shape[1],
+            pairs, epsilon, 1 + interleaved, 1 if interleaved else pairs, tile, block,
+        )  # fmt: skip
+    return y_THd, rstd_TH
+
+
+def norm_turn_backward(
+    dy_THd: Tensor,
+    x_THd: Tensor,
+    weight_d: Tensor,
+    cos_Tp: Tensor,
+    sin_Tp: Tensor,
+    rstd_TH: Tensor,
+    n_valid: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``dx_THd`` and shares [P, d] of the weight's gradient.
+
+    The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
+    """
+    results = _backward_results(dy_THd, x_THd)
+    rows, pairs, heads = rstd_TH.numel(), cos_Tp.shape[1], x_THd.shape[1]
+    tile, block = _tile(pairs)
+    if rows:
+        _backward[(results[1].shape[0],)](
+            dy_THd.contiguous(), x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, rstd_TH, *results,
+            rows, n_valid * heads, heads, pairs, 1 + interleaved, 1 if interleaved else pairs,
+            tile, block,
+        )  # fmt: skip
+    return results
+
+
+def _tile(pairs: int) -> tuple[int, int]:
+    block = power_of_2(pairs)
+    return max(1, TILE // block), block
+
+
+def _forward_results(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x_THd.new_empty(x_THd.shape), x_THd.new_empty(x_THd.shape[:2], dtype=torch.float32)
+
+
+def _backward_results(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, dims = x_THd.shape
+    shares = min(SHARES, blocks(tokens * heads, _tile(dims // 2)[0]))
+    return x_THd.new_empty(x_THd.shape), x_THd.new_empty(shares, dims, dtype=torch.float32)
+
+
+forward = Op(norm_turn_forward, _forward_results)
+backward = Op(norm_turn_backward, _backward_results)

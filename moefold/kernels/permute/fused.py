@@ -1,0 +1,76 @@
+"""Rows to their copies and back as one Triton kernel each way.
+
+Values and indices as in :mod:`moefold.kernels.permute.gather`, N rows out. A row of no token is
+left as memory was. Sums go over the copies in their order, in fp32: the same bits always.
+"""
+
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+BLOCK = 2048
+"""Elements of a program's block: of 2 bytes each, two loads of 16 bytes in each of 128 threads."""
+
+
+@jit
+def _take(x, token, out, rows, tokens, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = tl.load(token + row, mask=row < rows, other=tokens)
+    there = (source < tokens)[:, None] & (column < width)[None, :]
+    value = tl.load(x + source[:, None] * width + column[None, :], mask=there, other=0.0)
+    tl.store(out + row[:, None] * width + column[None, :], value, mask=there)
+
+
+@jit
+def _add(
+    y, row, out, tokens, copies, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (token < tokens)[:, None] & (column < width)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+        source = tl.load(row + token * K + k, mask=token < tokens, other=copies)
+        there = inside & (source < copies)[:, None]
+        at = y + source[:, None] * width + column[None, :]
+        value = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        # A negative zero stays one where nothing is added to it.
+        total = value if k == 0 else total + value
+    at_out = out + token[:, None] * width + column[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=inside)
+
+
+def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:
+    """Return ``x_ND`` with ``x[n] = x_TD[token_N[n]]``; rows of no token are unspecified."""
+    out_ND = _taken(x_TD, token_N)
+    (tokens, width), rows = x_TD.shape, token_N.shape[0]
+    grid, block = _blocks(rows, width)
+    if out_ND.numel():
+        _take[grid](x_TD.contiguous(), token_N.contiguous(), out_ND, rows, tokens, width, *block)
+    return out_ND
+
+
+def add_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Return ``out_TD`` with ``out[t] = sum_k y_RD[row_TK[t, k]]``; a missing copy adds nothing."""
+    out_TD = _taken(y_RD, row_TK)
+    (copies, width), (tokens, top_k) = y_RD.shape, row_TK.shape
+    grid, block = _blocks(tokens, width)
+    if out_TD.numel():
+        y_RD, row_TK = y_RD.contiguous(), row_TK.contiguous()
+        _add[grid](y_RD, row_TK, out_TD, tokens, copies, width, top_k, *block)
+    return out_TD
+
+
+def _taken(x_NX: Tensor, index: Tensor) -> Tensor:
+    return x_NX.new_empty(index.shape[0], x_NX.shape[1])
+
+
+def _blocks(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the grid, and a block's rows and columns: whole rows where they are short."""
+    columns = min(power_of_2(width), BLOCK)
+    return (blocks(rows, BLOCK // columns), blocks(width, columns)), (BLOCK // columns, columns)
+
+
+take = Op(take_rows, _taken)
+add = Op(add_rows, _taken)

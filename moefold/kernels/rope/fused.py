@@ -1,0 +1,255 @@
+"""Rotation by position as Triton kernels, one pass each way: of heads, and of what latents give.
+
+T rows, H heads; a head has n dims that stay as they are, then r dims in p = r / 2 pairs that turn;
+values have v dims. The maths is fp32. Each kernel reads and writes what it is given once.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+ELEMENTS = 2048
+"""Of a program's block."""
+
+
+@jit
+def _turned(a, b, c, s, BACK: tl.constexpr):
+    """Turn pairs by their angles, or back."""
+    if BACK:
+        s = -s
+    return a * c - b * s, b * c + a * s
+
+
+@jit
+def _heads(
+    x,
+    cos,
+    sin,
+    y,
+    heads_all,
+    heads,
+    stay,
+    pairs,
+    row_stride,
+    head_stride,
+    FIRST: tl.constexpr,
+    APART,
+    BACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAY: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Turn the last dims of a block of heads."""
+    # Counts of heads fit in 32 bits; places are wider.
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row, pair = (head // heads).to(tl.int64), tl.arange(0, PAIRS)
+    there = (head < heads_all)[:, None]
+    source = x + row[:, None] * row_stride + (head % heads)[:, None] * head_stride
+    aim = y + head.to(tl.int64)[:, None] * (stay + 2 * pairs)
+    if STAY:
+        n = tl.arange(0, STAY)[None, :]
+        kept = there & (n < stay)
+        tl.store(aim + n, tl.load(source + n, mask=kept, other=0.0), mask=kept)
+    inside = there & (pair < pairs)[None, :]
+    first = (stay + pair * FIRST)[None, :]
+    angle = row[:, None] * pairs + pair[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + first + APART, mask=inside, other=0.0).to(tl.float32)
+    a, b = _turned(a, b, c, s, BACK)
+    tl.store(aim + first, a.to(y.dtype.element_ty), mask=inside)
+    tl.store(aim + first + APART, b.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _expand(
+    kv,
+    rope,
+    cos,
+    sin,
+    k,
+    v,
+    heads,
+    stay,
+    values,
+    pairs,
+    rope_stride,
+    FIRST: tl.constexpr,
+    APART,
+    HEADS: tl.constexpr,
+    STAY: tl.constexpr,
+    VALUES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Write a row's keys, with one position part for all heads, and its values."""
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
+    n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]
+    some, first = pair < pairs, pair * FIRST
+    c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
+    at = rope + row * rope_stride + first
+    a = tl.load(at, mask=some, other=0.0).to(tl.float32)
+    b = tl.load(at + APART, mask=some, other=0.0).to(tl.float32)
+    a, b = _turned(a, b, c, s, False)
+    for block in range(0, heads, HEADS):
+        head = (block + tl.arange(0, HEADS))[:, None]
+        there, place = head < heads, row * heads + head
+        source, aim = kv + place * (stay + values), k + place * (stay + 2 * pairs)
+        kept = there & (n < stay)
+        tl.store(aim + n, tl.load(source + n, mask=kept, other=0.0), mask=kept)
+        valued = there & (m < values)
+        value = tl.load(source + stay + m, mask=valued, other=0.0)
+        tl.store(v + place * values + m, value, mask=valued)
+        inside, turned = there & some[None, :], aim + stay + first[None, :]
+        a_hp = tl.broadcast_to(a[None, :], (HEADS, PAIRS))
+        tl.store(turned, a_hp.to(k.dtype.element_ty), mask=inside)
+        b_hp = tl.broadcast_to(b[None, :], (HEADS, PAIRS))
+        tl.store(turned + APART, b_hp.to(k.dtype.element_ty), mask=inside)
+
+
+@jit
+def _expand_backward(
+    dk,
+    dv,
+    cos,
+    sin,
+    dkv,
+    drope,
+    heads,
+    stay,
+    values,
+    pairs,
+    FIRST: tl.constexpr,
+    APART,
+    HEADS: tl.constexpr,
+    STAY: tl.constexpr,
+    VALUES: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Compute a row's gradients: the position part's is the sum over heads, turned back."""
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
+    n, m = tl.arange(0, STAY)[None, :], tl.arange(0, VALUES)[None, :]
+    some, first = pair < pairs, pair * FIRST
+    a = tl.zeros((PAIRS,), tl.float32)
+    b = tl.zeros((PAIRS,), tl.float32)
+    for block in range(0, heads, HEADS):
+        head = (block + tl.arange(0, HEADS))[:, None]
+        there, place = head < heads, row * heads + head
+        source, aim = dk + place * (stay + 2 * pairs), dkv + place * (stay + values)
+        kept = there & (n < stay)
+        tl.store(aim + n, tl.load(source + n, mask=kept, other=0.0), mask=kept)
+        valued = there & (m < values)
+        value = tl.load(dv + place * values + m, mask=valued, other=0.0)
+        tl.store(aim + stay + m, value, mask=valued)
+        inside = there & some[None, :]
+        at = source + stay + first[None, :]
+        a += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float32), 0)
+        b += tl.sum(tl.load(at + APART, mask=inside, other=0.0).to(tl.float32), 0)
+    c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)
+    a, b = _turned(a, b, c, s, True)
+    at = drope + row * (2 * pairs) + first
+    tl.store(at, a.to(drope.dtype.element_ty), mask=some)
+    tl.store(at + APART, b.to(drope.dtype.element_ty), mask=some)
+
+
+def turn_heads(
+    x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, interleaved: bool, back: bool
+) -> Tensor:
+    """Return heads whose last 2 p dims are turned by their rows' angles, or ``back``.
+
+    A pair is dims i and i + p of those, or 2i and 2i + 1 where ``interleaved``.
+    """
+    y_THd = _like(x_THd)
+    (tokens, heads, dims), pairs = x_THd.shape, cos_Tp.shape[1]
+    stay = dims - 2 * pairs
+    x_THd = x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
+    lanes = power_of_2(stay) if stay else 0, power_of_2(pairs)
+    rows = max(1, ELEMENTS // (lanes[0] + 2 * lanes[1]))
+    rows = 1 << (rows.bit_length() - 1)
+    if y_THd.numel():
+        _heads[(blocks(tokens * heads, rows),)](
+            x_THd, cos_Tp, sin_Tp, y_THd, tokens * heads, heads, stay, pairs, x_THd.stride(0),
+            x_THd.stride(1), *_pairs(pairs, interleaved), back, rows, *lanes,
+        )  # fmt: skip
+    return y_THd
+
+
+def expand_latents(
+    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Return keys [T, H, n + r] and values [T, H, v].
+
+    Args:
+        kv_THx: of each head, n dims of its key and v of its value.
+        rope_Tr: the position part of all heads' keys, not turned yet.
+        cos_Tp: of each row's angles.
+        sin_Tp: of each row's angles.
+        stay: n.
+        interleaved: how dims pair, as in :func:`turn_heads`.
+    """
+    results = _expanded(kv_THx, rope_Tr, cos_Tp, sin_Tp, stay)
+    (tokens, heads, dims), pairs = kv_THx.shape, cos_Tp.shape[1]
+    rope_Tr = rope_Tr if rope_Tr.stride(1) == 1 else rope_Tr.contiguous()
+    sizes = stay, dims - stay, pairs
+    if tokens:
+        _expand[(tokens,)](
+            kv_THx.contiguous(), rope_Tr, cos_Tp, sin_Tp, *results, heads, *sizes,
+            rope_Tr.stride(0), *_pairs(pairs, interleaved), *_tile(heads, sizes),
+        )  # fmt: skip
+    return results
+
+
+def expand_latents_backward(
+    dk_THd: Tensor, dv_THv: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients ``dkv_THx`` and ``drope_Tr``."""
+    results = _expanded_gradients(dk_THd, dv_THv, cos_Tp, sin_Tp, stay)
+    (tokens, heads, dims), pairs = dv_THv.shape, cos_Tp.shape[1]
+    sizes = stay, dims, pairs
+    if tokens:
+        _expand_backward[(tokens,)](
+            dk_THd.contiguous(), dv_THv.contiguous(), cos_Tp, sin_Tp, *results, heads, *sizes,
+            *_pairs(pairs, interleaved), *_tile(heads, sizes),
+        )  # fmt: skip
+    return results
+
+
+def _pairs(pairs: int, interleaved: bool) -> tuple[int, int]:
+    """Return how far first dims of pairs lie apart, and the second from its first."""
+    return 1 + interleaved, 1 if interleaved else pairs
+
+
+def _tile(heads: int, sizes: tuple[int, int, int]) -> tuple[int, int, int, int]:
+    """Return a block's heads and lanes."""
+    stay, values, pairs = map(power_of_2, sizes)
+    most = max(1, 2 * ELEMENTS // (stay + values + pairs))
+    return min(power_of_2(heads), 1 << (most.bit_length() - 1)), stay, values, pairs
+
+
+def _like(x_THd: Tensor, *_: Any) -> Tensor:
+    return x_THd.new_empty(x_THd.shape)
+
+
+def _expanded(
+    kv_THx: Tensor, rope_Tr: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, dims = kv_THx.shape
+    k_THd = kv_THx.new_empty(tokens, heads, stay + rope_Tr.shape[1])
+    return k_THd, kv_THx.new_empty(tokens, heads, dims - stay)
+
+
+def _expanded_gradients(
+    dk_THd: Tensor, dv_THv: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, stay: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, dims = dv_THv.shape
+    dkv_THx = dk_THd.new_empty(tokens, heads, stay + dims)
+    return dkv_THx, dk_THd.new_empty(tokens, dk_THd.shape[2] - stay)
+
+
+turn = Op(turn_heads, _like)
+expand = Op(expand_latents, _expanded)
+expand_backward = Op(expand_latents_backward, _expanded_gradients)

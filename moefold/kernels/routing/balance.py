@@ -1,0 +1,420 @@
+"""Sums, counters and values that balancing reads of a router's rows, as Triton kernels.
+
+T token rows, all valid; E experts, K per token, P programs, D data ranks. The maths is fp32. A sum
+over rows is made of the shares of P programs, which are added up in their order: the same bits each
+time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+ELEMENTS = 1024
+"""Of a program's block of rows."""
+SHARES = 64
+"""Programs that rows are divided among, at most."""
+TINY = torch.finfo(torch.float32).tiny
+"""The least that scores are divided by."""
+
+
+@jit
+def _sums(values, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Add up every P-th block of rows."""
+    program, e = tl.program_id(0), tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.float32)
+    for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (t < rows)[:, None] & (e < experts)[None, :]
+        at = values + t[:, None] * experts + e[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    tl.store(shares + program * experts + e, total, mask=e < experts)
+
+
+@jit
+def _added_up(shares, column, programs, width, PIECE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum of all shares of some columns."""
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, programs, PIECE):
+        p = first + tl.arange(0, PIECE)
+        inside = (p < programs)[:, None] & (column < width)[None, :]
+        at = shares + p[:, None] * width + column[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    return total
+
+
+@jit
+def _tally(
+    shares,
+    load,
+    sent,
+    by_rank,
+    load_sum,
+    sent_sum,
+    tokens,
+    plain_sum,
+    probability_sum,
+    so_far,
+    programs,
+    experts,
+    valid,
+    ranks,
+    last,
+    PIECE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add a micro-batch to the counters of some experts."""
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = e < experts
+    loads = tl.load(load_sum + e, mask=there, other=0) + tl.load(load + e, mask=there, other=0)
+    tl.store(load_sum + e, loads, mask=there)
+    sends = tl.load(sent_sum + e, mask=there, other=0) + tl.load(sent + e, mask=there, other=0)
+    tl.store(sent_sum + e, sends, mask=there)
+    probability = _added_up(shares, e, programs, experts, PIECE, COLUMNS)
+    probability += tl.load(probability_sum + e, mask=there, other=0.0)
+    tl.store(probability_sum + e, probability, mask=there)
+    if tl.program_id(0) < 1:
+        tl.store(tokens, tl.load(tokens) + valid)
+    if by_rank is not None:
+        plain = tl.load(plain_sum + e, mask=there, other=0)
+        until = plain
+        for rank in range(ranks):
+            plain += tl.load(by_rank + rank * experts + e, mask=there, other=0)
+            until = tl.where(rank == last, plain, until)
+        tl.store(plain_sum + e, plain, mask=there)
+        tl.store(so_far + e, until, mask=there)
+
+
+@jit
+def _load_balance(
+    shares,
+    counts,
+    value,
+    weight,
+    programs,
+    experts,
+    top_k,
+    population,
+    PIECE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Compute the value and what each expert's probability weighs in it."""
+    e = tl.arange(0, EXPERTS)
+    count = tl.load(counts + e, mask=e < experts, other=0)
+    tokens = tl.maximum(tl.sum(count, 0) // top_k, 1)
+    share = count.to(tl.float32) / tokens.to(tl.float32)
+    total = _added_up(shares, e, programs, experts, PIECE, EXPERTS)
+    mean = tl.sum(share * total, 0) / population
+    tl.store(value, mean * experts / top_k)
+    tl.store(weight + e, share * experts / (top_k * population), mask=e < experts)
+
+
+@jit
+def _squares(logits, lse, shares, rows, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Compute each row's log-sum-exp, and add up their squares over every P-th block of rows."""
+    program, e = tl.program_id(0), tl.arange(0, EXPERTS)
+    total = tl.zeros((ROWS,), tl.float32)
+    for tile in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        t = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (t < rows)[:, None] & (e < experts)[None, :]
+        at = logits + t[:, None] * experts + e[None, :]
+        value = tl.load(at, mask=inside, other=float("-inf"))
+        # Of rows that are not there nothing is infinite.
+        value = tl.where((t < rows)[:, None], value, 0.0)
+        top = tl.max(value, 1)
+        found = tl.log(tl.sum(tl.exp(value - tl.expand_dims(top, 1)), 1)) + top
+        tl.store(lse + t, found, mask=t < rows)
+        total += tl.where(t < rows, found * found, 0.0)
+    tl.store(shares + program, tl.sum(total, 0))
+
+
+@jit
+def _mean(shares, value, programs, population, PROGRAMS: tl.constexpr):
+    p = tl.arange(0, PROGRAMS)
+    total = tl.sum(tl.load(shares + p, mask=p < programs, other=0.0), 0)
+    tl.store(value, total / population)
+
+
+@jit
+def _squares_backward(
+    dvalue,
+    logits,
+    lse,
+    dlogits,
+    rows,
+    experts,
+    population,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    inside = (t < rows)[:, None] & (e < experts)[None, :]
+    at = t[:, None] * experts + e[None, :]
+    log = tl.load(lse + t, mask=t < rows, other=0.0)
+    share = tl.exp(tl.load(logits + at, mask=inside, other=0.0) - log[:, None])
+    factor = tl.load(dvalue) * 2 / population * log
+    tl.store(dlogits + at, factor[:, None] * share, mask=inside)
+
+
+@jit
+def _shares_of_sum(scores, out, rows, experts, tiny, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    inside = (t < rows)[:, None] & (e < experts)[None, :]
+    at = t[:, None] * experts + e[None, :]
+    value = tl.load(scores + at, mask=inside, other=0.0)
+    total = tl.maximum(tl.sum(value, 1, keep_dims=True), tiny)
+    tl.store(out + at, value / total, mask=inside)
+
+
+@jit
+def _shares_of_sum_backward(
+    dout,
+    scores,
+    dscores,
+    rows,
+    experts,
+    row_stride,
+    tiny,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    inside = (t < rows)[:, None] & (e < experts)[None, :]
+    at = t[:, None] * experts + e[None, :]
+    value = tl.load(scores + at, mask=inside, other=0.0)
+    grad = tl.load(dout + t[:, None] * row_stride + e[None, :], mask=inside, other=0.0)
+    total = tl.sum(value, 1, keep_dims=True)
+    divisor = tl.maximum(total, tiny)
+    along = tl.sum(grad * (value / divisor), 1, keep_dims=True)
+    # A sum below the bound is not what scores are divided by.
+    along = tl.where(total >= tiny, along, 0.0)
+    tl.store(dscores + at, (grad - along) / divisor, mask=inside)
+
+
+def sum_rows(values_TE: Tensor) -> Tensor:
+    """Return shares [P, E], fp32, of the sum over rows: they add up to it."""
+    shares_PE = _shares(values_TE)
+    (rows, experts), block = values_TE.shape, _block(values_TE)
+    _sums[(shares_PE.shape[0],)](values_TE.contiguous(), shares_PE, rows, experts, *block)
+    return shares_PE
+
+
+def count_rows(
+    shares_PE: Tensor,
+    load_E: Tensor,
+    sent_E: Tensor,
+    by_rank_DE: Tensor | None,
+    load_sum_E: Tensor,
+    sent_sum_E: Tensor,
+    tokens: Tensor,
+    plain_sum_E: Tensor,
+    probability_sum_E: Tensor,
+    valid: int,
+    rank: int,
+) -> Tensor:
+    """Add a micro-batch to the counters of a step.
+
+    Args:
+        shares_PE: of the sum of its rows' distributions.
+        load_E: int64 choices of each expert.
+        sent_E: int64 of those, the ones that are sent.
+        by_rank_DE: int64 plain choices on each data rank; None where nothing reads them.
+        load_sum_E: counter of ``load_E``, changed as those that follow.
+        sent_sum_E: counter of ``sent_E``.
+        tokens: int64 0-d, counter of rows.
+        plain_sum_E: counter of plain choices on all data ranks.
+        probability_sum_E: fp32 counter of distributions.
+        valid: rows.
+        rank: of D.
+
+    Returns:
+        int64 plain choices counted before, and on data ranks up to this one; no elements where
+        nothing reads them.
+    """
+    so_far_E = _so_far(shares_PE, load_E, sent_E, by_rank_DE)
+    programs, experts = shares_PE.shape
+    ranks = 0 if by_rank_DE is None else by_rank_DE.shape[0]
+    columns = min(32, power_of_2(experts))
+    _tally[(blocks(experts, columns),)](
+        shares_PE, load_E, sent_E, by_rank_DE, load_sum_E, sent_sum_E, tokens, plain_sum_E,
+        probability_sum_E, so_far_E, programs, experts, valid, ranks, rank,
+        power_of_2(SHARES), columns,
+    )  # fmt: skip
+    return so_far_E
+
+
+def load_balance_value(
+    shares_PE: Tensor, counts_E: Tensor, top_k: int, population: int
+) -> tuple[Tensor, Tensor]:
+    """Return ``E / K * sum_i f_i P_i``, 0-d, and its derivative [E] by each row's probability.
+
+    Args:
+        shares_PE: of the sum of rows' distributions.
+        counts_E: int64 choices, K of each token.
+        top_k: K.
+        population: rows of the whole micro-batch, that P is a mean over.
+    """
+    value, weight_E = _value_results(shares_PE)
+    programs, experts = shares_PE.shape
+    lanes = power_of_2(experts)
+    piece = max(1, min(power_of_2(SHARES), 4096 // lanes))
+    _load_balance[(1,)](
+        shares_PE, counts_E, value, weight_E, programs, experts, top_k, population, piece, lanes
+    )
+    return value, weight_E
+
+
+def mean_square_log_sum_exp(logits_TE: Tensor, population: int) -> tuple[Tensor, Tensor]:
+    """Return the sum of rows' squared log-sum-exp over ``population``, 0-d, and these [T]."""
+    value, lse_T = _square_results(logits_TE)
+    (rows, experts), block = logits_TE.shape, _block(logits_TE)
+    programs = _programs(rows, block[0])
+    share_P = logits_TE.new_empty(programs)
+    _squares[(programs,)](logits_TE.contiguous(), lse_T, share_P, rows, experts, *block)
+    _mean[(1,)](share_P, value, programs, population, power_of_2(SHARES))
+    return value, lse_T
+
+
+def mean_square_log_sum_exp_backward(
+    dvalue: Tensor, logits_TE: Tensor, lse_T: Tensor, population: int
+) -> Tensor:
+    """Return ``dlogits_TE``."""
+    dlogits_TE = torch.empty_like(logits_TE)
+    (rows, experts), block = logits_TE.shape, _block(logits_TE)
+    if rows:
+        _squares_backward[(blocks(rows, block[0]),)](
+            dvalue, logits_TE, lse_T, dlogits_TE, rows, experts, population, *block
+        )
+    return dlogits_TE
+
+
+def shares_of_sum(scores_TE: Tensor) -> Tensor:
+    """Return each row's scores over their sum, or over the least normal number."""
+    out_TE = scores_TE.new_empty(scores_TE.shape)
+    (rows, experts), block = scores_TE.shape, _block(scores_TE)
+    if rows:
+        _shares_of_sum[(blocks(rows, block[0]),)](
+            scores_TE.contiguous(), out_TE, rows, experts, TINY, *block
+        )
+    return out_TE
+
+
+def shares_of_sum_backward(dout_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    """Return ``dscores_TE``; rows of ``dout_TE`` may be one and the same."""
+    dscores_TE = scores_TE.new_empty(scores_TE.shape)
+    (rows, experts), block = scores_TE.shape, _block(scores_TE)
+    dout_TE = dout_TE if dout_TE.stride(1) == 1 else dout_TE.contiguous()
+    if rows:
+        _shares_of_sum_backward[(blocks(rows, block[0]),)](
+            dout_TE, scores_TE.contiguous(), dscores_TE, rows, experts, dout_TE.stride(0), TINY,
+            *block,
+        )  # fmt: skip
+    return dscores_TE
+
+
+def _block(values_TE: Tensor) -> tuple[int, int]:
+    """Return a block's rows and lanes."""
+    lanes = power_of_2(values_TE.shape[1])
+    return max(1, ELEMENTS // lanes), lanes
+
+
+def _programs(rows: int, block: int) -> int:
+    return max(1, min(SHARES, blocks(rows, block)))
+
+
+def _shares(values_TE: Tensor) -> Tensor:
+    rows, experts = values_TE.shape
+    return values_TE.new_empty(_programs(rows, _block(values_TE)[0]), experts)
+
+
+def _so_far(
+    shares_PE: Tensor, load_E: Tensor, sent_E: Tensor, by_rank_DE: Tensor | None, *_: Any
+) -> Tensor:
+    return load_E.new_empty(0 if by_rank_DE is None else load_E.shape)
+
+
+def _value_results(shares_PE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return shares_PE.new_empty(()), shares_PE.new_empty(shares_PE.shape[1])
+
+
+def _square_results(logits_TE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return logits_TE.new_empty(()), logits_TE.new_empty(logits_TE.shape[0])
+
+
+row_sums = Op(sum_rows, _shares)
+tally = Op(
+    count_rows,
+    _so_far,
+    changes=("load_sum_E", "sent_sum_E", "tokens", "plain_sum_E", "probability_sum_E"),
+)
+_load_value = Op(load_balance_value, _value_results)
+_square_value = Op(mean_square_log_sum_exp, _square_results)
+_square_backward = Op(
+    mean_square_log_sum_exp_backward, lambda dvalue, logits_TE, *_: torch.empty_like(logits_TE)
+)
+_normalised = Op(shares_of_sum, lambda scores_TE: scores_TE.new_empty(scores_TE.shape))
+_normalised_backward = Op(
+    shares_of_sum_backward, lambda dout_TE, scores_TE: scores_TE.new_empty(scores_TE.shape)
+)
+
+
+def load_balance(
+    probability_TE: Tensor, shares_PE: Tensor, counts_E: Tensor, top_k: int, population: int
+) -> Tensor:
+    """Return the value of :func:`load_balance_value`, differentiable in ``probability_TE``."""
+    return _LoadBalance.apply(probability_TE, shares_PE, counts_E, top_k, population)
+
+
+class _LoadBalance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probability_TE: Tensor, shares_PE: Tensor, *how: Any) -> Tensor:
+        value, weight_E = _load_value(shares_PE, *how)
+        ctx.save_for_backward(weight_E)
+        ctx.shape = probability_TE.shape
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor | None, ...]:
+        (weight_E,) = ctx.saved_tensors
+        return (dvalue * weight_E).expand(ctx.shape), None, None, None, None
+
+
+def square_log_sum_exp(logits_TE: Tensor, population: int) -> Tensor:
+    """Return the value of :func:`mean_square_log_sum_exp`, differentiable."""
+    return _SquareLogSumExp.apply(logits_TE, population)
+
+
+class _SquareLogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, population: int) -> Tensor:
+        logits_TE = logits_TE.contiguous()
+        value, lse_T = _square_value(logits_TE, population)
+        ctx.save_for_backward(logits_TE, lse_T)
+        ctx.population = population
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None]:
+        return _square_backward(dvalue, *ctx.saved_tensors, ctx.population), None
+
+
+def normalised(scores_TE: Tensor) -> Tensor:
+    """Return the rows of :func:`shares_of_sum`, differentiable."""
+    return _Normalised.apply(scores_TE)
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor) -> Tensor:
+        ctx.save_for_backward(scores_TE)
+        return _normalised(scores_TE)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TE: Tensor) -> Tensor:
+        return _normalised_backward(dout_TE, *ctx.saved_tensors)

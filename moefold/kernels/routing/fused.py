@@ -1,0 +1,383 @@
+"""Choice of experts, weights of the chosen, and copies sorted by expert, as Triton kernels.
+
+T token rows, E experts, K experts per token, B buckets, C = T * K copies. What is chosen and how
+copies stand equals the plain functions of the mixture to the bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+ELEMENTS = 1024
+"""Scores of a program's block of rows."""
+ROWS = 64
+"""Rows of a program's block of weights."""
+HITS, WARPS = 8192, 8
+"""Of a program: pairs of a copy and a bucket that are looked at together, and warps for them."""
+CHUNKS = 128
+"""Programs that copies are divided among, at most: each reads the counts of all."""
+NONE = -(1 << 31)
+"""The key below those of all scores: of what is not there, or taken."""
+MOST_BUCKETS = 1024
+"""Whose counts a program keeps."""
+AS_THEY_ARE, SHARES, SOFTMAX = range(3)
+"""Rules by which chosen scores become weights; shares are of their sum."""
+
+
+@jit
+def _key(value):
+    """Return int32 that orders fp32 as it is: zeros alike, NaN above all, INT_MIN for none."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(value != value, 0x7FFFFFFF, ordered)
+
+
+@jit
+def _select(
+    scores,
+    bias,
+    valid,
+    ids,
+    tokens,
+    experts,
+    groups,
+    K: tl.constexpr,
+    KEEP: tl.constexpr,
+    BEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NONE: tl.constexpr,
+):
+    """Choose the experts of a block of rows; experts lie [GROUPS, SLOTS], both padded."""
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    g, s = tl.arange(0, GROUPS), tl.arange(0, SLOTS)
+    size = experts // groups
+    expert = g[:, None] * size + s[None, :]
+    there = ((g < groups)[:, None] & (s < size)[None, :])[None]
+    at = scores + t[:, None, None] * experts + expert[None]
+    value = tl.load(at, mask=(t < tokens)[:, None, None] & there, other=0.0)
+    if bias is not None:
+        value += tl.load(bias + expert[None], mask=there, other=0.0)
+    key = tl.where(there, _key(value), NONE)
+    if GROUPS > 1:
+        left = key
+        rank = tl.zeros((ROWS, GROUPS), tl.float32)
+        for _b in range(BEST):
+            hit = s[None, None, :] == tl.argmax(left, 2, keep_dims=True)
+            rank += tl.sum(tl.where(hit, value, 0.0), 2)
+            left = tl.where(hit, NONE, left)
+        group_key = tl.where((g < groups)[None, :], _key(rank), NONE)
+        kept = tl.zeros((ROWS, GROUPS), tl.int1)
+        for _k in range(KEEP):
+            hit_g = g[None, :] == tl.argmax(group_key, 1, keep_dims=True)
+            kept = kept | hit_g
+            group_key = tl.where(hit_g, NONE, group_key)
+        key = tl.where(kept[:, :, None], key, NONE)
+    key = tl.reshape(key, (ROWS, GROUPS * SLOTS))
+    lane = tl.arange(0, GROUPS * SLOTS)
+    here = (t < tokens)[:, None]
+    for k in range(K):
+        place = tl.argmax(key, 1, keep_dims=True)
+        key = tl.where(lane[None, :] == place, NONE, key)
+        choice = place // SLOTS * size + place % SLOTS
+        if valid is not None:
+            choice = tl.where(tl.load(valid + t[:, None], mask=here, other=0) != 0, choice, experts)
+        tl.store(ids + t[:, None] * K + k, choice.to(tl.int64), mask=here)
+
+
+@jit
+def _count(bucket, counts, copies, chunk, LANES: tl.constexpr, PIECE: tl.constexpr):
+    """Count a chunk's copies by bucket."""
+    number, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.int32)
+    for first in range(0, chunk, PIECE):
+        c = number * chunk + first + tl.arange(0, PIECE)
+        b = tl.load(bucket + c, mask=c < copies, other=-1)
+        total += tl.sum((b[:, None] == lane[None, :]).to(tl.int32), 0)
+    tl.store(counts + number * LANES + lane, total)
+
+
+@jit
+def _place(
+    bucket,
+    counts,
+    token,
+    copy,
+    row,
+    offs,
+    copies,
+    tokens,
+    top_k,
+    buckets,
+    chunks,
+    chunk,
+    LANES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Give each copy of a chunk its row, from the counts of all chunks."""
+    number, lane, p = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
+    total = tl.zeros((LANES,), tl.int32)
+    before = tl.zeros((LANES,), tl.int32)
+    for n in range(chunks):
+        here = tl.load(counts + n * LANES + lane)
+        total += here
+        before += tl.where(n < number, here, 0)
+    ends = tl.cumsum(total, 0)
+    if number < 1:
+        tl.store(offs + lane, ends, mask=lane < buckets)
+    starts, real = ends - total, tl.sum(tl.where(lane < buckets, total, 0), 0)
+    for first in range(0, chunk, PIECE):
+        c = number.to(tl.int64) * chunk + first + p
+        b = tl.load(bucket + c, mask=c < copies, other=-1)
+        earlier = (b[:, None] == b[None, :]) & (p[None, :] < p[:, None])
+        rank = tl.sum(earlier.to(tl.int32), 1)
+        hit = b[:, None] == lane[None, :]
+        # Copies for no bucket stand last; before this piece are those that were not counted.
+        nowhere = real + number * chunk + first - tl.sum(before, 0)
+        place = tl.sum(tl.where(hit, (starts + before)[None, :], 0), 1)
+        place = (tl.where(b < buckets, place, nowhere) + rank).to(tl.int64)
+        before += tl.sum(hit.to(tl.int32), 0)
+        inside = c < copies
+        tl.store(row + c, tl.where(b < buckets, place, copies), mask=inside)
+        tl.store(copy + place, c, mask=inside)
+        tl.store(token + place, tl.where(b < buckets, c // top_k, tokens), mask=inside)
+
+
+@jit
+def _shares(value, inside, epsilon, RULE: tl.constexpr):
+    """Return weights [ROWS, K] before the scale, and what the scores are divided by."""
+    total = 1.0
+    if RULE == 2:
+        top = tl.max(tl.where(inside, value, float("-inf")), 1, keep_dims=True)
+        value = tl.exp(value - top)
+    if RULE > 0:
+        total = tl.sum(tl.where(inside, value, 0.0), 1, keep_dims=True)
+    if RULE == 1:
+        total += epsilon
+    return value / total, total
+
+
+@jit
+def _weigh(
+    scores,
+    ids,
+    weights,
+    tokens,
+    experts,
+    top_k,
+    epsilon,
+    scale,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Weigh the chosen scores of a block of rows."""
+    t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    inside = (t < tokens)[:, None] & (k < top_k)[None, :]
+    at = t[:, None] * top_k + k[None, :]
+    chosen = tl.minimum(tl.load(ids + at, mask=inside, other=0), experts - 1)
+    value = tl.load(scores + t[:, None] * experts + chosen, mask=inside, other=1.0)
+    share, _ = _shares(value, (k < top_k)[None, :], epsilon, RULE)
+    tl.store(weights + at, share * scale, mask=inside)
+
+
+@jit
+def _weigh_backward(
+    dweights,
+    scores,
+    ids,
+    dscores,
+    tokens,
+    experts,
+    epsilon,
+    scale,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Compute the gradient of all scores of a block of rows, from that of the chosen weights."""
+    t, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    inside = (t < tokens)[:, None] & (k < K)[None, :]
+    at = t[:, None] * K + k[None, :]
+    chosen = tl.load(ids + at, mask=inside, other=experts)
+    place = scores + t[:, None] * experts + tl.minimum(chosen, experts - 1)
+    value = tl.load(place, mask=inside, other=1.0)
+    share, total = _shares(value, (k < K)[None, :], epsilon, RULE)
+    dshare = tl.load(dweights + at, mask=inside, other=0.0) * scale
+    dchosen = dshare
+    if RULE > 0:
+        along = tl.sum(tl.where((k < K)[None, :], dshare * share, 0.0), 1, keep_dims=True)
+        dchosen = (dshare - along) * share if RULE == 2 else (dshare - along) / total
+    e = tl.arange(0, EXPERTS)
+    whole = tl.zeros((ROWS, EXPERTS), tl.float32)
+    for one in range(K):
+        mine = k[None, :] == one
+        expert = tl.sum(tl.where(mine, chosen, 0), 1, keep_dims=True)
+        gradient = tl.sum(tl.where(mine, dchosen, 0.0), 1, keep_dims=True)
+        whole += tl.where(e[None, :] == expert, gradient, 0.0)
+    at_e = dscores + t[:, None] * experts + e[None, :]
+    tl.store(at_e, whole, mask=(t < tokens)[:, None] & (e < experts)[None, :])
+
+
+def select_experts(
+    scores_TE: Tensor,
+    bias_E: Tensor | None,
+    valid_T: Tensor | None,
+    top_k: int,
+    groups: int,
+    keep: int,
+    best: int,
+) -> Tensor:
+    """Return int64 ids [T, K] of the best experts by score plus bias, ties by lowest id.
+
+    Args:
+        scores_TE: fp32 scores; NaN counts as the largest.
+        bias_E: fp32, added to the scores for the choice.
+        valid_T: bool; other rows hold E. None where all are valid.
+        top_k: K.
+        groups: equal groups of neighbouring experts; 1 for none.
+        keep: groups whose experts can be chosen.
+        best: how many of a group's scores are added up to rank it.
+    """
+    ids_TK = _ids(scores_TE, bias_E, valid_T, top_k, groups, keep, best)
+    tokens, experts = scores_TE.shape
+    padded = power_of_2(groups), power_of_2(experts // groups)
+    rows = max(1, ELEMENTS // (padded[0] * padded[1]))
+    if tokens:
+        _select[(blocks(tokens, rows),)](
+            scores_TE.contiguous(), bias_E, valid_T, ids_TK, tokens, experts, groups,
+            top_k, keep, best, rows, *padded, NONE,
+        )  # fmt: skip
+    return ids_TK
+
+
+def sort_buckets(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ``token_C``, ``copy_C``, ``row_TK`` and int32 ``offs_B`` of copies sorted by bucket.
+
+    A bucket of B, one past the last, says "none". Two launches, no atomics and no sort: a copy
+    stands after those of lower buckets and after earlier ones of its own.
+    """
+    results = token_C, copy_C, row_TK, offs_B = _order(buckets_TK, buckets)
+    (tokens, top_k), copies = buckets_TK.shape, buckets_TK.numel()
+    if not copies:
+        offs_B.zero_()
+        return results
+    chunk, chunks, block = _chunks(copies, buckets)
+    counts = offs_B.new_empty(chunks, block[0])
+    buckets_TK = buckets_TK.contiguous()
+    _count[(chunks,)](buckets_TK, counts, copies, chunk, *block, num_warps=WARPS)
+    _place[(chunks,)](
+        buckets_TK, counts, token_C, copy_C, row_TK, offs_B, copies, tokens, top_k, buckets,
+        chunks, chunk, *block, num_warps=WARPS,
+    )  # fmt: skip
+    return results
+
+
+def count_buckets(buckets_TK: Tensor, buckets: int) -> Tensor:
+    """Return int64 [B]: how many entries name each bucket, those of B left out."""
+    copies = buckets_TK.numel()
+    chunk, chunks, block = _chunks(copies, buckets)
+    counts = torch.empty(chunks, block[0], dtype=torch.int32, device=buckets_TK.device)
+    if copies:
+        buckets_TK = buckets_TK.contiguous()
+        _count[(chunks,)](buckets_TK, counts, copies, chunk, *block, num_warps=WARPS)
+    return counts[:, :buckets].sum(0)
+
+
+def weigh_chosen(
+    scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
+) -> Tensor:
+    """Return weights [T, K] of the chosen experts.
+
+    Args:
+        scores_TE: fp32 scores.
+        ids_TK: int64 experts; E, one past the last, reads the last and gives no gradient.
+        rule: how chosen scores become weights.
+        epsilon: added to the sum that they are shares of.
+        scale: factor on the weights, last.
+    """
+    weights_TK = _weights(scores_TE, ids_TK, rule, epsilon, scale)
+    (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
+    if tokens:
+        _weigh[(blocks(tokens, ROWS),)](
+            scores_TE.contiguous(), ids_TK.contiguous(), weights_TK, tokens, experts, top_k,
+            epsilon, scale, rule, ROWS, power_of_2(top_k),
+        )  # fmt: skip
+    return weights_TK
+
+
+def weigh_chosen_backward(
+    dweights_TK: Tensor, scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float
+) -> Tensor:
+    """Return ``dscores_TE``: zero for experts that were not chosen."""
+    dscores_TE = torch.empty_like(scores_TE)
+    (tokens, experts), top_k = scores_TE.shape, ids_TK.shape[1]
+    lanes = power_of_2(experts)
+    rows = max(1, ELEMENTS // lanes)
+    if tokens:
+        _weigh_backward[(blocks(tokens, rows),)](
+            dweights_TK.contiguous(), scores_TE.contiguous(), ids_TK.contiguous(), dscores_TE,
+            tokens, experts, epsilon, scale, rule, rows, top_k, power_of_2(top_k), lanes,
+        )  # fmt: skip
+    return dscores_TE
+
+
+def _ids(
+    scores_TE: Tensor, bias_E: Any, valid_T: Any, top_k: int, groups: int, keep: int, best: int
+) -> Tensor:
+    return scores_TE.new_empty(scores_TE.shape[0], top_k, dtype=torch.int64)
+
+
+def _order(buckets_TK: Tensor, buckets: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    copies = buckets_TK.numel()
+    token_C, copy_C = buckets_TK.new_empty(copies), buckets_TK.new_empty(copies)
+    row_TK = buckets_TK.new_empty(buckets_TK.shape)
+    return token_C, copy_C, row_TK, buckets_TK.new_empty(buckets, dtype=torch.int32)
+
+
+def _weights(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float) -> Tensor:
+    return scores_TE.new_empty(ids_TK.shape)
+
+
+def _chunks(copies: int, buckets: int) -> tuple[int, int, tuple[int, int]]:
+    """Return copies of a chunk, how many chunks, and (buckets padded, copies looked at at once)."""
+    lanes = power_of_2(buckets)
+    piece = max(8, min(64, HITS // lanes))
+    chunk = piece * max(1, blocks(copies, piece * CHUNKS))
+    return chunk, blocks(copies, chunk), (lanes, piece)
+
+
+select = Op(select_experts, _ids)
+order = Op(sort_buckets, _order)
+count = Op(count_buckets, lambda buckets_TK, buckets: buckets_TK.new_empty(buckets))
+_weighed = Op(weigh_chosen, _weights)
+_weighed_backward = Op(
+    weigh_chosen_backward, lambda dweights_TK, scores_TE, *more: torch.empty_like(scores_TE)
+)
+
+
+def weigh(scores_TE: Tensor, ids_TK: Tensor, rule: int, epsilon: float, scale: float) -> Tensor:
+    """Return weights [T, K] of the chosen experts as :func:`weigh_chosen`, differentiable."""
+    return _Weigh.apply(scores_TE, ids_TK, rule, epsilon, scale)
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, ids_TK: Tensor, *how: Any) -> Tensor:
+        ctx.save_for_backward(scores_TE, ids_TK)
+        ctx.how = how
+        return _weighed(scores_TE, ids_TK, *how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+        scores_TE, ids_TK = ctx.saved_tensors
+        dscores_TE = _weighed_backward(dweights_TK, scores_TE, ids_TK, *ctx.how)
+        return dscores_TE, None, None, None, None
