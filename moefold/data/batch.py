@@ -103,10 +103,13 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Return the same micro-batch with its tensors on ``device``."""
+        """Return the same micro-batch with its tensors on ``device``; the host waits for none."""
         names = ROWS if self.row_T is None else (*ROWS, "row_T")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return replace(self, **moved)
+        rows: dict[str, Tensor] = {name: getattr(self, name) for name in names}
+        if torch.device(device).type == "cuda":
+            # CUDA copies from memory that is not pinned while the host waits.
+            rows = {name: x if x.is_cuda else x.pin_memory() for name, x in rows.items()}
+        return replace(self, **{n: x.to(device, non_blocking=True) for n, x in rows.items()})
 
 
 def zigzag(rows: int, index: int, ranks: int) -> tuple[range, ...]:

@@ -3,11 +3,10 @@
 T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
 """
 
-import torch
 from torch import Tensor, nn
 
 from moefold.kernels.gradients import read_parameter
-from moefold.kernels.rope.rotate import rotate
+from moefold.kernels.rope.rotate import expand, rotate
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
@@ -41,22 +40,20 @@ class GroupedQueryAttention(nn.Module):
 
     def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""
-        q_THd = self._split(self.q(x_TD, flow), self.q_norm, flow)
-        k_TGd = self._split(self.k(x_TD, flow), self.k_norm, flow)
+        q_THd = self._turned_heads(self.q(x_TD, flow), self.q_norm, flow)
+        k_TGd = self._turned_heads(self.k(x_TD, flow), self.k_norm, flow)
         v_TGd = self.v(x_TD, flow).unflatten(1, (-1, self.record.head_dim))
-        q_THd, k_TGd = (_turned(x, self.record.rope, flow) for x in (q_THd, k_TGd))
         return self.attend(q_THd, k_TGd, v_TGd, flow)
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see; kinds that see otherwise replace this."""
         return attended(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
 
-    def _split(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
-        """Cut rows into heads and norm them, per head or before the cut."""
+    def _turned_heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
+        """Cut rows into heads, normed per head or before the cut, and turn them."""
         if norm is not None and self.record.qk_norm == "projection":
-            rows = norm(rows, flow)
-        heads = rows.unflatten(1, (-1, self.record.head_dim))
-        return norm(heads, flow) if norm is not None and self.record.qk_norm == "head" else heads
+            rows, norm = norm(rows, flow), None
+        return _turned(rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope, flow, norm)
 
 
 class LatentAttention(nn.Module):
@@ -92,10 +89,10 @@ class LatentAttention(nn.Module):
         # Latents are what tensor ranks gather: narrower than rows, and made once.
         q, kv, k_rope = flow.gather_all(q, kv, k_rope)
 
-        def expand(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._expand(q, kv, k_rope, whole)
 
-        q_THd, k_THd, v_THv = flow.recompute.run("mla_up", expand, q, kv, k_rope)
+        q_THd, k_THd, v_THv = flow.recompute.run("mla_up", up, q, kv, k_rope)
         factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
         out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
@@ -110,15 +107,16 @@ class LatentAttention(nn.Module):
         assert up is not None
         q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
         kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
-        q_nope, q_rope = q_THd.split((record.nope_dim, record.rope_dim), 2)
-        k_nope, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
-        k_turned = _turned(k_rope[:, None], record.rope, flow).expand(-1, q_THd.shape[1], -1)
-        q_THd = torch.cat([q_nope, _turned(q_rope, record.rope, flow)], 2)
-        return q_THd, torch.cat([k_nope, k_turned], 2), v_THv.contiguous()
+        angles, layout = flow.angles(record.rope, record.rope_dim), record.rope.layout
+        turn = angles.cos_Tp, angles.sin_Tp
+        k_THd, v_THv = expand(kv_THd, k_rope, *turn, record.nope_dim, layout)
+        return rotate(q_THd, *turn, layout), k_THd, v_THv
 
 
-def _turned(x_THd: Tensor, rope: Rope, flow: Flow) -> Tensor:
+def _turned(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
     angles = flow.angles(rope, x_THd.shape[-1])
+    if norm is not None:
+        return norm.turned(x_THd, angles, rope.layout, flow)
     return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
 
 

@@ -175,8 +175,9 @@ def _counts(heads: Collection[int]) -> str:
     return f"the numbers of heads and of key-value heads ({counts})"
 
 
-Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts"]
-"""Kinds of module that can be recomputed on their own."""
+Kind = Literal["norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather"]
+"""Kinds of module that can be recomputed on their own; ``permute`` is the experts' copies of rows,
+where one rank has all experts, ``gather`` the rows of the tensor group."""
 
 
 @RECOMPUTE.register

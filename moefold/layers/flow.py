@@ -92,14 +92,20 @@ class Flow:
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """Return the rows of the whole tensor group; backward returns each rank its own, summed."""
-        return all_gather(x_TD, self.world.group("tp"))
+        return self._gathered(x_TD) if self.piece is not None else x_TD
 
     def gather_all(self, *parts_TX: Tensor) -> tuple[Tensor, ...]:
         """Gather several tensors of the same rows in one exchange."""
         if self.piece is None:
             return parts_TX
-        widths = [part.shape[1] for part in parts_TX]
-        return self.gather(torch.cat(parts_TX, 1)).split(widths, 1)
+        return self._gathered(*parts_TX).split([part.shape[1] for part in parts_TX], 1)
+
+    def _gathered(self, *parts_TX: Tensor) -> Tensor:
+        def gather(*parts_TX: Tensor) -> Tensor:
+            rows = parts_TX[0] if len(parts_TX) == 1 else torch.cat(parts_TX, 1)
+            return all_gather(rows, self.world.group("tp"))
+
+        return self.recompute.run("gather", gather, *parts_TX)
 
     def scatter(self, y_TD: Tensor) -> Tensor:
         """Sum the tensor group's shares of all its rows, and return this rank's rows of them."""

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import linear
+from moefold.kernels.lookup import fused as kernels
 from moefold.layers.flow import Flow
 
 
@@ -77,6 +79,9 @@ class _Lookup(torch.autograd.Function):
             ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)
             if into_VD is None:
                 into_VD = torch.zeros_like(table)
+            if fused(rows) and into_VD.is_contiguous():
+                kernels.gradient(rows, *ids.sort(stable=True), into_VD)
+                return into_VD
             if rows.is_cuda:  # index_add_ adds in any order there; this one sorts
                 return into_VD.add_(
                     torch.ops.aten.embedding_dense_backward(rows, ids, table.shape[0], -1, False)

@@ -3,7 +3,8 @@
 T rows here, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it here.
 
 Each rank computes the logits of its share; the row's maximum, its normaliser and its label's logit
-are all that ranks exchange, so that the logits never exist as a whole.
+are all that ranks exchange, so that the logits never exist as a whole. Own kernels exchange a
+share's log-sum-exp in place of maximum and normaliser.
 """
 
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, max_, reduce_scatter, sum_
+from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
 from moefold.comm.group import Group
 from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy import chunked
@@ -22,7 +23,7 @@ from moefold.layers.flow import Flow
 
 @torch.no_grad()
 def loss_and_gradients(
-    x_TD: Tensor, head: Operand, flow: Flow, *, scale: float, chunk: int
+    x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's share of the summed loss (unscaled), and ``scale * d loss / d x_TD``.
 
@@ -40,6 +41,32 @@ def loss_and_gradients(
     if ranks.size == 1:
         return chunked.loss_and_gradients(x_TD, head, labels, scale=scale, chunk=chunk)
     x_PD = all_gather(x_TD, ranks)
+    if chunked.goes_through_kernels(x_PD, head):
+        first, combine = ranks.index * head.value.shape[0], partial(_combined, ranks=ranks)
+        total, dx_PD = chunked.through_kernels(
+            x_PD, head, labels, scale=scale, chunk=chunk, first=first, combine=combine
+        )
+    else:
+        total, dx_PD = _plain(x_PD, head, labels, ranks, scale, chunk)
+    # Every tensor rank computed the same loss: one of them states it.
+    return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+
+
+def _combined(stats_2C: Tensor, ranks: Group) -> Tensor:
+    """Return log-sum-exp and label's logit [2, C] of rows from those of each share."""
+    normaliser_RC, picked_RC = gather(stats_2C, ranks).unbind(1)
+    return torch.stack([normaliser_RC.logsumexp(0), picked_RC.sum(0)])
+
+
+def _plain(
+    x_PD: Tensor,
+    head: Operand,
+    labels: Tensor,
+    ranks: Group,
+    scale: float | Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss, and this share's part of the gradient of ``x_PD``."""
     total, dx_PD = _zero(x_PD), torch.zeros_like(x_PD)
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
@@ -54,8 +81,7 @@ def loss_and_gradients(
         dx_PD[rows] = dlogits_Cv @ head.value
         if head.master.requires_grad:
             accumulate(head.master, partial(chunked.head_gradient, dlogits_Cv, x_CD))
-    # Every tensor rank computed the same loss: one of them states it.
-    return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+    return total, dx_PD
 
 
 @torch.no_grad()

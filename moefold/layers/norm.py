@@ -7,9 +7,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import sum_over
+from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.norm.rms import rms_norm
+from moefold.kernels.norm.heads import norm_and_turn
+from moefold.kernels.norm.rms import rms_norm, sum_and_norm
+from moefold.kernels.rope.rotate import rotate
 from moefold.layers.flow import Flow
+from moefold.layers.rope import Angles
 
 
 class RmsNorm(nn.Module):
@@ -28,6 +32,24 @@ class RmsNorm(nn.Module):
             return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
         return flow.recompute.run("norms", normed, x)
+
+    def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+        """Return ``x + more``, the residual rows, and their norm."""
+        # What makes normed rows again starts from the sum, which is kept where they are dropped.
+        if "norms" in flow.recompute.kinds or not fused(x):
+            total = x + more
+            return total, self(total, flow)
+        weight = flow.operand(self.weight, self.weight.dtype)
+        return sum_and_norm(x, more, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
+
+    def turned(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
+        """Return normed heads, rotated by their rows' angles."""
+        if not fused(x_THd):
+            return rotate(self(x_THd, flow), angles.cos_Tp, angles.sin_Tp, layout)
+        # Nothing keeps a normed head that is not turned, so recompute has nothing to drop.
+        weight = flow.operand(self.weight, self.weight.dtype)
+        turn = (angles.cos_Tp, angles.sin_Tp, layout, flow.n_valid, flow.sink)
+        return norm_and_turn(x_THd, weight, self.epsilon, *turn)
 
 
 class RmsNormAcross(RmsNorm):

@@ -22,7 +22,7 @@ class Angles:
 
         Angles are fp32 whatever the compute dtype, as in every published model.
         """
-        frequencies = inverse_frequencies(rope, dim).to(positions_T.device)
+        frequencies = inverse_frequencies(rope, dim).to(positions_T.device, non_blocking=True)
         angles_Tp = positions_T.float()[:, None] * frequencies
         magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
         return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))

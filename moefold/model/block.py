@@ -23,7 +23,7 @@ class DecoderBlock(nn.Module):
         epsilon: of its norms.
         layer: its number.
         dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
-        expert_kernel: ``auto``, ``grouped`` or ``loop``.
+        expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
         """Return the rows after both halves, and the router's terms."""
-        x_TD = self._attend(x_TD, flow)
+        attended_TD = self._attend(x_TD, flow)
         with flow.world.recorder.module(f"{self._name}.{'ffn' if self.moe is None else 'moe'}"):
-            normed_TD = self.ffn_norm(x_TD, flow)
+            x_TD, normed_TD = self.ffn_norm.summed(x_TD, attended_TD, flow)
             if self.moe is not None:
                 return self.moe(MoeInput(x_TD, normed_TD), flow)
             return BlockOutput(x_TD + self.ffn(normed_TD, flow), x_TD.new_zeros(0))
@@ -65,12 +65,12 @@ class DecoderBlock(nn.Module):
         route, *rest = self.moe.segments()
 
         def start(x_TD: Tensor, flow: Flow) -> Tensor:
-            x_TD = self._attend(x_TD, flow)
+            attended_TD = self._attend(x_TD, flow)
             with flow.world.recorder.module(f"{self._name}.moe"):
-                return route(MoeInput(x_TD, self.ffn_norm(x_TD, flow)), flow)
+                return route(MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow)), flow)
 
         return (start, *rest)
 
     def _attend(self, x_TD: Tensor, flow: Flow) -> Tensor:
         with flow.world.recorder.module(f"{self._name}.attention"):
-            return x_TD + self.attention(self.attention_norm(x_TD, flow), flow)
+            return self.attention(self.attention_norm(x_TD, flow), flow)

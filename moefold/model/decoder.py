@@ -54,7 +54,7 @@ class DecoderModel(nn.Module):
         record: the description.
         precision: number format of products; parameters are its master dtype.
         dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
-        expert_kernel: ``auto``, ``grouped`` or ``loop``.
+        expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
         device: where parameters are made (``meta`` allocates nothing); values are uninitialised.
     """
 

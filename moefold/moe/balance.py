@@ -29,10 +29,12 @@ from moefold.comm.collectives import gather, sum_
 from moefold.comm.group import Group
 from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
+from moefold.kernels.fused import fused
+from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
 from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Aux, Bias, Moe, Z
-from moefold.moe.router import Decision, Routed, Router
+from moefold.moe.router import Decision, Routed, Router, Routing
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 
@@ -52,7 +54,8 @@ class Observed:
         self.decision = decision
         self.population = max(rows.population, 1)
         """Valid tokens of the whole micro-batch, on whatever ranks; at least 1."""
-        self._rows = rows
+        self.rows = rows
+        """Those of this rank."""
         self._scores_TE = routed.scores_TE
         self._record = record.router
 
@@ -63,7 +66,14 @@ class Observed:
 
     def valid(self, values_TX: Tensor) -> Tensor:
         """Return the valid rows: they come first, so that no mask is needed."""
-        return valid_rows(values_TX, self._rows)
+        return valid_rows(values_TX, self.rows)
+
+    @cached_property
+    def shares_PE(self) -> Tensor | None:
+        """Shares of the sum of valid rows' distributions, fp32; None where no own kernel runs."""
+        valid_TE = self.valid(self.probability_TE).detach()
+        own = fused(valid_TE) and valid_TE.dtype == torch.float32
+        return kernels.row_sums(valid_TE) if own else None
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Return the rows' share of the mean [0-d] over the micro-batch's valid tokens."""
@@ -72,7 +82,7 @@ class Observed:
     @property
     def segment_T(self) -> Tensor | None:
         """int64 segment of each valid row; None where there is only one."""
-        return segments(self._rows)
+        return segments(self.rows)
 
 
 class Term(ABC):
@@ -116,6 +126,9 @@ class AuxLoss(Term):
         probability_TE = observed.valid(observed.probability_TE)
         segment_T = observed.segment_T if self.over == "sequence" else None
         counts_NE, top_k = decision.counts[self.over], decision.experts_TK.shape[1]
+        if segment_T is None and observed.shares_PE is not None:
+            given = (probability_TE, observed.shares_PE, counts_NE.view(-1))
+            return kernels.load_balance(*given, top_k, observed.population)
         probability_NE = sum_by(probability_TE, segment_T, counts_NE.shape[0])
         # Each token makes top_k choices, so the counts say how many tokens they are of.
         tokens_N1 = (counts_NE.sum(1, keepdim=True) // top_k).clamp(min=1)
@@ -135,7 +148,10 @@ class ZLoss(Term):
 
     def __call__(self, observed: Observed) -> Tensor:
         """Return the rows' share of the value, in the logits' dtype."""
-        return observed.mean(observed.logits_TE.logsumexp(1).square())
+        logits_TE = observed.logits_TE
+        if fused(logits_TE) and logits_TE.dtype == torch.float32:
+            return kernels.square_log_sum_exp(observed.valid(logits_TE), observed.population)
+        return observed.mean(logits_TE.logsumexp(1).square())
 
 
 class BiasUpdate(Update):
@@ -187,6 +203,44 @@ class Counters(ExactBuffers):
         self.register_buffer("probability_E", zeros_E, persistent=False)
 
     @torch.no_grad()
+    def add(
+        self,
+        observed: "Observed",
+        routing: Routing,
+        load_E: Tensor,
+        by_rank_DE: Tensor | None,
+        rank: int,
+    ) -> Tensor | None:
+        """Count a micro-batch.
+
+        Args:
+            observed: its rows.
+            routing: what is sent of them.
+            load_E: int64 choices of each expert.
+            by_rank_DE: int64 plain choices on each data rank; None where no term reads them.
+            rank: of the data ranks.
+
+        Returns:
+            int64 [E] plain choices counted before, and on data ranks up to this one; None where no
+            term reads them.
+        """
+        rows, shares_PE = observed.rows, observed.shares_PE
+        if shares_PE is not None:
+            counters = (self.load_E, self.sent_E, self.tokens, self.plain_E, self.probability_E)
+            counted = (shares_PE, load_E, routing.counts_E, by_rank_DE)
+            so_far_E = kernels.tally(*counted, *counters, rows.n_valid, rank)
+            return None if by_rank_DE is None else so_far_E
+        self.load_E.add_(load_E)
+        self.sent_E.add_(routing.counts_E)
+        self.tokens.add_(rows.n_valid)
+        self.probability_E.add_(observed.valid(observed.probability_TE).sum(0))
+        if by_rank_DE is None:
+            return None
+        so_far_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)
+        self.plain_E.add_(by_rank_DE.sum(0))
+        return so_far_E
+
+    @torch.no_grad()
     def clear(self) -> None:
         """Start a step."""
         for buffer in self.buffers():
@@ -222,11 +276,10 @@ class Balance(nn.Module):
         """
         if not flow.training:
             return routed.decision, {}
-        decision = routed.decision
-        if decision.counts is None:
-            decision = self._count(routed, flow)
-        observed = Observed(routed, decision, flow.rows, self.record)
-        return decision, {term.name: term(observed) for term in self.terms}
+        observed = Observed(routed, routed.decision, flow.rows, self.record)
+        if observed.decision.counts is None:
+            observed.decision = self._count(routed, observed, flow)
+        return observed.decision, {term.name: term(observed) for term in self.terms}
 
     def start_step(self) -> None:
         """Forget the last step's counts."""
@@ -237,48 +290,47 @@ class Balance(nn.Module):
         for update in self.updates:
             update(router, self.counters)
 
-    @torch.no_grad()
-    def _count(self, routed: Routed, flow: Flow) -> Decision:
-        routing, counters, rows = routed.routing, self.counters, flow.rows
-        experts = counters.load_E.shape[0]
-        whole = routing.kept_TK is None
-        load_E = routing.counts_E if whole else count(routing.experts_TK, experts)
-        counters.load_E.add_(load_E)
-        counters.sent_E.add_(routing.counts_E)
-        counters.tokens.add_(rows.n_valid)
-        probability_TE = probabilities(routed.logits_TE, routed.scores_TE, self.record.router)
-        counters.probability_E.add_(valid_rows(probability_TE, rows).sum(0))
-        decision = routed.decision
-        if self._populations and decision.plain_TK is None:
-            top_k = self.record.router.top_k
-            plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
-            decision = replace(decision, plain_TK=plain_TK)
-        return replace(decision, counts=self._counts(decision, flow))
+    def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
+        # Made once, with its graph where terms may read it too.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.terms)):
+            _ = observed.probability_TE
+        routing, counters, decision = routed.routing, self.counters, routed.decision
+        experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
+        with torch.no_grad():
+            whole = routing.kept_TK is None
+            load_E = routing.counts_E if whole else count(routing.experts_TK, experts)
+            if self._populations and decision.plain_TK is None:
+                top_k = self.record.router.top_k
+                plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
+                decision = replace(decision, plain_TK=plain_TK)
+            counts, by_rank_DE = self._counts(decision, load_E, flow), None
+            if "global_batch" in self._populations:
+                # Data ranks run micro-batches of one round: those of lower ranks come before this.
+                by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
+            so_far_E = counters.add(observed, routing, load_E, by_rank_DE, ranks.index)
+        if so_far_E is not None:
+            counts["global_batch"] = so_far_E[None]
+        return replace(decision, counts=counts)
 
-    def _counts(self, decision: Decision, flow: Flow) -> dict[str, Tensor]:
-        """Return the plain choices of each population that a term reads."""
+    def _counts(self, decision: Decision, load_E: Tensor, flow: Flow) -> dict[str, Tensor]:
+        """Return the plain choices of each population of a micro-batch that a term reads."""
         if not self._populations:
             return {}
         assert decision.plain_TK is not None
-        rows, experts = flow.rows, self.counters.load_E.shape[0]
-        plain_TK = valid_rows(decision.plain_TK, rows)
-        counts: dict[str, Tensor] = {}
-        if "sequence" in self._populations:
-            n = max(len(rows.lengths), 1)
-            counts["sequence"] = count_by(plain_TK, segments(rows), n, experts)
+        rows, experts, ranks = flow.rows, load_E.shape[0], flow.world.group("tp_cp")
+        kind = "sequence" if "sequence" in self._populations else "micro_batch"
+        segment_T = segments(rows) if kind == "sequence" else None
+        if segment_T is None and decision.plain_TK is decision.experts_TK:
+            counts_NE = load_E[None]
         else:
-            counts["micro_batch"] = count_by(plain_TK, None, 1, experts)
-        for counts_NE in counts.values():
-            sum_(counts_NE, flow.world.group("tp_cp"))
+            populations = 1 if segment_T is None else len(rows.lengths)
+            plain_TK = valid_rows(decision.plain_TK, rows)
+            counts_NE = count_by(plain_TK, segment_T, populations, experts)
+        if ranks.size > 1:
+            counts_NE = sum_(counts_NE.clone(), ranks)
         # A segment's counts add up to the micro-batch's.
-        counts["micro_batch"] = counts_1E = next(iter(counts.values())).sum(0, keepdim=True)
-        if "global_batch" in self._populations:
-            # Data ranks run micro-batches of one round: those of lower ranks come before this one.
-            ranks, before_E = flow.world.group("dp"), self.counters.plain_E
-            by_rank_DE = gather(counts_1E[0], ranks)
-            counts["global_batch"] = before_E + by_rank_DE[: ranks.index + 1].sum(0, keepdim=True)
-            before_E.add_(by_rank_DE.sum(0))
-        return counts
+        whole_1E = counts_NE if len(counts_NE) == 1 else counts_NE.sum(0, keepdim=True)
+        return {kind: counts_NE, "micro_batch": whole_1E}
 
     @torch.no_grad()
     def health(self, router: Router) -> dict[str, Tensor]:

@@ -33,6 +33,11 @@ class Groups(Record):
     best: Size = 2
     """How many scores ``sum_best`` adds."""
 
+    @property
+    def summed(self) -> int:
+        """How many of a group's best scores are added up to rank it."""
+        return self.best if self.score == "sum_best" else 1
+
     def rules(self) -> Iterator[Violation]:
         """No more groups are kept than there are."""
         if self.keep > self.count:

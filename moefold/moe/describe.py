@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
+    COPIES,
     INDEX,
+    NOTHING,
     SMALL_WIDTH,
     STATISTIC,
     LayerSpec,
     Matmul,
-    Modules,
     Operation,
     RoutingSpec,
     Saved,
@@ -127,13 +128,15 @@ class MoeSpec(LayerSpec):
         yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape)
         yield from self._saved_routing(shape)
         rows_in = received * shape.hidden * shape.width
-        yield Saved("experts.input", rows_in, module="experts")
+        # Elsewhere copies are made from rows that have come, which nothing else keeps.
+        dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
+        yield Saved("experts.input", rows_in, dropped, module="experts")
         yield Saved("experts.weights", received * STATISTIC)
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
             yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
             if self.shared.gate:
-                dropped: Modules = frozenset(("shared",))
+                dropped = frozenset(("shared",))
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
         yield Saved("combine.tokens", received * INDEX)

@@ -20,19 +20,17 @@ class Experts(nn.Module):
         self.w_out = nn.Parameter(torch.empty(experts, hidden, width))
         self._kernel = kernel
 
-    def kernel(self, dtype: torch.dtype) -> GroupedKernel:
-        """Return the kernel that runs for rows of ``dtype``, and why."""
-        return choose(self._kernel, dtype, self.w_in.shape[-1], self.w_out.shape[-1])
+    def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
+        """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
+        dims = self.w_in.shape[-1], self.w_out.shape[-1]
+        return choose(self._kernel, dtype, *dims, device=device)
 
     def forward(self, x_RD: Tensor, offs_E: Tensor, probs_R: Tensor, flow: Flow) -> Tensor:
         """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
 
-        Keeps ``x_RD``, the pre-activation and the routing for backward, nothing else.
+        Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
         """
-
-        def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
-            w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
-            products = grouped_products(self.kernel(x_RD.dtype), offs_E)
-            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R)
-
-        return flow.recompute.run("experts", experts, x_RD, probs_R)
+        w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
+        products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
+        again = flow.recompute.wants("experts")
+        return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again)

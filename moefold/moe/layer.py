@@ -70,7 +70,7 @@ class MoeFfn(nn.Module):
         hidden: D.
         layer: number of the block.
         dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
-        expert_kernel: ``auto``, ``grouped`` or ``loop``.
+        expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
     """
 
     router_type: type[Router] | None = None
@@ -113,7 +113,8 @@ class MoeFfn(nn.Module):
         """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
         routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
         flow.decisions[self._key], terms = self.balance(routed, flow)
-        terms_N = torch.stack(list(terms.values())) if terms else rows.x_TD.new_zeros(0)
+        values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
+        terms_N = torch.cat(values) if len(values) > 1 else values[0]
         routing = routed.routing
         return RoutedRows(*rows, terms_N, routing.weights_TK, routing.sent_TK)
 
@@ -126,7 +127,11 @@ class MoeFfn(nn.Module):
             )
         if sent.overflow is not None:
             flow.overflow.append(sent.overflow)
-        return DispatchedRows(residual_TD, x_TD, terms_N, sent._replace(overflow=None))
+        if sent.source is not None:
+            rows_TD, copied = sent.source
+            flow.recompute.discard("permute", (sent.x_RD,), copied, rows_TD)
+        sent = sent._replace(overflow=None, source=None)
+        return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run the experts that are here, and the shared one on the rows that are here."""

@@ -7,6 +7,8 @@ T token rows, E experts, K experts per token, G groups of e = E / G experts each
 import torch
 from torch import Tensor
 
+from moefold.kernels.fused import fused
+from moefold.kernels.routing import fused as kernels
 from moefold.moe.config import Groups
 
 
@@ -24,6 +26,9 @@ def select(
     Equal experts, and equal groups, are taken by lowest id. NaN counts as the largest. Rows that
     are not valid hold E.
     """
+    if fused(scores_TE) and scores_TE.dtype == torch.float32:
+        limits = (1, 1, 1) if groups is None else (groups.count, groups.keep, groups.summed)
+        return kernels.select(scores_TE, bias_E, valid_T, top_k, *limits)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if groups is not None:
         choice_TE = _within_groups(choice_TE, groups)
@@ -100,6 +105,8 @@ def count(experts_TK: Tensor, experts: int) -> Tensor:
 
     Integer sums are exact in any order, so atomics on a device change nothing.
     """
+    if fused(experts_TK) and experts <= kernels.MOST_BUCKETS:
+        return kernels.count(experts_TK, experts)
     expert_C = experts_TK.flatten()
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=expert_C.device)
-    return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts]
+    return counts.scatter_add_(0, expert_C, torch.ones_like(expert_C))[:experts].clone()

@@ -59,8 +59,9 @@ def adamw_fused_(update: AdamWUpdate) -> None:
     params, grads, exp_avgs, exp_avg_sqs = update[:4]
     device, scale = params[0].device, update.scale
     # The kernel divides by its scale, and trusts every tensor to be laid out like the parameter.
-    divisor = None if scale == 1 else torch.tensor(1 / scale, dtype=torch.float32, device=device)
-    count = torch.tensor(float(update.step), device=device)
+    # Filled there: a number that is copied to a device is waited for.
+    divisor = None if scale == 1 else torch.full((), 1 / scale, device=device)
+    count = torch.full((), float(update.step), device=device)
     torch.ops.aten._fused_adamw_(
         params,
         [grad.contiguous() for grad in grads],
@@ -88,7 +89,7 @@ def fusible(param: Tensor) -> bool:
     other layouts wrongly without an error.
     """
     return (
-        param.device.type in FUSED_DEVICES
+        param.device.type in (*FUSED_DEVICES, "meta")
         and param.dtype == torch.float32
         and param.is_contiguous()
     )

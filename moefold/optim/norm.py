@@ -22,7 +22,7 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     is not, or is so large (about 1e17) that float32 cannot hold its square's sum.
     """
     parts = [part for tensor in tensors if tensor.numel() for part in _block_norms(tensor)]
-    wide = _wide(device)
+    wide = widest(device)
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch.cat([part.to(wide) for part in parts])
@@ -42,7 +42,7 @@ def clip_scale(norm: float, limit: float | None) -> float:
 
 def read_scalars(*scalars: Tensor) -> tuple[float, ...]:
     """Return 0-dim tensors of one device as Python floats, in one transfer."""
-    wide = _wide(scalars[0].device)
+    wide = widest(scalars[0].device)
     return tuple(torch.stack([scalar.detach().to(wide) for scalar in scalars]).tolist())
 
 
@@ -51,7 +51,8 @@ def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

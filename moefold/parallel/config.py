@@ -40,8 +40,8 @@ class Layout(Record):
     """How many neighbours share what zero divides; groups of so many hold copies. None: all."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
-    experts: Literal["auto", "grouped", "loop"] = "auto"
-    """Kernel of the experts' products."""
+    experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
+    """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
 
     def rules(self) -> Iterator[Violation]:
         """Each axis is named once; the rest is between the layout and the model."""

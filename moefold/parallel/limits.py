@@ -21,7 +21,8 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
     dispatch = placed.layout.dispatch
     if not isinstance(dispatch, Dispatch) or not dispatch.even_rows:
         return
-    said = torch.tensor([(1, b.rows, b.rows**2) for b in batches], device=placed.world.device)
+    said = torch.tensor([(1, b.rows, b.rows**2) for b in batches])
+    said = said.to(placed.world.device, non_blocking=True)
     n, rows, squares = sum_(said.sum(0), placed.world.group("dp")).tolist()
     # Of numbers with one sum, equal ones have the least sum of squares.
     if n * squares != rows**2:

@@ -21,7 +21,17 @@ Axis = Literal["tp", "cp", "ep", "etp"]
 Rows = Literal["own", "group", "routed"]
 """Rows that an operation reads: T of this rank, P of its tensor group, or R after dispatch."""
 Module = Literal[
-    "block", "norms", "attention", "mla_up", "ffn", "shared", "experts", "moe", "moe_act"
+    "block",
+    "norms",
+    "attention",
+    "mla_up",
+    "ffn",
+    "shared",
+    "experts",
+    "permute",
+    "gather",
+    "moe",
+    "moe_act",
 ]
 """What can be recomputed or offloaded. ``block`` is whole blocks, ``moe`` router to combine and
 ``moe_act`` the experts' activation alone; the rest are those of ``layers.config.Kind``."""
@@ -30,6 +40,8 @@ NOTHING: Modules = frozenset()
 NORMS: Modules = frozenset(("norms",))
 CORE: Modules = frozenset(("attention",))
 UP: Modules = frozenset(("mla_up",))
+COPIES: Modules = frozenset(("permute",))
+GATHER: Modules = frozenset(("gather",))
 
 STATISTIC = 4
 """Bytes of a statistic, score or weight of routing: fp32 whatever the compute dtype."""
@@ -212,8 +224,6 @@ class Saved:
     bytes: int
     dropped: Modules = NOTHING
     """Recomputing one of these drops it; recomputing whole blocks drops all but the input."""
-    held: Modules = NOTHING
-    """Recomputing one of these keeps it all the same, as an input of what is made again."""
     only: Modules = NOTHING
     """It is kept only where one of these is recomputed, as its input; nothing: always."""
     saved: bool = True
@@ -227,7 +237,7 @@ class Saved:
             return self.name == "input" or not self.saved
         if self.only and not self.only & recompute:
             return False
-        return bool(self.held & recompute) or not self.dropped & recompute
+        return not self.dropped & recompute
 
 
 @dataclass(frozen=True)
@@ -246,6 +256,7 @@ class Shape:
     cp: int = 1
     context: Context = RING
     """How ``cp`` ranks see each other's rows."""
+    ep: int = 1
 
     @property
     def piece(self) -> int:
@@ -386,12 +397,12 @@ def small_heads(heads: int, by: Sizes, wanted: int = 2) -> int:
 
 
 def saved_norm(
-    name: str, rows: int, width: int, shape: Shape, held: Modules = NOTHING
+    name: str, rows: int, width: int, shape: Shape, only: Modules = NOTHING
 ) -> Iterator[Saved]:
     """Yield the statistic of a norm and its output, which what follows keeps as an input."""
     yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
     output = rows * width * shape.width
-    yield Saved(f"{name}.output", output, NORMS, held, module="norms")
+    yield Saved(f"{name}.output", output, NORMS, only=only, module="norms")
 
 
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
@@ -436,7 +447,7 @@ def saved_feed_forward(
     dropped: Modules = frozenset((module,))
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved(f"{module}.gathered", size, dropped, module=module)
+        yield Saved(f"{module}.gathered", size, dropped | GATHER, module=module)
     size = (shape.piece if rows is None else rows) * 2 * features * shape.width
     yield Saved(f"{module}.hidden", size, dropped, module=module)
 

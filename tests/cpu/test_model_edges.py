@@ -1,21 +1,25 @@
 """The model at the edges: no rows, no labels, chunks and tiles of any size, weights swapped."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids, pack
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.kernels.rows import row_pieces
+from moefold.kernels.swiglu.ffn import Products
 from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise
+from moefold.moe import experts as experts_room
 from moefold.moe.config import Capacity, LocalExperts, Shared
 from moefold.moe.dispatch.base import LocalDispatch
 from moefold.parallel.apply import alone
@@ -39,7 +43,7 @@ SHAPES = {
     "capacity": decoder(GQA, moe(capacity=Capacity(factor=0.75))),
     "tied": decoder(tied=True),
 }
-SOME = Selective(modules=("norms", "attention", "mla_up", "ffn", "shared", "experts"))
+SOME = Selective(modules=get_args(Kind))
 
 
 @pytest.mark.parametrize("policy", [None, Full(), Selective(modules=("norms", "mla_up")), SOME])
@@ -96,7 +100,7 @@ def test_neither_chunks_nor_tiles_change_a_gradient(monkeypatch: pytest.MonkeyPa
     want = gradients(model, [rows], None, 4096)
     kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for chunk, tile in ((1, 16), (13, 16 * 5), (39, 16 * 64), (40, 1)):
-        monkeypatch.setattr(chunked, "TILE", tile)
+        monkeypatch.setitem(chunked.TILE, "cpu", tile)
         found = gradients(model, [rows], None, chunk)
         assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-14)
         same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 1e-13)
@@ -177,19 +181,58 @@ def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
     assert sent.offs_E[[0, 1, 2, 3, -2, -1]].tolist() == [1, 2, 2, 3, 3, 5]
 
 
+def test_an_output_is_discarded_though_its_tensor_ends_before_its_reader() -> None:
+    """A segment of a block hands on its rows as another tensor of the same memory."""
+    recompute = Recompute(Selective(modules=("norms",)))
+    x_TD, weight_D = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    with recompute.keeping():
+        made = recompute.run("norms", torch.neg, x_TD)
+    handed_on, memory = made.detach(), StorageWeakRef(made.untyped_storage())
+    del made
+    with recompute.keeping():
+        total = (handed_on * weight_D).sum()
+    del handed_on
+    assert memory.expired()
+    total.backward()
+    assert torch.equal(weight_D.grad, -x_TD.sum(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("modules", "products"), [((), 2), (("experts",), 3)])
+def test_recomputed_experts_repeat_their_first_product_alone(
+    modules: tuple[Kind, ...], products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+    plain = experts_room.grouped_products
+
+    def counted(*args: Any) -> Products:
+        whole = plain(*args)
+
+        def product(x: Tensor, w: Tensor) -> Tensor:
+            seen.append(1)
+            return whole.product(x, w)
+
+        return replace(whole, product=product)
+
+    monkeypatch.setattr(experts_room, "grouped_products", counted)
+    policy = Selective(modules=modules) if modules else None
+    gradients(model_of(decoder(GQA, moe())), [padded_rows((8,), 0)], policy, 16)
+    assert len(seen) == products
+
+
 def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind that no module answers to would save nothing and say nothing."""
     seen: set[str] = set()
-    plain = Recompute.run
+    plain = Recompute.wants
 
-    def run(self: Recompute, kind: str, function: Any, *tensors: Tensor) -> Any:
+    def wants(self: Recompute, kind: str) -> bool:
         seen.add(kind)
-        return plain(self, kind, function, *tensors)
+        return plain(self, kind)
 
-    monkeypatch.setattr(Recompute, "run", run)
+    monkeypatch.setattr(Recompute, "wants", wants)
     mixture = moe(shared=Shared(width=16))
     gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
-    assert seen - {"block"} == set(get_args(Kind))
+    # Tensor ranks alone gather: `tests/gloo/test_planner_notes.py` looks at those.
+    assert seen - {"block"} == {*get_args(Kind)} - {"gather"}
 
 
 @pytest.mark.parametrize(("device", "pieces"), [("cpu", 256), ("meta", 1)])

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from lone_rank import META, ROWS, apart, data_of, micro_batch
 
 from moefold.moe.topk import best
 from moefold.parallel.config import Layout
@@ -15,7 +16,6 @@ from moefold.parallel.pipeline import lanes
 from moefold.training import step
 from moefold.training.step import gradients
 from tests.cpu.alive import Made
-from tests.cpu.apart import META, ROWS, apart, data_of, micro_batch
 from tests.cpu.small import GQA, decoder, moe
 
 ROW_BYTES = 34

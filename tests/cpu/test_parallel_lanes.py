@@ -1,11 +1,14 @@
 """Two lanes: what runs beside what, in which order, shown by tasks that wait for each other."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
 
+from moefold.parallel.pipeline import lanes as lanes_module
 from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State, in_turns
 
 CPU = torch.device("cpu")
@@ -92,3 +95,64 @@ def test_an_error_on_the_second_lane_reaches_the_first() -> None:
 
     with pytest.raises(ValueError, match="no such rank"), Lanes(CPU) as lanes:
         lanes.run(Chain((), [LaneTask(broken, True), LaneTask(lambda: ())]))
+
+
+class FakeStream:
+    """What a stream's next work comes after, by name."""
+
+    def __init__(self) -> None:
+        self.behind: set[str] = set()
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.behind |= event.behind
+
+
+class FakeEvent:
+    """What a stream had been given when this was recorded in it."""
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.behind = set((stream or current()).behind)
+
+
+here = threading.local()
+
+
+def current() -> FakeStream:
+    """Return this thread's stream, a new one at first."""
+    if not hasattr(here, "stream"):
+        here.stream = FakeStream()
+    return here.stream
+
+
+@contextmanager
+def on(stream: FakeStream) -> Iterator[None]:
+    before, here.stream = current(), stream
+    yield
+    here.stream = before
+
+
+def test_b42_each_lane_waits_for_what_it_takes_from_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of CUDA acted out: work is behind what it takes, and not behind the other chain's."""
+    fakes = {"Event": FakeEvent, "current_stream": current, "stream": on, "device": nullcontext}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(lanes_module, "_side_stream", lambda device: FakeStream())
+    found: dict[str, set[str]] = {}
+
+    def task(name: str) -> LaneTask:
+        def run() -> State:
+            found[name] = set(current().behind)
+            current().behind.add(name)
+            return ()
+
+        return LaneTask(run, name.isupper())
+
+    names = ("aAbBc", "pPqQr")
+    with Lanes(torch.device("cuda")) as lanes:
+        lanes.run(*(Chain((), [task(name) for name in chain]) for chain in names))
+    for chain in names:
+        for before, after in pairwise(chain):
+            assert before in found[after], f"{after} does not wait for {before}"
+    assert "p" not in found["A"] and "P" not in found["b"]

@@ -35,13 +35,23 @@ BLOCKS = {
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
     ),
 }
-ALL: tuple[Kind, ...] = ("norms", "attention", "mla_up", "ffn", "shared", "experts")
+ALL: tuple[Kind, ...] = (
+    "norms",
+    "attention",
+    "mla_up",
+    "ffn",
+    "shared",
+    "experts",
+    "permute",
+    "gather",
+)
 POLICIES: list[Record | None] = [
     None,
     Full(),
     *(Selective(modules=(kind,)) for kind in ALL),
     Selective(modules=("norms", "mla_up")),
     Selective(modules=("attention", "mla_up")),
+    Selective(modules=("norms", "permute")),
     Selective(modules=ALL),
 ]
 

@@ -469,7 +469,7 @@ def test_more_than_one_rank_is_refused_clearly(tmp_path: Path) -> None:
 
 def test_recompute_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     whole = finished(tmp_path, "none", model=DEEPSEEK)
-    modules = ["norms", "attention", "mla_up", "ffn", "shared", "experts"]
+    modules = ["norms", "attention", "mla_up", "ffn", "shared", "experts", "permute"]
     for name, record in (
         ("full", {"kind": "full"}),
         ("some", {"kind": "selective", "modules": modules}),

@@ -59,7 +59,7 @@ class Dense(LayerSpec):
         yield Saved("residual", shape.row)
         yield Saved("ffn_norm.statistic", shape.rows * STATISTIC, module="norms")
         # Under tp the product reads gathered rows, and the norm's output is an input of recompute.
-        only: Modules = frozenset(("ffn",)) if shape.tp > 1 else NOTHING
+        only: Modules = frozenset(("ffn", "gather")) if shape.tp > 1 else NOTHING
         yield Saved("ffn_norm.output", shape.row, NORMS, only=only, module="norms")
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 

@@ -9,6 +9,7 @@ from moefold.config.errors import Violation
 from moefold.layers.config import ATTENTION, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
+    GATHER,
     NORMS,
     NOTHING,
     SMALL_HEAD,
@@ -102,9 +103,11 @@ class Gqa(LayerSpec):
         """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
         yield Saved("attention_norm.statistic", shape.rows * STATISTIC, module="norms")
         # Rows that a tensor group gathers are kept in place of the norm's output.
-        dropped = NORMS if shape.tp == 1 else NOTHING
-        normed = shape.piece * shape.hidden * shape.width
-        yield Saved("attention_norm.output", normed, dropped, module="norms")
+        only = GATHER if shape.tp > 1 else NOTHING
+        yield Saved("attention_norm.output", shape.row, NORMS, only=only, module="norms")
+        if shape.tp > 1:
+            gathered = shape.piece * shape.hidden * shape.width
+            yield Saved("attention.gathered", gathered, GATHER, module="attention")
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp

@@ -9,9 +9,9 @@ from moefold.config.errors import Violation
 from moefold.layers.config import ATTENTION, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
+    GATHER,
     NOTHING,
     SMALL_HEAD,
-    STATISTIC,
     UP,
     Attention,
     LayerSpec,
@@ -101,8 +101,7 @@ class Mla(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, latents before and after their norms, and attention's."""
-        held = NOTHING if self.q_rank is not None else UP
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, held)
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape)
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
@@ -113,13 +112,12 @@ class Mla(LayerSpec):
     def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed latents that up-projections read: under tp gathered in one tensor."""
         for name, rank in (("q_norm", self.q_rank), ("kv_norm", self.kv_rank)):
-            if rank is not None and shape.tp == 1:
-                yield from saved_norm(name, shape.rows, rank, shape, UP)
-            elif rank is not None:
-                yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
+            if rank is not None:
+                only = GATHER if shape.tp > 1 else NOTHING
+                yield from saved_norm(name, shape.rows, rank, shape, only)
         if shape.tp > 1:
             latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
-            yield Saved("latents.gathered", shape.piece * latent * shape.width)
+            yield Saved("latents.gathered", shape.piece * latent * shape.width, GATHER)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few heads of four dims, values of six, and latents of rank eight."""

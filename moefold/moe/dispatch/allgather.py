@@ -33,7 +33,7 @@ class AllGatherDispatch(EpDispatcher[AllGather]):
         rows_1 = copies_P.new_full((1,), tokens.x_TD.shape[0])
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
         rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
-        *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))
+        *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
         x_AD, weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in tokens[:3])
         slots_AK = experts_AK - ep.index * per_rank
         here_AK = (slots_AK >= 0) & (slots_AK < per_rank)

@@ -11,15 +11,16 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllToAll, AllToAllOnce
-from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, in_order, permute
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
-    experts_of_rows,
+    counts_between,
     gather_counts,
     host_counts,
     pack,
     rank_of_expert,
+    sort_arrived,
     sort_copies,
     sort_tokens,
 )
@@ -34,17 +35,17 @@ class AllToAllDispatch(EpDispatcher[AllToAll]):
         x_TD, weights_TK, experts_TK, no_drop = tokens
         ep, etp = world.group("ep"), world.group("etp")
         order = sort_copies(experts_TK, self._experts, no_drop)
-        counts_PSPe = gather_counts(order.counts_B, world).unflatten(2, (ep.size, -1))
-        coming_SPe = counts_PSPe[:, :, ep.index].transpose(0, 1)
-        going_P = order.counts_B.view(ep.size, -1).sum(1)
-        numbers = host_counts(torch.cat([going_P, coming_SPe.sum(2).flatten()]))
+        asked, coming_Xe = counts_between(order, world)
+        read = host_counts(asked)
+        if not no_drop:
+            order = order.first(sum(read()[: ep.size]))
+        # Where all copies go, they are put in order before the host knows how many go where.
+        x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
+        numbers = read()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
-        order = order.first(sum(plan.send))
-        x_RD = plan.out(order.rows(x_TD, no_drop), ep, etp)
-        p_R = plan.out(order.entries(weights_TK), ep, etp)
-        slots_R = experts_of_rows(coming_SPe.flatten(0, 1), sum(plan.slices))
-        arrived = RoutedTokens(x_RD, p_R[:, None], slots_R[:, None], no_drop=True)
-        here = permute(arrived, self._experts // ep.size)
+        x_RD, p_R = (plan.out(part, ep, etp) for part in (x_RD, p_R))
+        arrived = sort_arrived(coming_Xe, sum(plan.slices))
+        here = in_order(x_RD, p_R[:, None], arrived, no_drop=True)
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
@@ -70,7 +71,7 @@ class DeduplicatedDispatch(EpDispatcher[AllToAllOnce]):
         counts = gather_counts(torch.cat([order.counts_B, copies_P]), world)
         rows_PS, copies_PS = counts.unflatten(2, (2, -1))[:, :, :, ep.index].unbind(2)
         parts = [order.counts_B, rows_PS.t().flatten(), copies_PS.sum()[None]]
-        *numbers, copies = host_counts(torch.cat(parts))
+        *numbers, copies = host_counts(torch.cat(parts))()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
         sent = pack(tokens, order, rank_TK, per_rank)

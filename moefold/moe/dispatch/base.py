@@ -7,19 +7,28 @@ that the two calls can be run, recomputed and scheduled apart.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.config.base import Record
-from moefold.kernels.permute.gather import collect
-from moefold.moe.dispatch.routing_plan import RoutedTokens, sort_copies
+from moefold.kernels.permute.gather import collect, spread
+from moefold.moe.dispatch.routing_plan import Permutation, RoutedTokens, sort_copies
 
 SINGLE_RANK = World.single()
 Handle = tuple[Any, ...]
 """Tensors, on the rows' device as whatever streams hand on, and values that the host knows."""
 Config = TypeVar("Config", bound=Record)
+
+
+class CopiedRows(NamedTuple):
+    """Rows of this rank, and what copies them in the order of experts."""
+
+    rows_TD: Tensor
+    copied: Callable[[Tensor], Tensor]
 
 
 class Dispatched(NamedTuple):
@@ -35,6 +44,8 @@ class Dispatched(NamedTuple):
     overflow: Tensor | None = None
     """int64: by how many rows the fullest pair of ranks exceeds the stated capacity, whose rows are
     missing then; None where there is no limit."""
+    source: CopiedRows | None = None
+    """What ``x_RD`` can be made from again, where that is smaller."""
 
 
 class Dispatcher(Protocol):
@@ -86,7 +97,10 @@ class LocalDispatch:
     ) -> Dispatched:
         """Sort copies of the rows by expert."""
         assert world.group("tp_ep").size == 1, "experts live on other ranks"
-        return permute(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), self._experts)
+        order = sort_copies(experts_TK, self._experts, no_drop)
+        named = {"token_R": order.token_R, "row_TK": order.row_TK, "complete": no_drop}
+        source = CopiedRows(x_TD, partial(spread, **named))
+        return in_order(x_TD, weights_TK, order, no_drop)._replace(source=source)
 
     def combine(
         self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
@@ -147,9 +161,12 @@ def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Disp
     Returns:
         Rows and the handle (token_R, row_TK) that ``collect`` brings their results back with.
     """
-    x_TD, weights_TK, experts_TK, no_drop = tokens
-    order = sort_copies(experts_TK, experts, no_drop)
-    order = order if rows is None else order.first(rows)
-    handle = (order.token_R, order.row_TK)
-    x_RD = order.rows(x_TD, no_drop)
-    return Dispatched(x_RD, order.offs_B, order.entries(weights_TK), handle)
+    order = sort_copies(tokens.experts_TK, experts, tokens.no_drop)
+    x_TD, weights_TK, _, no_drop = tokens
+    return in_order(x_TD, weights_TK, order if rows is None else order.first(rows), no_drop)
+
+
+def in_order(x_TD: Tensor, weights_TK: Tensor, order: Permutation, no_drop: bool) -> Dispatched:
+    """Put copies in an order by expert; the handle is that of :func:`permute`."""
+    x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
+    return Dispatched(x_RD, order.offs_B, p_R, (order.token_R, order.row_TK))

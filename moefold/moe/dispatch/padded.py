@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
 from moefold.comm.world import World
-from moefold.kernels.permute.gather import collect, spread
+from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.moe.config import Padded
 from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
 from moefold.moe.dispatch.routing_plan import (
@@ -46,8 +46,8 @@ class PaddedDispatch(EpDispatcher[Padded]):
         coming = gather_counts(counts_Pe.flatten(), world).unflatten(2, (ep.size, per_rank))
         slots_R = self._slots(coming[:, :, ep.index].transpose(0, 1).flatten(0, 1))
         x_RD = self._out(spread(x_TD, token_N, row_TK), world)
-        p_R1 = self._out(spread(weights_TK.reshape(-1, 1), copy_N, row_TK.view(-1, 1)), world)
-        here = permute(RoutedTokens(x_RD, p_R1, slots_R[:, None]), per_rank)
+        p_R = self._out(pick(weights_TK, copy_N, row_TK), world)
+        here = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
         overflow = ((ends_Pe[:, -1] - starts_P) - capacity).clamp(min=0).amax()
         return here._replace(handle=(token_N, row_TK, *here.handle), overflow=overflow)
 

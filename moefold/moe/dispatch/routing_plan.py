@@ -8,6 +8,7 @@ its weights and its experts, numbered from the first of the rank (or node) that 
 are made on arrival, and results are added up before they return.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,10 @@ from torch import Tensor
 from moefold.comm.collectives import all_to_all, gather, gather_rows, scatter_rows
 from moefold.comm.group import Group
 from moefold.comm.world import World
+from moefold.kernels.fused import fused, through
 from moefold.kernels.permute.gather import pick, spread
+from moefold.kernels.routing import arrivals
+from moefold.kernels.routing import fused as kernels
 
 
 class RoutedTokens(NamedTuple):
@@ -57,9 +61,9 @@ class Permutation(NamedTuple):
         """Return the tokens' rows in this order; ``no_drop`` says that no copy goes nowhere."""
         return spread(x_TD, self.token_R, self.row_TK, no_drop)
 
-    def entries(self, values_TK: Tensor) -> Tensor:
-        """Return the entries' values in this order, differentiable."""
-        return pick(values_TK, self.copy_R, self.row_TK)
+    def entries(self, values_TK: Tensor, no_drop: bool = False) -> Tensor:
+        """Return the entries' values in this order, differentiable; ``no_drop`` as above."""
+        return pick(values_TK, self.copy_R, self.row_TK, no_drop)
 
 
 def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Permutation:
@@ -70,6 +74,8 @@ def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Perm
         buckets: their number B.
         no_drop: the host knows that no entry says "none".
     """
+    if fused(buckets_TK) and buckets <= kernels.MOST_BUCKETS:
+        return Permutation(*kernels.order(buckets_TK, buckets))
     tokens, entries = buckets_TK.shape
     flat = buckets_TK.reshape(-1)
     # Narrow keys sort several times faster than int64 on every device.
@@ -87,14 +93,59 @@ def sort_copies(buckets_TK: Tensor, buckets: int, no_drop: bool = False) -> Perm
 
 
 def gather_counts(counts_C: Tensor, world: World) -> Tensor:
-    """Return int64 [P, S, C]: the counts of every rank that shares this rank's experts."""
+    """Return [P, S, C]: the counts of every rank that shares this rank's experts."""
     sizes = world.folding.sizes
     return gather(counts_C, world.group("tp_ep")).view(sizes.ep, sizes.etp, -1)
 
 
-def host_counts(counts: Tensor) -> list[int]:
-    """Return counts as numbers: the one host read of an exact dispatch."""
-    return counts.tolist()
+def host_counts(counts: Tensor) -> Callable[[], list[int]]:
+    """Start to bring counts to the host, and return what gives their numbers when called.
+
+    The one host read of an exact dispatch. It waits for the counts alone: what a device is given to
+    do between the two calls, it does while the host goes on to the exchange.
+    """
+    if counts.device.type != "cuda":
+        return counts.tolist
+    there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    there.copy_(counts, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def numbers() -> list[int]:
+        arrived.synchronize()
+        return there.tolist()
+
+    return numbers
+
+
+def counts_between(order: Permutation, world: World) -> tuple[Tensor, Tensor]:
+    """Exchange the counts of rows sorted by expert, with all ranks that hold experts.
+
+    Returns:
+        int64 numbers for the host: rows that go to each rank of ``ep``, then those that come from
+        each, slice by slice; and the rows [X, e] that come from each sender for each expert here,
+        senders in that order.
+    """
+    sizes, rank = world.folding.sizes, world.group("ep").index
+    local = order.offs_B.shape[0] // sizes.ep
+    if through(order.offs_B.device.type):
+        ends_PSB = gather_counts(order.offs_B, world)
+        return arrivals.counted(ends_PSB, order.offs_B, local, rank)
+    counts_B = order.counts_B
+    counts_PSPe = gather_counts(counts_B, world).unflatten(2, (sizes.ep, -1))
+    coming_SPe = counts_PSPe[:, :, rank].transpose(0, 1)
+    going_P = counts_B.view(sizes.ep, -1).sum(1)
+    numbers = torch.cat([going_P, coming_SPe.sum(2).flatten()])
+    return numbers, coming_SPe.flatten(0, 1)
+
+
+def sort_arrived(counts_Xe: Tensor, rows: int) -> Permutation:
+    """Sort so many rows by expert that lie by sender and then by expert."""
+    senders, experts = counts_Xe.shape
+    if not (through(counts_Xe.device.type) and arrivals.fits(senders, experts)):
+        return sort_copies(experts_of_rows(counts_Xe, rows)[:, None], experts, no_drop=True)
+    token_R, row_R, offs_e = arrivals.arrange(counts_Xe, rows)
+    return Permutation(token_R, token_R, row_R[:, None], offs_e)
 
 
 def experts_of_rows(counts_XE: Tensor, rows: int) -> Tensor:

@@ -40,7 +40,7 @@ class TwoLevelDispatch(EpDispatcher[TwoLevel]):
         order, node_TK = sort_tokens(tokens, per_node, across.size)
         *numbers, copies = host_counts(
             self._counts(order.counts_B, tokens.experts_TK, per_rank, world)
-        )
+        )()
         hops = _Hops.of(numbers, across, inside, etp)
         order = order.first(sum(hops.send))
         sent = pack(tokens, order, node_TK, per_node)

@@ -49,12 +49,12 @@ class Executor:
     Args:
         placed: this rank's parts.
         flows: one pass per micro-batch, without a sink.
-        shares: of each micro-batch in the step's valid rows, the weight of its router terms.
+        shares: 0-d, of each micro-batch in the step's valid rows: the weight of its router terms.
         loss: what the last stage ends with.
     """
 
     def __init__(
-        self, placed: ModelParts, flows: Sequence[Flow], shares: Sequence[float], loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], shares: Sequence[Tensor], loss: Loss
     ) -> None:
         self._placed, self._flows, self._shares = placed, flows, shares
         self._loss = loss

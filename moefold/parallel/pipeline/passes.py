@@ -44,7 +44,7 @@ class ChunkPass:
         model: DecoderModel,
         chunk: Chunk,
         flow: Flow,
-        share: float,
+        share: float | Tensor,
         loss: Loss,
         beside: World | None,
     ) -> None:
@@ -157,7 +157,7 @@ class ChunkPass:
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
         leaves = [values for values in terms.values() if values.requires_grad]
-        scale = torch.full_like(weighted, self._share)
+        scale = torch.ones_like(weighted) * self._share
         found = iter(torch.autograd.grad(weighted, leaves, scale, allow_unused=True))
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
 
