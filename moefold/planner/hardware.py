@@ -1,5 +1,5 @@
-"""Devices and clusters as data: ``devices.json`` holds each number with its source. Also this
-machine's CPU, by the rates that ``moefold bench`` measured and keeps in a small file.
+"""Devices and clusters as data: ``devices.json`` holds each number with its source. Also what was
+measured on one machine, a CPU by ``moefold bench`` or a GPU, by the rates in its file.
 """
 
 import json
@@ -123,23 +123,28 @@ def cluster(text: str) -> Cluster:
     """Return the cluster that a text such as ``h100x256`` names.
 
     Args:
-        text: device, ``x`` and number; or ``cpu``, or the path of a ``.json`` file: this machine as
-            ``moefold bench`` measured it, from the file that it writes unless told otherwise.
+        text: device, ``x`` and number; or ``cpu``, this machine by the file that ``moefold bench``
+            writes unless told otherwise; or the path of a ``.json`` file of a measured machine,
+            one of it unless ``x`` and a number follow.
 
     Raises:
         ValueError: where the text is no such thing.
     """
-    if text.lower() == "cpu" or text.endswith(".json"):
-        return Machine.read(Path(text) if text.endswith(".json") else usual_file()).cluster
-    name, cross, number = text.lower().rpartition("x")
-    if not (cross and number.isdigit() and int(number)):
+    parts = re.fullmatch(r"(.+)x(\d*[1-9]\d*)", text, re.IGNORECASE)
+    name, number = (parts[1], int(parts[2])) if parts else (text, 1)
+    if text.lower() == "cpu" or name.endswith(".json"):
+        found = Machine.read(usual_file() if text.lower() == "cpu" else Path(name)).device
+    elif parts:
+        found = device(name)
+    else:
         raise ValueError(
             f"cluster {text!r}: device, x and number, such as h100x256; or cpu, this machine as "
             "`moefold bench` measured it"
         )
-    found = device(name)
+    if number > 1 and not found.link_bandwidth:
+        raise ValueError(f"cluster {text!r}: of {found.name} one was measured, and no link of it")
     host = 4 if found.name in GRACE else min(8, found.domain)
-    return Cluster(found, int(number), host, found.domain)
+    return Cluster(found, number, host, found.domain)
 
 
 GRACE = ("GB200", "GB300")
@@ -168,10 +173,10 @@ def processor(
 
 @dataclass(frozen=True)
 class Machine:
-    """One thread of a CPU, as it was measured."""
+    """One thread of a CPU, or one device, as it was measured."""
 
     name: str
-    """What the processor calls itself."""
+    """What it calls itself."""
     threads: int
     software: str
     """Version of torch: a new one is another machine."""
@@ -186,13 +191,25 @@ class Machine:
     :class:`moefold.planner.curves.Rates`."""
     tables: Mapping[str, Any] = field(default_factory=dict)
     """What the rates come from, for a reader."""
+    gpu: bool = False
+    """Whether it is a GPU. One that is sold has the links of its kind, which were not measured."""
+
+    @property
+    def device(self) -> Device:
+        """The machine as a device with its own rates."""
+        found = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
+        if self.gpu:
+            sold = sold_as(self.name) or Device(self.name, (), 0, 0.0)
+            peaks = tuple((dict(sold.peaks) | dict(found.peaks)).items())
+            sizes = found.memory_bytes, found.memory_bandwidth
+            found = replace(sold, peaks=peaks, memory_bytes=sizes[0], memory_bandwidth=sizes[1])
+        rates = tuple((recipe, tuple(known.items())) for recipe, known in self.rates.items())
+        return replace(found, rates=rates)
 
     @property
     def cluster(self) -> Cluster:
-        """The machine as a cluster of one device, with its own rates."""
-        device = processor(self.fp32, self.bandwidth, self.memory_bytes, self.bf16)
-        rates = tuple((recipe, tuple(known.items())) for recipe, known in self.rates.items())
-        return Cluster(replace(device, rates=rates), 1, 1, 1)
+        """The machine as a cluster of one device."""
+        return Cluster(self.device, 1, 1, 1)
 
     def write(self, file: Path) -> None:
         """Write the file, its folder too."""

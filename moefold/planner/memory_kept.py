@@ -59,7 +59,15 @@ def shape_of(case: Case) -> Shape:
     # NCCL EP has room for all rows of all ranks, filled or not.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
     return Shape(
-        case.decoder.hidden, case.rows, sizes.tp, sizes.etp, load, width, sizes.cp, case.context
+        case.decoder.hidden,
+        case.rows,
+        sizes.tp,
+        sizes.etp,
+        load,
+        width,
+        sizes.cp,
+        case.context,
+        sizes.ep,
     )
 
 

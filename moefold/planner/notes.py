@@ -33,15 +33,18 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     if not isinstance(record, Selective):
         return
     try:
-        alone, here = (_layers(decoder, s) for s in (Sizes(), sizes))
+        alone, shared, here = (_layers(decoder, s) for s in (Sizes(), Sizes(tp=2), sizes))
     except ValueError:  # a kind of layer from outside: what it keeps is not known
         return
     every: Modules = frozenset(record.modules)
     for name in dict.fromkeys(record.modules):
-        if not _saves(alone, frozenset(), frozenset((name,))):
+        wanted: Modules = frozenset((name,))
+        if not any(_saves(layers, frozenset(), wanted) for layers in (alone, shared)):
             what = "this model has none"
         elif not _saves(here, every - {name}, every):
-            what = f"they keep nothing of their own under tp{sizes.tp}"
+            axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
+            split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
+            what = f"they keep nothing of their own {f'under {split}' if split else 'without tp'}"
         else:
             continue
         yield f"layout.recompute: {name} saves no memory, {what}; leave it out"
@@ -49,7 +52,7 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
 
 def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Saved, ...]]:
     """Return what each kind of layer keeps for a micro-batch of one row on each tensor rank."""
-    shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp)
+    shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     return [kept(block, shape) for block in kinds(decoder)[0]]
 
 

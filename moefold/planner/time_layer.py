@@ -54,17 +54,19 @@ CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared"
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Least bytes per value: read in bf16 (twice where a scale of the whole tensor comes first), and
 written along rows and along columns."""
-RECOMPUTED = {
-    "norms": ("norms",),
-    "attention": ("attention", "mla_up", "core"),
-    "mla_up": ("mla_up",),
-    "ffn": ("ffn",),
-    "shared": ("shared",),
-    "experts": ("experts", "moe_act"),
-    "moe": ("router", "permute", "experts", "moe_act", "latent"),
-    "moe_act": ("moe_act",),
+RECOMPUTED: Mapping[str, Mapping[str, float]] = {
+    "norms": {"norms": 1},
+    "attention": {"attention": 1, "mla_up": 1, "core": 1},
+    "mla_up": {"mla_up": 1},
+    "ffn": {"ffn": 1},
+    "shared": {"shared": 1},
+    "experts": {"experts": 2 / 3},
+    "permute": {"permute": 1},
+    "moe": {"router": 1, "permute": 1, "experts": 1, "moe_act": 1, "latent": 1},
+    "moe_act": {"moe_act": 1},
 }
-"""The parts of the work that each module of a recompute policy repeats; ``block`` is all."""
+"""The parts of the work that each module of a recompute policy repeats, and how much of each:
+of experts only the product into their width, two of three matrices; ``block`` is all."""
 NARROW_LAUNCHES = 1.5
 """Further launches per product of a narrow recipe: quantising, and its scales."""
 SM_COST = 0.2
@@ -171,9 +173,12 @@ class Time:
 def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
     """Return the time of a block with its exchanges; not to be changed."""
     plain, parts, once = _once(block, share, setting, policy.dispatch)
-    made = _repeated(plain, parts, policy.recompute)
+    # Copies of rows that came from other ranks are not made again: nothing else keeps those.
+    idle = {"permute"} if share.ep * share.etp > 1 else set[str]()
+    made = _repeated(plain, parts, policy.recompute - idle)
     if share.tp > 1:
-        made.put("tp", *_tensor_seconds(block, share, setting))
+        ahead, back = _tensor_seconds(block, share, setting)
+        made.put("tp", ahead, back + (ahead / 2 if "gather" in policy.recompute else 0.0))
     if share.cp > 1 and "core" in parts:
         core = made.forward["attention"], made.backward["attention"]
         sent = _rows_of_heads(block.attention, share)
@@ -230,14 +235,17 @@ def _summed(parts: Mapping[str, Time]) -> Time:
 
 def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str]) -> Time:
     """Return a time with the parts of the work that backward computes again."""
-    names = {name for module in recompute for name in RECOMPUTED.get(module, ())}
-    again = [one for name, one in parts.items() if name in names or "block" in recompute]
-    seconds = sum(sum(one.forward.values()) for one in again)
+    shares = dict.fromkeys(parts, 1.0 if "block" in recompute else 0.0)
+    for module in recompute:
+        for name, share in RECOMPUTED.get(module, {}).items():
+            shares[name] = max(shares.get(name, 0.0), share)
+    again = [(one, shares[name]) for name, one in parts.items() if shares[name]]
+    seconds = sum(share * sum(one.forward.values()) for one, share in again)
     return replace(
         plain,
         forward=dict(plain.forward),
         backward={**plain.backward, "recompute": seconds},
-        host_backward=plain.host_backward + sum(one.host_forward for one in again),
+        host_backward=plain.host_backward + sum(share * one.host_forward for one, share in again),
     )
 
 

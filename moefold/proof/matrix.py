@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
-from moefold.layers.config import CONTEXT, RECOMPUTE, Rope, Yarn
+from moefold.layers.config import CONTEXT, RECOMPUTE, Kind, Rope, Selective, Yarn
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -313,11 +313,13 @@ def zero_stages() -> Iterator[ProofCase]:
 @rule
 def recomputes() -> Iterator[ProofCase]:
     """Every recompute policy."""
+    layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("tp2 pp2 ep2", 8)]
+    some = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
     for record in RECOMPUTE.kinds.values():
-        given = {"modules": ["norms", "attention", "ffn", "shared", "experts"]}
-        policy = record(**(given if "modules" in record.model_fields else {}))
-        layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("tp2 pp2 ep2", 8)]
+        policy = record(**(some if "modules" in record.model_fields else {}))
         yield from _each(["gqa", "mla"], layouts, recompute=policy)
+    every = Selective(modules=get_args(Kind))
+    yield from _each(["gqa", "mla"], [("tp2", 2), *layouts], recompute=every)
 
 
 @rule

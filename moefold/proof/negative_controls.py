@@ -92,7 +92,7 @@ def control(
 
         cases = [planned[number][0] for number in numbers]
         if not whole:
-            cases = [replace(case, precision=case.subject.precision) for case in cases]
+            cases = [replace(c, precision=c.precision or c.subject.precision) for c in cases]
         faults = [planned[number][1] for number in numbers]
         run_cases(cases, faults, told=tell, time_out_s=TIME_OUT_S)
 

@@ -224,35 +224,48 @@ def within_spread(cases: Sequence[ProofCase], told: Told | None = None) -> Proof
 
 
 def prove_low_precision(
-    cases: Sequence[ProofCase], precision: Precision, told: Told | None = None
+    cases: Sequence[ProofCase],
+    precision: Precision,
+    told: Told | None = None,
+    experts: str = "grouped",
 ) -> Proof:
     """Run one step of cases in a narrow format against one rank in fp64, fast forms forced.
 
     A rounding may change which experts a token takes, and then everything. So tokens go to all
     experts here, nothing is dropped, and values are of a size that magnifies little.
-    An error may be ``c * 1.03^depth * eps`` of the format, *depth* being the operations that a
-    gradient has behind it, forward and backward; c is 8 in fp32, whose sums processors of different
-    vector width add up in another order, and 4 in bf16.
     """
-
-    def bound(case: ProofCase) -> float:
-        operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
-        return FACTOR[precision] * 1.03 ** (2 * operations) * torch.finfo(DTYPES[precision]).eps
-
-    return prove([low_precision_case(case, precision) for case in cases], told, bound, EXACT)
+    narrow = [low_precision_case(case, precision, experts) for case in cases]
+    return prove(narrow, told, rounding, EXACT)
 
 
-def low_precision_case(case: ProofCase, precision: Precision) -> ProofCase:
-    """Return a case in a narrow format: the grouped product forced where it takes the widths."""
+def rounding(case: ProofCase) -> float:
+    """Return the largest error that the number format of a case explains: ``c * 1.03^depth * eps``.
+
+    *Depth* is the operations that a gradient has behind it, forward and backward; c is 8 in fp32,
+    whose sums processors of different vector width add up in another order, and 4 in bf16.
+    """
+    assert case.precision is not None
+    operations = IN_A_BLOCK * len(case.subject.decoder.blocks) + AT_THE_END
+    eps = torch.finfo(DTYPES[case.precision]).eps
+    return FACTOR[case.precision] * 1.03 ** (2 * operations) * eps
+
+
+def low_precision_case(
+    case: ProofCase, precision: Precision, experts: str = "grouped"
+) -> ProofCase:
+    """Return a case in a narrow format, its grouped product forced.
+
+    The library's, ``grouped``, is forced where it takes the widths.
+    """
     decoder, etp = steady(case.subject.decoder), case.layout.split.etp
     subject = replace(case.subject, decoder=decoder, idle=())
     bytes_each = DTYPES[precision].itemsize
     shape = Shape(decoder.hidden, rows=1, etp=etp)
-    experts = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
-    rows = [int(activation_width(spec, shape)) * bytes_each for spec in experts]
+    mixtures = [spec for b in decoder.blocks if (spec := described(b.ffn)).routing is not None]
+    rows = [int(activation_width(spec, shape)) * bytes_each for spec in mixtures]
     rows.append(decoder.hidden * bytes_each)
-    fits = all(row % ALIGNMENT == 0 for row in rows)
-    layout = case.layout.model_copy(update={"experts": "grouped"}) if fits else case.layout
+    fits = experts != "grouped" or all(row % ALIGNMENT == 0 for row in rows)
+    layout = case.layout.model_copy(update={"experts": experts}) if fits else case.layout
     return replace(case, subject=subject, layout=layout, precision=precision)
 
 

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from moefold.kernels.fused import why_not
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.time import orthogonal_flops
@@ -165,11 +166,13 @@ def _paths(job: Trainer) -> Iterator[Row]:
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
     kernels = {}
     for i, mixture in job.model.mixtures():
-        kernel = mixture.experts.kernel(dtype)
+        kernel = mixture.experts.kernel(dtype, job.device)
         kernels.setdefault((kernel.name, kernel.why), []).append(i)
     for (name, why), layers in kernels.items():
         where = "" if len(kernels) == 1 else f" in layers {layers}"
         yield "experts", f"{name}{where}: {why}"
+    if job.device.type == "cuda":
+        yield "kernels", why_not("cuda") or "own ones between products, but for fp64"
     yield "attention", "scaled_dot_product_attention, document by document"
     for number, (kind, said) in enumerate(job.optimizer.describe().items()):
         yield "" if number else "optimizer", f"{kind}: {said}"

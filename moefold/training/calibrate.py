@@ -167,13 +167,13 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
         products = list(_products(dtype))
         peaks[form] = peak = max(rate for *_, rate in products)
         passes = _attention(peak, dtype)
-        share, half = _product_law(products, peak)
+        share, half = product_law(products, peak)
         rates[form] = {
             "gemm": share, "half": half, "memory": 1.0, "device": 1.0,
             "kernel_s": tables["call_s"], "launch_s": 0.0, "step_s": 0.0,
         }  # fmt: skip
         for way, found in passes.items():
-            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = _length_law(found)
+            rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = length_law(found, HEAD_DIM)
         tables[form] = {"products": products, "attention": passes}
     return Machine(
         name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], _bandwidth(),
@@ -218,7 +218,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
         yield m, n, k, 2 * m * n * k * times / taken
 
 
-def _product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
+def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
     """Return the share of the peak and the half size that fit products best, in logarithms."""
 
     def fitted(half: float) -> tuple[float, float, float]:
@@ -229,7 +229,7 @@ def _product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> t
         share = median(logs)
         return sum(abs(one - share) for one in logs), exp(share), half
 
-    _, share, half = min(fitted(2.0**i * 1e3) for i in range(18))
+    _, share, half = min(fitted(2.0**i * 1e3) for i in range(-10, 18))
     return share, half
 
 
@@ -253,14 +253,16 @@ def _forward_and_backward(call: Callable[[], torch.Tensor]) -> None:
     call().sum().backward()
 
 
-def _length_law(found: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:
     """Return rate and half length of ``share = rate / (1 + half / length)``, by its two ends.
 
-    The time model scales rates by the head's dims over 128.
+    Args:
+        found: length and share, of short ones first.
+        dim: of a head: the time model scales rates by it over 128.
     """
     (short, low), (long, high) = found[0], found[-1]
     half = max(0.0, (high - low) / max(low / short - high / long, 1e-9))
-    return high * (1 + half / long) * 128 / HEAD_DIM, half
+    return high * (1 + half / long) * 128 / dim, half
 
 
 # ----------------------------------------------------------------------------- whole steps

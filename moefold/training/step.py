@@ -7,17 +7,19 @@ global count, plus each router term weighted by its micro-batch's share of the s
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import sum_
+from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.flow import Flow, cut
 from moefold.layers.loss import loss_and_gradients
 from moefold.layers.recompute import Recompute
 from moefold.moe.balance import sum_counters
-from moefold.optim.norm import read_scalars
+from moefold.optim.norm import read_scalars, widest
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.limits import check_even_rows, check_overflow
@@ -62,23 +64,20 @@ def gradients(
     model, world = placed.model, placed.world
     module = world.recorder.module
     with module("step"):
-        here = [sum(b.n_labels for b in batches), sum(b.population for b in batches)]
-        everywhere = sum_(torch.tensor(here).to(world.device), world.group("dp"))
-        labels, tokens = everywhere.tolist()
+        totals = _totals(batches, world)
         check_even_rows(placed, batches)
     data.begin_step(len(batches))
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
-    shares = [batch.population / max(tokens, 1) for batch in batches]
 
     def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-        head, scale = model.head_operand(), 1 / max(labels, 1)
+        head = model.head_operand()
         with module("loss"):
-            return loss_and_gradients(x_TD, head, flow, scale=scale, chunk=loss_chunk)
+            return loss_and_gradients(x_TD, head, flow, scale=totals.scale, chunk=loss_chunk)
 
     flows = [flow_of(placed, batch) for batch in batches]
     with module("pipeline"):
-        ran = Executor(placed, flows, shares, loss).run()
+        ran = Executor(placed, flows, totals.share_M.unbind(), loss).run()
     check_overflow(placed, [count for flow in flows for count in flow.overflow])
     with module("gradients"):
         norm_squared = data.finish()
@@ -86,7 +85,28 @@ def gradients(
     with module("counters"):
         sum_counters(balances, world.group("stage"))
     with module("figures"):
-        return _figures(placed, ran, shares, norm_squared, labels, tokens, stop)
+        return _figures(placed, ran, totals, norm_squared, stop)
+
+
+class _Totals(NamedTuple):
+    """A step's counts over all data ranks. They stay on the device: none is waited for."""
+
+    counts: Tensor
+    """int64 labels and valid rows."""
+    scale: Tensor
+    """One over the labels, the factor of the loss."""
+    share_M: Tensor
+    """Each micro-batch's share of the step's valid rows."""
+
+
+def _totals(batches: Sequence[MicroBatch], world: World) -> _Totals:
+    """Sum the data ranks' counts of their micro-batches."""
+    here = [sum(b.n_labels for b in batches), *(b.population for b in batches)]
+    said = torch.tensor(here).to(world.device, non_blocking=True)
+    rows_M = said[1:]
+    counts = sum_(torch.stack([said[0], rows_M.sum()]), world.group("dp"))
+    wide = counts.clamp(min=1).to(widest(world.device))
+    return _Totals(counts, wide[0].reciprocal(), rows_M / wide[1])
 
 
 def flow_of(placed: ModelParts, batch: MicroBatch, training: bool = True) -> Flow:
@@ -106,29 +126,31 @@ def flow_of(placed: ModelParts, batch: MicroBatch, training: bool = True) -> Flo
 
 
 def _figures(
-    placed: ModelParts,
-    ran: StepResult,
-    shares: Sequence[float],
-    norm_squared: Tensor,
-    labels: int,
-    tokens: int,
-    stop: bool,
+    placed: ModelParts, ran: StepResult, totals: _Totals, norm_squared: Tensor, stop: bool
 ) -> StepFigures:
     """Add up every rank's share of the figures, and read them from the device once."""
-    device, names = norm_squared.device, list(placed.term_layers)
-    values = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
+    mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
+    values = norm_squared.new_zeros(3 + len(names))
     values[0], values[-1] = norm_squared, float(stop)
     if ran.losses:
         values[1] = torch.stack(ran.losses).sum()
-    mixtures = dict(placed.model.mixtures())
-    for micro, layer, terms_N in ran.terms:
-        for name, value in zip(mixtures[layer].terms, terms_N.unbind(), strict=True):
-            values[2 + names.index(name)] += value * shares[micro] / placed.term_layers[name]
-    summed = read_scalars(*sum_(values, placed.world.group("world")).unbind())
-    squared, loss, *terms, stops = summed
+    share_M = totals.share_M.unbind()
+    for at, name in enumerate(names, 2):
+        found = [
+            (terms_N[list(mixtures[layer].terms).index(name)], share_M[micro])
+            for micro, layer, terms_N in ran.terms
+            if name in mixtures[layer].terms
+        ]
+        if found:
+            terms, shares = (torch.stack(part) for part in zip(*found, strict=True))
+            values[at] = (terms * shares).sum() / placed.term_layers[name]
+    summed = sum_(values, placed.world.group("world"))
+    squared, loss, *terms, stops, labels, tokens = read_scalars(
+        *summed.unbind(), *totals.counts.unbind()
+    )
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=True))
-    return StepFigures(loss / max(labels, 1), norm, by_name, tokens, stops > 0)
+    return StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)
 
 
 @torch.no_grad()
@@ -149,7 +171,8 @@ def evaluate(
         overflow += flow.overflow
         spot = placed.world.attention
         if spot.pp == spot.cp == spot.tp == 0:
-            figures[1:] += torch.tensor([batch.n_labels, batch.n_bytes], device=figures.device)
+            figures[1] += batch.n_labels
+            figures[2] += batch.n_bytes
     check_overflow(placed, overflow)
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))

@@ -137,7 +137,7 @@ class Trainer:
         calls = {name: partial(method, self) for name, method in _TOGETHER.items()}
         self._rank_zero = RankZeroRunner(world, calls)
         self.parts = parts_from_outside(run)
-        _make_deterministic(run)
+        _prepare_products(run)
         self.lock = FolderLock(self.folder, run.name)
         claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
         on_first(claim, world.on_host)
@@ -162,15 +162,17 @@ class Trainer:
                 self.counts = count(self.decoder)
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
-                lines = (*notes(run), *start_values(run, self.decoder, self.data, forks))
-                for line in lines if self._rank_zero.leader and not self.recovered else ():
-                    _log.warning("%s", line)
                 self.saver = Saver(self.folder, run.watch.checkpoint, self.lock, world)
                 same = identity(run, self.parts, self.loader.fingerprint(), world.size)
                 made_of = form(self.data, self.optimizer)
                 record = run.watch.checkpoint.local
                 self.local = record and LocalCopies(record, self.folder, same, made_of, world)
-                if not self._recall():
+                lines = notes(run)
+                if not (recalled := self._recall()):
+                    lines = (*lines, *start_values(run, self.decoder, self.data, forks))
+                for line in lines if self._rank_zero.leader and not self.recovered else ():
+                    _log.warning("%s", line)
+                if not recalled:
                     self.resumed_from = self._resume()
                 if scratch is None:
                     self.saver.prepare(partial(contents, self.data, self.optimizer))
@@ -469,8 +471,10 @@ class Trainer:
         self.close(error)
 
 
-def _make_deterministic(run: Run) -> None:
-    """Let kernels compute the same bits each time, where the run asks for it."""
+def _prepare_products(run: Run) -> None:
+    """Let products be summed in fp32, to the same bits each time where the run asks for it."""
+    # Else parts of a sum may be rounded to bf16 before they are added.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if run.deterministic:
         # What cuBLAS needs to be so too; it is read before the first product on a device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

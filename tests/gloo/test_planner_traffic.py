@@ -34,6 +34,7 @@ PAIRS = (
     Sending("tp2", 2, "capacity"),
     Sending("cp2", 2, "mla"),
     Sending("ep2", 2, layout={"zero": 3, **again("experts", "norms")}),
+    Sending("tp2", 2, layout=again("gather", "norms")),
     Sending("pp2 vpp2", 2, "tied", 4, layout=by("zb_v")),
     Sending("tp2", 2, "across", precision="bf16", optimizer=Muon()),
     Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
@@ -45,6 +46,7 @@ FOURS = (
 )
 REST = (
     Sending("tp2", 2, "mla", precision="bf16"),
+    Sending("tp2", 2, "mla", precision="bf16", layout=again("gather", "mla_up")),
     Sending("cp2", 2, layout=GATHERED),
     Sending("cp2", 2, layout=HEADS | FULL),
     Sending("ep2", 2, layout=ALLGATHER | FULL),

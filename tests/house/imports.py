@@ -216,6 +216,17 @@ def no_local_imports(root: Path) -> list[str]:
     ]
 
 
+def one_import_of_triton(root: Path) -> list[str]:
+    """Triton, which not every install has, is imported by kernels/fused.py alone."""
+    known = modules(root)
+    return [
+        module.at(found.line, "imports triton; kernels/fused.py hands it on")
+        for module in known.values()
+        for found in imports_of(module, known)
+        if found.target.split(".")[0] == "triton" and module.path != "moefold/kernels/fused.py"
+    ]
+
+
 def only_comm_talks(root: Path) -> list[str]:
     """No room but comm/ uses torch.distributed, its sharding excepted."""
     breaches = []

@@ -13,11 +13,17 @@ from tests.house.tree import Module, dotted, functions, modules
 
 HOT = ("moefold/moe/", "moefold/kernels/")
 NARROW = {"int32", "int16", "int8", "uint8", "uint16", "uint32"}
-# The functions that make narrow integers, because row numbers and keys are what they make.
+# The functions that make narrow integers, because row numbers, counts and keys are what they make.
 MAKES_NARROW: set[str] = {
     "moefold/moe/dispatch/routing_plan.py::sort_copies",
     "moefold/moe/dispatch/third_party.py::row_ends",
     "moefold/kernels/grouped/grouped.py::leaves_dirt",
+    "moefold/kernels/grouped/fused.py::_tile_rows",
+    "moefold/kernels/routing/fused.py::_key",
+    "moefold/kernels/routing/fused.py::_count",
+    "moefold/kernels/routing/fused.py::_place",
+    "moefold/kernels/routing/fused.py::count_buckets",
+    "moefold/kernels/routing/fused.py::_order",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")

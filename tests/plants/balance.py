@@ -22,7 +22,7 @@ PLANTS = (
         "each micro-batch adds its terms whole",
         STEP + "test_b05_a_step_of_equal_micro_batches_is_that_of_one",
         "parallel/pipeline/passes.py",
-        "torch.full_like(weighted, self._share)",
+        "torch.ones_like(weighted) * self._share",
         "torch.ones_like(weighted)",
     ),
     Plant(
@@ -30,8 +30,8 @@ PLANTS = (
         "micro-batches weigh the same whatever they hold",
         STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
         "training/step.py",
-        "[batch.population / max(tokens, 1) for batch in batches]",
-        "[1 / len(batches) for batch in batches]",
+        "rows_M / wide[1]",
+        "torch.ones_like(rows_M) / len(batches)",
     ),
     Plant(
         "b06",
@@ -88,8 +88,8 @@ PLANTS = (
         "terms run in evaluation too",
         BALANCE + "test_b07_a_coefficient_of_zero_is_a_term_that_is_not_there",
         "moe/balance.py",
-        "            return routed.decision, {}\n        decision = routed.decision\n",
-        "            pass\n        decision = routed.decision\n",
+        "            return routed.decision, {}\n        observed",
+        "            pass\n        observed",
     ),
     Plant(
         "b07",
@@ -170,15 +170,15 @@ PLANTS = (
         "every run of a layer counts",
         MODEL + "test_b17_recompute_counts_tokens_once",
         "moe/balance.py",
-        "        if decision.counts is None:\n",
-        "        if decision is not None:\n",
+        "        if observed.decision.counts is None:\n",
+        "        if observed.decision is not None:\n",
     ),
     Plant(
         "b17",
         "the decision that is kept does not say that it was counted",
         BALANCE + "test_b17_a_rerun_counts_nothing",
         "moe/balance.py",
-        "return decision, {term.name",
+        "return observed.decision, {term.name",
         "return routed.decision, {term.name",
     ),
     Plant(
@@ -213,8 +213,9 @@ PLANTS = (
         "a layer counts whether it trains or not",
         BALANCE + "test_b18_an_evaluation_alone_moves_nothing",
         "moe/balance.py",
-        "            return routed.decision, {}\n        decision = routed.decision\n",
-        "            return self._count(routed, flow), {}\n        decision = routed.decision\n",
+        "            return routed.decision, {}\n        observed",
+        "            seen = Observed(routed, routed.decision, flow.rows, self.record)\n"
+        "            return self._count(routed, seen, flow), {}\n        observed",
     ),
     Plant(
         "b18",

@@ -8,6 +8,7 @@ B06 = BUGS + "test_b06_router_terms_of_every_stage_reach_its_routers"
 B29 = BUGS + "test_b29_every_chunk_takes_its_own_micro_batch"
 B30 = BUGS + "test_b30_each_weight_gradient_is_added_once"
 B32 = BUGS + "test_b32_no_group_carries_operations_of_two_lanes"
+B42 = "tests/cpu/test_parallel_lanes.py::test_b42_each_lane_waits_for_what_it_takes_from_the_other"
 
 PLANTS = (
     Plant(
@@ -57,5 +58,21 @@ PLANTS = (
         "parallel/apply.py",
         "beside = world.beside if",
         "beside = world if",
+    ),
+    Plant(
+        "b42",
+        "what computes does not wait for the exchange's event",
+        B42,
+        "parallel/pipeline/lanes.py",
+        "            torch.cuda.current_stream().wait_event(state.done)\n",
+        "",
+    ),
+    Plant(
+        "b42",
+        "an exchange does not wait for the event of what was computed",
+        B42,
+        "parallel/pipeline/lanes.py",
+        "            self._stream.wait_event(ready)\n",
+        "",
     ),
 )

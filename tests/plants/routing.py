@@ -42,8 +42,8 @@ PLANTS = (
         "padding rows are tokens in the counters",
         B12_TERMS,
         "moe/balance.py",
-        "counters.tokens.add_(rows.n_valid)",
-        "counters.tokens.add_(rows.rows)",
+        "self.tokens.add_(rows.n_valid)",
+        "self.tokens.add_(rows.rows)",
     ),
     Plant(
         "b12",
@@ -58,8 +58,8 @@ PLANTS = (
         "padding rows enter the mean probability",
         B12_TERMS,
         "moe/balance.py",
-        "counters.probability_E.add_(valid_rows(probability_TE, rows).sum(0))",
-        "counters.probability_E.add_(probability_TE.sum(0))",
+        "self.probability_E.add_(observed.valid(observed.probability_TE).sum(0))",
+        "self.probability_E.add_(observed.probability_TE.sum(0))",
     ),
     Plant(
         "b15",
@@ -132,9 +132,8 @@ PLANTS = (
         "the kept counts of the step so far go on counting",
         BALANCE + "test_b16_the_step_so_far_is_the_one_of_the_first_run",
         "moe/balance.py",
-        'counts["global_batch"] = before_E + by_rank_DE[: ranks.index + 1].sum(0, keepdim=True)\n'
-        "            before_E.add_(by_rank_DE.sum(0))",
-        'counts["global_batch"] = before_E[None]\n            before_E.add_(by_rank_DE.sum(0))',
+        "so_far_E = self.plain_E + by_rank_DE[: rank + 1].sum(0)",
+        "so_far_E = self.plain_E",
     ),
     Plant(
         "b19",

@@ -7,6 +7,7 @@ from tests.plants import (
     dispatch,
     faults,
     groups,
+    kernels,
     layouts,
     pipeline,
     reshard,
@@ -25,6 +26,7 @@ PLANTS: tuple[Plant, ...] = tuple(
             *dispatch.PLANTS,
             *faults.PLANTS,
             *groups.PLANTS,
+            *kernels.PLANTS,
             *layouts.PLANTS,
             *pipeline.PLANTS,
             *reshard.PLANTS,
@@ -35,5 +37,5 @@ PLANTS: tuple[Plant, ...] = tuple(
         key=lambda plant: plant.bug,
     )
 )
-REQUIRED = tuple(f"b{n:02d}" for n in (*range(1, 28), 30, 31, *range(32, 36), 36, 37, 39, 40))
+REQUIRED = tuple(f"b{n:02d}" for n in (*range(1, 28), 30, 31, *range(32, 36), 36, 37, 39, 40, 41))
 """Classes that need a test of their own and a bug that it is shown to notice."""

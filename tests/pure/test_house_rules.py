@@ -16,6 +16,7 @@ RULES: list[Rule] = [
     imports.no_torch,
     imports.loads_without_torch,
     imports.no_local_imports,
+    imports.one_import_of_triton,
     imports.only_comm_talks,
     shape.file_sizes,
     shape.function_sizes,
@@ -142,6 +143,15 @@ FAULTS: list[tuple[str, Rule, dict[str, str], str]] = [
         imports.no_local_imports,
         {"moefold/moe/a.py": "\ndef f():\n    import moefold.moe.b\n", "moefold/moe/b.py": ""},
         "moefold/moe/a.py:3: imports moefold.moe.b inside a function",
+    ),
+    (
+        "a second import of Triton",
+        imports.one_import_of_triton,
+        {
+            "moefold/kernels/fused.py": "import triton\n",
+            "moefold/kernels/a.py": "import torch\nimport triton.language as tl\n",
+        },
+        "moefold/kernels/a.py:2: imports triton; kernels/fused.py",
     ),
     (
         "a collective outside of comm/",

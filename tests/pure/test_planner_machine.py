@@ -62,6 +62,22 @@ def test_a_plan_names_the_machine_s_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert cluster("cpu") == cluster(str(usual_file())) == MACHINE.cluster
 
 
+def test_a_measured_gpu_has_its_own_rates_and_the_links_it_is_sold_with(tmp_path: Path) -> None:
+    """Plant: take the catalogue's memory bandwidth for what was measured."""
+    file, sold = tmp_path / "h200_machine.json", cluster("h200x16").device
+    replace(MACHINE, name="NVIDIA H200", gpu=True).write(file)
+    one, many = cluster(str(file)), cluster(f"{file}x16")
+    assert (one.devices, many.devices, many.per_node, many.domain) == (1, 16, 8, 8)
+    found = many.device
+    assert (found.name, found.peak("bf16"), found.memory_bandwidth) == ("H200", 4e11, 2e10)
+    assert found.peak("fp8") == sold.peak("fp8") and found.nic_bandwidth == sold.nic_bandwidth
+    assert dict(dict(found.rates)["bf16"]) == RATES
+    replace(MACHINE, name="NVIDIA L40S", gpu=True).write(file)
+    assert cluster(str(file)).device.name == "NVIDIA L40S"
+    with pytest.raises(ValueError, match="no link of it"):
+        cluster(f"{file}x2")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 0, "name": "x"}', '{"form": 1}'])
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"

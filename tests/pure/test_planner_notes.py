@@ -12,7 +12,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.planner.notes import notes
 from moefold.run import load_run, recipes
 
-KINDS = ("norms", "attention", "mla_up", "ffn", "shared", "experts")
+KINDS = ("norms", "attention", "mla_up", "ffn", "shared", "experts", "permute", "gather")
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "experts": 4, "top_k": 2}
 LATENT = SHAPE | {"expert_width": 16, "dense_layers": 1, "shared_width": 16}
 LATENT.pop("kv_heads")
@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latents": {"family": "deepseek_v3", "shape": LATENT, "balance": []},
 }
 LACKS = {
-    "dense": {"mla_up", "shared", "experts"},
+    "dense": {"mla_up", "shared", "experts", "permute"},
     "experts": {"mla_up", "shared", "ffn"},
     "latents": set[str](),
 }
@@ -53,6 +53,9 @@ def test_kinds_that_a_model_lacks_are_said(model: str, sizes: str) -> None:
     """Asked for one by one and all together; those that it has are not."""
     for modules in (*((kind,) for kind in KINDS), KINDS):
         lines = [line for line in said(model, modules, sizes) if "has none" in line]
+        without = [line for line in said(model, modules, sizes) if "without tp" in line]
+        alone = "tp" not in sizes
+        assert named(without) == ({"gather"} & {*modules} if alone else set())
         assert named(lines) == LACKS[model] & {*modules}
 
 
@@ -63,6 +66,13 @@ def test_norms_that_all_tensor_ranks_gather_save_nothing() -> None:
     assert not said("dense", ("norms",))
     assert not said("dense", ("norms", "ffn"), "tp2")
     assert not said("experts", ("norms",), "tp2")
+
+
+def test_copies_of_rows_from_other_ranks_save_nothing() -> None:
+    """Those rows would have to be kept in their place."""
+    (line,) = said("experts", ("permute",), "ep2")
+    assert "permute saves no memory" in line and "under ep2" in line
+    assert not said("experts", ("permute",))
 
 
 @pytest.mark.parametrize(

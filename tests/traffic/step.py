@@ -71,7 +71,7 @@ def tensor(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
             continue
         part = "ffn" if shared is None else "shared"
         again = runs(case, part)
-        yield from both("tp", row, tp, count, again, part)
+        yield from both("tp", row, tp, count, runs(case, part, "gather"), part)
         # A second run ends with the last thing that backward reads: the sum of shares is beyond
         # that where nothing reads it, as a gate does, and no more of the block follows.
         follows = shared is not None and (shared.gate or "block" in case.keeping.recompute)
@@ -106,7 +106,7 @@ def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Itera
     if isinstance(record, Mla):
         width = (record.q_rank or shape.hidden) + record.kv_rank + record.rope_dim
     size = shape.rows * width * shape.width
-    yield from both("tp", size, tp, count, again, "attention")
+    yield from both("tp", size, tp, count, runs(case, "gather"), "attention")
     out = shape.rows * shape.hidden * shape.width
     yield from scattered("tp", out, tp, count, again, "attention")
     if isinstance(record, Gqa) and record.qk_norm == "projection":
