@@ -9,7 +9,7 @@ RUN    := $(VENV)/.installed
 TEST   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest format golden plants matrix chaos clean
+.PHONY: help demo test lint types pytest format golden plants matrix chaos gpu clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,11 +17,14 @@ help:  ## list these targets
 demo: $(RUN)  ## train a small mixture-of-experts model on real text: about five minutes
 	@$(PY) -m moefold demo $(ARGS)
 
-# All four run even when one fails; pytest comes last, so that its closing line ends the output.
+# Lint and types are checked beside the tests. They say something only where they fail, and last, so
+# that pytest's closing line ends the output of a run in which all is well.
 test: $(TEST)  ## lint, types and all tests that this machine can run
-	@failed=; for check in lint types pytest; do \
-	    $(MAKE) --no-print-directory $$check || failed="$$failed $$check"; \
-	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	@found=$$(mktemp); failed=; $(MAKE) --no-print-directory -k lint types >"$$found" 2>&1 & checks=$$!; \
+	    $(MAKE) --no-print-directory pytest || failed=" pytest"; \
+	    if wait $$checks; then grep "NOT checked" "$$found"; \
+	    else failed="$$failed lint or types"; cat "$$found"; fi; rm -f "$$found"; \
+	    test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 lint: $(TEST)  ## style: ruff's rules and its formatting
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -30,7 +33,7 @@ types: $(TEST)  ## types: pyright
 	@tools/types $(PY)
 
 pytest: $(TEST)  ## the tests alone
-	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 format: $(TEST)  ## write the formatting and the safe fixes that lint asks for
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
@@ -48,6 +51,13 @@ matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minut
 
 chaos: $(RUN)  ## train under fire for half an hour, then as long in peace, and compare
 	@$(PY) bench/chaos.py $(ARGS)
+
+GPU := "-m pytest -q tests/gpu" "bench/on_gpu.py ceilings" "bench/on_gpu.py operations" \
+    "bench/on_gpu.py steps" "bench/on_gpu.py tables"
+
+gpu: $(TEST)  ## test and measure on this machine's GPU, each part in ten minutes; without, a smoke run
+	@failed=; for part in $(GPU); do timeout 600 $(PY) $$part || failed="$$failed; $$part"; done; \
+	    test -z "$$failed" || { echo "failed$$failed" >&2; exit 1; }
 
 clean:  ## remove .venv, caches and built packages; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
