@@ -168,7 +168,8 @@ class Workers:
     ) -> list[Any]:
         """Wait until all ranks have answered, ``limit_s`` at most; return their results in order.
 
-        ``silent`` returns the ranks that give no sign of life; they count as dead.
+        ``silent`` returns the ranks that give no sign of life; they count as dead, unless the
+        system says that they are not stopped.
 
         Raises:
             RankLost: where no rank failed by itself.
@@ -238,7 +239,8 @@ def _collect(
             except (EOFError, OSError):
                 answers[at] = Answer(False, DEAD, time.monotonic())
         for at in silent() if silent else ():
-            answers[at] = answers[at] or Answer(False, STOPPED, time.monotonic())
+            if not ranks[at].may_be_slow:
+                answers[at] = answers[at] or Answer(False, STOPPED, time.monotonic())
         failed = [answer for answer in answers if answer and not answer.ok]
         if failed and not failing:
             failing = not all(answer.repeats for answer in failed)

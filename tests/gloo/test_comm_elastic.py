@@ -1,5 +1,6 @@
 """Ranks that die, stop or lose a connection: all are started anew, on what they wrote before."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError
-from moefold.comm.worker import Attempt, RankMemory
+from moefold.comm.worker import BEATS, Attempt, RankMemory
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
@@ -83,6 +84,24 @@ def test_an_error_of_a_rank_itself_ends_the_run(tmp_path: Path) -> None:
 def test_a_loss_again_and_again_at_one_step_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"killed by SIGKILL; the loss number 4 in a row after st"):
         run(tmp_path, "kill", 2, once=False)
+
+
+def holding(spot: Spot, attempt: Attempt) -> int:
+    """Hold the interpreter for longer than a stopped process may be silent; return the attempt."""
+    attempt.in_step(1)
+    before = attempt.memory.counters[BEATS]
+    until = time.monotonic() + 8
+    while attempt.memory.counters[BEATS] == before:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    ctypes.PyDLL(None).usleep(int(2e6 * QUICK.stopped_s))
+    return attempt.number
+
+
+def test_a_rank_that_is_only_silent_is_not_taken_for_a_stopped_one() -> None:
+    """A busy machine lets no thread of a rank run for seconds; CI ended whole runs over that."""
+    with one_at_a_time():
+        assert launch_elastic(holding, 2, record=QUICK, time_out_s=8) == 0
 
 
 def stopping(spot: Spot, attempt: Attempt, launcher: int, folder: str) -> int:
