@@ -1,7 +1,7 @@
 """Gives each process of kernel tests one Triton: the interpreter, or the compiler.
 
 Which one is chosen when Triton is imported. So a file's tests run here where the process is still
-free or has chosen likewise; else the whole file is one test that runs in a process of its own.
+free or has chosen likewise; else all files of one choice are one test, which runs another process.
 ``test_code_*`` files are compiled, all others interpreted, unless KERNEL_TESTS_ON names a device.
 """
 
@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 MODE = "TRITON_INTERPRET"
 APART = "KERNEL_TESTS_APART"
-"""Names the file that a process was started for."""
-SECONDS = 300
+"""Set in such a process."""
+SECONDS = 560
 chosen: list[str] = []
 """What this process has chosen, if it has."""
 
@@ -51,22 +52,27 @@ class KernelTests(pytest.Module):
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """Collect the tests if they can run here."""
         on_device = os.environ.get("KERNEL_TESTS_ON") == "cuda"
-        if choose("0" if on_device or self.path.name.startswith("test_code_") else "1"):
+        mode = "0" if on_device or self.path.name.startswith("test_code_") else "1"
+        if choose(mode):
             return super().collect()
-        if os.environ.get(APART) == self.path.name:
+        if APART in os.environ:
             raise self.CollectError("a fresh process has chosen its Triton before this file")
-        return [WholeFile.from_parent(self, name="all")]
+        return [WholeFiles.from_parent(self, name="all", mode=mode)]
 
 
-class WholeFile(pytest.Item):
-    """Passes where all tests of its file do."""
+class WholeFiles(pytest.Item):
+    """Passes where all tests of its files do."""
+
+    def __init__(self, mode: str, **node: Any) -> None:
+        super().__init__(**node)
+        self.mode, self.files = mode, [str(self.path)]
 
     def runtest(self) -> None:
-        """Run pytest on the file."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        env = os.environ | {APART: self.path.name}
+        """Run pytest on the files."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.files]
+        env = os.environ | {APART: "1"}
         told = {"env": env, "capture_output": True, "text": True, "timeout": SECONDS}
-        done = subprocess.run([*command, str(self.path)], **told)
+        done = subprocess.run(command, **told)
         if done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             pytest.fail(done.stdout[-8000:] + done.stderr[-2000:], pytrace=False)
 
@@ -74,3 +80,14 @@ class WholeFile(pytest.Item):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> KernelTests:
     """Let this folder's files choose when they are collected: pytest makes all, asks for some."""
     return KernelTests.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let whole files of one choice share a process: its start takes longer than most files."""
+    first: dict[str, WholeFiles] = {}
+    for item in [item for item in items if isinstance(item, WholeFiles)]:
+        leads = first.setdefault(item.mode, item)
+        if leads is not item:
+            leads.files += item.files
+            items.remove(item)
