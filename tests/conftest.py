@@ -2,13 +2,12 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from moefold.config.plugins import OUTSIDE
+from tests.outside import forget
 
 # Set before torch or tokenizers are imported by any test, and inherited by processes tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -43,9 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def parts_from_outside_go() -> Iterator[None]:
-    """Forget the files that a test brought: ranks that later tests start would bring them too."""
-    before = set(sys.modules)
+    """Forget what files from outside a test brought: ranks of later tests could not load it."""
     yield
-    for name in set(sys.modules) - before:
-        if name.startswith(OUTSIDE):
-            del sys.modules[name]
+    forget()

@@ -2,24 +2,15 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moefold.config.plugins import OUTSIDE
-from moefold.data.config import SOURCE
-from moefold.layers.config import ATTENTION
-from moefold.model.config import MODEL
-from moefold.moe.config import BALANCE, DISPATCH, ROUTER
-from moefold.optim.config import OPTIMIZER
-from moefold.training.hooks.config import HOOKS
 from tests.cpu.runs import WORDS, corpus
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -34,15 +25,6 @@ def examples() -> dict[str, tuple[str, str]]:
 
 
 EXAMPLES = examples()
-
-
-def forget() -> None:
-    """Be a process that never saw the parts from outside."""
-    for slot in SLOTS:
-        for kind in [k for k, r in slot.kinds.items() if r.__module__.startswith(OUTSIDE)]:
-            del slot.kinds[kind]
-    for name in [name for name in sys.modules if name.startswith(OUTSIDE)]:
-        del sys.modules[name]
 
 
 def written(folder: Path, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,10 @@ from moefold.spec.decoder import model_weights
 from moefold.training.run_folder import History
 from tests.cpu.alive import bytes_alive, bytes_planned
 from tests.cpu.runs import corpus
-from tests.examples import EXAMPLES, ROOT, blocks, forget, written
+from tests.examples import EXAMPLES, ROOT, blocks, written
+from tests.outside import forget
 
 QUIET = ["watch.evaluate=null", "watch.progress.style=off", "watch.checkpoint.every=null"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    """Parts of one example are unknown to the next."""
-    forget()
-    yield
-    forget()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,9 @@ import torch
 import moefold
 from moefold.config.errors import RunError
 from moefold.config.load import load
+from moefold.moe.config import BALANCE
 from moefold.run import Run, load_run
+from moefold.training.hooks.config import HOOKS
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights
 
@@ -103,6 +105,11 @@ def test_parts_from_outside_are_chosen_like_ours(tmp_path: Path) -> None:
         load(Run, raw)
     said = {".".join(map(str, v.path)): v.nearest for v in refused.value.violations}
     assert said == {"watch.hooks.0.every": 1, "model.balance.1.kind": "logit_norm"}
+
+
+def test_parts_of_one_test_are_unknown_to_the_next() -> None:
+    """Of the test before: what is tested of every kind would be tested of them too."""
+    assert "logit_norm" not in BALANCE.kinds and "watcher" not in HOOKS.kinds
 
 
 def test_a_changed_part_from_outside_is_another_computation(tmp_path: Path) -> None:

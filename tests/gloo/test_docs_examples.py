@@ -1,7 +1,6 @@
 """Every example of docs/extending.md is trained, planned and proved in a layout that cuts it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from moefold.cli.main import main
 from moefold.run import load_run
 from moefold.training.hooks.config import HOOKS
 from moefold.training.run_folder import History
-from tests.examples import EXAMPLES, forget, written
+from tests.examples import EXAMPLES, written
 
 LAYOUTS = {
     "entropy.py": ["tp2"],
@@ -25,14 +24,6 @@ LAYOUTS = {
     "gated_attention.py": ["tp2 cp2"],
 }
 """Sizes that cut what the example is about, and what else goes with them."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    """Parts of one example are unknown to the next."""
-    forget()
-    yield
-    forget()
 
 
 def verified(path: Path, sizes: str, capsys: Any, *overrides: str) -> dict[str, Any]:

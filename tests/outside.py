@@ -1,0 +1,22 @@
+"""Parts that files from outside the package register, forgotten again."""
+
+import sys
+
+from moefold.config.plugins import OUTSIDE
+from moefold.data.config import SOURCE
+from moefold.layers.config import ATTENTION
+from moefold.model.config import MODEL
+from moefold.moe.config import BALANCE, DISPATCH, ROUTER
+from moefold.optim.config import OPTIMIZER
+from moefold.training.hooks.config import HOOKS
+
+SLOTS = (ATTENTION, BALANCE, DISPATCH, HOOKS, MODEL, OPTIMIZER, ROUTER, SOURCE)
+
+
+def forget() -> None:
+    """Be a process that never saw the parts from outside."""
+    for slot in SLOTS:
+        for kind in [k for k, r in slot.kinds.items() if r.__module__.startswith(OUTSIDE)]:
+            del slot.kinds[kind]
+    for name in [name for name in sys.modules if name.startswith(OUTSIDE)]:
+        del sys.modules[name]
