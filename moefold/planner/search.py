@@ -23,7 +23,6 @@ from moefold.planner.from_run import PAIRED, Choice, TrainingTask
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
-from moefold.planner.network import LATENCY_NIC, reach, ring_seconds
 from moefold.planner.search_space import (
     SCHEDULES,
     VIRTUAL,
@@ -33,11 +32,20 @@ from moefold.planner.search_space import (
     apart,
     weighted,
 )
-from moefold.planner.time import HOST_ADAM, LEAST, PassTime, StepTime, estimate, pipeline_seconds
+from moefold.planner.time import (
+    HOST_ADAM,
+    MicroBatchTime,
+    PassTime,
+    StepTime,
+    data_seconds,
+    estimate,
+    pipeline_seconds,
+)
 from moefold.planner.time_layer import (
     SM_COST,
     LayerPolicy,
     Setting,
+    Time,
     dispatch_seconds,
     half_seconds,
     layer_time,
@@ -57,6 +65,8 @@ SLACK = 1.1
 Kept = tuple[Modules, Modules]
 """What is recomputed, and what is offloaded to the host."""
 NOTHING: Kept = (frozenset(), frozenset())
+ENDLESS = MicroBatchTime(1e9, 1e9, {}, 0.0)
+"""Work under which all hides that may run beside work."""
 _Bounded = tuple[float, int, int, Any]
 """What is decided so far: a bound of its seconds, a number, the next step, and itself."""
 
@@ -216,7 +226,7 @@ class Search:
         for dispatch, paired in self._ways(space, grids):
             work, slowest = self._rank(grids, dispatch, paired, (again, away), pp)
             ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
-            outside = self._fixed(depth.grids, depth.on_host) + self._shared(depth)
+            outside = self._fixed(grids, depth.on_host) + self._shared(depth)
             for schedule in space.schedules:
                 if isinstance(schedule, PAIRED) != paired and dispatch != "local":
                     continue
@@ -363,38 +373,24 @@ class Search:
         """Return the least seconds of a depth, whatever its schedule."""
         grids, pp, kept = depth.grids, depth.pp, depth.kept[0]
         ways = (self._rank(grids, *way, kept, pp) for way in self._ways(space, grids))
-        filling = LEAST * (pp - 1) / VIRTUAL / pp
-        took = min(work * filling + slowest * depth.m for work, slowest in ways)
-        return took + self._fixed(depth.grids, depth.on_host) + self._shared(depth)
+        took = min(slowest * depth.m for _, slowest in ways)
+        return took + self._fixed(grids, depth.on_host) + self._shared(depth)
 
     def _shared(self, depth: Depth) -> float:
         """Return the least seconds of data-parallel communication, where nothing hides it.
 
         A pipeline's slowest rank has its share of the layers' time, the ends of the model aside.
         """
-        overlaps, grids, pp = self.task.software.overlaps, depth.grids, depth.pp
-        if overlaps.gradients or overlaps.parameters:
-            return 0.0
-        key = "shared", grids, pp, depth.zero
+        grids, pp, key = depth.grids, depth.pp, ("shared", depth.grids, depth.pp, depth.zero)
         if key not in self._known:
-            how = self._how(grids, "local")
+            how, rank = self._how(grids, "local"), Time()
             made = PassTime(self.task.decoder, *how)
-            held = self.whole if pp == 1 else Held(self.whole.layers)
-            took, whole = made.time(held), made.time(self.whole)
-            ends = whole.device - took.device
-            part = max(0.0, whole.device / pp - ends) / took.device if pp > 1 else 1.0
-            world, cluster, rates = self.foldings.world // pp, self.task.cluster, how[1].rates
-            copies = reach(cluster, world // grids.tp, grids.tp)
-            owners = reach(cluster, world // (grids.ep * grids.etp), grids.ep * grids.etp)
-            each = part * (2.0 if depth.zero == 3 else self.task.numbers.gradient_bytes + 2.0)
-            self._known[key] = sum(
-                max(0.0, ring_seconds(elements * each, group, cluster, rates) - LATENCY_NIC)
-                for elements, group in (
-                    (took.weights - took.experts, copies),
-                    (took.experts, owners),
-                )
-            )
-        return self._known[key] * (3 * depth.m if depth.zero == 3 else 1)
+            whole, layers = made.time(self.whole), made.time(Held(self.whole.layers))
+            part = max(0.0, whole.device / pp - (whole.device - layers.device)) / layers.device
+            rank.add(*((layers, part) if pp > 1 else (whole, 1.0)))
+            case = self._sample(grids, Keeping(depth.zero), pp)
+            self._known[key] = data_seconds(case, rank, ENDLESS, how[1].rates)[0]
+        return self._known[key] * (depth.m if depth.zero == 3 else 1)
 
     def _fixed(self, grids: Grids, on_host: float) -> float:
         """Return the least seconds outside layers, with a share of the update on the host."""

@@ -74,7 +74,6 @@ IDLE: dict[type[Schedule], float] = {
     DualPipeV: 2 * FILLING,
 }
 """Idle time of a rank, in a chunk's work, for each other rank that fills and drains before it."""
-LEAST = min(IDLE.values())
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
         # The first has nothing to hide under.
         parts["dispatch"] += span.hidden / case.sizes.vpp
     parts["bubble"] = inner - m * span.seconds
-    parts["dp"], covered = _data_seconds(case, ranks[slow], span, rates)
+    parts["dp"], covered = data_seconds(case, ranks[slow], span, rates)
     parts["optimizer"] = _optimizer_seconds(case, ranks[slow], rates)
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
@@ -211,7 +210,7 @@ class PassTime:
         return MicroBatchTime(spans[0], spans[1], parts, hidden)
 
 
-def _data_seconds(
+def data_seconds(
     case: Case, rank: Time, span: MicroBatchTime, rates: Rates
 ) -> tuple[float, float]:
     """Return data-parallel communication per step: what shows, and what is hidden."""
