@@ -57,21 +57,32 @@ class Stages:
 
     @classmethod
     def balanced(
-        cls, pp: int, vpp: int, layers: int, multi_token: int = 0, way: Way = "round"
+        cls,
+        pp: int,
+        vpp: int,
+        layers: int,
+        multi_token: int = 0,
+        way: Way = "round",
+        ends: tuple[float, float] = (0.0, 0.0),
     ) -> "Stages":
         """Spread layers evenly: over virtual stages and over ranks, none has two more than another.
 
-        The stages with the embedding and with the loss are the last to get one more.
+        The stages with the embedding and with the loss are the last to get one more. ``ends`` says
+        how many layers' time those two take besides theirs, where ranks are to take equally long.
         """
         count = pp * vpp
-        each, more = divmod(layers, count)
-        counts, on_rank = [each] * count, [0] * pp
+        rank = [_rank(k, pp, way) for k in range(count)]
+        # Where the ends weigh, no stage need have as many as others, and they come last by that.
+        each, more = (0, layers) if any(ends) else divmod(layers, count)
+        last = () if any(ends) else (0, count - 1)
+        held, load = [each] * count, [float(each * vpp)] * pp
+        load[rank[0]] += ends[0]
+        load[rank[-1]] += ends[1]
         for _ in range(more):
-            free = [k for k in range(count) if counts[k] == each]
-            k = min(free, key=lambda k: (on_rank[_rank(k, pp, way)], k in (0, count - 1), k))
-            counts[k] += 1
-            on_rank[_rank(k, pp, way)] += 1
-        letters = ["t" * n for n in counts]
+            k = min(range(count), key=lambda k: (load[rank[k]], held[k], k in last, k))
+            held[k] += 1
+            load[rank[k]] += 1.0
+        letters = ["t" * number for number in held]
         letters[0] = "E" + letters[0]
         letters[-1] += "m" * multi_token + "L"
         return cls(tuple(letters))

@@ -148,7 +148,7 @@ class Choice:
         """Return the stages that a run file without any has."""
         way: Way = "v" if isinstance(self.schedule, Vee) else "round"
         layers = sum(len(stack.blocks) * stack.repeat for stack in task.decoder.stacks)
-        return _balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
+        return balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
 
     @property
     def not_yet(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def foreign(decoder: Decoder) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name))
 
 
-_balanced = lru_cache(maxsize=4096)(Stages.balanced)
+balanced = lru_cache(maxsize=4096)(Stages.balanced)
 
 
 def of_run(

@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
-from moefold.planner.from_run import PAIRED, Choice, TrainingTask
+from moefold.planner.from_run import PAIRED, Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
@@ -30,7 +30,6 @@ from moefold.planner.search_space import (
     Modules,
     Space,
     apart,
-    weighted,
 )
 from moefold.planner.time import (
     HOST_ADAM,
@@ -194,7 +193,7 @@ class Search:
             turns = self.task.batch * tp * cp / (foldings.world * size)
             dense, experts = self._dense(attention), self._experts(space, attention)
             for ep, etp in foldings.experts(tp, cp):
-                bound = (dense + experts[ep, etp][0]) * turns + self._fixed(attention, 0.0)
+                bound = (dense + experts[ep, etp]) * turns + self._fixed(attention, 0.0)
                 yield bound, 0, Grids(recipe, size, tp, cp, ep, etp)
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
@@ -266,9 +265,8 @@ class Search:
         layer = max(plain)
         last = round((each[home] - held[home] * layer) / layer, 1)
         first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
-        made = weighted(
-            sizes.pp, sizes.vpp, self.foldings.layers, self.task.multi_token, case.way, first, last
-        )
+        layers, more = self.foldings.layers, self.task.multi_token
+        made = balanced(sizes.pp, sizes.vpp, layers, more, case.way, (first, last))
         yield made
         moved = apart(made)
         if moved is not None:
@@ -305,22 +303,14 @@ class Search:
             total += number * shared
         return total
 
-    def _experts(
-        self, space: Space, attention: Grids
-    ) -> dict[tuple[int, int], tuple[float, list[Dispatcher]]]:
+    def _experts(self, space: Space, attention: Grids) -> dict[tuple[int, int], float]:
         """Return, for each (ep, etp), the device's seconds of routed experts with what must show of
-        exchanges; and the fastest dispatchers, of those that permute rows themselves and of others.
-
-        It is the same for all attention grids that leave a rank as many rows.
+        exchanges: the same for all attention grids that leave a rank as many rows.
         """
         rows, sides = attention.micro_batch / (attention.tp * attention.cp), _sides(space)
         key = "experts", attention.recipe, rows, space.dispatchers, *sides
         if key not in self._known:
             found = {}
-            alike: list[list[Dispatcher]] = [
-                [name for name in space.dispatchers if (name in PERMUTING) is fused]
-                for fused in (False, True)
-            ]
             for ep, etp in product(self.foldings.ep, self.foldings.etp):
                 grids = attention._replace(ep=ep, etp=etp)
                 share, setting, _ = self._how(grids, PERMUTING[0])
@@ -333,9 +323,7 @@ class Search:
                     took += number * half_seconds(bare, share, setting)
                     for name in sent:
                         sent[name] += number * dispatch_seconds(rows_out, share, setting, name)
-                fastest = [min(names, key=lambda n: sent[n]) for names in alike if names]
-                once = min(sent.values())
-                found[ep, etp] = took + 4 * once * (1.0 - hidden), fastest
+                found[ep, etp] = took + 4 * min(sent.values()) * (1.0 - hidden)
             self._known[key] = found
         return self._known[key]
 
@@ -345,9 +333,8 @@ class Search:
             return [("local", False)]
         key = "ways", grids, space.dispatchers, *_sides(space)
         if key not in self._known:
-            names = self._experts(space, grids)[grids.ep, grids.etp][1]
             self._known[key] = [
-                (min(names, key=lambda name: self._rank(grids, name, side, NOTHING, 1)), side)
+                (min(space.dispatchers, key=lambda n: self._rank(grids, n, side, NOTHING, 1)), side)
                 for side in _sides(space)
             ]
         return self._known[key]

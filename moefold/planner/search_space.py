@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, combinations, product
 
 from moefold.mesh.legality import divisors
-from moefold.mesh.pipeline import LAYERS, Stages, Way
+from moefold.mesh.pipeline import LAYERS, Stages
 from moefold.planner.case import Dispatcher, Module, Recipe
 from moefold.planner.from_run import OTHERS, TrainingTask
 from moefold.planner.hardware import Device
@@ -174,41 +174,6 @@ def _sizes(model: ModelNeeds, axis: str, world: int) -> tuple[int, ...]:
     asked = [need.size for need in model.needs if need.axis == axis]
     legal = math.gcd(*asked) if asked else (1 if axis in ("ep", "etp") else world)
     return tuple(size for size in divisors(world) if legal % size == 0)
-
-
-@lru_cache(maxsize=4096)
-def weighted(
-    pp: int, vpp: int, layers: int, multi_token: int, way: Way, first: float, last: float
-) -> Stages:
-    """Return stages whose ranks take equally long.
-
-    Args:
-        pp: pipeline ranks.
-        vpp: chunks of each.
-        layers: of the model.
-        multi_token: layers at its end.
-        way: how stages go over ranks.
-        first: what the first stage takes beside layers, in units of a layer.
-        last: the same of the last one, multi-token layers included.
-    """
-    count = pp * vpp
-    rank = [_rank(k, pp, way) for k in range(count)]
-    load, held = [0.0] * pp, [0] * count
-    load[rank[0]] += first
-    load[rank[-1]] += last
-    for _ in range(layers):
-        k = min(range(count), key=lambda k: (load[rank[k]], held[k], k))
-        held[k] += 1
-        load[rank[k]] += 1.0
-    letters = ["t" * number for number in held]
-    letters[0] = "E" + letters[0]
-    letters[-1] += "m" * multi_token + "L"
-    return Stages(tuple(letters))
-
-
-def _rank(stage: int, pp: int, way: Way) -> int:
-    turn, at = divmod(stage, pp)
-    return pp - 1 - at if way == "v" and turn % 2 else at
 
 
 def apart(stages: Stages) -> Stages | None:

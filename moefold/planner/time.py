@@ -210,9 +210,7 @@ class PassTime:
         return MicroBatchTime(spans[0], spans[1], parts, hidden)
 
 
-def data_seconds(
-    case: Case, rank: Time, span: MicroBatchTime, rates: Rates
-) -> tuple[float, float]:
+def data_seconds(case: Case, rank: Time, span: MicroBatchTime, rates: Rates) -> tuple[float, float]:
     """Return data-parallel communication per step: what shows, and what is hidden."""
     cluster, m, overlaps = case.cluster, case.micro_batches, case.software.overlaps
     sizes, folding = case.sizes, case.folding
