@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import LocalExperts
-from moefold.moe.dispatch.base import Dispatched, LocalDispatch
+from moefold.moe.dispatch.base import Dispatched, Dispatcher
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def spans(size: Size, offs_E: Tensor) -> Iterator[tuple[int, slice]]:
 def check_dispatch(size: Size, x_TD: Tensor, experts_TK: Tensor) -> Dispatched:
     """Dispatch rows and look at each of them: where it comes from and whose it is."""
     weights_TK = torch.rand(experts_TK.shape, device=size.device)
-    dispatcher = LocalDispatch(LocalExperts(), size.experts)
+    dispatcher = Dispatcher(LocalExperts(), size.experts)
     sent = dispatcher.dispatch(x_TD, weights_TK, experts_TK, False)
     token_R, row_TK = sent.handle
     live = int(sent.offs_E[-1])

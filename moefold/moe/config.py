@@ -255,7 +255,7 @@ class LocalExperts(Dispatch):
 
     kind: Literal["local"] = "local"
 
-    owner = "moefold.moe.dispatch.base:LocalDispatch"
+    owner = "moefold.moe.dispatch.base:Dispatcher"
 
     def misfits(self, sizes: Sizes) -> Iterator[Violation]:
         """Experts on other ranks need rows to be sent."""

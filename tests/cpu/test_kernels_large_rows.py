@@ -17,13 +17,13 @@ def test_permute_products_and_combine_piece_by_piece(kernel: str) -> None:
 
 def test_a_row_in_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an overflowing index leaves it: the last rows hold what belongs elsewhere."""
-    plain = large_rows.LocalDispatch.dispatch
+    plain = large_rows.Dispatcher.dispatch
 
     def wrong(*args: object) -> object:
         sent = plain(*args)  # type: ignore[arg-type]
         sent.x_RD[500:502] = sent.x_RD[:2].clone()
         return sent
 
-    monkeypatch.setattr(large_rows.LocalDispatch, "dispatch", wrong)
+    monkeypatch.setattr(large_rows.Dispatcher, "dispatch", wrong)
     with pytest.raises(AssertionError):
         large_rows.check(SMALL, choose("loop", torch.bfloat16))

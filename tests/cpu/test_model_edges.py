@@ -21,7 +21,7 @@ from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe import experts as experts_room
 from moefold.moe.config import Capacity, LocalExperts, Shared
-from moefold.moe.dispatch.base import LocalDispatch
+from moefold.moe.dispatch.base import Dispatcher
 from moefold.parallel.apply import alone
 from moefold.training.step import evaluate
 from tests.cpu.small import (
@@ -176,7 +176,7 @@ def test_sampling_knobs_out_of_range_are_refused(temperature: float, top_p: floa
 def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
     experts_TK = torch.tensor([[experts - 1, 0], [experts, 3], [1, experts - 1]])
     x_TD, weights_TK = torch.arange(3.0)[:, None], torch.ones(3, 2)
-    sent = LocalDispatch(LocalExperts(), experts).dispatch(x_TD, weights_TK, experts_TK, False)
+    sent = Dispatcher(LocalExperts(), experts).dispatch(x_TD, weights_TK, experts_TK, False)
     assert sent.x_RD[:5, 0].tolist() == [0, 2, 1, 0, 2]
     assert sent.offs_E[[0, 1, 2, 3, -2, -1]].tolist() == [1, 2, 2, 3, 3, 5]
 

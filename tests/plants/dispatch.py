@@ -75,7 +75,7 @@ PLANTS = (
         "moe/dispatch/allgather.py",
         "        counts_PSC = gather_counts(",
         "        if tokens.x_TD.shape[0] == 0:\n"
-        "            return self._local.dispatch(*tokens)\n"
+        "            return super().dispatch(*tokens)\n"
         "        counts_PSC = gather_counts(",
     ),
     Plant(

@@ -12,7 +12,7 @@ from moefold.comm.collectives import gather_rows, scatter_rows
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllGather
-from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.routing_plan import (
     RoutedTokens,
     gather_counts,
@@ -22,7 +22,7 @@ from moefold.moe.dispatch.routing_plan import (
 from moefold.moe.topk import count
 
 
-class AllGatherDispatch(EpDispatcher[AllGather]):
+class AllGatherDispatch(Dispatcher[AllGather]):
     """Gathers all rows on all ranks of ``ep`` and ``etp``; sums come back by reduce-scatter."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:

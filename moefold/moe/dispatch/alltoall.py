@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import AllToAll, AllToAllOnce
-from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, in_order, permute
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, in_order, permute
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
@@ -27,7 +27,7 @@ from moefold.moe.dispatch.routing_plan import (
 from moefold.moe.topk import count
 
 
-class AllToAllDispatch(EpDispatcher[AllToAll]):
+class AllToAllDispatch(Dispatcher[AllToAll]):
     """Sends each copy of a token to the rank of its expert."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
@@ -56,7 +56,7 @@ class AllToAllDispatch(EpDispatcher[AllToAll]):
         return collect(y_ND, token_N, row_TK, no_drop)
 
 
-class DeduplicatedDispatch(EpDispatcher[AllToAllOnce]):
+class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
     """Sends a token once to each rank that has any of its experts, and copies it there.
 
     Rows sent are exactly the sum over tokens of their distinct ranks.

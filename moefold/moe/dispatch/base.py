@@ -6,10 +6,9 @@ A dispatcher keeps nothing between the two calls: what ``combine`` needs travels
 that the two calls can be run, recomputed and scheduled apart.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -48,8 +47,16 @@ class Dispatched(NamedTuple):
     """What ``x_RD`` can be made from again, where that is smaller."""
 
 
-class Dispatcher(Protocol):
-    """The two calls behind which every way of sending rows stands."""
+class Dispatcher(Generic[Config]):
+    """The two calls behind which every way of sending rows stands; itself it sends none.
+
+    Where all experts are here, dispatch is a permutation, without host read or communication:
+    copies are sorted by expert, inside an expert they stand in the order of tokens. A subclass says
+    how rows go to other ranks of ``ep`` and ``etp`` (``send``) and how they return (``fetch``).
+    """
+
+    def __init__(self, record: Config, experts: int) -> None:
+        self._record, self._experts = record, experts
 
     def dispatch(
         self,
@@ -69,34 +76,8 @@ class Dispatcher(Protocol):
             no_drop: the host knows that no entry says "none".
             world: the groups; rows go over ``ep``, and over ``etp`` whose ranks share each expert.
         """
-        ...
-
-    def combine(
-        self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
-    ) -> Tensor:
-        """Return ``out_TD``, the sum of each token's copies; weights are applied already."""
-        ...
-
-
-class LocalDispatch:
-    """Dispatch where all experts are here: a permutation, no host read, no communication.
-
-    Copies are sorted by expert; inside an expert they stand in the order of tokens.
-    """
-
-    def __init__(self, record: Record, experts: int) -> None:
-        self._experts = experts
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        no_drop: bool,
-        world: World = SINGLE_RANK,
-    ) -> Dispatched:
-        """Sort copies of the rows by expert."""
-        assert world.group("tp_ep").size == 1, "experts live on other ranks"
+        if world.group("tp_ep").size > 1:
+            return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
         order = sort_copies(experts_TK, self._experts, no_drop)
         named = {"token_R": order.token_R, "row_TK": order.row_TK, "complete": no_drop}
         source = CopiedRows(x_TD, partial(spread, **named))
@@ -105,49 +86,19 @@ class LocalDispatch:
     def combine(
         self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
     ) -> Tensor:
-        """Gather each token's copies and add them up."""
+        """Return ``out_TD``, the sum of each token's copies; weights are applied already."""
+        if world.group("tp_ep").size > 1:
+            return self.fetch(y_RD, handle, no_drop, world)
         token_R, row_TK = handle
         return collect(y_RD, token_R, row_TK, no_drop)
 
-
-class EpDispatcher(ABC, Generic[Config]):
-    """Base of dispatchers over ``ep`` and ``etp``: where one rank has all experts, none is sent.
-
-    A subclass says how rows go to other ranks (``send``) and how they return (``fetch``).
-    """
-
-    def __init__(self, record: Config, experts: int) -> None:
-        self._record, self._experts = record, experts
-        self._local = LocalDispatch(record, experts)
-
-    def dispatch(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        experts_TK: Tensor,
-        no_drop: bool,
-        world: World = SINGLE_RANK,
-    ) -> Dispatched:
-        """Send rows to their experts' ranks, or permute them where one rank has all experts."""
-        if world.group("tp_ep").size == 1:
-            return self._local.dispatch(x_TD, weights_TK, experts_TK, no_drop)
-        return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
-
-    def combine(
-        self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
-    ) -> Tensor:
-        """Bring results back and add up each token's."""
-        if world.group("tp_ep").size == 1:
-            return self._local.combine(y_RD, handle, no_drop)
-        return self.fetch(y_RD, handle, no_drop, world)
-
-    @abstractmethod
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Dispatch where experts are on other ranks too."""
+        raise AssertionError("experts live on other ranks")
 
-    @abstractmethod
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Combine where experts are on other ranks too."""
+        raise AssertionError("experts live on other ranks")
 
 
 def permute(tokens: RoutedTokens, experts: int, rows: int | None = None) -> Dispatched:

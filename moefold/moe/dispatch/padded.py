@@ -13,7 +13,7 @@ from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.moe.config import Padded
-from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.routing_plan import (
     Permutation,
     RoutedTokens,
@@ -23,7 +23,7 @@ from moefold.moe.dispatch.routing_plan import (
 )
 
 
-class PaddedDispatch(EpDispatcher[Padded]):
+class PaddedDispatch(Dispatcher[Padded]):
     """Sends token copies over ``ep`` in equal splits."""
 
     def __init__(self, record: Padded, experts: int) -> None:

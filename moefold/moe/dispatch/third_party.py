@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from moefold.moe.config import Foreign
-from moefold.moe.dispatch.base import EpDispatcher
+from moefold.moe.dispatch.base import Dispatcher
 
 DEVICE = "cuda"
 """Where the back ends run."""
 Backend = TypeVar("Backend", bound=Foreign)
 
 
-class ThirdPartyDispatch(EpDispatcher[Backend]):
+class ThirdPartyDispatch(Dispatcher[Backend]):
     """A dispatcher over ``ep`` by another package, which sends bf16 rows of GPUs."""
 
     def __init__(self, record: Backend, experts: int) -> None:

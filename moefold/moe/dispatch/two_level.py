@@ -15,7 +15,7 @@ from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.config import TwoLevel
-from moefold.moe.dispatch.base import Dispatched, EpDispatcher, Handle, permute
+from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
@@ -29,7 +29,7 @@ from moefold.moe.dispatch.routing_plan import (
 from moefold.moe.topk import count
 
 
-class TwoLevelDispatch(EpDispatcher[TwoLevel]):
+class TwoLevelDispatch(Dispatcher[TwoLevel]):
     """Sends tokens over the nodes of ``ep``, then over the ranks of a node."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
