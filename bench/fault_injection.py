@@ -25,9 +25,7 @@ from moefold.comm.config import Survive
 from moefold.comm.elastic import launch_elastic
 from moefold.comm.environment import Spot
 from moefold.comm.worker import Attempt
-from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
-from moefold.data.loader import DataParallelLoader, Loader
 from moefold.data.prepare import prepare
 from moefold.run import Run, load_run
 from moefold.training.distributed import world_of
@@ -78,33 +76,34 @@ def train_rank(
     with world_of(run, spot, folder) as world:
         hooks = assemble(run.watch, Console(stderr=True))
         with Trainer(run, folder, hooks, world=world, memory=memory) as job:
-            job.feed = NotedFeed(job.loader, world, notes)
+            file = notes / f"samples-{world.rank}.jsonl"
+            job.loader.step = noted(job.loader.step, file)  # type: ignore[method-assign]
             job.last_step = until or job.last_step
             with suppress(Interrupted):
                 job.train()
             return job.step_number
 
 
-class NotedFeed(DataParallelLoader):
-    """A feed that writes down which tokens each step was trained on."""
+Step = Callable[[int], list[MicroBatch]]
 
-    def __init__(self, loader: Loader, world: World, notes: Path) -> None:
-        """Add to this rank's notes."""
-        super().__init__(loader, world)
-        self._file = notes / f"samples-{world.rank}.jsonl"
-        self._unsaid = b""
 
-    def step(self, place: int) -> list[MicroBatch]:
+def noted(plain: Step, path: Path) -> Step:
+    """Return a loader's step that also adds which tokens it gave to a file."""
+    unsaid = b""
+
+    def step(place: int) -> list[MicroBatch]:
         """Return the step's micro-batches, and note their tokens' checksum."""
-        batches = super().step(place)
-        digest = 0
+        nonlocal unsaid
+        batches, digest = plain(place), 0
         for batch in batches:
             digest = zlib.crc32(batch.ids_T.numpy().tobytes(), digest)
-        self._unsaid += json.dumps([place, digest]).encode() + b"\n"
+        unsaid += json.dumps([place, digest]).encode() + b"\n"
         # While the disk is full, which is a fault too, the notes wait.
-        with suppress(OSError), self._file.open("ab", buffering=0) as file:
-            self._unsaid = self._unsaid[file.write(self._unsaid) :]
+        with suppress(OSError), path.open("ab", buffering=0) as file:
+            unsaid = unsaid[file.write(unsaid) :]
         return batches
+
+    return step
 
 
 def samples(notes: Path) -> dict[int, dict[int, int]]:

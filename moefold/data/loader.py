@@ -18,7 +18,6 @@ from itertools import chain, islice, repeat
 
 import numpy as np
 
-from moefold.comm.world import World
 from moefold.data.batch import IGNORED, MicroBatch, SegmentOrigin, assemble, pack, padded
 from moefold.data.config import DataError
 from moefold.data.order import Epochs, Mixture, spread
@@ -29,7 +28,10 @@ _ORDER = 1
 
 
 class Loader:
-    """Cuts micro-batches out of prepared data.
+    """Cuts one data rank's micro-batches out of prepared data.
+
+    Every rank gets as many, so that all keep step: where the last round has too few, the others
+    run one of padding alone.
 
     Args:
         prepared: tokenizer and token files.
@@ -38,6 +40,8 @@ class Loader:
         micro_batch: sequences per micro-batch; divides ``batch``.
         seed: the run's seed.
         pad_to: rows of a micro-batch are padded to a multiple of this.
+        rank: the data rank.
+        ranks: number of data ranks.
     """
 
     def __init__(
@@ -48,12 +52,15 @@ class Loader:
         micro_batch: int = 1,
         seed: int = 1,
         pad_to: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if batch % micro_batch:
             raise ValueError(f"a batch of {batch} is no multiple of a micro-batch of {micro_batch}")
         for part in prepared.train:
             part.corpus.check_length(seq)
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
+        self._rank, self._ranks = rank, ranks
         self.rows = padded(micro_batch * seq, pad_to)
         """Rows T of each micro-batch."""
         self._parts = prepared.train
@@ -92,11 +99,13 @@ class Loader:
         return {part.name: n / epochs.sequences for part, n, epochs in pairs}
 
     def step(self, step: int) -> list[MicroBatch]:
-        """Return all micro-batches of a step (from 0 on); a pure function of seed and step."""
-        return [self.step_part(step, j) for j in range(self.micro_batches)]
+        """Return this rank's micro-batches of a step (from 0 on), by seed and step alone."""
+        count = self.micro_batches
+        mine = [self.step_part(step, j) for j in range(self._rank, count, self._ranks)]
+        return list(self._evened(iter(mine), count))
 
     def step_part(self, step: int, j: int) -> MicroBatch:
-        """Return micro-batch ``j`` of a step; a data rank asks only for its own."""
+        """Return micro-batch ``j`` of a step, which may be another rank's."""
         assert step >= 0 and 0 <= j < self.micro_batches, (step, j)
         first = j * self.micro_batch
         cuts = []
@@ -106,29 +115,32 @@ class Loader:
         padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
         return self._build(cuts, first * self.seq, padding)
 
-    def evaluation_size(self, name: str | None = None, limit: int | None = None) -> int:
-        """Return how many micro-batches ``evaluation`` gives."""
-        return -(-len(self._chosen(self._set(name), limit)) // self.micro_batch)
+    def evaluation(self, name: str | None = None, limit: int | None = None) -> Iterator[MicroBatch]:
+        """Yield this rank's part of a held-out set, in order.
 
-    def evaluation(
-        self, name: str | None = None, limit: int | None = None, rank: int = 0, ranks: int = 1
-    ) -> Iterator[MicroBatch]:
-        """Yield a held-out set once, in order; together the labels are every byte of its text.
+        Together the labels of all ranks are every byte of its text, each once.
 
         Args:
             name: one of ``evaluation_sets`` (default: the only one).
             limit: about how many tokens at most, in sequences evenly spread over the set.
-            rank: this data rank; it gets micro-batches ``rank, rank + ranks, …``.
-            ranks: number of data ranks.
         """
-        part = self._set(name)
-        chosen, tokens = self._chosen(part, limit), part.corpus.tokens
-        for first in range(rank * self.micro_batch, len(chosen), ranks * self.micro_batch):
-            numbers = chosen[first : first + self.micro_batch]
-            starts = [number * self.seq for number in numbers]
-            cuts = [(part, start, min(self.seq, tokens - start)) for start in starts]
-            padding = len(chosen) * self.seq + first // self.micro_batch * self.rows
-            yield self._build(cuts, first * self.seq, padding)
+        part, each = self._set(name), self.micro_batch
+        tokens = part.corpus.tokens
+        n = -(-tokens // self.seq)
+        chosen = range(n) if limit is None else spread(n, max(limit // self.seq, 1))
+
+        def found() -> Iterator[MicroBatch]:
+            for first in range(self._rank * each, len(chosen), self._ranks * each):
+                starts = [number * self.seq for number in chosen[first : first + each]]
+                cuts = [(part, start, min(self.seq, tokens - start)) for start in starts]
+                padding = len(chosen) * self.seq + first // each * self.rows
+                yield self._build(cuts, first * self.seq, padding)
+
+        return self._evened(found(), -(-len(chosen) // each))
+
+    def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """Return what is found of ``count`` micro-batches that all ranks share, filled up."""
+        return islice(chain(found, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
 
     def _set(self, name: str | None) -> PreparedPart:
         if name is None and len(self._valid) == 1:
@@ -137,10 +149,6 @@ class Loader:
             sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
             raise DataError(f"no held-out set {name!r}; there are: {sets}")
         return self._valid[name]
-
-    def _chosen(self, part: PreparedPart, limit: int | None) -> Sequence[int]:
-        n = -(-part.corpus.tokens // self.seq)
-        return range(n) if limit is None else spread(n, max(limit // self.seq, 1))
 
     def _build(
         self, cuts: Sequence[tuple[PreparedPart, int, int]], first: int, padding: int
@@ -171,30 +179,3 @@ class Loader:
             n_bytes=n_bytes,
             sources=origins,
         )
-
-
-class DataParallelLoader:
-    """One data rank's micro-batches of a loader; every rank gets as many, so that all keep step.
-
-    Micro-batch j of a step runs at round ``j // dp`` on data rank ``j % dp``. Where the last round
-    has too few, the others run one of padding alone.
-    """
-
-    def __init__(self, loader: Loader, world: World) -> None:
-        self._loader = loader
-        self._rank, self._ranks = world.attention.dp, world.folding.dp
-
-    def step(self, place: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of a step of the data's order."""
-        count, first, by = self._loader.micro_batches, self._rank, self._ranks
-        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]
-        return list(self._evened(iter(mine), count))
-
-    def held_out(self, name: str, tokens: int | None) -> Iterator[MicroBatch]:
-        """Yield this rank's part of a held-out set; see :meth:`Loader.evaluation`."""
-        found = self._loader.evaluation(name, tokens, self._rank, self._ranks)
-        return self._evened(found, self._loader.evaluation_size(name, tokens))
-
-    def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
-        nothing = pack([], rows=self._loader.rows)
-        return islice(chain(found, repeat(nothing)), -(-count // self._ranks))

@@ -26,7 +26,7 @@ from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.data.batch import MicroBatch
-from moefold.data.loader import DataParallelLoader, Loader
+from moefold.data.loader import Loader
 from moefold.data.prepare import Prepared, prepare
 from moefold.data.prepare import Progress as Told
 from moefold.files import demand_writable, named
@@ -150,7 +150,6 @@ class Trainer:
                 on_first(lambda: bool(prepared()), world.on_host)  # The others open what it made.
                 self.tokenizer = prepared().tokenizer
                 self.loader = _loader(run, prepared(), world)
-                self.feed = DataParallelLoader(self.loader, world)
                 check_ranks_agree(run, self.parts, self.loader.fingerprint(), world)
                 self.decoder = run.decoder()
                 dtype = self.precision.precision
@@ -177,12 +176,8 @@ class Trainer:
                 if scratch is None:
                     self.saver.prepare(partial(contents, self.data, self.optimizer))
         except BaseException:
-            self._release()
+            self.lock.release()  # which the first rank alone holds
             raise
-
-    def _release(self) -> None:
-        if self._rank_zero.leader:
-            self.lock.release()
 
     def _recall(self) -> bool:
         """Go on from copies in memory or on local disks, where some are whole and newest."""
@@ -294,7 +289,7 @@ class Trainer:
         started, waited = time.perf_counter(), self.world.recorder.waited_s
         run, step, place = self.run, self.progress.step, self.progress.place()
         self.place = place
-        given = self.feed.step(place) if batches is None else batches
+        given = self.loader.step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
             asked = self._asked is not None
@@ -403,7 +398,7 @@ class Trainer:
         metrics: Figures = {}
         nats = labels = 0.0
         for name in self.loader.evaluation_sets:
-            batches = self.feed.held_out(name, tokens)
+            batches = self.loader.evaluation(name, tokens)
             found, count_, n_bytes = evaluate(self.placed, batches, self.run.train.loss_chunk)
             metrics[f"val/{name}/loss"] = found / max(count_, 1)
             if n_bytes:
@@ -462,7 +457,7 @@ class Trainer:
             self.saver.drop()
             if self.local is not None:
                 self.local.wait()
-            self._release()
+            self.lock.release()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -485,4 +480,6 @@ def _loader(run: Run, prepared: Prepared, world: World) -> Loader:
     """Return the run's micro-batches; rows are padded to what context and tensor ranks share."""
     train, sizes = run.train, world.folding.sizes
     pad_to = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
-    return Loader(prepared, run.data.seq, train.batch, train.micro_batch, run.seed, pad_to=pad_to)
+    spot, ranks = world.attention.dp, world.folding.dp
+    sizes = run.data.seq, train.batch, train.micro_batch
+    return Loader(prepared, *sizes, run.seed, pad_to=pad_to, rank=spot, ranks=ranks)

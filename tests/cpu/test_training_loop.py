@@ -182,7 +182,7 @@ class Poison:
 
     def __init__(self, job: Trainer, places: set[int], value: float = math.nan) -> None:
         self.seen: list[int] = []
-        plain = job.feed.step
+        plain = job.loader.step
 
         def step(place: int) -> Any:
             self.seen.append(place)
@@ -191,7 +191,7 @@ class Poison:
         def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
             return out * value if self.seen[-1] in places else out
 
-        job.feed.step = step  # type: ignore[method-assign]
+        job.loader.step = step  # type: ignore[method-assign]
         job.model.norm.register_forward_hook(spoil)
 
 

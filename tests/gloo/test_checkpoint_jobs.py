@@ -93,7 +93,7 @@ def note_state(job: Trainer, folder: Path, name: str) -> None:
 
 def watched(job: Trainer, folder: Path) -> None:
     """Note the documents and places that each step trains on here."""
-    feed = job.feed.step
+    feed = job.loader.step
 
     def step(place: int) -> Any:
         batches = feed(place)
@@ -102,7 +102,7 @@ def watched(job: Trainer, folder: Path) -> None:
             file.write(json.dumps([place, said]) + "\n")
         return batches
 
-    job.feed.step = step  # type: ignore[method-assign]
+    job.loader.step = step  # type: ignore[method-assign]
 
 
 def seen(folder: Path) -> dict[int, list[str]]:

@@ -77,10 +77,9 @@ PLANTS = (
         "data ranks have an order each",
         DEALT,
         "data/loader.py",
-        "        mine = [self._loader.step_part(place, j) for j in range(first, count, by)]\n",
-        "        mine = [\n"
-        "            self._loader.step_part(place + first, j) for j in range(first, count, by)\n"
-        "        ]\n",
+        "        mine = [self.step_part(step, j) for j in range(self._rank, count, self._ranks)]\n",
+        "        at, by = self._rank, self._ranks\n"
+        "        mine = [self.step_part(step + at, j) for j in range(at, count, by)]\n",
     ),
     Plant(
         "b27",
