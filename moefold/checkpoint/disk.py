@@ -154,11 +154,12 @@ def read_whole(disk: Disk, path: Path, limit: int) -> bytes:
     return bytes(buffer[:count])
 
 
-def write_whole(disk: Disk, path: Path, data: bytes) -> None:
-    """Create a file with ``data`` and return once it is on the medium."""
+def write_whole(disk: Disk, path: Path, *parts: bytes | memoryview) -> None:
+    """Create a file with ``parts``, one after another, and return once it is on the medium."""
     fd = disk.create(path)
     try:
-        disk.write(fd, memoryview(data))
+        for part in parts:
+            disk.write(fd, memoryview(part))
         disk.sync(fd)
     finally:
         disk.close(fd)

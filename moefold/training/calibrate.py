@@ -125,22 +125,19 @@ def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, d
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measured(runs, rounds)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        first = measure_kernels(cpu_name(), f"torch {torch.__version__}", memory)
+        cases = {source: _case(run, first) for source, run in runs.items()}
+        formats = sorted({case.numbers.recipe for case in cases.values()})
+        smalls = {
+            f"{recipe} {number}": small.case(recipe, first)
+            for recipe in formats
+            for number, small in enumerate(SMALL_MODELS)
+        }
+        timed = {name: stepping(case) for name, case in {**smalls, **cases}.items()}
+        took = alternated(timed, rounds)
     finally:
         torch.set_num_threads(threads)
-
-
-def _measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, dict[str, float]]]:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    first = measure_kernels(cpu_name(), f"torch {torch.__version__}", memory)
-    cases = {source: _case(run, first) for source, run in runs.items()}
-    formats = sorted({case.numbers.recipe for case in cases.values()})
-    smalls = {
-        f"{recipe} {number}": small.case(recipe, first)
-        for recipe in formats
-        for number, small in enumerate(SMALL_MODELS)
-    }
-    took = alternated({name: stepping(case) for name, case in {**smalls, **cases}.items()}, rounds)
     machine, steps = adjusted(first, list(smalls.values()), [took[n]["own"] for n in smalls]), {}
     for source, run in runs.items():
         planned, own = estimate(_case(run, machine)).seconds, took[source]["own"]
@@ -161,7 +158,11 @@ def _case(run: Run, machine: Machine) -> Case:
 
 def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
     """Measure single kernels; returns the machine without what whole steps tell."""
-    tables: dict[str, Any] = {"call_s": _call_seconds()}
+    little = torch.zeros(16, requires_grad=True)  # a call that does next to nothing
+    tables: dict[str, Any] = {"call_s": _seconds(lambda: little * 2.0, times=200)}
+    a, b, out = (torch.randn(2**22) for _ in range(3))
+    # Large sums: two rows are read and one is written.
+    bandwidth = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out), 0.2)
     peaks, rates = {}, {}
     for form, dtype in FORMATS.items():
         products = list(_products(dtype))
@@ -176,37 +177,24 @@ def measure_kernels(name: str, software: str, memory_bytes: int) -> Machine:
             rates[form][f"{way}_rate"], rates[form][f"{way}_half"] = length_law(found, HEAD_DIM)
         tables[form] = {"products": products, "attention": passes}
     return Machine(
-        name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], _bandwidth(),
+        name, torch.get_num_threads(), software, peaks["fp32"], peaks["bf16"], bandwidth,
         memory_bytes, rates, tables,
     )  # fmt: skip
 
 
-def _seconds(call: Callable[[], Any], least: float = 0.05) -> float:
-    """Return the median of the process's own seconds for a call, over ``least`` seconds of them."""
+def _seconds(call: Callable[[], Any], least: float = 0.05, times: int = 1) -> float:
+    """Return the median of the process's own seconds for a call, over ``least`` seconds of them.
+
+    Short calls are timed ``times`` together.
+    """
     call()
     taken: list[float] = []
     while sum(taken) < least or len(taken) < 5:
         started = time.process_time()
-        call()
+        for _ in range(times):
+            call()
         taken.append(time.process_time() - started)
-    return median(taken)
-
-
-def _repeat(call: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        call()
-
-
-def _call_seconds() -> float:
-    """Return the seconds of a call that does next to nothing."""
-    x = torch.zeros(16, requires_grad=True)
-    return _seconds(lambda: _repeat(lambda: x * 2.0, 200)) / 200
-
-
-def _bandwidth() -> float:
-    """Return bytes/s of large sums: two rows read and one written."""
-    a, b, out = (torch.randn(2**22) for _ in range(3))
-    return 3 * a.numel() * 4 / _seconds(lambda: torch.add(a, b, out=out), 0.2)
+    return median(taken) / times
 
 
 def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
@@ -214,8 +202,7 @@ def _products(dtype: torch.dtype) -> Iterator[tuple[int, int, int, float]]:
     for m, n, k in SHAPES:
         a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         times = max(1, 2**24 // (m * n * k))
-        taken = _seconds(partial(_repeat, partial(torch.mm, a, b.t()), times))
-        yield m, n, k, 2 * m * n * k * times / taken
+        yield m, n, k, 2 * m * n * k / _seconds(partial(torch.mm, a, b.t()), times=times)
 
 
 def product_law(found: Sequence[tuple[int, int, int, float]], peak: float) -> tuple[float, float]:
@@ -243,14 +230,10 @@ def _attention(peak: float, dtype: torch.dtype) -> dict[str, list[tuple[int, flo
         forward = _seconds(attend)
         for x in (q, k, v):
             x.requires_grad_()
-        backward = _seconds(partial(_forward_and_backward, attend)) - forward
+        backward = _seconds(lambda attend=attend: attend().sum().backward()) - forward
         found["forward"].append((length, flops / forward / peak))
         found["backward"].append((length, 2.5 * flops / max(backward, 1e-7) / peak))
     return found
-
-
-def _forward_and_backward(call: Callable[[], torch.Tensor]) -> None:
-    call().sum().backward()
 
 
 def length_law(found: Sequence[tuple[int, float]], dim: int) -> tuple[float, float]:

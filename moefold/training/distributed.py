@@ -90,7 +90,7 @@ class RankZeroRunner:
         leads, self._leads = self._leads, False
         try:
             if leads:
-                self._send({"call": name, "args": args, "how": how})
+                told_by_first({"call": name, "args": args, "how": how}, self._ranks)
             return self._calls[name](*args, **how)
         finally:
             self._leads = leads
@@ -102,32 +102,23 @@ class RankZeroRunner:
             Exception: on rank 0 what the function raised.
             FirstFailed: on the others.
         """
-        if not self.leader:
-            return self._follow()
-        leads, self._leads = self._leads, True
-        try:
-            function()
-        except BaseException as error:
-            self._send({"error": f"{type(error).__name__}: {error}"})
-            raise
-        finally:
-            self._leads = leads
-        said = answer()
-        self._send({"answer": said})
-        return said
-
-    def _follow(self) -> Any:
-        while True:
-            said = self._send(None)
+        while not self.leader:
+            said = told_by_first(None, self._ranks)
             if "error" in said:
                 raise FirstFailed(f"the first rank failed: {said['error']}")
             if "answer" in said:
                 return said["answer"]
             with suppress(SaveError):  # Rank 0 had it too, and says what comes of it.
                 self._calls[said["call"]](*said["args"], **said["how"])
-
-    def _send(self, message: Any) -> Any:
-        return told_by_first(message, self._ranks)
+        leads, self._leads = self._leads, True
+        try:
+            function()
+        except BaseException as error:
+            told_by_first({"error": f"{type(error).__name__}: {error}"}, self._ranks)
+            raise
+        finally:
+            self._leads = leads
+        return told_by_first({"answer": answer()}, self._ranks)["answer"]
 
 
 def router_stats(placed: ModelParts) -> list[dict[str, Any]]:

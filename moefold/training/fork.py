@@ -1,6 +1,5 @@
 """A new run that starts from a checkpoint: another run's state, or a model's weights alone."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from moefold.checkpoint.folder import checkpoint_in
 from moefold.comm.agree import on_first
 from moefold.config.base import to_dict
 from moefold.data.tokenizer import Tokenizer
-from moefold.files import write_text
+from moefold.files import write_json
 from moefold.optim.base import PREFIX
 from moefold.training.model_checkpoint import tokenizer_of
 from moefold.training.resume import as_known_today, differences
@@ -73,10 +72,7 @@ class Fork:
             "step": job.step_number,
             "changed": differences(stored, to_dict(job.run)) if stored else [],
         }
-
-        on_first(
-            lambda: write_text(job.folder / FORK_FILE, json.dumps(said, indent=2) + "\n"), ranks
-        )
+        on_first(lambda: write_json(job.folder / FORK_FILE, said), ranks)
         job.save()
         return said
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.config import NodeLocal
-from moefold.checkpoint.disk import DISK
+from moefold.checkpoint.disk import DISK, write_whole
 from moefold.checkpoint.folder import candidates, step_name
 from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects, receive, send, shift
@@ -239,13 +239,7 @@ def _write_share(path: Path, share: RankCopy, identity: str, values: Tensor) -> 
     part = path.with_suffix(path.suffix + ".part")
     with suppress(FileNotFoundError):
         DISK.remove_file(part)
-    fd = DISK.create(part)
-    try:
-        DISK.write(fd, memoryview(digest.hexdigest().encode() + b"\n" + head))
-        DISK.write(fd, data)
-        DISK.sync(fd)
-    finally:
-        DISK.close(fd)
+    write_whole(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
     DISK.rename(part, path)
 
 

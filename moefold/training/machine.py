@@ -83,12 +83,8 @@ def _product_seconds(values: Tensor, side: int) -> float:
     return time.perf_counter() - started
 
 
-@cache
-def measured(
-    dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> dict[torch.dtype, MatrixRate]:
-    """Return what ``measure`` finds, the first time it is asked for in this process."""
-    return measure(dtypes, device)
+measured = cache(measure)
+"""What ``measure`` finds, the first time it is asked for in this process."""
 
 
 def machines(device: torch.device, *more: Precision) -> dict[Precision, MatrixRate]:

@@ -24,12 +24,10 @@ class SampleHook(Hook):
         self._console = console
 
     def on_start(self, job: JobView) -> None:
-        """Drop the samples of steps after the checkpoint that the run continues from."""
+        """Drop the samples of steps that are made again: those after the present one."""
         cut_after(job.folder / SAMPLES_FILE, job.step_number)
 
-    def on_rewind(self, job: JobView) -> None:
-        """Drop the samples of the steps that are made again."""
-        cut_after(job.folder / SAMPLES_FILE, job.step_number)
+    on_rewind = on_start
 
     def on_step(self, job: JobView, metrics: Figures) -> None:
         """Write where the step is due, and at the end."""
