@@ -142,8 +142,16 @@ def point(folder: Path, target: Path, disk: Disk = DISK) -> None:
 def sweep(folder: Path, say: Say = _log.warning, disk: Disk = DISK) -> None:
     """Remove what killed saves left behind; only the folder's one writer may call this."""
     for candidate in candidates(folder):
-        if candidate.way == "old":
-            _settle(folder, candidate, say, disk)
+        final = folder / step_name(candidate.step)
+        if candidate.way == "old" and not final.exists():
+            # Its replacement was cut short between two renames, and is undone; else it is finished.
+            disk.rename(candidate.path, final)
+        elif candidate.way == "old":
+            try:
+                check_complete(final, disk)
+                discard(candidate.path, say, disk)
+            except CheckpointError as error:
+                say(f"{error}. Keeping {candidate.path.name} beside it")
         elif candidate.way:
             try_remove(candidate.path, say, disk)
     for path in folder.iterdir():
@@ -196,17 +204,3 @@ def try_remove(path: Path, say: Say, disk: Disk = DISK) -> None:
         disk.remove_folder(path)
     except OSError as error:
         say(f"{path} could not be removed, the next save tries again: {error}")
-
-
-def _settle(folder: Path, candidate: Candidate, say: Say, disk: Disk) -> None:
-    """Undo or finish a replacement that was cut short between its two renames."""
-    final = folder / step_name(candidate.step)
-    if not final.exists():
-        disk.rename(candidate.path, final)
-        return
-    try:
-        check_complete(final, disk)
-    except CheckpointError as error:
-        say(f"{error}. Keeping {candidate.path.name} beside it")
-        return
-    discard(candidate.path, say, disk)

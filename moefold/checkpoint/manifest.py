@@ -234,16 +234,14 @@ def parse(raw: bytes, folder: Path) -> Manifest:
         raise DamagedError(folder, FILE, "is not JSON; " + USE_OLDER) from None
     if envelope.format is None:
         raise DamagedError(folder, FILE, "does not say that it is a checkpoint's; " + USE_OLDER)
-    if head is None and envelope.format != FORMAT:
-        raise _unreadable(envelope, folder)
-    if head is None or head[1].decode() != _seal(raw):
+    ours, number = envelope.format == FORMAT, envelope.version
+    if (ours or head is not None) and (head is None or head[1].decode() != _seal(raw)):
         raise DamagedError(folder, FILE, "does not match its own SHA-256; " + USE_OLDER)
-    if (
-        envelope.format != FORMAT
-        or type(envelope.version) is not int
-        or envelope.version != VERSION
-    ):
-        raise _unreadable(envelope, folder)
+    if not ours or type(number) is not int or number != VERSION:
+        found = f"{envelope.format} version {number}, written by {envelope.writer}"
+        what = f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}"
+        remedy = "Use the program that wrote it, or a newer moefold"
+        raise VersionError(folder / FILE, f"{what}. {remedy}")
     return validate(raw, folder)
 
 
@@ -278,16 +276,6 @@ def read_raw(folder: Path, disk: Disk = DISK) -> bytes:
         raise DamagedError(folder, FILE, f"cannot be read: {error}") from error
 
 
-def _unreadable(envelope: _Envelope, folder: Path) -> VersionError:
-    """Return the error that names the version found and the one that is read."""
-    found = f"{envelope.format} version {envelope.version}, written by {envelope.writer}"
-    return VersionError(
-        folder / FILE,
-        f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}. "
-        "Use the program that wrote it, or a newer moefold",
-    )
-
-
 def _seal(text: bytes) -> str:
     """Return the SHA-256 of a manifest's text with zeros in the digest's place."""
     head = _SEALED.match(text)
@@ -311,7 +299,18 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
     if len(set(files)) < len(files):
         yield None, "names a shard twice"
     for name, stored in manifest.tensors.items():
-        yield from ((name, what) for what in _wrong_slices(manifest, stored))
+        if math.prod(n for n in stored.shape if n) >= 2**62:
+            yield name, f"has the impossible shape {list(stored.shape)}"
+        for part in stored.slices:
+            size = math.prod(part.shape) * ITEM_BYTES[stored.dtype]
+            if part.shard >= len(manifest.shards):
+                yield name, f"lies in shard {part.shard} of {len(manifest.shards)}"
+            if part.size != size:
+                yield name, f"has a slice of {size} bytes in a span of {part.size}"
+            if len(part.sha256) != -(-size // manifest.chunk_bytes):
+                yield name, f"has {len(part.sha256)} digests for {size} bytes"
+        if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
+            yield name, f"has slices that do not tile its shape {list(stored.shape)}"
     for shard, rows in zip(manifest.shards, spans(manifest), strict=True):
         end = shard.header
         for start, stop, *_ in rows:
@@ -320,22 +319,6 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
             end = stop
         if end != shard.size or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
             yield None, f"does not account for every byte of {shard.file}, each once"
-
-
-def _wrong_slices(manifest: Manifest, stored: TensorMeta) -> Iterator[str]:
-    """Yield what is wrong with one tensor's slices."""
-    if math.prod(n for n in stored.shape if n) >= 2**62:
-        yield f"has the impossible shape {list(stored.shape)}"
-    for part in stored.slices:
-        size = math.prod(part.shape) * ITEM_BYTES[stored.dtype]
-        if part.shard >= len(manifest.shards):
-            yield f"lies in shard {part.shard} of {len(manifest.shards)}"
-        if part.size != size:
-            yield f"has a slice of {size} bytes in a span of {part.size}"
-        if len(part.sha256) != -(-size // manifest.chunk_bytes):
-            yield f"has {len(part.sha256)} digests for {size} bytes"
-    if not tiles(stored.shape, [(part.at, part.shape) for part in stored.slices]):
-        yield f"has slices that do not tile its shape {list(stored.shape)}"
 
 
 def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -70,24 +70,9 @@ class TensorSlice(Generic[Values]):
         return cls(tensor, tuple(tensor.shape), (0,) * len(tensor.shape))
 
     @property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """First place and end along each dim."""
-        ends = zip(self.at, self.tensor.shape, strict=True)
-        return tuple((start, start + size) for start, size in ends)
-
-    @property
     def size(self) -> int:
         """Bytes of the box."""
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Yield the box's bytes, row-major; each block is valid until the next is asked for."""
-        tensor: Tensor | LazyTensor = self.tensor
-        if isinstance(tensor, LazyTensor):
-            made = tensor.read()
-            assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), made.shape
-            tensor = made
-        yield from blocks(tensor)
 
 
 def check_storable(name: str, tensor: Tensor | LazyTensor) -> None:
@@ -199,7 +184,12 @@ def _write_data(disk: Disk, fd: int, part: TensorSlice, chunk_bytes: int) -> lis
     """Write one slice and return the digest of each of its chunks."""
     digests: list[str] = []
     running, filled, total = sha256(), 0, 0
-    for block in part.blocks():
+    tensor = part.tensor.read() if isinstance(part.tensor, LazyTensor) else part.tensor
+    told = part.tensor.dtype, tuple(part.tensor.shape)
+    assert (tensor.dtype, tuple(tensor.shape)) == told, (
+        f"{tuple(tensor.shape)} was read, not {told}"
+    )
+    for block in blocks(tensor):
         disk.write(fd, block)
         total += len(block)
         start = 0

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,113 +23,92 @@ Progress = Callable[[int], None]
 """Told of each number of bytes that has been checked."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something that is not as it was written; ``tensor`` is named where it concerns one."""
-
-    file: str
-    tensor: str | None
-    what: str
-
-    def __str__(self) -> str:
-        named = f", tensor {self.tensor!r}" if self.tensor is not None else ""
-        return f"{self.file}{named}: {self.what}"
-
-
 def verify(
     path: str | Path, progress: Progress = lambda count: None, disk: Disk = DISK
-) -> list[Problem]:
+) -> list[DamagedError]:
     """Return all that is wrong with a checkpoint: an empty list means that every byte is right.
 
     Reads each byte once and holds one chunk of it. Raises ``VersionError`` for a format that
     cannot be read and ``CheckpointError`` where there is no checkpoint at all.
     """
     path = Path(path)
-    problems: list[Problem] = []
+    problems: list[DamagedError] = []
     found = _manifest(path, problems, disk)
     if found is None:
         return problems
     listed = {shard.file for shard in found.shards} | {manifest.FILE}
     for name in sorted(p.name for p in path.iterdir()):
         if name not in listed:
-            problems.append(Problem(name, None, "is not part of the checkpoint"))
+            problems.append(DamagedError(path, name, "is not part of the checkpoint"))
     for shard, rows in zip(found.shards, spans(found), strict=True):
         problems += _shard_problems(path, found, shard, rows, progress, disk)
     return problems
 
 
-def _manifest(path: Path, problems: list[Problem], disk: Disk) -> Manifest | None:
+def _manifest(path: Path, problems: list[DamagedError], disk: Disk) -> Manifest | None:
     """Return the manifest, damaged but readable ones too; note what is wrong with it."""
     raw = b""
     try:
         raw = manifest.read_raw(path, disk)
         return manifest.parse(raw, path)
     except DamagedError as error:
-        problems.append(Problem(error.file, error.tensor, error.what))
+        problems.append(error)
     try:  # comparing the shards with what is left of it tells which tensors' records it hit
         return manifest.validate(raw, path)
     except DamagedError as error:
         if error.what != problems[-1].what and raw:
-            problems.append(Problem(error.file, error.tensor, error.what))
+            problems.append(error)
     return None
 
 
 def _shard_problems(
     path: Path, found: Manifest, shard: ShardFile, rows: list[Row], progress: Progress, disk: Disk
-) -> Iterator[Problem]:
-    """Yield what is wrong with one shard."""
+) -> Iterator[DamagedError]:
+    """Yield what is wrong with one shard: its header, or chunks of the slices in it."""
     try:
         check_size(path, shard, disk)
         fd = disk.open(path / shard.file)
     except (DamagedError, OSError) as error:
         what = error.what if isinstance(error, DamagedError) else f"cannot be read: {error}"
-        held = sorted({row[2] for row in rows})
+        held = sorted({row[2] for row in rows}) or [None]
         progress(shard.size)
-        yield from (Problem(shard.file, name, what) for name in held)
-        if not held:
-            yield Problem(shard.file, None, what)
+        yield from (DamagedError(path, shard.file, what, name) for name in held)
         return
     try:
-        yield from _header_problems(found, shard, rows, fd, disk)
+        raw = bytearray(shard.header)
+        disk.read(fd, memoryview(raw), 0)
+        for name, what in _header_problems(raw, found, shard, rows):
+            yield DamagedError(path, shard.file, what, name)
         progress(shard.header)
-        for row in rows:
-            yield from _slice_problems(found, shard, row, fd, progress, disk)
+        for start, stop, name, part in rows:
+            buffer = memoryview(bytearray(min(found.chunk_bytes, part.size)))
+            for i, digest in enumerate(part.sha256):
+                at = start + i * found.chunk_bytes
+                chunk = buffer[: min(stop - at, found.chunk_bytes)]
+                count = disk.read(fd, chunk, at)
+                if count < len(chunk) or sha256(chunk).hexdigest() != digest:
+                    what = f"bytes {at} to {at + len(chunk)} are not as written"
+                    yield DamagedError(path, shard.file, what, name)
+                progress(len(chunk))
     except OSError as error:
-        yield Problem(shard.file, None, f"cannot be read: {error}")
+        yield DamagedError(path, shard.file, f"cannot be read: {error}")
     finally:
         disk.close(fd)
 
 
-def _slice_problems(
-    found: Manifest, shard: ShardFile, row: Row, fd: int, progress: Progress, disk: Disk
-) -> Iterator[Problem]:
-    """Yield the chunks of one slice that are not as written."""
-    start, stop, name, part = row
-    buffer = memoryview(bytearray(min(found.chunk_bytes, part.size)))
-    for i, digest in enumerate(part.sha256):
-        at = start + i * found.chunk_bytes
-        chunk = buffer[: min(stop - at, found.chunk_bytes)]
-        count = disk.read(fd, chunk, at)
-        if count < len(chunk) or sha256(chunk).hexdigest() != digest:
-            yield Problem(shard.file, name, f"bytes {at} to {at + len(chunk)} are not as written")
-        progress(len(chunk))
-
-
 def _header_problems(
-    found: Manifest, shard: ShardFile, rows: list[Row], fd: int, disk: Disk
-) -> Iterator[Problem]:
-    """Yield what is wrong with a shard's header: its bytes, or what it says of the tensors."""
-    raw = bytearray(shard.header)
-    disk.read(fd, memoryview(raw), 0)
+    raw: bytearray, found: Manifest, shard: ShardFile, rows: list[Row]
+) -> Iterator[tuple[str | None, str]]:
+    """Yield tensor and fault of a shard's header: in its bytes, or in what it says of tensors."""
     expected = entries_of(found, shard.header, rows)
     if sha256(raw).hexdigest() != shard.header_sha256:
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
         differs = next((i for i, (one, other) in pairs if one != other), len(raw))
         name = _tensor_at(differs, expected, rows)
-        yield Problem(shard.file, name, f"the header (bytes 0 to {shard.header}) is not as written")
+        yield name, f"the header (bytes 0 to {shard.header}) is not as written"
     elif bytes(raw) != shard_header(expected):
         for name in _contradicted(raw[8:], expected):
-            yield Problem(shard.file, name, "the header and the manifest contradict each other")
+            yield name, "the header and the manifest contradict each other"
 
 
 def _tensor_at(position: int, entries: dict[str, HeaderEntry], rows: list[Row]) -> str | None:

@@ -117,7 +117,7 @@ def _verify(path: Path, args: argparse.Namespace) -> int:
 
         problems = verify(path, advance)
     if args.json:
-        rows = [vars(problem) for problem in problems]
+        rows = [{"file": p.file, "tensor": p.tensor, "what": p.what} for p in problems]
         print_json({"path": str(path), "whole": not problems, "problems": rows})
         return DAMAGED if problems else WHOLE
     console = Console(soft_wrap=True)
