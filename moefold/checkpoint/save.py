@@ -8,7 +8,7 @@ rank that cannot write keeps the checkpoint from being published, and all ranks 
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -113,8 +113,12 @@ class CheckpointWriter:
     ) -> None:
         self._folder, self._step, self._meta, self._policy = Path(folder), step, meta, policy
         self._lock, self._ranks, self._say, self._disk = lock, ranks, say, disk
-        slices = list(_slices(tensors))
-        _check_manifest(step, slices, meta)
+        slices: list[Named] = []
+        for name, content in tensors.items():
+            if isinstance(content, Tensor | LazyTensor):
+                content = (TensorSlice.whole(content),)
+            slices += [(name, part) for part in content]
+        _check(step, slices, meta)
         self._shards = pack(slices, policy.shard_bytes)
         self.path = self._folder / folders.step_name(step)
         """The checkpoint's folder once it is published."""
@@ -316,23 +320,15 @@ class CheckpointWriter:
         return SaveError(self.path, what, needed, free)
 
 
-def _slices(tensors: Contents) -> Iterator[Named]:
-    """Yield all boxes with their tensor's name; refuse those that cannot be written."""
-    for name, content in tensors.items():
-        if isinstance(content, Tensor | LazyTensor):
-            content = (TensorSlice.whole(content),)
-        for part in content:
-            check_storable(name, part.tensor)
-            yield name, part
-
-
 def _meta(part: TensorSlice) -> TensorMeta:
     """Return what the manifest says of a tensor before any slice of it is written."""
     return TensorMeta(dtype=NAMES[part.tensor.dtype], shape=part.shape, slices=())
 
 
-def _check_manifest(step: int, slices: Iterable[Named], meta: dict[str, Any]) -> None:
-    """Refuse what could not be read back: names, a step, facts that the manifest cannot hold."""
+def _check(step: int, slices: Sequence[Named], meta: dict[str, Any]) -> None:
+    """Refuse boxes that cannot be written, and what the manifest could not give back."""
+    for name, part in slices:
+        check_storable(name, part.tensor)
     manifest.check_meta(meta)
     drafts = {name: _meta(part) for name, part in slices}
     try:

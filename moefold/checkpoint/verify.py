@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -104,34 +105,21 @@ def _header_problems(
     if sha256(raw).hexdigest() != shard.header_sha256:
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
         differs = next((i for i, (one, other) in pairs if one != other), len(raw))
-        name = _tensor_at(differs, expected, rows)
-        yield name, f"the header (bytes 0 to {shard.header}) is not as written"
+        frame = len(shard_header({}).rstrip())
+        hit, end = None, frame - 1  # where the first entry's comma stands
+        for (name, entry), row in zip(expected.items(), rows, strict=True):
+            start, end = end, end + len(shard_header({name: entry}).rstrip()) - frame
+            if start <= differs < end:
+                hit = row[2]
+        yield hit, f"the header (bytes 0 to {shard.header}) is not as written"
     elif bytes(raw) != shard_header(expected):
-        for name in _contradicted(raw[8:], expected):
-            yield name, "the header and the manifest contradict each other"
-
-
-def _tensor_at(position: int, entries: dict[str, HeaderEntry], rows: list[Row]) -> str | None:
-    """Return the tensor whose line in the header holds a position; None outside all lines."""
-    frame = len(shard_header({}).rstrip())
-    end = frame - 1  # where the first entry's comma stands
-    for (name, entry), row in zip(entries.items(), rows, strict=True):
-        start, end = end, end + len(shard_header({name: entry}).rstrip()) - frame
-        if start <= position < end:
-            return row[2]
-    return None
-
-
-def _contradicted(text: bytearray, expected: dict[str, HeaderEntry]) -> Iterator[str | None]:
-    """Yield the entries that a header, of another writer's layout, tells differently."""
-    try:
-        fields = json.loads(bytes(text))
-        told = {
-            name: HeaderEntry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
-            for name, e in fields.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        yield None
-        return
-    yield from (n for n in sorted(told.keys() | expected.keys()) if told.get(n) != expected.get(n))
+        differing: list[str | None] = [None]
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            told = {
+                name: HeaderEntry(e["dtype"], tuple(e["shape"]), *e["data_offsets"])
+                for name, e in json.loads(bytes(raw[8:])).items()
+                if name != "__metadata__"
+            }
+            names = sorted(told.keys() | expected.keys())
+            differing = [name for name in names if told.get(name) != expected.get(name)]
+        yield from ((n, "the header and the manifest contradict each other") for n in differing)

@@ -88,7 +88,15 @@ def _divergence(
     rings: Mapping[int, Ring],
 ) -> list[str]:
     """Word the first operation that ranks of one channel do not share."""
-    mixed = _mixed(rings)
+    done: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
+    for rank, ring in sorted(rings.items()):
+        for place, (op, words) in ring.items():
+            done.setdefault(place, []).append((rank, op, words))
+    mixed = {
+        place: [(rank, words) for rank, _, words in found]
+        for place, found in done.items()
+        if len({op for _, op, _ in found} - {"send", "receive"}) > 1
+    }
     if mixed:
         channel, number = min(mixed, key=lambda place: (place[1], place[0]))
         said = [f"rank {rank} does {words}" for rank, words in mixed[channel, number]]
@@ -108,19 +116,6 @@ def _divergence(
     if not absent:
         lines.append("the ranks wait for each other in a circle: their operations differ in order")
     return lines
-
-
-def _mixed(rings: Mapping[int, Ring]) -> dict[tuple[str, int], list[tuple[int, str]]]:
-    """Return the places where ranks of one channel do different operations."""
-    done: dict[tuple[str, int], list[tuple[int, str, str]]] = {}
-    for rank, ring in sorted(rings.items()):
-        for place, (op, words) in ring.items():
-            done.setdefault(place, []).append((rank, op, words))
-    return {
-        place: [(rank, words) for rank, _, words in found]
-        for place, found in done.items()
-        if len({op for _, op, _ in found} - {"send", "receive"}) > 1
-    }
 
 
 def _names(ranks: Collection[int]) -> str:

@@ -107,14 +107,10 @@ class HangWatch:
         # An operation in vain is over before it could raise a second alarm.
         if now - self._answered_at <= 0.75 * self.time_out_s:
             return False
-        return any(
-            now - held.since > self.time_out_s / 2
-            and (held.record.site.group != HOST or self._first_is_silent(now))
-            for held in self.recorder.waiting()
-        )
-
-    def _first_is_silent(self, now: float) -> bool:
-        """Say whether the first rank has told nothing new for a while; asked at every turn."""
+        long = [held for held in self.recorder.waiting() if now - held.since > self.time_out_s / 2]
+        if not long or any(held.record.site.group != HOST for held in long):
+            return bool(long)
+        # The first rank may take long, unless it has told nothing new for a while.
         beat = self._store.get("beat/0")
         if beat != self._first[0]:
             self._first = beat, now

@@ -94,7 +94,11 @@ class World:
         world = cls(folding, dist.get_rank(), torch.device(device), time_out_s)
         store = own_connection(time_out_s)
         world._watch = HangWatch(world.recorder, store, world.rank, world.size, time_out_s, reports)
-        world._host = world._patient(HOST)
+        limit = timedelta(seconds=PATIENCE_S)
+        handle = dist.new_group(timeout=limit, backend="gloo", group_desc=HOST)
+        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
+        everyone = tuple(range(world.size))
+        world._host = Group(HOST, everyone, world.rank, handle, world.recorder)
         world._make_all()
         world.recorder.clear()
         return world
@@ -257,13 +261,6 @@ class World:
         )
         assert isinstance(handle, dist.ProcessGroup), "a rank makes only groups that it is in"
         return handle
-
-    def _patient(self, name: str) -> Group:
-        """Make a group of all ranks in host memory whose first rank may take its time."""
-        limit = timedelta(seconds=PATIENCE_S)
-        handle = dist.new_group(timeout=limit, backend="gloo", group_desc=name)
-        assert isinstance(handle, dist.ProcessGroup), "every rank is in it"
-        return Group(name, tuple(range(self.size)), self.rank, handle, self.recorder)
 
     def _warm_up(self, group: Group) -> None:
         """Let a group talk once; neighbours in a pipeline and all pairs of a sequence too.

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from moefold.config.base import Record, to_dict, visit
-from moefold.config.errors import MISSING, REMOVE, FieldPath, Rename, Violation, dotted
+from moefold.config.errors import MISSING, REMOVE, FieldPath, Remove, Rename, Violation, dotted
 from moefold.config.fields import (
     ANYTHING,
     FieldSpec,
@@ -241,7 +241,10 @@ def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
         earlier = {item.path[:-1] for item in kept}
         around = {path[:end] for path in earlier for end in range(len(path) + 1)}
         for item in fresh:
-            i = next((i for i, above in enumerate(kept) if _suggests(above, item.path)), None)
+            # Which suggestion put there what stands at the path.
+            put = [i for i, above in enumerate(kept) if above.path == item.path[: len(above.path)]]
+            given = (i for i in put if not isinstance(kept[i].nearest, Remove | Rename))
+            i = next(given, None)
             if i is not None:
                 above, nearest = kept[i], get_at(fixed, kept[i].path)
                 both = above.path == item.path and item.rule not in above.rule.split("; ")
@@ -256,9 +259,3 @@ def _joined(rounds: list[list[Violation]], fixed: Any) -> list[Violation]:
             else:
                 kept.append(item)
     return kept
-
-
-def _suggests(item: Violation, path: FieldPath) -> bool:
-    """Whether what stands at a path was put there by an earlier suggestion."""
-    inside = path[: len(item.path)] == item.path
-    return inside and not isinstance(item.nearest, Rename) and item.nearest != REMOVE

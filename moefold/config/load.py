@@ -124,22 +124,7 @@ class _Reading:
 
     def merged(self, overrides: Sequence[str]) -> MergedData:
         """Merge all layers and overrides, in order; an override that cannot be is a violation."""
-        merged = MergedData(self.cls)
-        parsed = [*self._parsed(overrides)]
-        for layer in self.layers:
-            merged.add(layer)
-        for text, path, operator, value in parsed:
-            problem = merged.override(path, value, text, operator == "+=")
-            self.violations += [] if problem is None else [problem]
-        self._note_plugins(merged)
-        for path, text, mark in list(paths_in(merged.spec, merged.data)):
-            whole = mark.whole(text, merged.origin(path).folder or Path.cwd())
-            merged.data = set_at(merged.data, path, whole)
-        return merged
-
-    def _parsed(self, overrides: Sequence[str]) -> list[tuple[str, FieldPath, str, Any]]:
-        """Return overrides as text, path, operator and value; those of ``uses`` are imported."""
-        found = []
+        merged, parsed = MergedData(self.cls), []
         for text in overrides:
             try:
                 path, operator, value = parse_override(text)
@@ -150,8 +135,17 @@ class _Reading:
             if path == (USES,) and USES in specs(self.cls) and _names(used):
                 self._import(used, Path.cwd(), Origin("override", text))
             else:
-                found.append((text, path, operator, value))
-        return found
+                parsed.append((path, value, text, operator == "+="))
+        for layer in self.layers:
+            merged.add(layer)
+        for override in parsed:
+            problem = merged.override(*override)
+            self.violations += [] if problem is None else [problem]
+        self._note_plugins(merged)
+        for path, text, mark in list(paths_in(merged.spec, merged.data)):
+            whole = mark.whole(text, merged.origin(path).folder or Path.cwd())
+            merged.data = set_at(merged.data, path, whole)
+        return merged
 
     def _note_plugins(self, merged: MergedData) -> None:
         """Put the plugins of all layers into ``uses``; those that failed are to be taken out."""

@@ -162,9 +162,7 @@ class _Converter:
             self.parsed.lines[path] = node.start_mark.line + 1
         if isinstance(node, ScalarNode):
             return self._scalar(node)
-        return self._collection(node, path, (*above, node))
-
-    def _collection(self, node: Node, path: FieldPath, above: tuple[Node, ...]) -> Any:
+        above = (*above, node)
         if isinstance(node, SequenceNode):
             return [self.convert(item, (*path, i), above) for i, item in enumerate(node.value)]
         found: dict[str, Any] = {}

@@ -56,8 +56,12 @@ class Slot:
         if not isinstance(kind, str):
             raise TypeError(f"{record.__name__}.{self.tag} needs a string default to be registered")
         inside = self._folder is not None and record.__module__.startswith(self._folder)
-        present = (self._kinds if inside else self.kinds).get(kind)
-        if present is not None and not _same_part(present, record):
+        present = (self._kinds if inside else self.kinds).get(kind, record)
+        # The same source may be read twice: a notebook cell, an edited file.
+        modules = [sys.modules.get(one.__module__) for one in (present, record)]
+        first, second = (getattr(module, "__file__", None) for module in modules)
+        same_file = present.__module__ == record.__module__ or first == second is not None
+        if present.__qualname__ != record.__qualname__ or not same_file:
             raise ValueError(
                 f"{self.name} {kind!r} is already taken by {present.__module__}.{present.__name__}"
             )
@@ -107,14 +111,6 @@ def owner_modules(base: type[Record] = Record) -> set[str]:
     if isinstance(base.owner, str) and ".hooks." not in base.owner:
         found.add(base.owner.partition(":")[0])
     return {module for module in found if module.startswith(__name__.partition(".")[0] + ".")}
-
-
-def _same_part(one: type[Record], other: type[Record]) -> bool:
-    """Whether two classes are the same source read twice (a notebook cell, an edited file)."""
-    modules = [sys.modules.get(record.__module__) for record in (one, other)]
-    first, second = (getattr(module, "__file__", None) for module in modules)
-    same_file = one.__module__ == other.__module__ or first == second is not None
-    return one.__qualname__ == other.__qualname__ and same_file
 
 
 def build(record: Record, *args: Any, **kwargs: Any) -> Any:

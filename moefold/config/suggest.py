@@ -43,12 +43,14 @@ _BOUND_WORDS = {
 
 def words(spec: FieldSpec) -> str:
     """Return what may stand in a field: ``a whole number of at least 1 or null``."""
-    said = dict.fromkeys(_words(option, spec) for option in spec.options)
+    # An example says more to a person than a pattern does.
+    hidden = ("pattern",) if spec.examples else ()
+    said = dict.fromkeys(_words(option, hidden) for option in spec.options)
     example = f", such as {show(spec.examples[0])}" if spec.examples else ""
     return " or ".join(said) + example
 
 
-def _words(option: Option, spec: FieldSpec) -> str:
+def _words(option: Option, hidden: tuple[str, ...]) -> str:
     if option.kind == "record":
         said = f"a mapping with the keys {_listed(specs(option.of))}"
     elif option.kind == "slot":
@@ -63,9 +65,7 @@ def _words(option: Option, spec: FieldSpec) -> str:
         said = _KINDS.get(option.kind) or getattr(option.of, "__name__", "a value").lower()
     if option.kind == "list" and not FieldSpec(option.of).option("record", "slot", "other", "list"):
         said += f" ({words(FieldSpec(option.of))})"
-    bounds = dict(option.bounds)
-    if spec.examples:  # an example says more to a person than a pattern does
-        bounds.pop("pattern", None)
+    bounds = {name: bound for name, bound in option.bounds.items() if name not in hidden}
     unit = "characters" if option.kind == "str" else "items"
     parts = [_BOUND_WORDS[name].format(bound, unit=unit) for name, bound in bounds.items()]
     text = " ".join([said, " and ".join(parts)]).rstrip()

@@ -13,7 +13,7 @@ the training split (Laplace's rule), and is charged for every byte of the held-o
 """
 
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -90,22 +90,18 @@ def _bytes(seen: list[np.ndarray], held: list[np.ndarray], order: int) -> float:
 
 def _table(seen: Pairs, held: Pairs, vocab: int) -> float:
     """Return the bits that the held-out pairs cost under the table of the seen ones."""
-    contexts, cells = (_counter(codes) for codes in (seen[0], seen[0] * vocab + seen[1]))
-    chance = (cells(held[0] * vocab + held[1]) + 1.0) / (contexts(held[0]) + float(vocab))
+    cells = _counts(seen[0] * vocab + seen[1], held[0] * vocab + held[1])
+    chance = (cells + 1.0) / (_counts(seen[0], held[0]) + float(vocab))
     return float(-np.log2(chance).sum())
 
 
-def _counter(codes: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that counts, for each of some codes, how often it is in ``codes``."""
-    if len(codes) and codes.max() < _DENSE:
+def _counts(codes: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Return how often each of the codes that are asked for is among others."""
+    if not len(codes):
+        return np.zeros(len(asked), np.int64)
+    if codes.max() < _DENSE:
         table = np.bincount(codes, minlength=_DENSE)
-        return lambda asked: np.where(asked < _DENSE, table[np.minimum(asked, _DENSE - 1)], 0)
+        return np.where(asked < _DENSE, table[np.minimum(asked, _DENSE - 1)], 0)
     known, counts = np.unique(codes, return_counts=True)
-
-    def look_up(asked: np.ndarray) -> np.ndarray:
-        if not len(known):
-            return np.zeros(len(asked), np.int64)
-        place = np.minimum(np.searchsorted(known, asked), len(known) - 1)
-        return np.where(known[place] == asked, counts[place], 0)
-
-    return look_up
+    place = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+    return np.where(known[place] == asked, counts[place], 0)

@@ -138,8 +138,7 @@ class Indexed:
             if not file.is_file():
                 raise DataError(f"{file}: no such file; token files are a .bin and an .idx")
         self._read_index()
-        self._check_sequences()
-        self._check_documents()
+        self._check_entries()
         self._rows_1 = np.cumsum(np.append(0, self.lengths), dtype=np.int64)
         self.rows_1 = self._rows_1[self.documents_1]
         """int64 [documents + 1], first token of each document, then the number of tokens."""
@@ -196,8 +195,11 @@ class Indexed:
         self.offsets = raw[at + 4 * n : middle].view("<i8")
         self.documents_1 = raw[middle:end].view("<i8")
 
-    def _check_sequences(self) -> None:
-        """Lengths are not negative; offsets are whole, in order, and inside ``.bin``."""
+    def _check_entries(self) -> None:
+        """Lengths are not negative; offsets are whole, in order, and inside ``.bin``.
+
+        Marks begin at 0, do not go down, and end with the number of sequences.
+        """
         lengths, offsets = self.lengths, self.offsets.astype(np.int64)
         item, size, first = self.dtype.itemsize, self.bin.stat().st_size, _HEADER.size
         self._check(lengths < 0, "length of sequence", first, 4, "is {}", lengths)
@@ -214,10 +216,7 @@ class Indexed:
         for i in np.flatnonzero(ends > size)[:1]:
             said = f"sequence {i} ends at byte {ends[i]}; the file is cut off or of another index"
             self._refuse("end of file", size, said, self.bin)
-
-    def _check_documents(self) -> None:
-        """Marks begin at 0, do not go down, and end with the number of sequences."""
-        marks, n = self.documents_1, len(self.lengths)
+        marks, n = self.documents_1, len(lengths)
         last = np.arange(len(marks)) == len(marks) - 1
         for wrong, said in (
             (marks[:1] != 0, "is {}, not 0"),

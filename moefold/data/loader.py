@@ -124,7 +124,12 @@ class Loader:
             name: one of ``evaluation_sets`` (default: the only one).
             limit: about how many tokens at most, in sequences evenly spread over the set.
         """
-        part, each = self._set(name), self.micro_batch
+        if name is None and len(self._valid) == 1:
+            (name,) = self._valid
+        if name not in self._valid:
+            sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
+            raise DataError(f"no held-out set {name!r}; there are: {sets}")
+        part, each = self._valid[name], self.micro_batch
         tokens = part.corpus.tokens
         n = -(-tokens // self.seq)
         chosen = range(n) if limit is None else spread(n, max(limit // self.seq, 1))
@@ -141,14 +146,6 @@ class Loader:
     def _evened(self, found: Iterator[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Return what is found of ``count`` micro-batches that all ranks share, filled up."""
         return islice(chain(found, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
-
-    def _set(self, name: str | None) -> PreparedPart:
-        if name is None and len(self._valid) == 1:
-            return next(iter(self._valid.values()))
-        if name not in self._valid:
-            sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
-            raise DataError(f"no held-out set {name!r}; there are: {sets}")
-        return self._valid[name]
 
     def _build(
         self, cuts: Sequence[tuple[PreparedPart, int, int]], first: int, padding: int

@@ -9,7 +9,7 @@ ranks nor the size of a micro-batch enters.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from math import isqrt, lcm
 
@@ -104,14 +104,9 @@ class Epochs:
     def start(self, n: int) -> int:
         """Return the first row of this source's n-th sequence, counted over all epochs."""
         epoch, place = divmod(n, self.sequences)
-        key = _epoch_key(self.seed, self.name, epoch)
+        key = key_of("epoch", self.seed, self.name, epoch)
         number = shuffled(place, self.sequences, key)
         return (_scramble(key) % self.tokens + number * self.seq) % self.tokens
-
-
-@lru_cache(maxsize=1024)
-def _epoch_key(seed: int, name: str, epoch: int) -> int:
-    return key_of("epoch", seed, name, epoch)
 
 
 def spread(n: int, chosen: int) -> Sequence[int]:

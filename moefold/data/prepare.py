@@ -107,7 +107,14 @@ def prepare(
         draft.mkdir()
         try:
             _make(draft, data, sources, progress or (lambda *_: None))
-            _publish(draft, final)
+            try:
+                draft.rename(final)
+            except OSError:
+                if not (final / MANIFEST).is_file():  # else another process was first
+                    raise
+            handle = os.open(home, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return _open(final, data, sources)
@@ -131,18 +138,6 @@ def _key(data: Data, sources: Sequence[Built]) -> str:
         said.append([fields, source.stamp() if isinstance(source, Source) else None])
     tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
-
-
-def _publish(draft: Path, final: Path) -> None:
-    """Rename the finished folder; where another process was first, its folder is taken."""
-    try:
-        draft.rename(final)
-    except OSError:
-        if not (final / MANIFEST).is_file():
-            raise
-    handle = os.open(final.parent, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress) -> None:

@@ -167,7 +167,14 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
     file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file, DataError) if beside_file.is_file() else {}
-    end = end or _special_token(beside, "eos_token") or _usual_end(file)
+    end = end or _special_token(beside, "eos_token")
+    if not end:
+        added = read_json(file, DataError).get("added_tokens")
+        tokens = added if isinstance(added, list) else []
+        found = [_special_token({"": each}, "") for each in tokens]
+        end = next((name for name in _USUAL_ENDS if name in found), None)
+        if end is None:
+            raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
     start = _special_token(beside, "bos_token") or end if start is None else start or None
     return Tokenizer(_text(file), end, start, source=str(file))
 
@@ -245,15 +252,6 @@ def _special_token(beside: Mapping[str, Any], key: str) -> str | None:
     token = beside.get(key)
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
-
-
-def _usual_end(file: Path) -> str:
-    added = read_json(file, DataError).get("added_tokens")
-    found = [_special_token({"": each}, "") for each in added] if isinstance(added, list) else []
-    for name in _USUAL_ENDS:
-        if name in found:
-            return name
-    raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
 
 
 def _spelt(token: str, alphabet: Mapping[str, bytes] | None) -> bytes:
