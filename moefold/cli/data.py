@@ -30,18 +30,6 @@ READ_TOKENS = 1 << 22
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_prepare(actions)
-    text = "reads token files from end to end; exit status 1 where a byte is not as written"
-    look = actions.add_parser("inspect", help=text, description=text)
-    text = "path of the files without .bin or .idx, or a folder that holds such files"
-    look.add_argument("prefix", metavar="PREFIX", help=text)
-    look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
-    text = "show the text of document N (default: of none)"
-    look.add_argument("--document", metavar="N", type=int, help=text)
-    add_json(look)
-
-
-def _add_prepare(actions: Any) -> None:
     text = "reads sources, trains or takes a tokenizer, writes token files"
     make = actions.add_parser("prepare", help=text, description=text)
     make.add_argument("what", metavar="RUN", nargs="?", help="prepare the data of this run")
@@ -62,17 +50,20 @@ def _add_prepare(actions: Any) -> None:
     make.add_argument("--tokenizer", metavar="PATH", help=text)
     make.add_argument("--folder", metavar="OUT", default="data", help="where to")
     add_json(make)
+    text = "reads token files from end to end; exit status 1 where a byte is not as written"
+    look = actions.add_parser("inspect", help=text, description=text)
+    text = "path of the files without .bin or .idx, or a folder that holds such files"
+    look.add_argument("prefix", metavar="PREFIX", help=text)
+    look.add_argument("--tokenizer", metavar="PATH", help="tokenizer.json (default: beside them)")
+    text = "show the text of document N (default: of none)"
+    look.add_argument("--document", metavar="N", type=int, help=text)
+    add_json(look)
 
 
 def run(args: argparse.Namespace) -> int:
     """Make token files, or look at some; exit status 1 where a byte is not as written."""
-    return _prepare(args) if args.action == "prepare" else _inspect(args)
-
-
-# ------------------------------------------------------------------------------------ prepare
-
-
-def _prepare(args: argparse.Namespace) -> int:
+    if args.action == "inspect":
+        return _inspect(args)
     with progress_bars(on_stderr(), log_stages=True) as progress:
         prepared = prepare(_data(args), args.folder, progress)
     if args.json:
@@ -80,6 +71,9 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         _show_prepared(_facts(prepared), Console(soft_wrap=True))
     return WHOLE
+
+
+# ------------------------------------------------------------------------------------ prepare
 
 
 def _data(args: argparse.Namespace) -> Data:

@@ -54,7 +54,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, report, and judge what was asked for."""
-    check_names(args.need)
+    known = ["python", *PROBES, *REQUIRED, *OPTIONAL]
+    for name in args.need:
+        if name not in known:
+            said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
+            raise ValueError(f"--need {name}: no such back end; {said}")
     findings = probe_all()
     chosen = {finding.name for finding in findings if finding.chosen}
     missing = [name for name in args.need if name not in chosen]
@@ -66,15 +70,6 @@ def run(args: argparse.Namespace) -> int:
         for name in missing:
             print(f"needed and not usable: {name}", file=sys.stderr)
     return MISSING if missing else 0
-
-
-def check_names(needed: list[str]) -> None:
-    """Refuse a name that no back end has, with the nearest one."""
-    known = ["python", *PROBES, *REQUIRED, *OPTIONAL]
-    for name in needed:
-        if name not in known:
-            said = f"nearest: {closest(name, known, 0.0)}; all: {', '.join(known)}"
-            raise ValueError(f"--need {name}: no such back end; {said}")
 
 
 def _print_table(findings: list[Finding]) -> None:
@@ -232,14 +227,7 @@ def _triton() -> Finding:
 
 
 PROBES: dict[str, Callable[[], Finding]] = {
-    "torch": _torch,
-    "threads": _threads,
-    "bf16": _bf16,
-    "cuda": _cuda,
-    "mps": _mps,
-    "gloo": _gloo,
-    "nccl": _nccl,
-    "grouped_mm": _grouped_mm,
-    "triton": _triton,
+    probe.__name__[1:]: probe
+    for probe in (_torch, _threads, _bf16, _cuda, _mps, _gloo, _nccl, _grouped_mm, _triton)
 }
 """What is tried through torch, by the name of its finding."""

@@ -140,17 +140,15 @@ def _grow(
         if nested or (isinstance(value, Mapping) and value):
             _grow(node.add(Text(name, style="cyan")), value, here, origins, given_only)
         else:
-            node.add(_leaf(name, value, inside[0] if inside else Origin("default")))
-
-
-def _leaf(name: str, value: Any, origin: Origin) -> Text:
-    """Return a line of the tree; a recipe goes by its name."""
-    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
-    where = origin.where.removeprefix(f"{RECIPES}/")
-    recipe = f"recipe {where.replace('.yaml:', ', line ')}"
-    said = str(origin) if where == origin.where else recipe
-    style = "dim" if origin.sort == "default" else "bold"
-    return Text.assemble((name, "cyan"), ": ", (text, style), (f"   {said}", "dim"))
+            text = value if isinstance(value, str) else ""
+            text = text or json.dumps(value, ensure_ascii=False)
+            origin = inside[0] if inside else Origin("default")
+            where = origin.where.removeprefix(f"{RECIPES}/")  # a recipe goes by its name
+            recipe = f"recipe {where.replace('.yaml:', ', line ')}"
+            said = str(origin) if where == origin.where else recipe
+            style = "dim" if origin.sort == "default" else "bold"
+            line = Text.assemble((name, "cyan"), ": ", (text, style), (f"   {said}", "dim"))
+            node.add(line)
 
 
 # ----------------------------------------------------------------------------- what follows

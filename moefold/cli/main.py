@@ -194,22 +194,17 @@ def _broken_pipe() -> int:
 
 
 def _print_error(error: Exception) -> None:
-    """Show an error to a person: a red word, its text untouched, and where to see more."""
+    """Show a person what is wrong, where, and what mends it: a red word, then text untouched."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    text = _worded(error) or type(error).__name__
-    console.print(Text("error", style="bold red"), Text(text), sep=": ")
-    console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")
-
-
-def _worded(error: Exception) -> str:
-    """Say what is wrong, where, and what mends it."""
+    text = str(error)
     if isinstance(error, UnicodeEncodeError):
-        return f"{error.object!a}: holds bytes that are no UTF-8 text; write it in UTF-8"
-    if not isinstance(error, OSError):
-        return str(error)
-    where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
-    remedy = REMEDIES.get(error.errno or 0)
-    return f"{error.strerror}{where}" + (f"; {remedy}" if remedy else "")
+        text = f"{error.object!a}: holds bytes that are no UTF-8 text; write it in UTF-8"
+    elif isinstance(error, OSError):
+        where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
+        remedy = REMEDIES.get(error.errno or 0)
+        text = f"{error.strerror}{where}" + (f"; {remedy}" if remedy else "")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text("error", style="bold red"), Text(text or type(error).__name__), sep=": ")
+    console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")

@@ -15,7 +15,6 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,8 +163,14 @@ class LocalCopies:
             folder.mkdir(parents=True, exist_ok=True)
             for rank, form, values in shares:
                 share = RankCopy(step, self._session, rank, form, progress)
+                head = json.dumps({"identity": self._identity, **share._asdict()}).encode() + b"\n"
+                digest, data = sha256(head), values.numpy().data
+                digest.update(data)
                 path = folder / f"{rank}.by-{self._world.on_host.index}"
-                _write_share(path, share, self._identity, values)
+                part = path.with_suffix(path.suffix + ".part")
+                part.unlink(missing_ok=True)
+                write_whole(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
+                DISK.rename(part, path)
         except OSError as error:
             _log.warning("no local copy of step %d: %s", step, error)
         old = [candidate for candidate in candidates(self._here) if candidate.step < step]
@@ -229,18 +234,6 @@ def newest_whole(
                 chosen.append((held[holder], holder))
             return chosen
     return None
-
-
-def _write_share(path: Path, share: RankCopy, identity: str, values: Tensor) -> None:
-    head = json.dumps({"identity": identity, **share._asdict()}).encode() + b"\n"
-    data = values.numpy().data
-    digest = sha256(head)
-    digest.update(data)
-    part = path.with_suffix(path.suffix + ".part")
-    with suppress(FileNotFoundError):
-        DISK.remove_file(part)
-    write_whole(DISK, part, digest.hexdigest().encode() + b"\n" + head, data)
-    DISK.rename(part, path)
 
 
 def _head(path: Path, identity: str) -> RankCopy | None:

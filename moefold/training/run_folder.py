@@ -163,6 +163,12 @@ class History:
     @classmethod
     def read(cls, folder: Path) -> "History":
         """Read a run's folder; files that are not there leave their part empty."""
+        path, events = folder / EVENTS_FILE, []
+        for text in path.read_bytes().splitlines() if path.exists() else []:
+            # A line that a kill left unfinished is passed over.
+            with suppress(ValueError, RecursionError):
+                if isinstance(event := json.loads(text), dict):
+                    events.append(event)
         return cls(
             [
                 # Without a utilisation above one, which a slow moment's rate gave older runs.
@@ -171,7 +177,7 @@ class History:
             ],
             read_lines(folder / LOAD_FILE),
             read_baselines(folder / BASELINES_FILE),
-            _read_events(folder / EVENTS_FILE),
+            events,
         )
 
     def curve(self, key: str) -> Curve:
@@ -234,16 +240,6 @@ def read_baselines(path: Path) -> dict[str, float]:
         return {name: float(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: holds no figures by name: {error}; remove it") from error
-
-
-def _read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events; a line that a kill left unfinished is passed over."""
-    events = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError, RecursionError):
-            if isinstance(event := json.loads(line), dict):
-                events.append(event)
-    return events
 
 
 def note(folder: Path, event: str, **values: Any) -> None:

@@ -16,7 +16,6 @@ import torch
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
-from moefold.checkpoint.manifest import TensorMeta
 from moefold.checkpoint.tensors import TensorSlice
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
@@ -118,25 +117,19 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         stored = reader.manifest.tensors
         if optimizer is None:
             stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}
-        _check_names(path, stored, dict(wanted), whole=data.placed.world.size == 1)
-        reader.check_sizes(dict(wanted))
+        names = dict(wanted)
+        missing = [name for name in names if name not in stored]
+        whole = data.placed.world.size == 1  # else others hold what is not here
+        unexpected = [name for name in stored if name not in names] if whole else []
+        mismatched = {
+            name: what
+            for name, held in names.items()
+            if name in stored and (what := difference(stored[name], held.shape, held.tensor.dtype))
+        }
+        if missing or unexpected or mismatched:
+            raise MismatchError(path, missing, unexpected, mismatched)
+        reader.check_sizes(names)
         for name, held in wanted:
             if data.valued:
                 reader.read_into(name, held.tensor, tuple(start for start, _ in held.box))
         return Progress() if optimizer is None else Progress.of(reader.manifest.meta["progress"])
-
-
-def _check_names(
-    path: Path, stored: Mapping[str, TensorMeta], wanted: Mapping[str, LocalSlice], whole: bool
-) -> None:
-    """Refuse a checkpoint whose tensors are not those of the state; others hold what is not here
-    unless it is ``whole``."""
-    unexpected = [name for name in stored if name not in wanted] if whole else []
-    missing = [name for name in wanted if name not in stored]
-    mismatched = {
-        name: what
-        for name, held in wanted.items()
-        if name in stored and (what := difference(stored[name], held.shape, held.tensor.dtype))
-    }
-    if missing or unexpected or mismatched:
-        raise MismatchError(path, missing, unexpected, mismatched)

@@ -80,14 +80,23 @@ class ProgressHook(Hook):
         left = steps * step_s
         end = datetime.now() + timedelta(seconds=left)
         at = end.strftime("%H:%M" if left < 12 * 3600 else "%d %B %H:%M")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
         self._print(
             f"[cyan]measured[/] {1000 * step_s:.0f} ms a step, {steps} steps to go: {clock(left)} "
-            f"and what evaluation takes, so about {at}; peak memory {size(peak_memory())}"
+            f"and what evaluation takes, so about {at}; peak memory {size(peak)}"
         )
 
     def on_evaluate(self, job: JobView, metrics: Figures) -> None:
-        """Print the held-out result as a line of its own."""
-        self._print(f"[cyan]validation[/] step {job.step_number}  {describe_validation(metrics)}")
+        """Print the held-out result: ``loss 2.91  stdlib 2.044 bits per byte``."""
+        parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
+        for key, value in metrics.items():
+            if key.startswith("val/") and key.endswith("/bits_per_byte"):
+                name = key.removeprefix("val/").removesuffix("/bits_per_byte")
+                parts.append(f"{name} {value:.3f} bits per byte")
+        self._print(f"[cyan]validation[/] step {job.step_number}  {'  '.join(parts)}")
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Leave the bar as it stands."""
@@ -113,21 +122,3 @@ def describe(metrics: Figures) -> str:
         texts = (f"{share:.0f} %" + f" {said}" * two for said, share in found.items())
         parts.append("MFU " + ", ".join(texts))
     return "  ".join(parts)
-
-
-def describe_validation(metrics: Figures) -> str:
-    """Say an evaluation in a few words: ``loss 2.91  stdlib 2.044 bits per byte``."""
-    parts = [f"loss {metrics['val_loss']:.3f}"] if "val_loss" in metrics else []
-    for key, value in metrics.items():
-        if key.startswith("val/") and key.endswith("/bits_per_byte"):
-            name = key.removeprefix("val/").removesuffix("/bits_per_byte")
-            parts.append(f"{name} {value:.3f} bits per byte")
-    return "  ".join(parts)
-
-
-def peak_memory() -> int:
-    """Return the most bytes that this process has held: of the GPU where there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -13,7 +13,6 @@ from moefold.training.words import harmless
 
 SAMPLES_FILE = "samples.txt"
 SHOWN_LINES = 8
-HEAD = "=== step {step} · {prompt!r}\n"
 
 
 class SampleHook(Hook):
@@ -48,15 +47,13 @@ class SampleHook(Hook):
         with open(job.folder / SAMPLES_FILE, "a", encoding="utf-8") as file:
             for prompt, ids in zip(record.prompts, continued, strict=True):
                 text = tokenizer.decode(ids)
-                file.write(f"{HEAD.format(step=step, prompt=prompt)}{prompt}{text}\n\n")
-                self._show(step, prompt, text)
-
-    def _show(self, step: int, prompt: str, text: str) -> None:
-        lines = harmless(prompt + text).split("\n")
-        shown = "\n".join(lines[:SHOWN_LINES]) + ("\n…" if len(lines) > SHOWN_LINES else "")
-        whole = Text.assemble((f"sample step {step}", "cyan"), "\n", shown)
-        whole.stylize("bold", len(f"sample step {step}\n"), len(f"sample step {step}\n{prompt}"))
-        self._console.print(whole, soft_wrap=True)
+                file.write(f"=== step {step} · {prompt!r}\n{prompt}{text}\n\n")
+                lines = harmless(prompt + text).split("\n")
+                shown = "\n".join(lines[:SHOWN_LINES]) + "\n…" * (len(lines) > SHOWN_LINES)
+                title = f"sample step {step}\n"
+                whole = Text.assemble((title, "cyan"), shown)
+                whole.stylize("bold", len(title), len(title + prompt))
+                self._console.print(whole, soft_wrap=True)
 
 
 def cut_after(path: Path, step: int) -> None:
