@@ -153,19 +153,18 @@ def _train(
     memory: "MemoryCheckpoint | None" = None,
 ) -> int:
     from moefold.cli._training import open_job, print_answer, train_to_end
-    from moefold.training.fork import Fork
+    from moefold.training.fork import fork
 
     first = world is None or world.rank == 0
     console = Console(stderr=args.json, file=None if first else StringIO())
     folder = Path(args.fork or args.folder or free_folder(run.name))
     if args.dry_run:
         return _dry_run(run, folder, args, console, world)
-    fork = args.fork and Fork(Path(args.folder), args.weights_only, args.new_tokenizer)
-    how = {"world": world, "memory": memory, "forks": bool(fork)}
+    how = {"world": world, "memory": memory, "forks": args.fork is not None}
     with open_job(run, folder, console, **how) as job:
         began = bool(job.recovered) and (job.resumed_from is not None or job.step_number > 0)
-        if fork and not began:
-            said = fork.into(job)
+        if args.fork is not None and not began:
+            said = fork(job, Path(args.folder), args.weights_only, args.new_tokenizer)
             lines = [
                 f"forked from {said['from']} at step {said['step']}: {', '.join(said['taken'])} "
                 f"taken; tokenizer {said['tokenizer']}",

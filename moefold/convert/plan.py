@@ -130,21 +130,17 @@ def make_plan(
             left_out[name] = reason
         elif name not in uses:
             problems.append(f"{name} is not a tensor of this model")
-    problems += [p for piece in wanted if (p := _mismatch(piece, present))]
+    for piece in wanted:
+        stored = present.get(piece.name)
+        if stored is not None and stored.shape != piece.shape:
+            shapes = f"{list(stored.shape)}, expected {list(piece.shape)}"
+            problems.append(f"{piece.name} has shape {shapes}")
+        elif stored is not None and stored.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            problems.append(f"{piece.name} is of type {stored.dtype}; supported: {known}")
     if problems:
         raise ConvertError(where, problems)
     return ImportPlan(parts, left_out, scales, targets, block)
-
-
-def _mismatch(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> str | None:
-    stored = present.get(piece.name)
-    if stored is None:
-        return None
-    if stored.shape != piece.shape:
-        return f"{piece.name} has shape {list(stored.shape)}, expected {list(piece.shape)}"
-    if stored.dtype not in DTYPES:
-        return f"{piece.name} is of type {stored.dtype}; supported: {', '.join(DTYPES)}"
-    return None
 
 
 def _scales(

@@ -7,9 +7,8 @@ fault; where a rank's gradients differ, that rank's machine did.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,18 +26,12 @@ MACHINE = "Replay: a machine fault"
 DATA = "Replay: a fault of the data or the model"
 Again = Callable[[], StepFigures]
 """Computes the step's gradients once more, on the same data and weights."""
+StepAction = Literal["update", "skip", "rewind"]
+"""What to do with a step."""
 
 
 class NonFiniteStep(ValueError):
     """A step gave NaN or infinity; the weights are those before it."""
-
-
-class StepAction(Enum):
-    """What to do with a step."""
-
-    UPDATE = "update"
-    SKIP = "skip"
-    REWIND = "rewind"
 
 
 class NonFinitePolicy:
@@ -80,7 +73,7 @@ class NonFinitePolicy:
             # Steps made again after a rewind prove nothing: only getting past the bad one does.
             if step >= self.struck_at:
                 self.strikes = 0
-            return StepAction.UPDATE
+            return "update"
         policy = self._record
         assert isinstance(policy, Stop | Skip | Rewind)
         self.strikes, self.struck_at = self.strikes + 1, step
@@ -88,7 +81,7 @@ class NonFinitePolicy:
         told = replay(data, again) if policy.replay else ""
         used_up = isinstance(policy, Stop) or self.strikes > policy.limit
         if not (used_up or told.startswith(MACHINE)):
-            return StepAction.SKIP if isinstance(policy, Skip) else StepAction.REWIND
+            return "skip" if isinstance(policy, Skip) else "rewind"
         limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
         raise NonFiniteStep(
             f"step {step + 1} is not finite (loss {figures.lm_loss}, gradient norm "

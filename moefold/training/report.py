@@ -146,18 +146,21 @@ def _cards(facts: dict[str, Any]) -> list[list[str]]:
     return cards
 
 
-def _charts(history: History) -> list[dict[str, Any]]:
+def loss_chart(history: History) -> dict[str, Any]:
+    """Return the lines of the loss, training first, and marks: in bits per byte where known."""
     factor = history.bits_per_byte_per_nat()
-    unit = "bits per byte" if factor else "nats per token"
     train = history.curve("lm_loss")
     train = Curve(train.steps, train.values * (factor or 1.0))
+    keys = history.sets() if factor else [("held out", "val_loss")]
     lines = [_line("training", train, smooth=True)]
-    if factor:
-        lines += [_line(name, history.curve(key), dots=True) for name, key in history.sets()]
-    else:
-        lines.append(_line("held out", history.curve("val_loss"), dots=True))
+    lines += [_line(name, history.curve(key), dots=True) for name, key in keys]
     marks = [[BASELINES.get(k, k), v] for k, v in history.baselines.items()] if factor else []
-    charts = [{"title": f"Loss, {unit}", "lines": lines, "marks": marks, "wide": True}]
+    title = f"Loss, {'bits per byte' if factor else 'nats per token'}"
+    return {"title": title, "lines": lines, "marks": marks, "wide": True}
+
+
+def _charts(history: History) -> list[dict[str, Any]]:
+    charts = [loss_chart(history)]
     single = {
         "grad_norm": "Gradient norm",
         "lr": "Learning rate",

@@ -48,7 +48,7 @@ from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
 from moefold.training.machine import Utilisation
 from moefold.training.model_checkpoint import describe, start_values
-from moefold.training.nonfinite import NonFinitePolicy, StepAction
+from moefold.training.nonfinite import NonFinitePolicy
 from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice
 from moefold.training.recover import MemoryCheckpoint
@@ -299,11 +299,11 @@ class Trainer:
         if figures.stop and self._asked is None:
             self._asked = "another rank was asked to stop"
         decision = self.nonfinite.decide(step, place, figures, given, self.data, forward_backward)
-        if decision is StepAction.REWIND:
+        if decision == "rewind":
             self._rewind(place)
             return {}
         lr_factor = run.optim.schedule_lr.factor(step, run.train.steps)
-        if decision is StepAction.UPDATE:
+        if decision == "update":
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
             self.data.renew()
             for _, mixture in self.model.mixtures():
@@ -313,7 +313,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._busy_s += seconds - (self.world.recorder.waited_s - waited)
         metrics = self._metrics(figures, lr_factor, seconds)
-        if decision is StepAction.SKIP:
+        if decision == "skip":
             metrics["skipped"] = 1
         self._tell("on_step", metrics)
         self._keep()

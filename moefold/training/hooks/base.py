@@ -27,32 +27,41 @@ class JobView(Protocol):
     @property
     def recovered(self) -> dict[str, Any]:
         """What ranks were lost before this attempt, and why; see ``training/recover.py``."""
+        ...
 
     @property
     def step_number(self) -> int:
         """Optimizer steps done, counted from the start of the run and not of this process."""
+        ...
 
     @property
     def tokens(self) -> int:
         """Valid tokens trained on so far."""
+        ...
 
     def health(self) -> list[dict[str, Any]]:
         """Figures of each MoE layer's routing since they were last asked for."""
+        ...
 
     def pace(self) -> list[float]:
         """Seconds in which each rank was busy since this was last asked for, waits left out."""
+        ...
 
     def evaluate(self) -> Figures:
         """Evaluate on the held-out sets; every hook's ``on_evaluate`` sees the result."""
+        ...
 
     def generate(self, prompts: list[list[int]], **how: Any) -> list[list[int]]:
         """Return what the model writes after each prompt; see ``model.generate`` for options."""
+        ...
 
     def save(self) -> Path:
         """Write a checkpoint of this step and return its folder."""
+        ...
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to save and end after this step."""
+        ...
 
 
 class Hook:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from moefold.training.hooks.base import Figures, Hook, JobView
 from moefold.training.hooks.config import Plots
-from moefold.training.report import BASELINES
-from moefold.training.run_folder import Curve, History
+from moefold.training.report import loss_chart
+from moefold.training.run_folder import History
 from moefold.training.words import count
 
 INK, SOFT, TRAIN, HELD_OUT = "#1f2430", "#7b8496", "#4c78d8", "#d1495b"
@@ -56,35 +56,36 @@ def draw(folder: Path, title: str) -> list[Path]:
 
 def loss_figure(history: History, title: str) -> Figure | None:
     """Draw training and held-out loss, in bits per byte where bytes were measured."""
-    train = history.curve("lm_loss")
-    train = Curve(train.steps[np.isfinite(train.values)], train.values[np.isfinite(train.values)])
-    if len(train) < 2:
+    chart = loss_chart(history)
+    train, *others = chart["lines"]
+    steps, smooth = train["x"], train.get("smooth", train["y"])
+    if len(steps) < 2:
         return None
-    factor = history.bits_per_byte_per_nat()
-    train = Curve(train.steps, train.values * (factor or 1.0))
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
-    smooth = train.smooth(max(len(train) / 60, 1.0))
-    axes.plot(train.steps, train.values, color=TRAIN, alpha=0.22, linewidth=0.8)
-    axes.plot(train.steps, smooth, color=TRAIN, linewidth=1.8, label="training")
-    ends = [("training", float(smooth[-1]), TRAIN)]
-    for name, curve in _held_out(history, factor):
-        axes.plot(curve.steps, curve.values, "o-", color=HELD_OUT, markersize=3.5, linewidth=1.8)
-        ends.append((name, curve.last, HELD_OUT))
-    lines = history.baselines if factor else {}
-    for name, value in lines.items():
+    axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label="training")
+    ends = [("training", smooth[-1], TRAIN)]
+    for line in others:
+        if line["x"]:
+            drawn = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
+            axes.plot(line["x"], line["y"], "o-", **drawn)
+            name = line["name"] if len(others) > 1 else "held out"
+            ends.append((name, line["y"][-1], HELD_OUT))
+    for name, value in chart["marks"]:
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
-        ends.append((BASELINES.get(name, name), value, SOFT))
+        ends.append((name, value, SOFT))
     # The first steps would squeeze everything that matters into the bottom.
-    top = max([float(smooth[len(smooth) // 25]), *(1.12 * v for _, v, _ in ends)])
-    low = min([float(np.nanmin(smooth)), *(v for _, v, _ in ends)])
+    top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends)])
+    low = min([*smooth, *(v for _, v, _ in ends)])
     axes.set_ylim(low - 0.06 * (top - low), top)
-    axes.set_xlim(0, train.steps[-1])
+    axes.set_xlim(0, steps[-1])
     _label_ends(axes, ends)
     tokens = history.lines[-1].get("tokens")
     after = f" ({count(tokens)} tokens)" if tokens else ""
     axes.set_xlabel(f"step{after}", color=INK)
-    axes.set_ylabel("bits per byte" if factor else "loss per token (nats)", color=INK)
+    known = history.bits_per_byte_per_nat() is not None
+    axes.set_ylabel("bits per byte" if known else "loss per token (nats)", color=INK)
     _finish(axes, f"{title}: loss")
     return figure
 
@@ -143,15 +144,6 @@ def _draw_now(axes: Axes, load: np.ma.MaskedArray, layers: list[str], norm: TwoS
                     column, row, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8
                 )
     return image
-
-
-def _held_out(history: History, factor: float | None) -> list[tuple[str, Curve]]:
-    if factor is None:
-        curve = history.curve("val_loss")
-        return [("held out", curve)] if len(curve) else []
-    sets = list(history.sets())
-    plain = len(sets) == 1
-    return [("held out" if plain else name, history.curve(key)) for name, key in sets]
 
 
 def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
