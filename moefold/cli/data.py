@@ -156,7 +156,13 @@ def _inspect(args: argparse.Namespace) -> int:
         if args.document is not None:
             raise DataError(f"--document reads one pair of files: name {prefixes[0]}, say")
     found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
-    ids, text = _document(args, found[0])
+    ids, text = list[int](), None
+    if args.document is not None:
+        if not 0 <= args.document < found[0]["documents"]:
+            raise DataError(f"document {args.document} is not in [0, {found[0]['documents']})")
+        ids = Indexed(args.prefix).document(args.document).tolist()
+        tokenizer = _tokenizer(args, args.prefix)
+        text = None if tokenizer is None else tokenizer.decode(ids, special=True)
     if args.json:
         print_json({"files": found} if folder else found[0] | {"text": text})
     else:
@@ -208,17 +214,6 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         "said": said,
         "as_written": indexed.digest(every=True) == said["digest"] if "digest" in said else None,
     }
-
-
-def _document(args: argparse.Namespace, found: dict[str, Any]) -> tuple[list[int], str | None]:
-    """Return the ids of the document that is asked for, and its text where a tokenizer is there."""
-    if args.document is None:
-        return [], None
-    if not 0 <= args.document < found["documents"]:
-        raise DataError(f"document {args.document} is not in [0, {found['documents']})")
-    ids = Indexed(args.prefix).document(args.document).tolist()
-    tokenizer = _tokenizer(args, args.prefix)
-    return ids, None if tokenizer is None else tokenizer.decode(ids, special=True)
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:

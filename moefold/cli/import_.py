@@ -7,6 +7,7 @@ of what may be in them.
 
 import argparse
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,17 +57,15 @@ def run(args: argparse.Namespace) -> int:
         meta = describe(found.decoder, _tokenizer(args, found))
         meta |= {"special_tokens": dict(found.special_tokens)}
 
-        def unread(name: str, number: int) -> LazyTensor:
-            """Return a tensor of the folder that is read when it is written."""
+        def read(name: str, number: int) -> "Tensor":
+            """Return a tensor of the folder, when it is written."""
+            show("importing", number, count)
+            return source[name]
 
-            def read() -> "Tensor":
-                show("importing", number, count)
-                return source[name]
-
-            target = source.targets[name]
-            return LazyTensor(target.dtype, target.shape, read)
-
-        tensors = {MODEL + name: unread(name, number) for number, name in enumerate(source, 1)}
+        tensors = {
+            MODEL + name: LazyTensor(target.dtype, target.shape, partial(read, name, number))
+            for number, (name, target) in enumerate(source.targets.items(), 1)
+        }
         path = save(args.folder, 0, tensors, meta)
     facts = {
         "checkpoint": str(path),

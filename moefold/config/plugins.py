@@ -30,7 +30,27 @@ def import_plugins(paths: Iterable[str | Path]) -> dict[str, str]:
     Raises:
         ValueError: where a file does not exist, is no ``.py`` file, or fails while it is imported.
     """
-    return {str(path): _import(path) for path in map(resolve, paths)}
+    found: dict[str, str] = {}
+    for path in map(resolve, paths):
+        if path.suffix != ".py" or not path.is_file():
+            raise ValueError(f"{path} is not a Python file")
+        with named(path):
+            content = path.read_bytes()
+        found[str(path)] = digest = hashlib.sha256(content).hexdigest()
+        place = hashlib.sha256(str(path).encode()).hexdigest()
+        name = re.sub(r"\W", "_", f"{OUTSIDE}{path.stem}_{place[:8]}_{digest[:8]}")
+        if name in sys.modules:
+            continue
+        spec = spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        try:
+            exec(compile(content, str(path), "exec"), module.__dict__)
+        except Exception as error:
+            del sys.modules[name]
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} failed while it was imported: {said}") from error
+    return found
 
 
 def resolve(path: str | Path, relative_to: str | Path = ".") -> Path:
@@ -50,26 +70,3 @@ class PluginImports:
         modules = [module for name, module in sys.modules.items() if name.startswith(OUTSIDE)]
         files = [str(module.__file__) for module in modules]
         return import_plugins, ([file for file in files if Path(file).is_file()],)
-
-
-def _import(path: Path) -> str:
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"{path} is not a Python file")
-    with named(path):
-        content = path.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    place = hashlib.sha256(str(path).encode()).hexdigest()
-    name = re.sub(r"\W", "_", f"{OUTSIDE}{path.stem}_{place[:8]}_{digest[:8]}")
-    if name in sys.modules:
-        return digest
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        exec(compile(content, str(path), "exec"), module.__dict__)
-    except Exception as error:
-        del sys.modules[name]
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} failed while it was imported: {said}") from error
-    return digest

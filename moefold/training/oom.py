@@ -28,28 +28,21 @@ def explaining_oom(run: Run, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        held = "not known on a CPU"
+        if world.device.type == "cuda":
+            stats, of_all = torch.cuda.memory_stats(world.device), "allocated_bytes.all"
+            peak, now = stats[f"{of_all}.peak"] / GIB, stats[f"{of_all}.current"] / GIB
+            room = stats["reserved_bytes.all.current"] / GIB
+            held = f"{now:.2f} GiB, at most {peak:.2f}, of {room:.2f} taken"
+        try:
+            task, choice = of_run(run, cluster(f"h100x{world.size}"))
+            mine = next(m for m in memory(choice.case(task)) if m.rank == world.attention.pp)
+            parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in mine.parts.items())
+            expected = f"{mine.total / GIB:.2f} GiB at most: {parts}"
+        except ValueError as unknown:
+            expected = f"not known to the planner: {unknown}"
         raise OutOfMemory(
-            f"rank {world.rank} has no memory left: {error}\n{_held(world.device)}\n"
-            f"{_expected(run, world)}\nSplit the model over more ranks, lower train.micro_batch "
-            "or data.seq, or let layout.recompute drop more; `moefold plan` weighs them"
+            f"rank {world.rank} has no memory left: {error}\nheld: {held}\nexpected: {expected}\n"
+            "Split the model over more ranks, lower train.micro_batch or data.seq, or let "
+            "layout.recompute drop more; `moefold plan` weighs them"
         ) from error
-
-
-def _held(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "held: not known on a CPU"
-    stats = torch.cuda.memory_stats(device)
-    peak, now = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
-    room = stats["reserved_bytes.all.current"]
-    return f"held: {now / GIB:.2f} GiB, at most {peak / GIB:.2f}, of {room / GIB:.2f} taken"
-
-
-def _expected(run: Run, world: World) -> str:
-    """Word the planner's figures for this pipeline rank."""
-    try:
-        task, choice = of_run(run, cluster(f"h100x{world.size}"))
-        mine = next(m for m in memory(choice.case(task)) if m.rank == world.attention.pp)
-    except ValueError as error:
-        return f"expected: not known to the planner: {error}"
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in mine.parts.items())
-    return f"expected: {mine.total / GIB:.2f} GiB at most: {parts}"

@@ -15,7 +15,7 @@ from moefold.comm.world import World
 from moefold.config.base import to_dict
 from moefold.config.check import check
 from moefold.config.dump import unplaced
-from moefold.config.errors import dotted
+from moefold.config.errors import FieldPath, dotted
 from moefold.config.fields import FieldSpec, last_part, paths_in, set_at
 from moefold.config.plugins import import_plugins
 from moefold.model.config import Decoder
@@ -129,16 +129,16 @@ def differences(
 ) -> list[str]:
     """Return, as ``path: stored -> present``, where two runs do not compute the same."""
     lines: list[str] = []
+
+    def compare(path: FieldPath, stored: Any, present: Any) -> None:
+        if path in FREE_IN_IDENTITY or stored == present:
+            return
+        if isinstance(stored, Mapping) and isinstance(present, Mapping):
+            for key in dict.fromkeys([*stored, *present]):
+                compare((*path, key), stored.get(key), present.get(key))
+        else:
+            lines.append(f"{dotted(path)}: {stored} -> {present}")
+
     for key in keys:
-        _compare((key,), stored.get(key), present.get(key), lines)
+        compare((key,), stored.get(key), present.get(key))
     return lines
-
-
-def _compare(path: tuple[str | int, ...], stored: Any, present: Any, lines: list[str]) -> None:
-    if path in FREE_IN_IDENTITY or stored == present:
-        return
-    if isinstance(stored, Mapping) and isinstance(present, Mapping):
-        for key in dict.fromkeys([*stored, *present]):
-            _compare((*path, key), stored.get(key), present.get(key), lines)
-    else:
-        lines.append(f"{dotted(path)}: {stored} -> {present}")

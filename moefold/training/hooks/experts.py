@@ -44,10 +44,9 @@ class ExpertsPageHook(Hook):
 
     def on_stop(self, job: JobView, error: BaseException | None) -> None:
         """Write the page, unless the run failed or somebody waits for its end."""
-        if isinstance(error, ValueError | KeyboardInterrupt) or not any(job.model.mixtures()):
-            return
-        if job.world.size > 1:
-            # The page follows single tokens through a whole model, which no rank has here.
+        failed = isinstance(error, ValueError | KeyboardInterrupt)
+        # The page follows single tokens through a whole model, which no rank of several has.
+        if failed or job.world.size > 1 or not any(job.model.mixtures()):
             return
         held_out = job.loader.prepared.valid
         if not held_out:
