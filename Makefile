@@ -32,8 +32,9 @@ lint: $(TEST)  ## style: ruff's rules and its formatting
 types: $(TEST)  ## types: pyright
 	@tools/types $(PY)
 
+# Tests start many processes, of which each would compile what it imports.
 pytest: $(TEST)  ## the tests alone
-	@$(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 format: $(TEST)  ## write the formatting and the safe fixes that lint asks for
 	@$(PY) -m ruff check --fix . ; $(PY) -m ruff format .
