@@ -64,7 +64,7 @@ def size_rules(sizes: Sizes, model: ModelNeeds | None = None, most: int | None =
         found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
     asked = dict(sizes)
     if model is not None:
-        found += [need.rule for need in model.needs if need.size % asked[need.axis]]
+        found += [need.rule for need in model.needs if need.number % asked[need.axis]]
     if most is not None and sizes.pp * sizes.vpp > most:
         found.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) is at most {most}: the number of layers, or of "
@@ -146,7 +146,7 @@ def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[
     """Return the sizes of an axis that a model allows."""
     if axis == "pp":
         return ANY if most is None else range(1, most + 1)
-    sizes = [need.size for need in model.needs if need.axis == axis] if model else []
+    sizes = [need.number for need in model.needs if need.axis == axis] if model else []
     return divisors(math.gcd(*sizes)) if sizes else ANY
 
 

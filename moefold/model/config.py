@@ -4,13 +4,11 @@ A family (``model/families``) turns a few sizes into this description; the model
 and the checkpoint converters all read the description and never the family.
 """
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import ATTENTION, FFN, Size
 
@@ -54,7 +52,3 @@ class Decoder(Record):
     def blocks(self) -> tuple[Block, ...]:
         """Every block in order, patterns written out."""
         return tuple(b for s in self.stacks for _ in range(s.repeat) for b in s.blocks)
-
-    def rules(self) -> Iterator[Violation]:
-        """A decoder has no rule beyond its parts' so far."""
-        yield from ()

@@ -183,7 +183,9 @@ class DecoderModel(nn.Module):
             labels: int64 [B, S] like ``ids_BS`` and not shifted: position s is predicted from
                 positions before s; -100 is ignored. Default: ``ids_BS``.
         """
-        return self.loss_of(from_ids(ids_BS, None if labels is None else _shifted(labels)))
+        if labels is not None:  # one place to the left: row s holds what follows it
+            labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
+        return self.loss_of(from_ids(ids_BS, labels))
 
     def loss_of(self, rows: MicroBatch) -> LossOutput:
         """Return the differentiable loss of one micro-batch taken as a whole batch."""
@@ -194,8 +196,3 @@ class DecoderModel(nn.Module):
         lm_loss = summed / max(rows.n_labels, 1)
         values, weighted = self.router_terms(terms)
         return LossOutput(lm_loss, values, lm_loss if weighted is None else lm_loss + weighted)
-
-
-def _shifted(labels_BS: Tensor) -> Tensor:
-    """Move labels one place to the left: row s holds what follows it."""
-    return torch.cat([labels_BS[:, 1:], torch.full_like(labels_BS[:, :1], -100)], 1)

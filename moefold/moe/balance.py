@@ -32,9 +32,8 @@ from moefold.data.batch import MicroBatch
 from moefold.kernels.fused import fused
 from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
-from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Aux, Bias, Moe, Z
-from moefold.moe.router import Decision, Routed, Router, Routing
+from moefold.moe.router import Decision, ExactBuffers, Routed, Router
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 
@@ -206,7 +205,7 @@ class Counters(ExactBuffers):
     def add(
         self,
         observed: "Observed",
-        routing: Routing,
+        routed: Routed,
         load_E: Tensor,
         by_rank_DE: Tensor | None,
         rank: int,
@@ -215,7 +214,7 @@ class Counters(ExactBuffers):
 
         Args:
             observed: its rows.
-            routing: what is sent of them.
+            routed: what is sent of them.
             load_E: int64 choices of each expert.
             by_rank_DE: int64 plain choices on each data rank; None where no term reads them.
             rank: of the data ranks.
@@ -227,11 +226,11 @@ class Counters(ExactBuffers):
         rows, shares_PE = observed.rows, observed.shares_PE
         if shares_PE is not None:
             counters = (self.load_E, self.sent_E, self.tokens, self.plain_E, self.probability_E)
-            counted = (shares_PE, load_E, routing.counts_E, by_rank_DE)
+            counted = (shares_PE, load_E, routed.counts_E, by_rank_DE)
             so_far_E = kernels.tally(*counted, *counters, rows.n_valid, rank)
             return None if by_rank_DE is None else so_far_E
         self.load_E.add_(load_E)
-        self.sent_E.add_(routing.counts_E)
+        self.sent_E.add_(routed.counts_E)
         self.tokens.add_(rows.n_valid)
         self.probability_E.add_(observed.valid(observed.probability_TE).sum(0))
         if by_rank_DE is None:
@@ -294,11 +293,11 @@ class Balance(nn.Module):
         # Made once, with its graph where terms may read it too.
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.terms)):
             _ = observed.probability_TE
-        routing, counters, decision = routed.routing, self.counters, routed.decision
+        counters, decision = self.counters, routed.decision
         experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
         with torch.no_grad():
-            whole = routing.kept_TK is None
-            load_E = routing.counts_E if whole else count(routing.experts_TK, experts)
+            whole = decision.kept_TK is None
+            load_E = routed.counts_E if whole else count(decision.experts_TK, experts)
             if self._populations and decision.plain_TK is None:
                 top_k = self.record.router.top_k
                 plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
@@ -307,7 +306,7 @@ class Balance(nn.Module):
             if "global_batch" in self._populations:
                 # Data ranks run micro-batches of one round: those of lower ranks come before this.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
-            so_far_E = counters.add(observed, routing, load_E, by_rank_DE, ranks.index)
+            so_far_E = counters.add(observed, routed, load_E, by_rank_DE, ranks.index)
         if so_far_E is not None:
             counts["global_batch"] = so_far_E[None]
         return replace(decision, counts=counts)

@@ -115,8 +115,7 @@ class MoeFfn(nn.Module):
         flow.decisions[self._key], terms = self.balance(routed, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
         terms_N = torch.cat(values) if len(values) > 1 else values[0]
-        routing = routed.routing
-        return RoutedRows(*rows, terms_N, routing.weights_TK, routing.sent_TK)
+        return RoutedRows(*rows, terms_N, routed.weights_TK, routed.sent_TK)
 
     def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:
         """Send copies of the rows to the ranks of their experts."""

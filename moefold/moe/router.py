@@ -6,8 +6,9 @@ The *decision* (experts and drops) is made once per micro-batch and kept; a seco
 is given it and computes only scores and weights anew, so the router's gradient is the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from moefold.comm.group import Group
 from moefold.data.batch import MicroBatch
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
-from moefold.moe.buffers import ExactBuffers
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.scoring import scores, weights
@@ -45,27 +45,16 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """What dispatch and experts need of a routed micro-batch."""
+class Routed:
+    """All that a router computes; rows that are not valid read as zero logits."""
 
-    experts_TK: Tensor
-    """int64 ids of the chosen experts; E in rows that are not valid."""
-    kept_TK: Tensor | None
-    """bool, False for copies that are not sent; None if dropless."""
+    decision: Decision
     sent_TK: Tensor
-    """``experts_TK`` with E for dropped copies too: what dispatch sends."""
+    """``decision.experts_TK`` with E for dropped copies too: what dispatch sends."""
     weights_TK: Tensor
     """Weights of the experts' outputs, in the scores' dtype, differentiable; 0 for the unsent."""
     counts_E: Tensor
     """int64 copies that each expert is sent."""
-
-
-@dataclass(frozen=True)
-class Routed:
-    """All that a router computes; rows that are not valid read as zero logits."""
-
-    routing: Routing
-    decision: Decision
     logits_TE: Tensor
     scores_TE: Tensor
 
@@ -94,6 +83,24 @@ class RoutingContext:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks that share the micro-batch; all of them have to ask."""
         return sum_(values.clone(), self.ranks)
+
+
+class ExactBuffers(nn.Module):
+    """A module whose own buffers keep their dtype when the model is cast.
+
+    Counts that became bfloat16 no longer tell 40,841 from 40,840, and a selection bias no longer
+    moves by 1e-3. Devices change as usual; the buffers of submodules are theirs to keep.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                # From the old values: the cast has already lost digits.
+                self._buffers[name] = old.to(new.device)
+        return self
 
 
 class Router(ExactBuffers):
@@ -126,8 +133,13 @@ class Router(ExactBuffers):
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
-        routing = self._route(decision, weights_TK, flow.valid_T)
-        return Routed(routing, decision, logits_TE, scores_TE)
+        sent_TK, experts = decision.experts_TK, self.record.experts
+        if decision.kept_TK is not None:
+            sent_TK = torch.where(decision.kept_TK, sent_TK, experts)
+        if decision.kept_TK is not None or flow.valid_T is not None:
+            weights_TK = torch.where(sent_TK < experts, weights_TK, 0)
+        counts_E = count(sent_TK, experts)
+        return Routed(decision, sent_TK, weights_TK, counts_E, logits_TE, scores_TE)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores [T, E] that experts are chosen and weighed by."""
@@ -181,12 +193,3 @@ class Router(ExactBuffers):
         assert experts_TK is not None and token_T is not None
         kept = drop(experts_TK, by_weight, token_T, limit, experts)
         return kept.unflatten(0, (ranks.size, -1))[ranks.index]
-
-    def _route(self, decision: Decision, weights_TK: Tensor, valid_T: Tensor | None) -> Routing:
-        experts_TK, kept_TK = decision.experts_TK, decision.kept_TK
-        sent_TK, experts = experts_TK, self.record.experts
-        if kept_TK is not None:
-            sent_TK = torch.where(kept_TK, experts_TK, experts)
-        if kept_TK is not None or valid_T is not None:
-            weights_TK = torch.where(sent_TK < experts, weights_TK, 0)
-        return Routing(experts_TK, kept_TK, sent_TK, weights_TK, count(sent_TK, experts))

@@ -111,6 +111,12 @@ class Choice:
         return isinstance(self.schedule, PAIRED)
 
     @property
+    def folding(self) -> tuple[int, ...]:
+        """The sizes without virtual stages: what tells one layout from another in a list."""
+        sizes = self.sizes
+        return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
+
+    @property
     def schedule_kind(self) -> str:
         """The schedule by its name in a run file."""
         return type(self.schedule).model_fields["kind"].default

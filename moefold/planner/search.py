@@ -80,17 +80,6 @@ class Found:
     bytes: float
     """Of the fullest rank."""
 
-    @property
-    def folding(self) -> tuple[int, ...]:
-        """Its sizes without virtual stages: what tells one layout from another in a list."""
-        return folding_of(self.choice)
-
-
-def folding_of(choice: Choice) -> tuple[int, ...]:
-    """Return the sizes of a layout without virtual stages."""
-    sizes = choice.sizes
-    return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
-
 
 class Grids(NamedTuple):
     """What the work of a micro-batch depends on besides its dispatcher and what is kept."""
@@ -167,7 +156,7 @@ class Search:
         push(self.grids(space))
         while heap and len(found) < top:
             bound, _, step, item = heapq.heappop(heap)
-            if step >= 2 and folding_of(item) in found:
+            if step >= 2 and item.folding in found:
                 continue
             if step < len(steps):
                 push(steps[step](space, item, room))
@@ -175,7 +164,7 @@ class Search:
             case = item.case(self.task)
             needed = peak_within(case, room)
             if needed is not None:
-                found[folding_of(item)] = Found(item, case, bound, needed)
+                found[item.folding] = Found(item, case, bound, needed)
         return list(found.values())
 
     # --------------------------------------------------------------------------- steps

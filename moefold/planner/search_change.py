@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moefold.mesh.config import Sizes
+from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
 from moefold.planner.from_run import Choice, TrainingTask
 from moefold.planner.memory import totals
@@ -14,7 +14,6 @@ from moefold.spec.decoder import needs
 
 MOST = 5
 """Changes that are shown."""
-AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
 @dataclass(frozen=True)

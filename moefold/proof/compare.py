@@ -276,9 +276,7 @@ def _judge_kind(
         if norm < floor:
             outcome.floored = (*outcome.floored, what)
         errors = [[error for _, _, error, _ in copies] for copies in boxes.values()]
-        error = math.sqrt(sum(max(e, key=_nan_last) for e in errors))
+        error = math.sqrt(
+            sum(max(e, key=lambda one: math.inf if math.isnan(one) else one) for e in errors)
+        )
         _note(outcome, kind, error / max(norm, floor) if error else 0.0, name)
-
-
-def _nan_last(error: float) -> float:
-    return math.inf if math.isnan(error) else error

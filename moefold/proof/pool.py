@@ -69,7 +69,13 @@ def run_cases(
             told(number, outcome)
 
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
-        tasks = _tasks(cases, faults or [None] * len(cases), Path(folder))
+        references: dict[Subject, str] = {}
+        for case in cases:
+            references.setdefault(case.subject, str(Path(folder, f"{len(references)}.safetensors")))
+        tasks = {
+            n: CaseTask(cases[n], references[cases[n].subject], faults[n] if faults else None)
+            for n in sorted(range(len(cases)), key=lambda number: -cases[number].world)
+        }
         while len(outcomes) < len(cases):
             left = {number: task for number, task in tasks.items() if number not in outcomes}
             error = _run(left, keep, time_out_s)
@@ -85,17 +91,6 @@ def _which(error: str, left: dict[int, CaseTask], outcomes: dict[int, Outcome]) 
     if named is not None and int(named[1]) not in outcomes:
         return int(named[1])
     return next(number for number in left if number not in outcomes)
-
-
-def _tasks(
-    cases: Sequence[ProofCase], faults: Sequence[InjectedFault | None], folder: Path
-) -> dict[int, CaseTask]:
-    """Return the tasks by number, in the order in which they run."""
-    references: dict[Subject, str] = {}
-    for case in cases:
-        references.setdefault(case.subject, str(folder / f"{len(references)}.safetensors"))
-    order = sorted(range(len(cases)), key=lambda number: -cases[number].world)
-    return {n: CaseTask(cases[n], references[cases[n].subject], faults[n]) for n in order}
 
 
 def _run(tasks: dict[int, CaseTask], keep: Told, time_out_s: float) -> str | None:

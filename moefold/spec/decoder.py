@@ -2,34 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from moefold.config.base import Record
 from moefold.model.config import Block, Decoder
 from moefold.spec.layer import LayerSpec, Units, Weight, described, norm
 
 
-class Need(NamedTuple):
-    """A rule of legal layouts: the size of an axis must divide ``size``."""
-
-    axis: str
-    size: int
-    rule: str
-    of_heads: bool = False
-    """Whether it counts heads, which context ranks may share further."""
-
-    @classmethod
-    def of(cls, units: Units) -> "Need":
-        """Return the rule that ranks get whole units."""
-        return cls(units.axis, units.number, units.rule, units.heads)
-
-
 @dataclass(frozen=True)
 class ModelNeeds:
     """What legality reads of a model."""
 
-    needs: tuple[Need, ...]
-    """Each once."""
+    needs: tuple[Units, ...]
+    """What the axes of a layout share, each once: an axis divides their number."""
     mixtures: tuple[bool, ...]
     """For each layer, whether it has experts."""
 
@@ -41,12 +25,12 @@ class ModelNeeds:
     @property
     def heads(self) -> tuple[int, ...]:
         """The different numbers of heads and of key-value heads that layers have."""
-        return tuple(dict.fromkeys(need.size for need in self.needs if need.of_heads))
+        return tuple(dict.fromkeys(need.number for need in self.needs if need.heads))
 
     @property
     def experts(self) -> tuple[int, ...]:
         """The different numbers of experts that layers have, as their needs state them."""
-        stated = tuple(need.size for need in self.needs if need.axis == "ep")
+        stated = tuple(need.number for need in self.needs if need.axis == "ep")
         return stated if any(self.mixtures) else ()
 
 
@@ -60,18 +44,19 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
         decoder: its layers' descriptions; a kind from outside without one asks nothing.
         seq: tokens of the sequences that it is trained on, where that is known.
     """
-    found = [Need.of(Units("tp", decoder.vocab, "the vocabulary"))]
+    found = [Units("tp", decoder.vocab, "the vocabulary")]
     if seq is not None:
         rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
-        found.append(Need("cp", seq // 2 if seq % 2 == 0 else 1, rule))
+        found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
     mixtures: list[bool] = []
     for stack in decoder.stacks:
         for block in stack.blocks:
             specs = (r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec))
-            found += [Need.of(u) for spec in specs for u in spec.units(decoder.hidden)]
+            found += [units for spec in specs for units in spec.units(decoder.hidden)]
         mixtures += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
     if not any(mixtures):
-        found += [Need(axis, 1, f"{axis} needs layers with experts") for axis in ("ep", "etp")]
+        found.append(Units("ep", 1, "experts", said="ep needs layers with experts"))
+        found.append(Units("etp", 1, "experts", said="etp needs layers with experts"))
     return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures))
 
 

@@ -61,11 +61,13 @@ class Units(NamedTuple):
     """In words, for the rule that the axis divides their number."""
     heads: bool = False
     """Whether context ranks may share them further."""
+    said: str = ""
+    """The rule in other words, where those say more."""
 
     @property
     def rule(self) -> str:
         """The rule that a layout must keep, such as ``tp divides attention heads (7)``."""
-        return f"{self.axis} divides {self.name} ({self.number})"
+        return self.said or f"{self.axis} divides {self.name} ({self.number})"
 
     def fraction(self, ranks: int) -> float:
         """Return the fraction that one rank computes; no rank computes less than one unit."""

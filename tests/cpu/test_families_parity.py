@@ -114,9 +114,9 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
     torch.testing.assert_close(loss, output.loss, **exact)
     for i in expected:
         _, weights_TK, experts_TK = expected[i]
-        routing = found[i].routing
-        order_TK, mine_TK = experts_TK.argsort(1), routing.experts_TK.argsort(1)
-        assert torch.equal(routing.experts_TK.gather(1, mine_TK), experts_TK.gather(1, order_TK))
+        routing, ours_TK = found[i], found[i].decision.experts_TK
+        order_TK, mine_TK = experts_TK.argsort(1), ours_TK.argsort(1)
+        assert torch.equal(ours_TK.gather(1, mine_TK), experts_TK.gather(1, order_TK))
         torch.testing.assert_close(
             routing.weights_TK.gather(1, mine_TK), weights_TK.gather(1, order_TK), **exact
         )

@@ -94,7 +94,7 @@ def test_it_is_built_as_it_is_described() -> None:
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {weight.name: weight.shape for weight in model_weights(DECODER)}
     assert placements(model, DECODER)["layers.0.attention.sinks"].cuts == {"tp": 0}
-    assert {n.size for n in needs(DECODER).needs if n.of_heads} == {4, 2}
+    assert {n.number for n in needs(DECODER).needs if n.heads} == {4, 2}
 
 
 def test_a_window_is_planned_by_what_it_sees_and_shrinks_with_the_layer() -> None:

@@ -159,7 +159,7 @@ def test_the_gradient_of_an_auxiliary_loss_is_the_closed_form(over: Any) -> None
         x_TD = drawn(20, hidden=8, seed=seed, double=True)
         flow = flow_of(rows_of(lengths, pads=3), double=True)
         routed, _, terms = observe(record, router, x_TD, flow, balance)
-        experts_NK = routed.routing.experts_TK[:17].split(lengths)
+        experts_NK = routed.decision.experts_TK[:17].split(lengths)
         counts_NE = torch.stack([torch.bincount(e.flatten(), minlength=8) for e in experts_NK])
         counts_NE = counts_NE.double()
         if over == "sequence":
@@ -298,7 +298,7 @@ def test_b09_the_load_is_counted_before_drops_bias_and_groups(over: Any) -> None
             router.selection_bias.copy_(torch.tensor([9.0, 0, 9, 0, 0, 0, 0, 0]))
         routed, _, terms = observe(record, router, x_TD, flow)
         (value,) = terms.values()
-        results.append((routed.routing, value, torch.autograd.grad(value, router.weight)[0]))
+        results.append((routed, value, torch.autograd.grad(value, router.weight)[0]))
     assert int(results[1][0].counts_E.max()) == 1
     assert results[2][0].counts_E.tolist()[0] == 40
     for _, value, grad in results[1:]:
@@ -387,7 +387,7 @@ def layer(
         flow = flow_of(rows)
         routed = router(x_TD, flow, store.get("layer"))
         store["layer"], terms = balance(routed, flow)
-        return routed.routing.weights_TK.square().sum() + sum(terms.values())
+        return routed.weights_TK.square().sum() + sum(terms.values())
 
     return run, store
 
@@ -474,7 +474,7 @@ def test_b18_one_update_per_step_from_the_whole_batch() -> None:
             rows = rows_of([10 + j], pads=j)
             x_TD = drawn(rows.rows, seed=10 * step + j)
             routed, _, _ = observe(record, router, x_TD, flow_of(rows), balance)
-            counts += routed.routing.counts_E
+            counts += routed.counts_E
             quiet = flow_of(rows_of([50]), training=False)
             observe(record, router, drawn(50, seed=99), quiet, balance)
             assert torch.equal(router.selection_bias, before)
@@ -518,7 +518,7 @@ def test_the_update_counts_choices_before_drops() -> None:
     routed, _, _ = observe(record, router, drawn(64), flow_of(rows_of([60], pads=4)), balance)
     counters = balance.counters
     assert int(counters.load_E.sum()) == 120
-    assert torch.equal(counters.sent_E, routed.routing.counts_E)
+    assert torch.equal(counters.sent_E, routed.counts_E)
     assert int(counters.sent_E.max()) == 8 and int(counters.load_E.max()) > 8
 
 
@@ -650,7 +650,7 @@ def test_nothing_asks_the_device_for_a_number() -> None:
     x_TD = torch.randn(20, 6, device="meta", requires_grad=True)
     balance.start_step()
     routed, _, terms = observe(record, router, x_TD, flow_of(rows), balance)
-    (routed.routing.weights_TK.sum() + sum(terms.values())).backward()
+    (routed.weights_TK.sum() + sum(terms.values())).backward()
     balance.finish_step(router)
     assert router.weight.grad.shape == (8, 6) and x_TD.grad.shape == (20, 6)
     assert balance.health(router)["load"].shape == (8,)

@@ -1,7 +1,7 @@
 """The router against plain loops and against transformers, and the bugs it must not have."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,14 +92,14 @@ def test_every_setting_equals_a_plain_loop(name: str) -> None:
     distribution_TE = probabilities(routed.logits_TE, routed.scores_TE, record)
     for t, row in enumerate(logits):
         experts, weights = route_by_loop(row, bias, record)
-        assert routed.routing.experts_TK[t].tolist() == experts
-        assert routed.routing.weights_TK[t].tolist() == pytest.approx(weights, rel=1e-12)
+        assert routed.decision.experts_TK[t].tolist() == experts
+        assert routed.weights_TK[t].tolist() == pytest.approx(weights, rel=1e-12)
         expected = distribution_by_loop(row, record)
         assert distribution_TE[t].tolist() == pytest.approx(expected, rel=1e-12)
-    assert routed.routing.kept_TK is None
-    assert torch.equal(routed.routing.counts_E, count(routed.routing.experts_TK, record.experts))
-    assert routed.routing.counts_E.dtype == torch.int64
-    assert int(routed.routing.counts_E.sum()) == 40 * record.top_k
+    assert routed.decision.kept_TK is None
+    assert torch.equal(routed.counts_E, count(routed.decision.experts_TK, record.experts))
+    assert routed.counts_E.dtype == torch.int64
+    assert int(routed.counts_E.sum()) == 40 * record.top_k
 
 
 def _hugging_face(name: str) -> tuple[Any, RouterRecord]:
@@ -134,10 +134,12 @@ def test_experts_and_weights_equal_those_of_transformers(name: str) -> None:
     routed = ours(x_TD, flow_of(rows_of([500])))
     _, weights_TK, experts_TK = theirs(x_TD[None])
     order_TK = experts_TK.argsort(dim=1)
-    mine_TK = routed.routing.experts_TK.argsort(dim=1)
-    assert torch.equal(experts_TK.gather(1, order_TK), routed.routing.experts_TK.gather(1, mine_TK))
+    mine_TK = routed.decision.experts_TK.argsort(dim=1)
+    assert torch.equal(
+        experts_TK.gather(1, order_TK), routed.decision.experts_TK.gather(1, mine_TK)
+    )
     torch.testing.assert_close(
-        routed.routing.weights_TK.gather(1, mine_TK),
+        routed.weights_TK.gather(1, mine_TK),
         weights_TK.gather(1, order_TK),
         rtol=1e-6,
         atol=1e-7,
@@ -184,7 +186,7 @@ def test_equal_logits_take_the_first_experts_and_groups() -> None:
         router = router_of(record_of(**changes))
         torch.nn.init.zeros_(router.weight)
         routed = router(drawn(5), flow_of(rows_of([5])))
-        assert routed.routing.experts_TK.tolist() == [[0, 1, 2]] * 5
+        assert routed.decision.experts_TK.tolist() == [[0, 1, 2]] * 5
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "sum of two", "best group"])
@@ -197,14 +199,15 @@ def test_non_finite_rows_are_routed_the_same_way_each_time(name: str, poison: fl
     clean = drawn(20).detach()
     dirty = clean.clone()
     dirty[3] = poison
-    first, again = (router(dirty, flow).routing for _ in range(2))
+    first, again = (router(dirty, flow).decision for _ in range(2))
     assert torch.equal(first.experts_TK, again.experts_TK)
     assert len(set(first.experts_TK[3].tolist())) == 3
     assert set(first.experts_TK[3].tolist()) <= set(range(12))
     others = torch.arange(20) != 3
-    expected = router(clean, flow).routing
-    assert torch.equal(first.experts_TK[others], expected.experts_TK[others])
-    assert torch.equal(first.weights_TK[others], expected.weights_TK[others])
+    expected = router(clean, flow)
+    assert torch.equal(first.experts_TK[others], expected.decision.experts_TK[others])
+    weights_TK = router(dirty, flow, first).weights_TK
+    assert torch.equal(weights_TK[others], expected.weights_TK[others])
 
 
 def test_a_score_that_underflows_still_has_a_finite_gradient() -> None:
@@ -213,7 +216,7 @@ def test_a_score_that_underflows_still_has_a_finite_gradient() -> None:
     with torch.no_grad():
         router.weight.mul_(1e3)
     x_TD = drawn(30)
-    router(x_TD, flow_of(rows_of([30]))).routing.weights_TK.square().sum().backward()
+    router(x_TD, flow_of(rows_of([30]))).weights_TK.square().sum().backward()
     assert torch.isfinite(x_TD.grad).all() and torch.isfinite(router.weight.grad).all()
 
 
@@ -231,8 +234,8 @@ def test_scores_are_at_least_float32_and_rows_stay_narrow() -> None:
         routed = router(x_TD, flow)
         wide = x_TD.detach().to(result) @ router.weight.detach().to(result).T
         torch.testing.assert_close(routed.logits_TE.detach(), wide)
-        assert routed.routing.weights_TK.dtype == routed.scores_TE.dtype == result
-        routed.routing.weights_TK.square().sum().backward()
+        assert routed.weights_TK.dtype == routed.scores_TE.dtype == result
+        routed.weights_TK.square().sum().backward()
         assert x_TD.grad.dtype == rows and router.weight.grad.dtype == torch.float32
 
 
@@ -256,11 +259,11 @@ def test_replaying_a_decision_gives_the_same_bits(name: str, policy: Any) -> Non
     x_TD, flow = drawn(30), flow_of(rows_of([20, 6], pads=4))
     first = router(x_TD, flow)
     again = router(x_TD, flow, first.decision)
-    for field in fields(first.routing):
-        a, b = getattr(first.routing, field.name), getattr(again.routing, field.name)
-        assert (a is None and b is None) or torch.equal(a, b), field.name
-    one = gradients_of(router, x_TD, first.routing.weights_TK)
-    two = gradients_of(router, x_TD, again.routing.weights_TK)
+    for part in (vars(first) | vars(first.decision)).keys() - {"decision", "counts"}:
+        a, b = (({**vars(one), **vars(one.decision)})[part] for one in (first, again))
+        assert (a is None and b is None) or torch.equal(a, b), part
+    one = gradients_of(router, x_TD, first.weights_TK)
+    two = gradients_of(router, x_TD, again.weights_TK)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -272,10 +275,10 @@ def test_a_foreign_decision_is_obeyed_and_keeps_the_routers_gradient() -> None:
     own = router(x_TD, flow)
     worst_TK = own.scores_TE.argsort(dim=1)[:, :3]
     routed = router(x_TD, flow, Decision(worst_TK))
-    assert torch.equal(routed.routing.experts_TK, worst_TK)
-    assert torch.equal(routed.routing.weights_TK, own.scores_TE.gather(1, worst_TK))
-    assert torch.equal(routed.routing.counts_E, count(worst_TK, 12))
-    assert all(g.abs().max() > 0 for g in gradients_of(router, x_TD, routed.routing.weights_TK))
+    assert torch.equal(routed.decision.experts_TK, worst_TK)
+    assert torch.equal(routed.weights_TK, own.scores_TE.gather(1, worst_TK))
+    assert torch.equal(routed.counts_E, count(worst_TK, 12))
+    assert all(g.abs().max() > 0 for g in gradients_of(router, x_TD, routed.weights_TK))
 
 
 def test_dropped_copies_have_no_weight_and_no_gradient() -> None:
@@ -284,13 +287,13 @@ def test_dropped_copies_have_no_weight_and_no_gradient() -> None:
     router = router_of(record, capacity=Capacity(factor=0.5))
     x_TD, flow = drawn(24), flow_of(rows_of([24]))
     routed = router(x_TD, flow)
-    routing = routed.routing
-    assert routing.kept_TK is not None and not routing.kept_TK.all()
-    picked_TK = routed.scores_TE.gather(1, routing.experts_TK)
-    assert torch.equal(routing.weights_TK, torch.where(routing.kept_TK, picked_TK, 0))
-    assert torch.equal(routing.sent_TK == 12, ~routing.kept_TK)
-    (dscores_TE,) = torch.autograd.grad(routing.weights_TK.sum(), routed.scores_TE)
-    assert torch.equal(dscores_TE.gather(1, routing.experts_TK), routing.kept_TK.float())
+    kept_TK, experts_TK = routed.decision.kept_TK, routed.decision.experts_TK
+    assert kept_TK is not None and not kept_TK.all()
+    picked_TK = routed.scores_TE.gather(1, experts_TK)
+    assert torch.equal(routed.weights_TK, torch.where(kept_TK, picked_TK, 0))
+    assert torch.equal(routed.sent_TK == 12, ~kept_TK)
+    (dscores_TE,) = torch.autograd.grad(routed.weights_TK.sum(), routed.scores_TE)
+    assert torch.equal(dscores_TE.gather(1, experts_TK), kept_TK.float())
 
 
 # Capacity
@@ -335,8 +338,8 @@ def test_drops_do_not_depend_on_the_order_of_rows(policy: Any) -> None:
     rows = rows_of([16])
     order = torch.randperm(16)
     shuffled = replace(rows, token_T=rows.token_T[order])
-    kept = router(drawn(16), flow_of(rows)).routing.kept_TK
-    mixed = router(drawn(16), flow_of(shuffled)).routing.kept_TK
+    kept = router(drawn(16), flow_of(rows)).decision.kept_TK
+    mixed = router(drawn(16), flow_of(shuffled)).decision.kept_TK
     assert kept.any() and not kept.all()
     assert torch.equal(mixed, kept[order])
 
@@ -346,16 +349,16 @@ def test_drops_do_not_depend_on_the_order_of_rows(policy: Any) -> None:
 
 def assert_head_equal(padded: Routed, short: Routed, rows: int) -> None:
     """The valid rows of the padded run, and its counts, are the short run's bits."""
-    a, b = padded.routing, short.routing
+    a, b = padded.decision, short.decision
     assert torch.equal(a.experts_TK[:rows], b.experts_TK)
-    assert torch.equal(a.weights_TK[:rows], b.weights_TK)
-    assert torch.equal(a.counts_E, b.counts_E)
+    assert torch.equal(padded.weights_TK[:rows], short.weights_TK)
+    assert torch.equal(padded.counts_E, short.counts_E)
     assert (a.kept_TK is None) == (b.kept_TK is None)
     if a.kept_TK is not None:
         assert torch.equal(a.kept_TK[:rows], b.kept_TK) and not a.kept_TK[rows:].any()
     assert (a.experts_TK[rows:] == padded.scores_TE.shape[1]).all()
-    assert (a.sent_TK[rows:] == padded.scores_TE.shape[1]).all()
-    assert (a.weights_TK[rows:] == 0).all()
+    assert (padded.sent_TK[rows:] == padded.scores_TE.shape[1]).all()
+    assert (padded.weights_TK[rows:] == 0).all()
 
 
 @pytest.mark.parametrize("pads", range(8))
@@ -369,9 +372,9 @@ def test_b12_padding_rows_are_not_routed(pads: int, policy: Any) -> None:
     short_TD = x_TD.detach()[:24].requires_grad_()
     short = router(short_TD, flow_of(rows_of([17, 7])))
     assert_head_equal(padded, short, 24)
-    assert int(padded.routing.counts_E.sum()) <= 24 * 3
-    dx_TD, dweight_ED = gradients_of(router, x_TD, padded.routing.weights_TK)
-    dshort_TD, dshort_ED = gradients_of(router, short_TD, short.routing.weights_TK)
+    assert int(padded.counts_E.sum()) <= 24 * 3
+    dx_TD, dweight_ED = gradients_of(router, x_TD, padded.weights_TK)
+    dshort_TD, dshort_ED = gradients_of(router, short_TD, short.weights_TK)
     assert torch.equal(dx_TD[:24], dshort_TD)
     assert (dx_TD[24:] == 0).all()
     torch.testing.assert_close(dweight_ED, dshort_ED, rtol=1e-6, atol=1e-7)
@@ -412,8 +415,8 @@ def test_b15_poison_in_padding_rows_stays_there(
     for x_TD in (clean.requires_grad_(), dirty.requires_grad_()):
         routed = router(x_TD, flow_of(rows_of([20], pads=4)))
         assert torch.isfinite(routed.scores_TE).all()
-        grads = gradients_of(router, x_TD, routed.routing.weights_TK)
-        results.append((routed.routing.weights_TK, routed.routing.counts_E, *grads))
+        grads = gradients_of(router, x_TD, routed.weights_TK)
+        results.append((routed.weights_TK, routed.counts_E, *grads))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert torch.isfinite(results[0][3]).all()
 
@@ -423,7 +426,7 @@ def test_no_valid_row_at_all(rows: int) -> None:
     """Nothing is sent, and gradients are zeros rather than absent."""
     router = router_of(record_of(), capacity=Capacity(factor=1.0))
     x_TD = drawn(rows)
-    routing = router(x_TD, flow_of(rows_of([], pads=rows))).routing
+    routing = router(x_TD, flow_of(rows_of([], pads=rows)))
     assert routing.counts_E.tolist() == [0] * 12
     routing.weights_TK.sum().backward()
     assert (router.weight.grad == 0).all() and (x_TD.grad == 0).all()
@@ -470,6 +473,6 @@ def test_b22_one_expert_per_token_still_teaches_the_router() -> None:
         legal = record_of(top_k=1, score=score, renormalise=False)
         router, x_TD = router_of(legal), drawn(20)
         routed = router(x_TD, flow_of(rows_of([20])))
-        assert all(g.abs().max() > 0 for g in gradients_of(router, x_TD, routed.routing.weights_TK))
+        assert all(g.abs().max() > 0 for g in gradients_of(router, x_TD, routed.weights_TK))
     late = RouterRecord(experts=12, top_k=1, order="topk_first")
     assert [v.path for v in late.rules()] == [("order",)]

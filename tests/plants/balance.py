@@ -155,7 +155,7 @@ PLANTS = (
         BALANCE + "test_b09_the_load_is_counted_before_drops_bias_and_groups",
         "moe/balance.py",
         "plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)",
-        "plain_TK = routing.experts_TK",
+        "plain_TK = decision.experts_TK",
     ),
     Plant(
         "b11",

@@ -196,7 +196,7 @@ def test_custom_is_the_whole_description() -> None:
 def test_a_run_file_may_leave_the_family_out_where_it_says_from(tmp_path: Path) -> None:
     name = tmp_path / "olmoe-1b"
     name.mkdir()
-    config = registry.by_model_type("olmoe").to_hf(model_of("olmoe").describe(600))
+    config = registry.families()["olmoe"].to_hf(model_of("olmoe").describe(600))
     (name / "config.json").write_text(json.dumps(config))
     run = load_run("tiny", [f"model={{from: '{name}', balance: [{{kind: z}}]}}"])
     assert isinstance(run.model, folder.Folder)
@@ -224,7 +224,7 @@ def test_no_two_tensors_share_a_name(family: type[Family]) -> None:
 
 
 def test_pieces_fill_a_parameter_once_in_either_layout() -> None:
-    table = registry.by_model_type("mixtral").tensors
+    table = registry.families()["mixtral"].tensors
     ours = "layers.2.moe.experts.w_in"
     ((row, layer),) = find(table, [ours]).values()
     assert layer == 2
@@ -240,7 +240,7 @@ def test_pieces_fill_a_parameter_once_in_either_layout() -> None:
 
 
 def test_a_parameter_without_a_name_is_refused() -> None:
-    table = registry.by_model_type("mixtral").tensors
+    table = registry.families()["mixtral"].tensors
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.q_norm\.weight, layers\.1\.odd"):
         find(table, ["layers.1.odd", "norm.weight", "layers.0.attention.q_norm.weight"])
 

@@ -12,7 +12,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.families.folder import read_config
 from moefold.model.families.hub import left_out
-from moefold.model.families.registry import by_model_type, family_of, from_hf
+from moefold.model.families.registry import families, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
 from moefold.run import load_run
 
@@ -266,7 +266,7 @@ def test_a_field_nobody_reads_is_refused(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", RELEASED.values(), ids=RELEASED)
 def test_every_size_is_asked_for_and_checked(config: dict[str, Any]) -> None:
-    family = by_model_type(config["model_type"])
+    family = families()[config["model_type"]]
     for name in (*family.hf_sizes, "rms_norm_eps"):
         rest = {k: v for k, v in config.items() if k != name}
         with pytest.raises(ValueError, match=f"{name} is missing"):
@@ -374,7 +374,7 @@ def test_layers_without_experts_follow_either_field() -> None:
 def test_what_a_folder_cannot_hold_is_said() -> None:
     assert left_out(from_hf(OLMOE).decoder) == []
     decoder = (
-        by_model_type("olmoe")
+        families()["olmoe"]
         .of(from_hf(OLMOE).decoder)
         .model_copy(
             update={

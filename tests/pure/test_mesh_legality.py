@@ -50,7 +50,7 @@ def legal(tp: int, cp: int, pp: int, vpp: int, ep: int, etp: int) -> bool:
 
 
 def test_what_a_model_asks() -> None:
-    asked = {(need.axis, need.size) for need in MODEL.needs}
+    asked = {(need.axis, need.number) for need in MODEL.needs}
     assert asked == {
         ("tp", 2000), ("tp", 12), ("tp", 4), ("tp", 200), ("tp", 80),
         ("cp", 60), ("ep", 24), ("etp", 96),
@@ -61,7 +61,7 @@ def test_what_a_model_asks() -> None:
 def test_what_latent_attention_asks() -> None:
     block = Block(attention=Mla(heads=6), ffn=Dense(width=64))
     model = needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)))
-    assert {(n.axis, n.size) for n in model.needs} == {
+    assert {(n.axis, n.number) for n in model.needs} == {
         ("tp", 64), ("tp", 6), ("ep", 1), ("etp", 1),
     }  # fmt: skip
     found = violations(Sizes.parse("ep2"), model)

@@ -124,7 +124,7 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said(memory_gb: float) ->
     task = small(memory_gb)
     asked = needs(task.decoder, task.seq)
     found = Search(task).best(everything(task), 4)
-    assert len({one.folding for one in found}) == len(found) > 1
+    assert len({one.choice.folding for one in found}) == len(found) > 1
     for one in found:
         case = one.choice.case(task)
         assert not violations(case.sizes, asked, case.world, stages=case.stages.text)

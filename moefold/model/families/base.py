@@ -313,7 +313,9 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
         elif any(_same_term(term, other) for other in seen):
             rule = "the same term stands in the list already"
         if rule:
-            free = _free_term(taken)
+            offers = (Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch"))
+            fresh = (o for o in offers if not any(_same_term(o, t) for t in taken))
+            free = next(fresh, None)
             taken += [] if free is None else [free]
             yield Violation(("balance", i), term, rule, REMOVE if free is None else free)
         seen.append(term)
@@ -322,11 +324,6 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
 def _same_term(one: Record, other: Record) -> bool:
     same_population = getattr(one, "over", None) == getattr(other, "over", None)
     return type(one) is type(other) and same_population
-
-
-def _free_term(taken: Sequence[Record]) -> Record | None:
-    offers: list[Record] = [Aux(), Z(), Aux(over="sequence"), Aux(over="global_batch")]
-    return next((o for o in offers if not any(_same_term(o, t) for t in taken)), None)
 
 
 def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:

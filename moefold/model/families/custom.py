@@ -28,7 +28,3 @@ class Custom(Record):
     def misfits(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
         yield from too_few_rows(("decoder", "vocab"), self.decoder.vocab, vocab)
-
-    def rules(self) -> Iterator[Violation]:
-        """The parts have rules of their own; there is none beyond them."""
-        yield from ()

@@ -16,21 +16,6 @@ def families() -> dict[str, type[Family]]:
     return {family.model_type: family for family in known}
 
 
-def by_model_type(model_type: str) -> type[Family]:
-    """Return the family of a ``config.json``'s ``model_type``.
-
-    Raises:
-        ValueError: listing the known ones.
-    """
-    known = families()
-    if model_type not in known:
-        raise ValueError(
-            f"config.json: model_type {model_type!r} is not known; known: "
-            f"{', '.join(sorted(known))}"
-        )
-    return known[model_type]
-
-
 def from_hf(config: Mapping[str, Any]) -> Reading:
     """Read a Hugging Face ``config.json`` of any known family.
 
@@ -45,7 +30,13 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
         raise ValueError(
             f"config.json: num_hidden_layers is {layers}, and the most are {MAX_LAYERS}"
         )
-    return by_model_type(model_type).from_hf(config)
+    known = families()
+    if model_type not in known:
+        raise ValueError(
+            f"config.json: model_type {model_type!r} is not known; known: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[model_type].from_hf(config)
 
 
 def family_of(decoder: Decoder) -> type[Family]:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moefold.comm.group import Group
 from moefold.comm.world import World
@@ -20,7 +18,13 @@ from moefold.kernels.permute.gather import collect
 from moefold.moe.config import DeepEp
 from moefold.moe.dispatch.base import Dispatched, Handle, permute
 from moefold.moe.dispatch.routing_plan import RoutedTokens
-from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows
+from moefold.moe.dispatch.third_party import (
+    Exchange,
+    Exchanged,
+    ThirdPartyDispatch,
+    check_rows,
+    native_handle,
+)
 
 LEAST_BYTES = 2
 """Per element: buffers are sized for bf16."""
@@ -35,18 +39,47 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         check_rows(self._record, x_TD)
         buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
-        weights_TK = weights_TK.float()
-        sent = _Send.apply(x_TD.contiguous(), weights_TK, ids_TK, buffer, self._experts)
-        copies, x_ND, weights_NK, ids_NK, *native = sent  # type: ignore[misc]
+
+        def there(x_TD: Tensor, weights_TK: Tensor) -> Exchanged:
+            by_rank, by_node, by_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+                topk_idx=ids_TK, num_experts=self._experts
+            )
+            x_ND, ids_NK, weights_NK, counts, native, _ = buffer.dispatch(
+                x=x_TD,
+                topk_idx=ids_TK,
+                topk_weights=weights_TK,
+                num_tokens_per_rank=by_rank,
+                num_tokens_per_rdma_rank=by_node,
+                is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=by_expert,
+            )
+            return (x_ND, weights_NK), (ids_NK, sum(counts)), native
+
+        def back(native: Handle, dx_ND: Tensor, dweights_NK: Tensor, *_: Any) -> Handle:
+            dweights_NK = dweights_NK.float().contiguous()
+            sums = buffer.combine(x=dx_ND.contiguous(), handle=native, topk_weights=dweights_NK)
+            return sums[:2]
+
+        sent = Exchange.apply(there, back, x_TD.contiguous(), weights_TK.float())
+        x_ND, weights_NK, ids_NK, copies, *native = sent  # type: ignore[misc]
         slots_NK = torch.where(ids_NK < 0, per_rank, ids_NK.to(torch.int64))
         here = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
         return here._replace(handle=(*here.handle, *native))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Add up a token's results on each rank, and send them back to be added up."""
-        token_R, row_NK, *native = handle
+        token_R, row_NK, *parts = handle
         y_ND = collect(y_RD, token_R, row_NK)
-        return _Return.apply(y_ND, self._buffer(y_ND, world), *native)  # type: ignore[return-value]
+        buffer, native = self._buffer(y_ND, world), native_handle(*parts)
+
+        def there(y_ND: Tensor) -> Exchanged:
+            out_TD, *_ = buffer.combine(x=y_ND.contiguous(), handle=native)
+            return (out_TD,), (), native
+
+        def back(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
+            return buffer.dispatch(x=dout_TD.contiguous(), handle=native)[:1]
+
+        return Exchange.apply(there, back, y_ND)[0]  # type: ignore[index]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the one buffer for rows of so many bytes; it holds no rows between calls."""
@@ -62,54 +95,3 @@ def _buffer(kind: Any, group: Group, row_bytes: int) -> Any:
     nvlink = max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs)
     rdma = max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs)
     return kind(group=group.handle, num_nvl_bytes=nvlink, num_rdma_bytes=rdma)
-
-
-class _Send(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, buffer: Any, experts: int
-    ) -> tuple[Any, ...]:
-        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
-            topk_idx=ids_TK, num_experts=experts
-        )
-        x_ND, ids_NK, weights_NK, counts, native, _ = buffer.dispatch(
-            x=x_TD,
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=is_in_rank,
-            num_tokens_per_expert=per_expert,
-        )
-        ctx.buffer = buffer
-        ctx.save_for_backward(*native)
-        ctx.mark_non_differentiable(ids_NK, *native)
-        return sum(counts), x_ND, weights_NK, ids_NK, *native
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, _copies: None, dx_ND: Tensor, dweights_NK: Tensor, *_: Any
-    ) -> tuple[Any, ...]:
-        dx_TD, dweights_TK, _ = ctx.buffer.combine(
-            x=dx_ND.contiguous(),
-            handle=ctx.saved_tensors,
-            topk_weights=dweights_NK.float().contiguous(),
-        )
-        return dx_TD, dweights_TK, None, None, None
-
-
-class _Return(Function):
-    @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, buffer: Any, *native: Tensor) -> Tensor:
-        ctx.buffer = buffer
-        ctx.save_for_backward(*native)
-        out_TD, _, _ = buffer.combine(x=y_ND.contiguous(), handle=native)
-        return out_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout_TD: Tensor) -> tuple[Any, ...]:
-        native = ctx.saved_tensors
-        dy_ND, *_ = ctx.buffer.dispatch(x=dout_TD.contiguous(), handle=native)
-        return (dy_ND, None, *[None] * len(native))

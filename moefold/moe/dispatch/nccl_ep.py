@@ -30,28 +30,7 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
         """
         x_TD, weights_TK, experts_TK, no_drop = tokens
         check_rows(self._record, x_TD)
-        self._check_capacity(x_TD.shape[0], no_drop)
-        top_k = experts_TK.shape[1]
-        buffer = self._buffer(x_TD.shape[1], top_k, world)
-        x_RD, probs_R, counts_E = self._module.ep_dispatch(
-            buffer=buffer,
-            tokens=x_TD.contiguous(),
-            topk_idx=experts_TK,
-            topk_weights=weights_TK.float(),
-        )
-        handle = (x_TD.shape[0], top_k, buffer.handle_mem)
-        return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, handle)
-
-    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
-        """Send each copy's result back, where a token's are added up."""
-        rows, top_k, memory = handle
-        buffer = self._buffer(y_RD.shape[1], top_k, world)
-        buffer.handle_mem = memory
-        return self._module.ep_combine(
-            buffer=buffer, expert_out=y_RD.contiguous(), num_local_tokens=rows
-        )
-
-    def _check_capacity(self, rows: int, no_drop: bool) -> None:
+        rows, top_k = experts_TK.shape
         if rows > self._record.max_rows:
             raise ValueError(
                 f"layout.dispatch.max_rows is {self._record.max_rows}, and a rank has {rows} rows: "
@@ -62,6 +41,24 @@ class NcclEpDispatch(ThirdPartyDispatch[NcclEp]):
                 "layout.dispatch: nccl_ep sends every row to top_k experts: pack sequences without "
                 "padding and leave capacity out, or choose dispatch: padded"
             )
+        buffer = self._buffer(x_TD.shape[1], top_k, world)
+        x_RD, probs_R, counts_E = self._module.ep_dispatch(
+            buffer=buffer,
+            tokens=x_TD.contiguous(),
+            topk_idx=experts_TK,
+            topk_weights=weights_TK.float(),
+        )
+        handle = (rows, top_k, buffer.handle_mem)
+        return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, handle)
+
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Send each copy's result back, where a token's are added up."""
+        rows, top_k, memory = handle
+        buffer = self._buffer(y_RD.shape[1], top_k, world)
+        buffer.handle_mem = memory
+        return self._module.ep_combine(
+            buffer=buffer, expert_out=y_RD.contiguous(), num_local_tokens=rows
+        )
 
     def _buffer(self, hidden: int, top_k: int, world: World) -> Any:
         ep, group = self._module, world.group("ep")

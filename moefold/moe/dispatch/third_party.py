@@ -1,5 +1,6 @@
 """Dispatchers from other packages: imported when chosen, and what all of them ask for."""
 
+from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 from operator import attrgetter
@@ -7,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from moefold.moe.config import Foreign
-from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.base import Dispatcher, Handle
 
 DEVICE = "cuda"
 """Where the back ends run."""
@@ -22,6 +25,43 @@ class ThirdPartyDispatch(Dispatcher[Backend]):
     def __init__(self, record: Backend, experts: int) -> None:
         super().__init__(record, experts)
         self._module = load(record)
+
+
+Exchanged = tuple[tuple[Tensor, ...], Handle, Handle]
+"""Rows and weights that came, what else came, and the back end's own handle."""
+
+
+class Exchange(Function):
+    """An exchange of a back end, whose gradients go the other way by the same handle.
+
+    Takes the call that sends, the call that brings gradients back by a handle, and what is sent.
+    Gives what came, then the handle in parts: its settings, with None for each tensor, and these.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, there: Callable[..., Exchanged], back: Callable[..., Handle], *sent: Tensor
+    ) -> tuple[Any, ...]:
+        """Send."""
+        came, beside, native = there(*sent)
+        settings = tuple(None if isinstance(part, Tensor) else (part,) for part in native)
+        tensors = [part for part in native if isinstance(part, Tensor)]
+        ctx.back, ctx.settings = back, settings
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*tensors, *(x for x in beside if isinstance(x, Tensor)))
+        return *came, *beside, settings, *tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Bring gradients back."""
+        return None, None, *ctx.back(native_handle(ctx.settings, *ctx.saved_tensors), *gradients)
+
+
+def native_handle(settings: Handle, *tensors: Tensor) -> Handle:
+    """Return the back end's handle from its parts."""
+    left = iter(tensors)
+    return tuple(next(left) if part is None else part[0] for part in settings)
 
 
 def load(record: Foreign) -> Any:

@@ -190,10 +190,9 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
     heard: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i, _ in model.mixtures()}
 
     def note(into: list[Any], module: Any, given: Any, routed: Routed) -> None:
-        routing, kept_TK = routed.routing, routed.routing.kept_TK
-        ids_TK = routing.experts_TK
+        ids_TK, kept_TK = routed.decision.experts_TK, routed.decision.kept_TK
         ids_TK = ids_TK if kept_TK is None else torch.where(kept_TK, ids_TK, -1)
-        into.append((ids_TK.cpu().numpy(), routing.weights_TK.float().cpu().numpy()))
+        into.append((ids_TK.cpu().numpy(), routed.weights_TK.float().cpu().numpy()))
 
     with ExitStack() as listening:
         for i, mixture in model.mixtures():
