@@ -19,8 +19,8 @@ from moefold.moe.config import DeepEp
 from moefold.moe.dispatch.base import Dispatched, Handle, permute
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.dispatch.third_party import (
-    Exchange,
-    Exchanged,
+    NativeArrival,
+    NativeExchange,
     ThirdPartyDispatch,
     check_rows,
     native_handle,
@@ -40,7 +40,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         buffer, per_rank = self._buffer(x_TD, world), self._experts // world.group("ep").size
         ids_TK = torch.where(experts_TK < self._experts, experts_TK, -1)
 
-        def there(x_TD: Tensor, weights_TK: Tensor) -> Exchanged:
+        def there(x_TD: Tensor, weights_TK: Tensor) -> NativeArrival:
             by_rank, by_node, by_expert, is_in_rank, _ = buffer.get_dispatch_layout(
                 topk_idx=ids_TK, num_experts=self._experts
             )
@@ -60,7 +60,7 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
             sums = buffer.combine(x=dx_ND.contiguous(), handle=native, topk_weights=dweights_NK)
             return sums[:2]
 
-        sent = Exchange.apply(there, back, x_TD.contiguous(), weights_TK.float())
+        sent = NativeExchange.apply(there, back, x_TD.contiguous(), weights_TK.float())
         x_ND, weights_NK, ids_NK, copies, *native = sent  # type: ignore[misc]
         slots_NK = torch.where(ids_NK < 0, per_rank, ids_NK.to(torch.int64))
         here = permute(RoutedTokens(x_ND, weights_NK, slots_NK), per_rank, copies)
@@ -72,14 +72,14 @@ class DeepEpDispatch(ThirdPartyDispatch[DeepEp]):
         y_ND = collect(y_RD, token_R, row_NK)
         buffer, native = self._buffer(y_ND, world), native_handle(*parts)
 
-        def there(y_ND: Tensor) -> Exchanged:
+        def there(y_ND: Tensor) -> NativeArrival:
             out_TD, *_ = buffer.combine(x=y_ND.contiguous(), handle=native)
             return (out_TD,), (), native
 
         def back(native: Handle, dout_TD: Tensor, *_: Any) -> Handle:
             return buffer.dispatch(x=dout_TD.contiguous(), handle=native)[:1]
 
-        return Exchange.apply(there, back, y_ND)[0]  # type: ignore[index]
+        return NativeExchange.apply(there, back, y_ND)[0]  # type: ignore[index]
 
     def _buffer(self, x_TD: Tensor, world: World) -> Any:
         """Return the one buffer for rows of so many bytes; it holds no rows between calls."""

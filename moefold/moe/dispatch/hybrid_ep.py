@@ -17,8 +17,8 @@ from moefold.moe.config import HybridEp
 from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.dispatch.third_party import (
-    Exchange,
-    Exchanged,
+    NativeArrival,
+    NativeExchange,
     ThirdPartyDispatch,
     check_rows,
     native_handle,
@@ -40,7 +40,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         probs_TE = probs_TE.scatter(1, experts_TK, weights_TK.float())[:, :-1].contiguous()
         here = self._experts // world.group("ep").size
 
-        def there(x_TD: Tensor, probs_TE: Tensor) -> Exchanged:
+        def there(x_TD: Tensor, probs_TE: Tensor) -> NativeArrival:
             x_RD, probs_R, _, counts_E, native = buffer.dispatch_with_permute(
                 hidden=x_TD,
                 routing_map=chosen_TE,
@@ -53,7 +53,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
             dx_RD, dprobs_R = dx_RD.contiguous(), dprobs_R.float().contiguous()
             return buffer.combine_with_unpermute(hidden=dx_RD, probs=dprobs_R, handle=native)
 
-        sent = Exchange.apply(there, back, x_TD.contiguous(), probs_TE)
+        sent = NativeExchange.apply(there, back, x_TD.contiguous(), probs_TE)
         x_RD, probs_R, counts_E, *handle = sent  # type: ignore[misc]
         return Dispatched(x_RD, row_ends(counts_E, x_TD.device), probs_R, tuple(handle))
 
@@ -61,7 +61,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
         """Send each copy's result back, where a token's are added up."""
         buffer, native, copies = self._buffer(y_RD, world), native_handle(*handle), y_RD.shape[0]
 
-        def there(y_RD: Tensor) -> Exchanged:
+        def there(y_RD: Tensor) -> NativeArrival:
             out_TD, _ = buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=native)
             return (out_TD,), (), native
 
@@ -70,7 +70,7 @@ class HybridEpDispatch(ThirdPartyDispatch[HybridEp]):
                 hidden=dout_TD.contiguous(), handle=native, num_permuted_tokens=copies
             )[:1]
 
-        return Exchange.apply(there, back, y_RD)[0]  # type: ignore[index]
+        return NativeExchange.apply(there, back, y_RD)[0]  # type: ignore[index]
 
     def _buffer(self, x_XD: Tensor, world: World) -> Any:
         """Return the one buffer for rows of a width, made for the first that come.

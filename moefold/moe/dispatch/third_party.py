@@ -27,11 +27,11 @@ class ThirdPartyDispatch(Dispatcher[Backend]):
         self._module = load(record)
 
 
-Exchanged = tuple[tuple[Tensor, ...], Handle, Handle]
+NativeArrival = tuple[tuple[Tensor, ...], Handle, Handle]
 """Rows and weights that came, what else came, and the back end's own handle."""
 
 
-class Exchange(Function):
+class NativeExchange(Function):
     """An exchange of a back end, whose gradients go the other way by the same handle.
 
     Takes the call that sends, the call that brings gradients back by a handle, and what is sent.
@@ -40,7 +40,7 @@ class Exchange(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, there: Callable[..., Exchanged], back: Callable[..., Handle], *sent: Tensor
+        ctx: Any, there: Callable[..., NativeArrival], back: Callable[..., Handle], *sent: Tensor
     ) -> tuple[Any, ...]:
         """Send."""
         came, beside, native = there(*sent)
