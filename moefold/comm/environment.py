@@ -37,29 +37,25 @@ def environment(variables: Mapping[str, str] | None = None) -> Spot | None:
     given = os.environ if variables is None else variables
     spot = None
     if "RANK" in given and "WORLD_SIZE" in given:
-        spot = _torchrun(given)
+        missing = [name for name in TORCHRUN if name not in given]
+        if missing:
+            text = f"the environment has RANK and WORLD_SIZE but not {', '.join(missing)}"
+            raise ValueError(f"{text}; start with torchrun, or set all of {', '.join(TORCHRUN)}")
+        spot = Spot(
+            rank=_number(given, "RANK"),
+            world=_number(given, "WORLD_SIZE"),
+            local_rank=_number(given, "LOCAL_RANK"),
+            address=given["MASTER_ADDR"],
+            port=_number(given, "MASTER_PORT"),
+            served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
+        )
     # A batch script outside of any step has a SLURM_PROCID too, and is no rank.
     elif "SLURM_PROCID" in given and ("SLURM_STEP_ID" in given or "SLURM_STEPID" in given):
         spot = _slurm(given)
     if spot is not None and spot.rank >= spot.world:
         raise ValueError(f"rank {spot.rank} of {spot.world}: ranks run from 0 to {spot.world - 1}")
     return spot
-
-
-def _torchrun(given: Mapping[str, str]) -> Spot:
-    missing = [name for name in TORCHRUN if name not in given]
-    if missing:
-        text = f"the environment has RANK and WORLD_SIZE but not {', '.join(missing)}"
-        raise ValueError(f"{text}; start with torchrun, or set all of {', '.join(TORCHRUN)}")
-    return Spot(
-        rank=_number(given, "RANK"),
-        world=_number(given, "WORLD_SIZE"),
-        local_rank=_number(given, "LOCAL_RANK"),
-        address=given["MASTER_ADDR"],
-        port=_number(given, "MASTER_PORT"),
-        served=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", "0"),
-    )
 
 
 def _slurm(given: Mapping[str, str]) -> Spot | None:

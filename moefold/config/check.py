@@ -108,23 +108,18 @@ def validate(record: type[M], data: Any) -> tuple[M | None, Refused]:
         return (None if refused else made), refused
     except ValidationError as error:
         for item in error.errors(include_url=False, include_input=False):
-            path = _path_in(data, item["loc"], item["type"] == "missing")
+            path: FieldPath = ()  # what of the location leads through raw data
+            for end, part in enumerate(item["loc"], 1):
+                last = item["type"] == "missing" and end == len(item["loc"])
+                absent = last and isinstance(get_at(data, path), Mapping)
+                if absent or get_at(data, (*path, part)) is not MISSING:
+                    path = (*path, part)
             tag = item.get("ctx", {}).get("tag")
             if tag is not None and isinstance(get_at(data, path), Mapping):
                 path = (*path, tag)
             refused.setdefault(path, []).append((item["type"], item["msg"]))
         parents = {path[:end] for path in refused for end in range(len(path))}
         return None, {path: said for path, said in refused.items() if path not in parents}
-
-
-def _path_in(data: Any, loc: FieldPath, missing: bool) -> FieldPath:
-    """Return the part of an error's location that leads through raw data."""
-    path: FieldPath = ()
-    for i, part in enumerate(loc):
-        absent = missing and i == len(loc) - 1 and isinstance(get_at(data, path), Mapping)
-        if absent or get_at(data, (*path, part)) is not MISSING:
-            path = (*path, part)
-    return path
 
 
 # ---------------------------------------------------------------------- fields, each on its own

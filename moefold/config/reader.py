@@ -161,7 +161,15 @@ class _Converter:
         if isinstance(node, ScalarNode) or not node.value:
             self.parsed.lines[path] = node.start_mark.line + 1
         if isinstance(node, ScalarNode):
-            return self._scalar(node)
+            sort = node.tag.removeprefix(_CORE)
+            if sort == "str":
+                return self._text(node)
+            _, _, called, read = _SCALARS[sort]
+            try:
+                return read(node.value)  # NaN and infinities are left for the fields to refuse
+            except (ValueError, KeyError, OverflowError) as error:
+                said = f"{node.value[:40]!r} is not {called}: {error}"
+                raise self._refused(node, said) from error
         above = (*above, node)
         if isinstance(node, SequenceNode):
             return [self.convert(item, (*path, i), above) for i, item in enumerate(node.value)]
@@ -200,17 +208,6 @@ class _Converter:
         except UnicodeEncodeError as error:
             raise self._refused(node, "holds a character that is not valid text") from error
         return node.value
-
-    def _scalar(self, node: ScalarNode) -> Any:
-        """Return the value of a scalar; NaN and infinities are left for the fields to refuse."""
-        sort = node.tag.removeprefix(_CORE)
-        if sort == "str":
-            return self._text(node)
-        _, _, called, read = _SCALARS[sort]
-        try:
-            return read(node.value)
-        except (ValueError, KeyError, OverflowError) as error:
-            raise self._refused(node, f"{node.value[:40]!r} is not {called}: {error}") from error
 
     def _refused(self, node: Node, rule: str, sort: str = "syntax") -> RunError:
         return _refusal(self.source, node.start_mark.line + 1, rule, sort)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moefold.checkpoint.tensors import DTYPES as STORED
 from moefold.files import read_json
 from moefold.layers.placement import Box
 
@@ -29,13 +30,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SHOWN = 40
 """Problems that one message lists; the rest are counted."""
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+DTYPES = {name: STORED[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3")}
 """Types that weights may be stored in."""
 
 

@@ -22,7 +22,6 @@ from moefold.data.batch import IGNORED, MicroBatch, SegmentOrigin, assemble, pac
 from moefold.data.config import DataError
 from moefold.data.order import Epochs, Mixture, spread
 from moefold.data.prepare import Prepared, PreparedPart
-from moefold.data.tokenizer import Tokenizer
 
 _ORDER = 1
 
@@ -67,11 +66,6 @@ class Loader:
         self._mixture = Mixture(tuple(p.weight for p in self._parts))
         self._epochs = [Epochs(seed, p.name, p.corpus.tokens, seq) for p in self._parts]
         self._valid = {p.name: p for p in prepared.valid}
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
-        return self.prepared.tokenizer
 
     @property
     def micro_batches(self) -> int:
@@ -155,7 +149,7 @@ class Loader:
         ``first`` and ``padding`` are the step-global numbers of the first valid and padding row.
         """
         ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
-        n_bytes_V = self.tokenizer.n_bytes_V
+        n_bytes_V = self.prepared.tokenizer.n_bytes_V
         for part, start, rows in cuts:
             for piece in part.corpus.cut(start, rows):
                 following = IGNORED if piece.following is None else piece.following
