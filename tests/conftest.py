@@ -26,18 +26,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files whose tests start ranks evenly over the others.
+    """Spread the files whose tests start ranks evenly over the others, those of slow tests first.
 
     Ranks of one test after another have the machine; workers that came to such files at the same
-    time would wait for each other.
+    time would wait for each other. And a long file that began last would end alone.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    of_ranks = [name for name in files if "/gloo/" in name]
-    others = [name for name in files if "/gloo/" not in name]
+    slow = {name for name, found in files.items() if any(map(is_slow, found))}
+    in_turn = sorted(files, key=lambda name: name not in slow)
+    of_ranks = [name for name in in_turn if "/gloo/" in name]
+    others = [name for name in in_turn if "/gloo/" not in name]
     at = {name: (i + 0.5) / len(part) for part in (of_ranks, others) for i, name in enumerate(part)}
     items[:] = [item for name in sorted(files, key=at.__getitem__) for item in files[name]]
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(autouse=True)

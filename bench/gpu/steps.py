@@ -144,8 +144,8 @@ def run(bench: Bench) -> int:
             return found
 
         bench.tried(name, measure, **about)
-        gc.collect()
         if bench.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     if done:
         adjust(bench, machine, done)

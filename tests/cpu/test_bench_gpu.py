@@ -11,28 +11,35 @@ import torch
 from gpu import tables
 from gpu.device import RESULTS, Bench
 from gpu.steps import busy_share
-from on_gpu import main
 
 from moefold.planner.hardware import Machine, cluster
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(part: str, folder: Path) -> dict[str, object]:
-    """Run a part in a process of its own, own kernels interpreted, and return what it wrote."""
-    command = [sys.executable, "bench/on_gpu.py", part, "--smoke", "--folder", str(folder)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    (file,) = folder.glob(f"*_{part}.json")
-    return json.loads(file.read_text())
+ALL_PARTS = """
+import sys
+import moefold  # before torch
+from tests.triton import exact
+exact.install()
+from on_gpu import PARTS, main
+sys.exit(max(main([part, "--smoke", "--folder", sys.argv[1]]) for part in PARTS))
+"""
 
 
 @pytest.mark.slow
 def test_each_part_runs_to_its_end_and_plans_and_tables_read_it(tmp_path: Path) -> None:
-    ceilings = run("ceilings", tmp_path)
+    """In one process, which has chosen Triton's interpreter."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ALL_PARTS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    ceilings, operations = (
+        json.loads(next(tmp_path.glob(f"*_{part}.json")).read_text())
+        for part in ("ceilings", "operations")
+    )
     assert {"chip", "driver", "torch", "commit", "smoke"} <= ceilings.keys()
-    operations = run("operations", tmp_path)
     rows = operations["rows"]
     assert isinstance(rows, list) and len(rows) > 25
     errors = [e for row in rows for e in row.get("error_of", {}).values() if e is not None]
@@ -40,12 +47,10 @@ def test_each_part_runs_to_its_end_and_plans_and_tables_read_it(tmp_path: Path) 
     if not torch.cuda.is_available():
         owns = [row["name"] for row in rows if any("own" in form for form in row["seconds"])]
         assert len(owns) > 12, "own kernels were interpreted"
-    run("steps", tmp_path)
     (file,) = tmp_path.glob("*_machine.json")
     machine = Machine.read(file)
     assert machine.gpu and machine.rates["bf16"]["launch_s"] > 0
     assert dict(cluster(str(file)).device.rates).keys() == machine.rates.keys()
-    assert main(["tables", "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "tables.md").read_text()
     for said in ("norm and rotation of heads forward", "qwen3 ep8 merged", "memory copy"):
         assert said in text

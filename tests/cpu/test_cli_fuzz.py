@@ -136,6 +136,7 @@ def status(argv: list[str]) -> tuple[int, str]:
     return found, err.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @settings(
     max_examples=TRIES,

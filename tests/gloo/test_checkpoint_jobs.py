@@ -118,6 +118,7 @@ def seen(folder: Path) -> dict[int, list[str]]:
     return {p: sorted(x for ranks in found[p].values() for x in ranks) for p in sorted(found)}
 
 
+@pytest.mark.slow
 def test_b26_killed_in_every_step_a_run_ends_with_the_bits_of_the_unbroken_one(
     quick: Path,
 ) -> None:

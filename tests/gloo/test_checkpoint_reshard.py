@@ -13,6 +13,7 @@ from tests.gloo.resharding import LAYOUTS, MODELS, SELECTED, case_of, pairs_fail
 KINDS = list(zip(OPTIMIZER.kinds, [*MODELS] * len(OPTIMIZER.kinds), strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "model"), KINDS)
 def test_b26_any_layout_loads_in_any_other_and_trains_on(
     kind: str, model: str, tmp_path: Path

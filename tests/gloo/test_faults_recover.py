@@ -87,6 +87,7 @@ def stopped(at: int) -> Callable[[Path, Path], None]:
     return lambda out, notes: faults.stop(faults.pid_of(notes, at))
 
 
+@pytest.mark.slow
 def test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample(
     tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
 ) -> None:

@@ -22,6 +22,7 @@ def case(name: str, sizes: str, world: int, **layout: object) -> ProofCase:
     return ProofCase(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
 
 
+@pytest.mark.slow
 def test_a_selection_of_the_matrix_computes_what_one_rank_computes() -> None:
     proof = prove(selection())
     failed = {
@@ -55,6 +56,7 @@ def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> N
     assert not [(c.case, c.broken.words, c.said) for c in found if not c.noticed]
 
 
+@pytest.mark.slow
 def test_each_exchange_of_a_folded_layout_is_needed() -> None:
     cases = [case("gqa", "tp2 ep2", 2)]
     outcomes = run_cases(cases)

@@ -66,6 +66,7 @@ class WholeFiles(pytest.Item):
     def __init__(self, mode: str, **node: Any) -> None:
         super().__init__(**node)
         self.mode, self.files = mode, [str(self.path)]
+        self.add_marker("slow")
 
     def runtest(self) -> None:
         """Run pytest on the files."""
