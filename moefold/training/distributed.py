@@ -4,9 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain
 from multiprocessing import parent_process
-from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,12 +13,10 @@ import torch
 
 from moefold.checkpoint.errors import SaveError
 from moefold.comm.agree import FirstFailed, told_by_first
-from moefold.comm.collectives import gather_objects
 from moefold.comm.environment import Spot
 from moefold.comm.interrupt import FORWARDED, SILENT, Words, say
 from moefold.comm.world import World
 from moefold.mesh.folding import Folding
-from moefold.parallel.apply import ModelParts
 from moefold.run import Run, demand_fit
 from moefold.training.hooks.base import JobView
 
@@ -119,19 +115,6 @@ class RankZeroRunner:
         finally:
             self._leads = leads
         return told_by_first({"answer": answer()}, self._ranks)["answer"]
-
-
-def router_stats(placed: ModelParts) -> list[dict[str, Any]]:
-    """Return the figures of each MoE layer's routing in the last step, in the order of layers."""
-    layers = []
-    for i, mixture in placed.model.mixtures():
-        figures = mixture.balance.health(mixture.router)
-        said = {"layer": i, "top_k": mixture.record.router.top_k}
-        layers.append(said | {name: held.tolist() for name, held in figures.items()})
-    world = placed.world
-    first = world.group("stage").index == 0  # Others of a stage have the same figures.
-    everywhere = gather_objects(layers if first else [], world.on_host)
-    return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import lru_cache, partial, wraps
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -38,12 +40,7 @@ from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
-from moefold.training.distributed import (
-    RankZeroRunner,
-    device_kind,
-    router_stats,
-    stopping_on_signals,
-)
+from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
 from moefold.training.machine import Utilisation
@@ -430,7 +427,14 @@ class Trainer:
     @together
     def health(self) -> list[dict[str, Any]]:
         """Return the figures of each mixture's routing in the last step, by layer."""
-        return router_stats(self.placed)
+        layers = []
+        for i, mixture in self.model.mixtures():
+            figures = mixture.balance.health(mixture.router)
+            said = {"layer": i, "top_k": mixture.record.router.top_k}
+            layers.append(said | {name: held.tolist() for name, held in figures.items()})
+        first = self.world.group("stage").index == 0  # Others of a stage have the same figures.
+        everywhere = gather_objects(layers if first else [], self.world.on_host)
+        return sorted(chain.from_iterable(everywhere), key=itemgetter("layer"))
 
     @together
     def pace(self) -> list[float]:

@@ -85,7 +85,8 @@ def test_a_missing_sink_that_was_asked_for_says_how_to_get_it() -> None:
 
 def test_tensorboard_is_optional_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """``auto`` does without, ``on`` does not."""
-    monkeypatch.setattr("moefold.training.hooks.logs.find_spec", lambda name: None)
+    for module in ("assemble", "logs"):
+        monkeypatch.setattr(f"moefold.training.hooks.{module}.find_spec", lambda name: None)
     assert "TensorBoardHook" not in names(Watch())
     with pytest.raises(ValueError, match=r"pip install 'moefold\[tensorboard\]'"):
         assemble(Watch(metrics=Metrics(tensorboard="on")))

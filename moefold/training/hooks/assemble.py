@@ -12,6 +12,7 @@
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Watch
 from moefold.training.hooks.evaluate import BaselinesHook
-from moefold.training.hooks.logs import EventsHook, loggers
+from moefold.training.hooks.logs import EventsHook, MetricsHook, TensorBoardHook
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
 
 
@@ -43,7 +44,13 @@ def assemble(
     looks = (watch.health, watch.pace, watch.spikes, watch.sample)
     hooks += [build(record, console) for record in looks if record]
     hooks += [*(build(record) for record in watch.hooks), *outside]
-    hooks += [EventsHook(), *loggers(watch.metrics), build(watch.progress, console)]
+    hooks += [EventsHook(), MetricsHook()]
+    wanted = watch.metrics.tensorboard
+    if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):
+        hooks.append(TensorBoardHook())
+    if watch.metrics.wandb is not None:
+        hooks.append(build(watch.metrics.wandb))
+    hooks.append(build(watch.progress, console))
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))

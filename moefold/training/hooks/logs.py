@@ -6,10 +6,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from moefold.config.dump import dump_yaml
-from moefold.config.slot import build
 from moefold.files import write_text
 from moefold.training.hooks.base import Figures, Hook, JobView
-from moefold.training.hooks.config import Metrics, Wandb
+from moefold.training.hooks.config import Wandb
 from moefold.training.run_folder import METRICS_FILE, RUN_FILE, TOKENIZER_FILE, StepLines, note
 
 NO_TENSORBOARD = (
@@ -137,18 +136,3 @@ class WandbHook(Hook):
         """Tell the service how the run ended."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
-
-
-def loggers(record: Metrics) -> list[Hook]:
-    """Return the hooks that write what ``record`` asks for, the file first.
-
-    Raises:
-        ValueError: for a logger whose package is missing; it says how to get it.
-    """
-    hooks: list[Hook] = [MetricsHook()]
-    wanted = record.tensorboard
-    if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):
-        hooks.append(TensorBoardHook())
-    if record.wandb is not None:
-        hooks.append(build(record.wandb))
-    return hooks
