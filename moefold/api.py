@@ -19,8 +19,7 @@ from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream
 from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
-from moefold.proof.verify import Proof
-from moefold.proof.verify import verify as prove_layouts
+from moefold.proof.verify import Proof, cases_of, prove, within_spread
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import WORDS, device_kind, world_of
 from moefold.training.hooks.assemble import assemble
@@ -206,4 +205,4 @@ def verify(
     Raises:
         ValueError: for a layout that is not legal for the run on so many ranks, with the nearest.
     """
-    return prove_layouts(run, layouts, world, as_run)
+    return (within_spread if as_run else prove)(cases_of(run, layouts, world, as_run))

@@ -163,7 +163,7 @@ class Stages:
                 break
         return found
 
-    def nearest(self, count: int, mixtures: Sequence[bool], multi_token: int = 0) -> "Stages":
+    def nearest(self, count: int, mixtures: Sequence[bool]) -> "Stages":
         """Return a legal layout like this one: a layer more or less where that is enough.
 
         Layers are taken from the fullest stages and given to the emptiest; where that does not
@@ -180,9 +180,9 @@ class Stages:
                 k = max(range(len(stages)), key=lambda k: (_layers(stages[k]), k))
                 stages[k] = stages[k].replace("t", "", 1)
         tried = Stages(tuple(stages))
-        if not tried.faults(count, mixtures, multi_token):
+        if not tried.faults(count, mixtures):
             return tried
-        return Stages.balanced(count, 1, len(mixtures), multi_token)
+        return Stages.balanced(count, 1, len(mixtures))
 
 
 def _rank(stage: int, pp: int, way: Way) -> int:

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import log
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from moefold.comm.collectives import gather, sum_
 from moefold.comm.group import Group
@@ -388,31 +387,11 @@ def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> 
     runs deterministically; that moves the last bits of values only, as no term's gradient depends
     on such a sum.
     """
-    return _SumBy.apply(values_TX, population_T, populations)
-
-
-class _SumBy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values_TX: Tensor, population_T: Tensor | None, populations: int
-    ) -> Tensor:
-        ctx.save_for_backward(population_T)
-        ctx.dtype, ctx.rows = values_TX.dtype, values_TX.shape[0]
-        dtype = _wide(values_TX)
-        if population_T is None:
-            return values_TX.sum(0, keepdim=True, dtype=dtype)
-        shape = (populations, *values_TX.shape[1:])
-        sums_NX = torch.zeros(shape, dtype=dtype, device=values_TX.device)
-        return sums_NX.index_add_(0, population_T, values_TX.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dsums_NX: Tensor) -> tuple[Tensor | None, ...]:
-        (population_T,) = ctx.saved_tensors
-        dsums_NX = dsums_NX.to(ctx.dtype)
-        if population_T is None:
-            return dsums_NX.expand(ctx.rows, *dsums_NX.shape[1:]), None, None
-        return dsums_NX.index_select(0, population_T), None, None
+    dtype = _wide(values_TX)
+    if population_T is None:
+        return values_TX.sum(0, keepdim=True, dtype=dtype)
+    sums_NX = values_TX.new_zeros((populations, *values_TX.shape[1:]), dtype=dtype)
+    return sums_NX.index_add(0, population_T, values_TX.to(dtype))
 
 
 @torch.no_grad()

@@ -110,21 +110,6 @@ class Proof:
 Told = Callable[[LayoutVerdict], None]
 
 
-def verify(
-    run: Run,
-    layouts: Sequence[str] | None = None,
-    world: int | None = None,
-    as_run: bool = False,
-    told: Told | None = None,
-) -> Proof:
-    """Shrink a run's model, run it in layouts and on one rank, and compare.
-
-    See :func:`cases_of` for the arguments; ``told`` hears of each verdict as it is known.
-    """
-    cases = cases_of(run, layouts, world, as_run)
-    return (within_spread if as_run else prove)(cases, told)
-
-
 def cases_of(
     run: Run, layouts: Sequence[str] | None = None, world: int | None = None, as_run: bool = False
 ) -> list[ProofCase]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from proof_selection import selection
 
+from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, enough
@@ -12,7 +13,7 @@ from moefold.proof.matrix import SUBJECTS
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
-from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_precision, verify
+from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_precision
 from moefold.run import load_run
 
 

@@ -90,12 +90,8 @@ def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> Layo
     return "per_expert"
 
 
-def llama_names(ffn: str = "mlp") -> tuple[Entry, ...]:
-    """Names outside attention and feed-forward, and those of a dense feed-forward.
-
-    Args:
-        ffn: what the feed-forward is called within a layer.
-    """
+def llama_names() -> tuple[Entry, ...]:
+    """Names outside attention and feed-forward, and those of a dense feed-forward."""
     at = "model.layers.{i}"
     return (
         entry("embed.weight", "model.embed_tokens.weight"),
@@ -103,8 +99,8 @@ def llama_names(ffn: str = "mlp") -> tuple[Entry, ...]:
         entry("head.weight", "lm_head.weight"),
         entry("layers.{i}.attention_norm.weight", f"{at}.input_layernorm.weight"),
         entry("layers.{i}.ffn_norm.weight", f"{at}.post_attention_layernorm.weight"),
-        entry("layers.{i}.ffn.w_in", f"{at}.{ffn}.gate_proj.weight", f"{at}.{ffn}.up_proj.weight"),
-        entry("layers.{i}.ffn.w_out", f"{at}.{ffn}.down_proj.weight"),
+        entry("layers.{i}.ffn.w_in", f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
+        entry("layers.{i}.ffn.w_out", f"{at}.mlp.down_proj.weight"),
     )
 
 
