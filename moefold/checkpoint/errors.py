@@ -29,10 +29,6 @@ class DamagedError(CheckpointError):
 class VersionError(CheckpointError):
     """A checkpoint of a foreign format, or of a version that this moefold does not read."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        self.path = path
-        super().__init__(f"{path}: {what}")
-
 
 class MismatchError(CheckpointError):
     """The checkpoint's tensors and the wanted ones differ; nothing has been loaded.

@@ -241,7 +241,7 @@ def parse(raw: bytes, folder: Path) -> Manifest:
         found = f"{envelope.format} version {number}, written by {envelope.writer}"
         what = f"is {found}; this is {writer()}, which reads {FORMAT} version {VERSION}"
         remedy = "Use the program that wrote it, or a newer moefold"
-        raise VersionError(folder / FILE, f"{what}. {remedy}")
+        raise VersionError(f"{folder / FILE}: {what}. {remedy}")
     return validate(raw, folder)
 
 

@@ -30,17 +30,8 @@ Ring = Mapping[tuple[str, int], tuple[str, str]]
 """A rank's last operations: channel and number to the operation's name and its words."""
 
 
-class HangVerdict(NamedTuple):
-    """Who is absent, and a text for people."""
-
-    absent: tuple[int, ...]
-    text: str
-
-
-def judge(
-    beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]
-) -> HangVerdict:
-    """Say why ranks wait.
+def judge(beats: Mapping[int, Beat], silent: Collection[int], rings: Mapping[int, Ring]) -> str:
+    """Say why ranks wait, in a text for people.
 
     A rank is absent if it is silent, or if others wait in an operation that it has not begun
     while it waits for nothing itself. Whoever waits for a waiting rank is not to blame, however
@@ -69,7 +60,7 @@ def judge(
             lines.append(
                 f"rank {rank} has waited {wait.seconds:.1f} s in {wait.words}; it waits for {late}"
             )
-    return HangVerdict(absent, "\n".join(lines))
+    return "\n".join(lines)
 
 
 def _late(wait: Waiting, beats: Mapping[int, Beat]) -> list[int]:

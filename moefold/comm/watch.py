@@ -17,7 +17,7 @@ from typing import Any
 
 from moefold.comm.recorder import Recorder
 from moefold.comm.rendezvous import PrefixStore, Store
-from moefold.comm.verdict import Beat, HangVerdict, Waiting, judge
+from moefold.comm.verdict import Beat, Waiting, judge
 
 PREFIX = "moefold watch"
 HOST = "host"
@@ -98,7 +98,7 @@ class HangWatch:
             self._told.clear()
             self._write_down(alarm)
             if self._store.add(f"judge/{alarm}", 1) == 1:
-                self._store.set(f"verdict/{alarm}", self._judge(alarm).text)
+                self._store.set(f"verdict/{alarm}", self._judge(alarm))
         if self._without_verdict is not None:
             self._take_verdict(self._without_verdict, now)
 
@@ -154,7 +154,7 @@ class HangWatch:
         if not self._store.check([key]):
             if now - self._answered_at < 2 * self.silence_s:
                 return
-            self._store.set(key, self._judge(alarm).text)
+            self._store.set(key, self._judge(alarm))
         self._without_verdict = None
         if self.folder is not None:
             text = self._store.get(key).decode()
@@ -162,7 +162,7 @@ class HangWatch:
                 file.write(f"\nverdict:\n{text}\n")
         self._told.set()
 
-    def _judge(self, alarm: int) -> HangVerdict:
+    def _judge(self, alarm: int) -> str:
         """Read what all ranks say, and publish why they wait."""
         before = self._beats()
         until = time.monotonic() + self.silence_s
@@ -182,10 +182,10 @@ class HangWatch:
             for rank, ring in self._told_by_ranks(f"ring/{alarm}").items()
         }
         verdict = judge(beats, silent, rings)
-        self._store.set("report", json.dumps([time.time(), verdict.text]))
+        self._store.set("report", json.dumps([time.time(), verdict]))
         if self.folder is not None:
-            (self.folder / "report.txt").write_text(verdict.text + "\n", encoding="utf-8")
-        print(f"ranks wait in vain:\n{verdict.text}", file=sys.stderr, flush=True)
+            (self.folder / "report.txt").write_text(verdict + "\n", encoding="utf-8")
+        print(f"ranks wait in vain:\n{verdict}", file=sys.stderr, flush=True)
         return verdict
 
     def _beats(self) -> dict[int, Beat]:

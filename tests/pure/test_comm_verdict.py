@@ -1,6 +1,12 @@
 """The verdict on ranks that wait: whoever waits is not to blame, and the first parting is named."""
 
-from moefold.comm.verdict import Beat, HangVerdict, Waiting, judge
+import re
+
+from moefold.comm.verdict import Beat, Waiting, judge
+
+
+def absent(text: str) -> list[int]:
+    return [int(rank) for rank in re.findall(r"^rank (\d+) is absent", text, re.MULTILINE)]
 
 
 def beat(begun: dict[str, int], *waiting: Waiting, last: str = "#1 all_reduce") -> Beat:
@@ -18,8 +24,8 @@ def test_blame_passes_along_the_stages_to_the_silent_one() -> None:
         2: beat({"world@0": 2, "pp:1>2": 3}, last="#3 receive"),
     }
     found = judge(beats, [2], {})
-    assert found.absent == (2,)
-    lines = found.text.splitlines()
+    assert absent(found) == [2]
+    lines = found.splitlines()
     assert lines[0].startswith("rank 2 is absent: it does not answer")
     assert lines[0].endswith("Its last operation: #3 receive")
     assert lines[1] == (
@@ -31,13 +37,13 @@ def test_blame_passes_along_the_stages_to_the_silent_one() -> None:
 def test_a_rank_that_lives_and_waits_for_nothing_is_absent() -> None:
     beats = {0: beat({"tp@0": 2}, wait("tp@0", 2, (0, 1))), 1: beat({"tp@0": 1})}
     found = judge(beats, [], {})
-    assert found.absent == (1,) and "alive and in no operation" in found.text
+    assert absent(found) == [1] and "alive and in no operation" in found
 
 
 def test_a_rank_that_never_spoke_is_absent() -> None:
     found = judge({0: beat({"tp@0": 1}, wait("tp@0", 1, (0, 1)))}, [1], {})
-    assert found.absent == (1,)
-    assert "Its last operation: none" in found.text and "rank 1 began 0 of tp@0" in found.text
+    assert absent(found) == [1]
+    assert "Its last operation: none" in found and "rank 1 began 0 of tp@0" in found
 
 
 def test_a_circle_is_said_to_be_one() -> None:
@@ -46,9 +52,9 @@ def test_a_circle_is_said_to_be_one() -> None:
         1: beat({"tp@0": 1, "dp@0": 2}, wait("dp@0", 2, (0, 1), 7.0)),
     }
     found = judge(beats, [], {})
-    assert found.absent == ()
-    assert "first divergence: rank 1 is in #2 of dp@0" in found.text
-    assert "in a circle" in found.text
+    assert absent(found) == []
+    assert "first divergence: rank 1 is in #2 of dp@0" in found
+    assert "in a circle" in found
 
 
 def test_the_first_operation_that_differs_is_named_with_both_modules() -> None:
@@ -64,12 +70,12 @@ def test_the_first_operation_that_differs_is_named_with_both_modules() -> None:
     }
     waits = wait("tp@0", 2, (0, 1))
     found = judge({rank: beat({"tp@0": 2}, waits) for rank in rings}, [], rings)
-    assert found.text.splitlines()[0] == (
+    assert found.splitlines()[0] == (
         "first divergence: operation 2 of tp@0: rank 0 does all_gather in layers.1; "
         "rank 1 does all_reduce in layers.2"
     )
-    assert "it waits for nobody: all have begun it" in found.text
+    assert "it waits for nobody: all have begun it" in found
 
 
 def test_nobody_waits() -> None:
-    assert judge({0: beat({}), 1: beat({})}, [], {}) == HangVerdict((), "")
+    assert judge({0: beat({}), 1: beat({})}, [], {}) == ""
