@@ -23,8 +23,8 @@ BLOCKS = frozenset(("block",))
 
 @pytest.mark.parametrize("name", names())
 def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
-    """By a search among few policies, on a quarter of the devices, in turns."""
-    for device in list(catalogue())[names().index(name) % 4 :: 4]:
+    """By a search among few policies, on an eighth of the devices, in turns."""
+    for device in list(catalogue())[names().index(name) % 8 :: 8]:
         task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
         recipe = formats(task.cluster.device, "bf16")[0]
         space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))

@@ -106,7 +106,8 @@ def figures(made: Any, target: str) -> Figures:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        use, code = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
+        use = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", "--print-code", "--no-dataflow", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", use)
     assert found is not None
     ops = [found[1].split(".") for found in INSTRUCTION.finditer(code)]
