@@ -4,6 +4,8 @@ A family (``model/families``) turns a few sizes into this description; the model
 and the checkpoint converters all read the description and never the family.
 """
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Annotated
 
 from pydantic import Field
@@ -30,6 +32,12 @@ class Stack(Record):
 
     repeat: Layers = 1
     blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
+
+
+def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
+    """Write equal blocks in a row as one stack with a count."""
+    runs = [(block, len(list(run))) for block, run in groupby(blocks)]
+    return tuple(Stack(repeat=count, blocks=(block,)) for block, count in runs)
 
 
 class Decoder(Record):

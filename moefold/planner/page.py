@@ -4,6 +4,7 @@ import html
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,14 +183,10 @@ def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:
         kept.append(min(size, room))
         room = max(1, room // kept[-1])
     kept.append(min(sizes[3], MOST_CELLS))
+    columns = [tuple(reversed(at)) for at in product(*map(range, reversed(kept[:3])))]
     ranks = [
-        [
-            grid.rank({axes[0]: a, axes[1]: b, axes[2]: c, axes[3]: d})
-            for c in range(kept[2])
-            for b in range(kept[1])
-            for a in range(kept[0])
-        ]
-        for d in range(kept[3])
+        [grid.rank(dict(zip(axes, (*at, row), strict=True))) for at in columns]
+        for row in range(kept[3])
     ]
     return {"axes": list(axes), "sizes": sizes, "kept": kept, "ranks": ranks}
 

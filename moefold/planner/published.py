@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import groupby
 from typing import Any
 
 from moefold.config.base import Record
@@ -15,7 +14,7 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, patterns
 from moefold.moe.config import Groups, Moe, Router, Shared
 from moefold.planner.foreign import BiasedMoe, DeltaNet, Mamba2, Nothing, PlainMoe, block
 
@@ -79,11 +78,10 @@ def model(name: str) -> PublishedModel:
         raise Undescribed(f"{name} is no published model; there are {', '.join(entries())}")
     try:
         blocks = _hybrid(entry) if "hybrid_pattern" in entry else _blocks(name, entry)
-        runs = [list(same) for _, same in groupby(blocks, key=id)]
         decoder = Decoder(
             vocab=entry["vocab"],
             hidden=entry["hidden"],
-            stacks=tuple(Stack(repeat=len(run), blocks=(run[0],)) for run in runs),
+            stacks=patterns(blocks),
             tied=bool(entry.get("tied_embeddings")),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -8,12 +8,11 @@ Torch-free.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from moefold.config.base import Record
 from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, patterns
 from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
@@ -69,15 +68,14 @@ def small_optimizer(optim: Record) -> Record:
 def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     """Return a small decoder with each kind of layer that the given one has."""
     blocks = _some(decoder.blocks, asked)
-    small = tuple(
+    small = (
         Block(attention=small_part(b.attention, asked), ffn=small_part(b.ffn, asked))
         for b in blocks
     )
-    stacks = tuple(Stack(repeat=len(list(same)), blocks=(b,)) for b, same in groupby(small))
     changed = {
         "vocab": rounded_up(VOCAB, asked.by.tp),
         "hidden": HIDDEN,
-        "stacks": stacks,
+        "stacks": patterns(small),
         # Large enough that every part of the model matters to the loss.
         "init_std": 0.3,
         "init_out_scale": 1.0,

@@ -16,7 +16,7 @@ from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import violations
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, patterns
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
@@ -256,11 +256,6 @@ def low_precision_case(
 
 def steady(decoder: Decoder) -> Decoder:
     """Return a decoder none of whose choices hangs on a rounding."""
-    stacks = []
-    for stack in decoder.stacks:
-        halves = [
-            (described(b.attention).steady(), described(b.ffn).steady()) for b in stack.blocks
-        ]
-        blocks = tuple(Block(attention=attention, ffn=ffn) for attention, ffn in halves)
-        stacks.append(Stack(repeat=stack.repeat, blocks=blocks))
-    return decoder.model_copy(update={"stacks": tuple(stacks), "init_std": 0.1})
+    halves = ((described(b.attention).steady(), described(b.ffn).steady()) for b in decoder.blocks)
+    stacks = patterns(Block(attention=attention, ffn=ffn) for attention, ffn in halves)
+    return decoder.model_copy(update={"stacks": stacks, "init_std": 0.1})

@@ -8,7 +8,6 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
@@ -16,7 +15,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.layers.config import Rope, Size
-from moefold.model.config import Block, Decoder, Layers, Stack
+from moefold.model.config import Block, Decoder, Layers, patterns
 from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Z
@@ -324,12 +323,6 @@ def balance_rules(balance: Sequence[Record], selection_bias: bool) -> Iterator[V
 def _same_term(one: Record, other: Record) -> bool:
     same_population = getattr(one, "over", None) == getattr(other, "over", None)
     return type(one) is type(other) and same_population
-
-
-def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
-    """Write equal blocks in a row as one stack with a count."""
-    runs = [(block, len(list(run))) for block, run in groupby(blocks)]
-    return tuple(Stack(repeat=count, blocks=(block,)) for block, count in runs)
 
 
 def first_moe(decoder: Decoder) -> Moe:

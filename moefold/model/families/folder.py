@@ -11,7 +11,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.files import read_json
-from moefold.model.config import MODEL, Block, Decoder, Stack
+from moefold.model.config import MODEL, Block, Decoder, patterns
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
@@ -102,7 +102,4 @@ def with_training(decoder: Decoder, balance: Balance | None, capacity: Capacity 
             return block
         return block.model_copy(update={"ffn": block.ffn.model_copy(update=changes)})
 
-    stacks = tuple(
-        Stack(repeat=s.repeat, blocks=tuple(changed(b) for b in s.blocks)) for s in decoder.stacks
-    )
-    return decoder.model_copy(update={"stacks": stacks})
+    return decoder.model_copy(update={"stacks": patterns(map(changed, decoder.blocks))})
