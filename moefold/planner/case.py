@@ -246,11 +246,6 @@ class Case:
         """Number of multi-token prediction layers, as the stages have them."""
         return sum(stage.count("m") for stage in self.stages.letters)
 
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """Every block of the model in order, those of multi-token prediction not among them."""
-        return self.decoder.blocks
-
     @property
     def way(self) -> Way:
         """How the schedule lays virtual stages over ranks."""

@@ -29,8 +29,7 @@ from moefold.planner.time_layer import (
     LayerPolicy,
     Setting,
     Time,
-    head_time,
-    joint_time,
+    end_time,
     layer_time,
     setting_of,
 )
@@ -174,10 +173,10 @@ class PassTime:
             if held.multi_token:
                 last = self.decoder.stacks[-1].blocks[-1]
                 made.add(layer_time(last, *self.how), held.multi_token)
-                made.add(joint_time(*self.how), held.multi_token)
+                made.add(end_time(None, *self.how), held.multi_token)
             losses = held.multi_token + held.loss
             if losses:
-                made.add(head_time(self.decoder.vocab, *self.how), losses)
+                made.add(end_time(self.decoder.vocab, *self.how), losses)
             self._known[held] = made
         return self._known[held]
 

@@ -213,16 +213,12 @@ def half_seconds(record: Record, share: RankShare, setting: Setting) -> float:
 
 
 @remembered(1 << 12)
-def head_time(vocab: int, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
-    """Return the time of the head and the loss; not to be changed."""
-    parts = _parts(head(vocab, share, setting.loss_chunk), setting)
-    return _repeated(_summed(parts), parts, policy.recompute)
-
-
-@remembered(1 << 12)
-def joint_time(share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
-    """Return the time of what joins a multi-token layer's two inputs; not to be changed."""
-    parts = _parts(joint(share), setting)
+def end_time(vocab: int | None, share: RankShare, setting: Setting, policy: LayerPolicy) -> Time:
+    """Return the time of the head and the loss over a vocabulary, or, without one, of what joins a
+    multi-token layer's two inputs; not to be changed.
+    """
+    work = joint(share) if vocab is None else head(vocab, share, setting.loss_chunk)
+    parts = _parts(work, setting)
     return _repeated(_summed(parts), parts, policy.recompute)
 
 

@@ -138,10 +138,10 @@ def test_each_kind_of_context_parallelism_has_its_price() -> None:
     assert len({round(seconds, 9) for seconds in shown}) == 4
     # By hand: all keys and values come before attention, and their gradients go back after it.
     setting = setting_of(ring.cluster, ring.software, "bf16", frozenset())
-    attention = ring.blocks[0].attention
+    attention = ring.decoder.blocks[0].attention
     keys = ring.micro_batch * ring.seq / 4 * 2 * attention.kv_heads * attention.head_dim * 2
     once = ring_seconds(4 * keys, reach(ring.cluster, 4, 1), ring.cluster, setting.rates)
-    assert shown[1] == pytest.approx(2 * once * len(ring.blocks) * ring.micro_batches)
+    assert shown[1] == pytest.approx(2 * once * len(ring.decoder.blocks) * ring.micro_batches)
     # Gathered keys of four ranks stay; exchanged heads stay beside the rows they come from.
     kept = [fullest(one).total for one in (ring, gathered, heads, mixed)]
     assert kept[1] > kept[2] == pytest.approx(kept[3]) and kept[2] > kept[0]

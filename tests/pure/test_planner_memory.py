@@ -72,7 +72,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
     pp, tp = entry["pp"], entry["tp"]
     gap = Weight("norms", (qk_norms(entry["model"]),))
     bytes_ = state(case, [gap]).total / pp
-    attention, dp = case.blocks[0].attention, case.folding.dp
+    attention, dp = case.decoder.blocks[0].attention, case.folding.dp
     dense = sum(elements_here(case, w) for w in model_weights(case.decoder) if not w.expert)
     dense -= qk_norms(entry["model"])
     # The estimator shares master weights and moments of dense parts over dp alone.
@@ -82,7 +82,7 @@ def known_gap(entry: dict[str, Any], case: Case) -> float:
         width = rank + attention.kv_rank + attention.rope_dim
         latents = width * case.decoder.hidden + rank + attention.kv_rank
         # Whole on each tensor rank; the estimator cuts them, the norms on latents too.
-        down = Weight("down", (latents * len(case.blocks),))
+        down = Weight("down", (latents * len(case.decoder.blocks),))
         bytes_ += state(case, [down]).total / pp * (1 - 1 / tp)
     return bytes_
 
@@ -231,7 +231,8 @@ def small(pp: int = 4, schedule: Schedule | None = None, m: int = 12, **changes:
 
 def test_activations_are_chunks_in_flight() -> None:
     case = small()
-    kept = sum(part.bytes for part in layer_kept(case, case.blocks[0]) if part.stays(frozenset()))
+    parts = layer_kept(case, case.decoder.blocks[0])
+    kept = sum(part.bytes for part in parts if part.stays(frozenset()))
     row = case.rows * case.decoder.hidden * 2
     found = [one.fullest.activations for one in memory(case)]
     assert found == [4 * 3 * kept, 3 * 3 * kept, 2 * 3 * kept, 3 * kept + 2 * row]

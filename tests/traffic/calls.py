@@ -107,9 +107,9 @@ def layers_of(case: Case, rank: int) -> Iterator[tuple[int, Block]]:
     for chunk in case.places[stage_of(case, rank)]:
         for place in chunk:
             if place.kind == "layer":
-                yield place.index, case.blocks[place.index]
+                yield place.index, case.decoder.blocks[place.index]
             elif place.kind == "multi_token":
-                yield len(case.blocks) + place.index, case.blocks[-1]
+                yield len(case.decoder.blocks) + place.index, case.decoder.blocks[-1]
 
 
 def blocks_of(case: Case, rank: int) -> Iterator[tuple[Block, int]]:

@@ -240,7 +240,7 @@ def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 def _terms(case: Case) -> set[str]:
     """Return the names of the routers' loss terms."""
-    records = [block.ffn for block in case.blocks if isinstance(block.ffn, Moe)]
+    records = [block.ffn for block in case.decoder.blocks if isinstance(block.ffn, Moe)]
     terms = [term for record in records for term in record.balance]
     return {
         f"aux_{term.over}" if isinstance(term, Aux) else "z"
