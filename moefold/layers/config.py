@@ -75,8 +75,6 @@ class Context(Record):
 
     gathers: ClassVar[bool] = False
     """Whether each context rank has all keys and values while it attends."""
-    in_blocks: ClassVar[bool] = True
-    """Whether attention runs tile by tile, and not over whole sequences."""
 
     def sharing_heads(self, cp: int) -> int:
         """Return how many neighbouring context ranks exchange heads for rows; one is none."""
@@ -119,8 +117,6 @@ class Ulysses(Context):
     """Each context rank attends with a share of the heads over all rows (arXiv 2309.14509)."""
 
     kind: Literal["all_to_all"] = "all_to_all"
-
-    in_blocks = False
 
     owner = "moefold.layers.context.ulysses:attend"
 

@@ -280,11 +280,6 @@ class Shape:
         """Whether context ranks attend with a share of the heads of more rows than their own."""
         return self.context.sharing_heads(self.cp) > 1
 
-    @property
-    def pads(self) -> bool:
-        """Whether attention pads values that are narrower than keys: block by block it does not."""
-        return self.cp == 1 or not self.context.in_blocks
-
     def received(self, top_k: int) -> int:
         """R: rows that the most loaded rank's experts take."""
         return round(self.rows * top_k * self.etp * self.load)
@@ -410,30 +405,24 @@ def saved_norm(
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
     """Yield queries, keys, values, the output of attention and its statistics.
 
-    What context ranks gather or exchange, and values that are padded to the width of keys, stay
-    only where attention is recomputed: it reads a copy of them. Where values are padded the output
-    is too, and the projection keeps a copy of it without padding; it keeps one also where heads go
-    back for rows.
+    What context ranks gather or exchange stays only where attention is recomputed: it reads a copy
+    of it. Where heads go back for rows, the projection keeps a copy of the output.
     """
     heads, groups, width = core.heads // shape.tp, core.kv_heads // shape.tp, shape.width
     rows = shape.piece
-    padded = core.v_dim < core.qk_dim and shape.pads
     for name, features in (
         ("q", heads * core.qk_dim), ("k", groups * core.qk_dim), ("v", groups * core.v_dim)
     ):  # fmt: skip
         ranks = 1 if name == "q" else shape.gathered
         moved = ranks > 1 or shape.exchanged
-        only = CORE if moved or (padded and name == "v") else NOTHING
+        only = CORE if moved else NOTHING
         size = rows * features * width
         yield Saved(name, size, dropped, only=only, module="attention")
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
     yield Saved("attended", rows * heads * core.v_dim * width, module="attention")
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
-    if padded:
-        for name in ("v.padded", "attended.padded"):
-            yield Saved(name, rows * heads * core.qk_dim * width, CORE, module="attention")
-    elif shape.exchanged:
+    if shape.exchanged:
         size = rows * heads * core.v_dim * width
         yield Saved("attended.moved", size, CORE, module="attention")
 

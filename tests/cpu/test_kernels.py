@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -287,6 +289,21 @@ def test_attention_equals_the_reference(
         strict=True,
     ):
         assert relative(a, b) < 1e-13
+
+
+@pytest.mark.parametrize("lengths", [(14,), *LENGTHS, ()])
+def test_narrow_values_are_kept_as_they_are_and_change_no_bit(lengths: tuple[int, ...]) -> None:
+    """Padded ones of the library's own attention were a fifth of what a DeepSeek layer keeps."""
+    inputs = drawn(14, 4, 8), drawn(14, 4, 8, seed=1), drawn(14, 4, 6, seed=2)
+    saved: list[int] = []
+    with saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        ours = sdpa.attention(*inputs, lengths, 0.4)
+    assert sum(saved) == 14 * 4 * (8 + 8 + 6 + 6) + sum(lengths) * 4, "and a statistic of each row"
+    padded = sdpa.attention(*inputs[:2], F.pad(inputs[2], (0, 2)), lengths, 0.4)[..., :6]
+    assert torch.equal(ours, padded)
+    upstream = drawn(14, 4, 6, grad=False, seed=3)
+    found, wanted = (torch.autograd.grad(out, inputs, upstream) for out in (ours, padded))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_attention_of_a_segment_does_not_see_the_others() -> None:

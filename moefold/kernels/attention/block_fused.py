@@ -19,10 +19,12 @@ CUDA_WIDTH = 256
 
 def fits(q_NHSd: Tensor, v_NGUv: Tensor) -> bool:
     """Whether there is a kernel for the device, the number format and the width of heads."""
-    if q_NHSd.device.type == "cpu":
+    if q_NHSd.is_cpu:
         return True
     narrow = q_NHSd.dtype in (torch.bfloat16, torch.float16)
-    return q_NHSd.is_cuda and narrow and _width(q_NHSd, v_NGUv) <= CUDA_WIDTH
+    # Shapes alone stand for those of a GPU.
+    there = q_NHSd.is_cuda or q_NHSd.is_meta
+    return there and narrow and _width(q_NHSd, v_NGUv) <= CUDA_WIDTH
 
 
 def forward(
@@ -31,10 +33,10 @@ def forward(
     """Return ``out_NHSv`` in the queries' format, and ``lse_NHS`` in fp32 or wider."""
     width, v_dim = _width(q_NHSd, v_NGUv), v_NGUv.shape[-1]
     q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
-    if q.is_cuda:
-        out, lse_NHS, *_ = _CUDA(q, k, v, 0.0, causal, False, scale=scale)
-    else:
+    if q.is_cpu:
         out, lse_NHS = _CPU(q, k, v, 0.0, causal, scale=scale)
+    else:
+        out, lse_NHS, *_ = _CUDA(q, k, v, 0.0, causal, False, scale=scale)
     return out[..., :v_dim], lse_NHS
 
 
@@ -53,20 +55,20 @@ def backward(
     q, k, v = (_padded(x, width) for x in (q_NHSd, k_NGUd, v_NGUv))
     grad, out = (_padded(x.to(q.dtype), width) for x in (grad_NHSv, out_NHSv))
     lse = lse_NHS.contiguous()
-    if q.is_cuda:
-        # Random numbers that dropout would have drawn; there is none.
-        drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    if q.is_cpu:
+        dq, dk, dv = _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    else:
+        # Where dropout would have drawn from, which is read by nobody.
+        drawn = torch.empty(2, dtype=torch.uint64, device=q.device)
         rows, keys = q.shape[2], k.shape[2]
         more = (None, None, rows, keys, 0.0, causal, drawn, drawn[:0])
         dq, dk, dv = _CUDA_BACKWARD(grad, q, k, v, out, lse, *more, scale=scale)
-    else:
-        dq, dk, dv = _CPU_BACKWARD(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     return dq[..., :d], dk[..., :d], dv[..., :v_dim]
 
 
 def _width(q_NHSd: Tensor, v_NGUv: Tensor) -> int:
     widest = max(q_NHSd.shape[-1], v_NGUv.shape[-1])
-    return -(-widest // 8) * 8 if q_NHSd.is_cuda else widest
+    return widest if q_NHSd.is_cpu else -(-widest // 8) * 8
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

@@ -5,10 +5,15 @@ one call and no pair of rows from different segments is ever computed. Shapes as
 """
 
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.attention import block_fused
 
 
 def attention(
@@ -16,35 +21,96 @@ def attention(
 ) -> Tensor:
     """Return ``out_THv``; rows beyond the segments give zeros.
 
-    Where values are narrower than keys they are padded with zeros, which the fused kernels need
-    (their fallback is more than twice as slow).
+    Where values are narrower than keys the fused kernels take them padded with zeros (their
+    fallback is more than twice as slow); what is kept for backward is narrow.
     """
-    v_dim, qk_dim = v_TGv.shape[-1], q_THd.shape[-1]
-    if v_dim < qk_dim:
-        v_TGv = F.pad(v_TGv, (0, qk_dim - v_dim))
+    if v_TGv.shape[-1] < q_THd.shape[-1] and block_fused.fits(q_THd, v_TGv):
+        return _NarrowValues.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
-    runs = [(length, len(list(same))) for length, same in groupby(lengths) if length]
-    rows = [length * count for length, count in runs]
-    tail = q_THd.shape[0] - sum(rows)
-    parts = [*rows, tail] if tail else rows
+    runs, parts = _runs(lengths, q_THd.shape[0])
     # A split in one would be joined again in backward, by copies.
     pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
-    out = [
-        _run(q, k, v, length, scale) for (length, _), (q, k, v) in zip(runs, pieces, strict=False)
-    ]
+    out = [_run(q, k, v, length, scale) for length, (q, k, v) in zip(runs, pieces, strict=False)]
     if not out:
         # Zeros that lead back to the rows: their weights get gradients of zero, never none.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
-        return zero.expand(tail, q_THd.shape[1], v_dim)
-    if tail:
-        out.append(q_THd.new_zeros(tail, q_THd.shape[1], v_TGv.shape[-1]))
-    joined = out[0] if len(out) == 1 else torch.cat(out)
-    return joined[..., :v_dim]
+        return zero.expand(parts[0], q_THd.shape[1], v_TGv.shape[-1])
+    return _joined(out, q_THd[..., : v_TGv.shape[-1]])
+
+
+def _runs(lengths: tuple[int, ...], count: int) -> tuple[list[int], list[int]]:
+    """Return the length of the segments of each run of equal ones, and each run's rows.
+
+    Rows beyond the segments, where there are any, are the last part of ``count`` rows.
+    """
+    runs = [(length, length * len(list(same))) for length, same in groupby(lengths) if length]
+    parts = [rows for _, rows in runs]
+    tail = count - sum(parts)
+    return [length for length, _ in runs], [*parts, tail] if tail else parts
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
     """Attend inside segments of one length; rows in, rows out."""
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (_segments(x, length) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).flatten(0, 1)
+    return _rows(out)
+
+
+def _segments(x_THd: Tensor, length: int) -> Tensor:
+    return x_THd.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _rows(x_NHSd: Tensor) -> Tensor:
+    return x_NHSd.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
+    """Return the rows of pieces, and zeros for those that are missing to the rows of another."""
+    tail = like_THd.shape[0] - sum(piece.shape[0] for piece in pieces)
+    if tail:
+        pieces = [*pieces, like_THd.new_zeros(tail, *like_THd.shape[1:])]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class _NarrowValues(Function):
+    """Attention whose values are narrower than its keys: padded for the kernels, kept narrow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        lengths: tuple[int, ...],
+        scale: float,
+    ) -> Tensor:
+        runs, parts = _runs(lengths, q_THd.shape[0])
+        pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
+        found = [
+            block_fused.forward(*(_segments(x, length) for x in given), scale, True)
+            for length, given in zip(runs, pieces, strict=False)
+        ]
+        narrow = q_THd[..., : v_TGv.shape[-1]]
+        out_THv = _joined([_rows(out) for out, _ in found], narrow).contiguous()
+        ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
+        ctx.lengths, ctx.scale = lengths, scale
+        return out_THv
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
+        q_THd, k_TGd, v_TGv, out_THv, *statistics = ctx.saved_tensors
+        runs, parts = _runs(ctx.lengths, q_THd.shape[0])
+        pieces = zip(
+            *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
+        )
+        found = [
+            block_fused.backward(*(_segments(x, length) for x in given), lse, ctx.scale, True)
+            for length, lse, given in zip(runs, statistics, pieces, strict=False)
+        ]
+        made = (
+            _joined([_rows(shares[i]) for shares in found], like)
+            for i, like in enumerate((q_THd, k_TGd, v_TGv))
+        )
+        return *made, None, None
