@@ -43,14 +43,18 @@ class Accumulated:
 
 
 class Deferred:
-    """Queues the products of a micro-batch until :meth:`drain` runs them."""
+    """Queues the products of a micro-batch until :meth:`drain` runs them.
+
+    Sums over rows, which vectors have for a gradient, are made at once and wait as such: they cost
+    little, and would hold their rows.
+    """
 
     def __init__(self) -> None:
         self._queue: list[tuple[Tensor, Product]] = []
 
     def deliver(self, weight: Tensor, product: Product) -> None:
         """Keep the product, and what it holds on to, for later."""
-        self._queue.append((weight, product))
+        self._queue.append((weight, product if weight.ndim > 1 else _summed(product)))
 
     def drain(self) -> int:
         """Run all queued products in order; returns how many there were."""
@@ -59,6 +63,12 @@ class Deferred:
             accumulate(weight, product)
         self._queue.clear()
         return count
+
+
+def _summed(product: Product) -> Product:
+    with torch.no_grad():
+        gradient = product(None)
+    return lambda into: gradient if into is None else into.add_(gradient)
 
 
 def accumulate(weight: Tensor, product: Product) -> None:

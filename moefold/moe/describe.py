@@ -115,6 +115,9 @@ class MoeSpec(LayerSpec):
             products = (Matmul(("shared.w_in",)), Matmul(("shared.w_out",)))
             activation = gated_traffic(self.shared.width, units=self._shared(), gates=self.gates)
             yield Operation("shared", products, traffic=(activation,), launches=4)
+            if self.shared.gate:
+                gate = (Matmul(("shared.gate.weight",), "own"),)
+                yield Operation("gate", gate, launches=0, wide=True)
 
     def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
         """Return what kernels beside the activation read and write of the experts' rows."""
@@ -130,7 +133,7 @@ class MoeSpec(LayerSpec):
         rows_in = received * shape.hidden * shape.width
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
-        yield Saved("experts.input", rows_in, dropped, module="experts")
+        yield Saved("experts.input", rows_in, dropped, module="experts", operand=True)
         yield Saved("experts.weights", received * STATISTIC)
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
@@ -152,7 +155,7 @@ class MoeSpec(LayerSpec):
             yield Saved("router.total", shape.rows * STATISTIC)
             yield Saved("router.weights", chosen * STATISTIC)
         yield Saved("decision", chosen * INDEX, saved=False)
-        yield Saved("offsets", router.experts * 4, saved=False)
+        yield Saved("offsets", router.experts * 4, saved=False, operand=True)
         if self.counts_tokens:
             yield Saved("balance.counts", router.experts * INDEX, saved=False)
             yield Saved("balance.share", router.experts * 8)

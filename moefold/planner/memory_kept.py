@@ -31,6 +31,7 @@ from moefold.spec.layer import (
     Axis,
     LayerSpec,
     Modules,
+    Rows,
     Saved,
     Scan,
     Shape,
@@ -82,7 +83,7 @@ def kept(
     """
     if stack == "moefold":
         saved = (described(record).saved(shape) for record in (block.attention, block.ffn))
-        return (Saved("input", shape.row), *(one for half in saved for one in half))
+        return (Saved("input", shape.row), *(one for half in saved for one in half if one.kept))
     code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
     widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):
@@ -99,6 +100,36 @@ def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:
 def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     """Return the bytes that stay under a recompute policy."""
     return sum(part.bytes for part in parts if part.stays(recompute))
+
+
+def held(block: Block, shape: Shape) -> tuple[Saved, ...]:
+    """Return what a block holds between I and W, where a schedule puts weights' products off.
+
+    Rows that products read, whether they were kept or backward made them; the gradients of what
+    products gave; and gradients of vectors, made at once.
+    """
+    found = list[Saved]()
+    for _, spec in halves(block):
+        weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
+        sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
+        found += [part for part in spec.saved(shape) if part.operand]
+        for one in spec.operations(shape.hidden):
+            for matmul in one.matmuls:
+                rows = _rows(matmul.rows, spec, shape)
+                for name in matmul.weights:
+                    width = shape.width if weights[name].product else STATISTIC
+                    outputs = weights[name].matrix(sizes)[0]
+                    found.append(_part(f"{name}.gradient", rows * outputs * width))
+        vectors = sum(w.part(shape.tp, 1, 1) for w in weights.values() if len(w.shape) == 1)
+        found.append(_part("vectors", (vectors + shape.hidden) * STATISTIC))
+    return tuple(found)
+
+
+def _rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
+    if kind == "routed":
+        assert spec.routing is not None
+        return shape.received(spec.routing.top_k)
+    return shape.rows if kind == "own" else shape.piece
 
 
 # ----------------------------------------------------------------------------- Megatron-Core

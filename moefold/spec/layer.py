@@ -220,7 +220,7 @@ class RoutingSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that stays alive between a layer's forward and its backward."""
+    """One tensor that stays alive between a layer's forward and its backward, or after that."""
 
     name: str
     bytes: int
@@ -232,6 +232,11 @@ class Saved:
     """Whether autograd saves it; what is not saved is a decision that any second run needs."""
     module: Module = "block"
     """What it belongs to, for offloading."""
+    operand: bool = False
+    """Whether the product of a weight's gradient reads it: a schedule that puts such products off
+    holds it until then, and holds it again where backward made it again."""
+    kept: bool = True
+    """Whether forward leaves it; else backward makes it."""
 
     def stays(self, recompute: Modules) -> bool:
         """Return whether it is kept under a recompute policy."""
@@ -396,10 +401,13 @@ def small_heads(heads: int, by: Sizes, wanted: int = 2) -> int:
 def saved_norm(
     name: str, rows: int, width: int, shape: Shape, only: Modules = NOTHING
 ) -> Iterator[Saved]:
-    """Yield the statistic of a norm and its output, which what follows keeps as an input."""
+    """Yield the statistic of a norm and its output, which what follows keeps as an input.
+
+    Where it stays ``only`` as an input of recompute, products read something else.
+    """
     yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
     output = rows * width * shape.width
-    yield Saved(f"{name}.output", output, NORMS, only=only, module="norms")
+    yield Saved(f"{name}.output", output, NORMS, only, module="norms", operand=not only)
 
 
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
@@ -420,7 +428,8 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
         yield Saved(name, size, dropped, only=only, module="attention")
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
-    yield Saved("attended", rows * heads * core.v_dim * width, module="attention")
+    attended = rows * heads * core.v_dim * width
+    yield Saved("attended", attended, module="attention", operand=True)
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
     if shape.exchanged:
         size = rows * heads * core.v_dim * width
@@ -438,9 +447,10 @@ def saved_feed_forward(
     dropped: Modules = frozenset((module,))
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved(f"{module}.gathered", size, dropped | GATHER, module=module)
-    size = (shape.piece if rows is None else rows) * 2 * features * shape.width
-    yield Saved(f"{module}.hidden", size, dropped, module=module)
+        yield Saved(f"{module}.gathered", size, dropped | GATHER, module=module, operand=True)
+    size = (shape.piece if rows is None else rows) * features * shape.width
+    yield Saved(f"{module}.hidden", 2 * size, dropped, module=module)
+    yield Saved(f"{module}.activation", size, dropped, module=module, operand=True, kept=False)
 
 
 def gated_traffic(

@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
+from moefold.kernels.gradients import Deferred
 from moefold.layers.flow import Flow
 from moefold.layers.recompute import Recompute
+from moefold.layers.unshard import UnshardHooks
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.planner.case import recomputed
@@ -84,3 +86,19 @@ def bytes_alive(block: Block, policy: Record | None, precision: str) -> int:
         out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
     return x_TD.untyped_storage().nbytes() + made.alive(old)
+
+
+def bytes_held(block: Block, policy: Record | None, precision: str) -> int:
+    """Return the bytes that a block holds after its backward for the products of its weights."""
+    layer, flow, x_TD = set_up(block, policy, precision)
+    sink = Deferred()
+    flow = flow.begun(sink, UnshardHooks())
+    made = Made()
+    with made, flow.recompute.keeping():
+        out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
+        graded = [one for one in out if one.requires_grad]
+        torch.autograd.backward(graded, [torch.randn_like(one) for one in graded])
+    del out, graded
+    flow.decisions.clear()
+    x_TD.grad = None
+    return made.alive(there(layer, flow) | {x_TD.untyped_storage()._cdata})

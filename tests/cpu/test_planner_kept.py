@@ -12,9 +12,18 @@ from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Router, Shared
-from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.memory_kept import held, kept, kept_bytes
 from moefold.spec.layer import Shape
-from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, bytes_alive, bytes_planned, set_up, there
+from tests.cpu.alive import (
+    HIDDEN,
+    LENGTH,
+    SEQUENCES,
+    bytes_alive,
+    bytes_held,
+    bytes_planned,
+    set_up,
+    there,
+)
 
 GQA = Gqa(heads=4, kv_heads=2, head_dim=16)
 MLA = Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16)
@@ -63,6 +72,18 @@ def test_bytes_that_stay_alive_are_the_planned_ones(name: str, precision: str) -
     for policy in POLICIES:
         found = bytes_alive(BLOCKS[name], policy, precision)
         assert found == bytes_planned(BLOCKS[name], policy, precision), policy
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_that_wait_for_the_products_of_weights_are_the_planned_ones(
+    name: str, precision: str
+) -> None:
+    """Under every policy the same: what was made again waits too."""
+    shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
+    planned = sum(part.bytes for part in held(BLOCKS[name], shape))
+    for policy in POLICIES:
+        assert bytes_held(BLOCKS[name], policy, precision) == planned, policy
 
 
 @pytest.mark.parametrize("name", BLOCKS)

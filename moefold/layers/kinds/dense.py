@@ -6,10 +6,8 @@ from typing import Literal, Self
 from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
-    NORMS,
     NOTHING,
     SMALL_WIDTH,
-    STATISTIC,
     LayerSpec,
     Matmul,
     Modules,
@@ -21,6 +19,7 @@ from moefold.spec.layer import (
     gated_traffic,
     rounded_up,
     saved_feed_forward,
+    saved_norm,
 )
 
 
@@ -57,10 +56,9 @@ class Dense(LayerSpec):
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the residual, normed rows and the pre-activation."""
         yield Saved("residual", shape.row)
-        yield Saved("ffn_norm.statistic", shape.rows * STATISTIC, module="norms")
         # Under tp the product reads gathered rows, and the norm's output is an input of recompute.
         only: Modules = frozenset(("ffn", "gather")) if shape.tp > 1 else NOTHING
-        yield Saved("ffn_norm.output", shape.row, NORMS, only=only, module="norms")
+        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, only)
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
     def shrunk(self, by: Sizes) -> Self:

@@ -10,7 +10,6 @@ from moefold.layers.config import ATTENTION, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     GATHER,
-    NORMS,
     NOTHING,
     SMALL_HEAD,
     STATISTIC,
@@ -25,6 +24,7 @@ from moefold.spec.layer import (
     Weight,
     norm,
     saved_attention,
+    saved_norm,
     small_heads,
 )
 
@@ -101,13 +101,12 @@ class Gqa(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
-        yield Saved("attention_norm.statistic", shape.rows * STATISTIC, module="norms")
         # Rows that a tensor group gathers are kept in place of the norm's output.
         only = GATHER if shape.tp > 1 else NOTHING
-        yield Saved("attention_norm.output", shape.row, NORMS, only=only, module="norms")
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, only)
         if shape.tp > 1:
-            gathered = shape.piece * shape.hidden * shape.width
-            yield Saved("attention.gathered", gathered, GATHER, module="attention")
+            size = shape.piece * shape.hidden * shape.width
+            yield Saved("attention.gathered", size, GATHER, module="attention", operand=True)
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp

@@ -117,7 +117,8 @@ class Mla(LayerSpec):
                 yield from saved_norm(name, shape.rows, rank, shape, only)
         if shape.tp > 1:
             latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
-            yield Saved("latents.gathered", shape.piece * latent * shape.width, GATHER)
+            size = shape.piece * latent * shape.width
+            yield Saved("latents.gathered", size, GATHER, operand=True)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few heads of four dims, values of six, and latents of rank eight."""
