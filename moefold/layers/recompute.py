@@ -86,6 +86,10 @@ class Recompute:
             yield
         self._forget()
 
+    def end_forward(self) -> None:
+        """Let go of outputs that no layer reads any more, such as the last norm's."""
+        self._made.clear()
+
     def _forget(self) -> None:
         """Let go of outputs that are gone, and with them of what they would be made from."""
         self._made = {key: one for key, one in self._made.items() if not one.storage.expired()}

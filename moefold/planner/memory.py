@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from operator import mul
+from operator import ge, mul
 from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
 from moefold.mesh.grid import Grid
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Case, Held, Keeping, kinds, settled, table_of
-from moefold.planner.memory_kept import kept, shape_of
+from moefold.planner.memory_kept import CODES, kept, operands, shape_of
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.remember import remembered
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
-from moefold.spec.layer import Shape, activation_width, described
+from moefold.spec.layer import STATISTIC, Shape, activation_width, described
 
 MIB = 2**20
 
@@ -60,6 +60,8 @@ class Moment:
     """What the action itself works with."""
     gradients: float
     """Those that are there already."""
+    left: float = 0.0
+    """Activations that are there when it has ended, and what products of weights wait with."""
 
     @property
     def total(self) -> float:
@@ -117,9 +119,11 @@ def memory(case: Case) -> tuple[Memory, ...]:
 
 def _memory(case: Case, rank: int) -> Memory:
     stage, line = _chunks_of(case).stage(case, rank), case.table.lines[rank]
+    running = list(steps_of(line, case.sizes.vpp))
+    left = [*map(stage.there_before, running[1:]), 0.0]
     moments = [
-        Moment(str(step), *stage.needs(running))
-        for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
+        Moment(str(step), *stage.needs(one), after)
+        for step, one, after in zip(line, running, left, strict=True)
     ]
     moments.append(Moment("step", 0.0, 0.0, stage.state.gradients))
     software = software_of(case)
@@ -225,24 +229,30 @@ class Running(NamedTuple):
     """``B``, ``I`` or ``W`` of that."""
     kept: tuple[int, ...]
     """Micro-batches whose activations are there before the step, by chunk."""
+    waiting: tuple[int, ...]
+    """Micro-batches whose weights' products wait before the step, by chunk."""
     begun: frozenset[int]
     """Chunks whose gradients are there before the step."""
 
     @property
     def frees(self) -> bool:
-        """Whether activations go with the step, and gradients come."""
+        """Whether activations go with the step."""
+        return self.kind in ("B", "I")
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of weights come with the step."""
         return self.kind in ("B", "W")
 
     def covers(self, other: "Running") -> bool:
         """Return whether another step that runs the same passes needs no more than this one."""
-        return self.begun >= other.begun and all(
-            mine >= theirs for mine, theirs in zip(self.kept, other.kept, strict=True)
-        )
+        mine, theirs = self.kept + self.waiting, other.kept + other.waiting
+        return self.begun >= other.begun and all(map(ge, mine, theirs))
 
 
 def steps_of(line: Line, chunks: int) -> Iterator[Running]:
     """Yield the steps of a rank's line."""
-    kept, begun = [0] * chunks, frozenset[int]()
+    kept, waiting, begun = [0] * chunks, [0] * chunks, frozenset[int]()
     for step in line:
         forward = backward = None
         kind = ""
@@ -251,13 +261,14 @@ def steps_of(line: Line, chunks: int) -> Iterator[Running]:
                 forward = action.chunk
             else:
                 backward, kind = action.chunk, action.kind
-        made = Running(forward, backward, kind, tuple(kept), begun)
+        made = Running(forward, backward, kind, tuple(kept), tuple(waiting), begun)
         yield made
         if forward is not None:
             kept[forward] += 1
-        if backward is not None and made.frees:
-            kept[backward] -= 1
-            begun |= {backward}
+        if backward is not None:
+            kept[backward] -= made.frees
+            waiting[backward] += (kind == "I") - (kind == "W")
+            begun |= {backward} if made.adds else set()
 
 
 @remembered(1024)
@@ -276,7 +287,7 @@ def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
         if not any(one.covers(step) for one in group):
             group[:] = [one for one in group if not step.covers(one)] + [step]
     found = (one for group in alike.values() for one in group)
-    return tuple(sorted(found, key=lambda one: -sum(one.kept)))
+    return tuple(sorted(found, key=lambda one: -sum(one.kept + one.waiting)))
 
 
 # ----------------------------------------------------------------------------- chunks
@@ -286,6 +297,8 @@ class _Chunk(NamedTuple):
     """Bytes of a pipeline rank's chunk for one micro-batch."""
 
     kept: float
+    waiting: float
+    """What the products of its weights wait with."""
     forward: float
     """What its forward works with."""
     backward: float
@@ -300,24 +313,29 @@ class _Stage(NamedTuple):
 
     state: State
     chunks: list[_Chunk]
-    kept: list[float]
-    """What each chunk keeps."""
+    alive: list[float]
+    """What each chunk keeps, then what each waits with."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
 
+    def there_before(self, step: Running) -> float:
+        """Return the activations before a step, and what products of weights wait with."""
+        return sum(map(mul, step.kept + step.waiting, self.alive))
+
     def needs(self, step: Running) -> tuple[float, float, float]:
         """Return activations, what the step works with, and gradients while it runs."""
-        chunks = self.chunks
-        alive = sum(map(mul, step.kept, self.kept))
+        chunks, alive = self.chunks, self.there_before(step)
         there = self.there + sum(chunks[number].coming for number in step.begun)
         used = freed = 0.0
         if step.backward is not None:
             back = chunks[step.backward]
-            if step.frees:
-                freed = back.kept
-                new = 0.0 if step.backward in step.begun else back.coming
-                # A first backward frees as its gradients come: of the two the larger counts.
-                there += max(new - freed, 0.0)
+            freed = back.waiting if step.kind == "W" else back.kept
+            # As activations go gradients come, and what products wait with: the larger counts.
+            if step.adds and step.backward not in step.begun:
+                there += max(back.coming - freed, 0.0)
+            if step.kind == "I":
+                alive += max(back.waiting - freed, 0.0)
+                freed = max(freed - back.waiting, 0.0)
             used = back.backward if step.kind != "W" else 0.0
         if step.forward is not None:
             ahead = chunks[step.forward]
@@ -352,7 +370,8 @@ class _Chunks:
         chunks = [self.of(held) for held in case.chunks[rank]]
         state = self.states.held(case.held[rank])
         there = state.gradients - sum(chunk.coming for chunk in chunks)
-        return _Stage(state, chunks, [chunk.kept for chunk in chunks], there)
+        alive = [*(chunk.kept for chunk in chunks), *(chunk.waiting for chunk in chunks)]
+        return _Stage(state, chunks, alive, there)
 
     def of(self, held: Held) -> _Chunk:
         """Return the bytes of a chunk that holds this."""
@@ -366,17 +385,23 @@ class _Chunks:
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
+        waiting = sum(one[3] * count for one, count in layers)
+        # The gradients of rows that were looked up, and that of the last norm's weight.
+        waiting += shape.row if held.embedding else 0.0
+        waiting += shape.hidden * STATISTIC if held.loss else 0.0
         if held.multi_token:
+            last = self._layer(self.last)
             # The joined pair of rows and the norms before and after it.
-            total += held.multi_token * (self._layer(self.last)[0] + 5 * shape.row + logits)
+            total += held.multi_token * (last[0] + 5 * shape.row + logits)
+            waiting += held.multi_token * (last[3] + 3 * shape.row)
         if held.loss:
-            total += shape.row + logits
+            total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
             # Logits, and their logarithms in fp32, which become the gradient in place.
             columns = self.decoder.vocab / shape.tp
             forward = max(forward, self.loss_rows * columns * (shape.width + 4))
         kept = total * (1 + self.graphs)
-        return _Chunk(kept, forward, backward, layer, self._gradients(held))
+        return _Chunk(kept, waiting, forward, backward, layer, self._gradients(held))
 
     def _gradients(self, held: Held) -> float:
         """Return the bytes of a chunk's gradients that come with its first backward.
@@ -396,8 +421,8 @@ class _Chunks:
         columns = self.decoder.vocab / self.shape.tp
         return self.shape.piece * columns * (self.shape.width + 4)
 
-    def _layer(self, kind: int) -> tuple[float, float, float]:
-        """Return what a block keeps, and what its forward and its backward work with."""
+    def _layer(self, kind: int) -> tuple[float, float, float, float]:
+        """Return what a block keeps, what its passes work with, and what its products wait with."""
         block = self.blocks[kind]
         return _layer(block, self.shape, self.stack, self.recipe, self.keeping)
 
@@ -414,9 +439,10 @@ def _chunks_of(case: Case) -> _Chunks:
 @remembered(1 << 12)
 def _layer(
     block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
-) -> tuple[float, float, float]:
-    """Return what a block keeps, and what its forward and its backward work with: activation and
-    output, the gradients in a feed-forward, and what is made again.
+) -> tuple[float, float, float, float]:
+    """Return what a block keeps, what its forward and its backward work with (activation and
+    output, the gradients in a feed-forward, and what is made again), and what the products of its
+    weights wait with.
     """
     parts = kept(block, shape, stack, recipe)
     stays = [part for part in parts if part.stays(keeping.recompute)]
@@ -430,4 +456,7 @@ def _layer(
     sent = rows * features * shape.width
     inner = rows * activation_width(spec, shape) * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
-    return here - away * keeping.offload_share, forward, backward + max(again, 0)
+    waiting = sum(part.bytes for part in operands(block, shape))
+    if stack != "moefold":
+        waiting *= CODES.get(recipe, shape.width) / shape.width
+    return here - away * keeping.offload_share, forward, backward + max(again, 0), waiting

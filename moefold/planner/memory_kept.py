@@ -102,7 +102,7 @@ def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     return sum(part.bytes for part in parts if part.stays(recompute))
 
 
-def held(block: Block, shape: Shape) -> tuple[Saved, ...]:
+def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     """Return what a block holds between I and W, where a schedule puts weights' products off.
 
     Rows that products read, whether they were kept or backward made them; the gradients of what

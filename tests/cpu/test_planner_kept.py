@@ -12,7 +12,7 @@ from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Moe, Router, Shared
-from moefold.planner.memory_kept import held, kept, kept_bytes
+from moefold.planner.memory_kept import kept, kept_bytes, operands
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
     HIDDEN,
@@ -81,7 +81,7 @@ def test_bytes_that_wait_for_the_products_of_weights_are_the_planned_ones(
 ) -> None:
     """Under every policy the same: what was made again waits too."""
     shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
-    planned = sum(part.bytes for part in held(BLOCKS[name], shape))
+    planned = sum(part.bytes for part in operands(BLOCKS[name], shape))
     for policy in POLICIES:
         assert bytes_held(BLOCKS[name], policy, precision) == planned, policy
 

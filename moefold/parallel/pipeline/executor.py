@@ -126,10 +126,13 @@ class Executor:
         held = self._held[stage, micro]
         if action.kind == "F":
             way = held.way
+            self._flows[micro].recompute.end_forward()
             self._ran.terms += [(micro, layer, values) for layer, values in way.terms]
             if way.summed is not None:
                 self._ran.losses.append(way.summed)
                 held.gradient = left[0]
+        if action.kind == "I":
+            held.way.end_backward()
         if action.kind in "BW":
             held.hooks.post_weight_gradients()
             del self._held[stage, micro]

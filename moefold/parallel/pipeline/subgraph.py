@@ -53,11 +53,14 @@ class Subgraph:
         """Run backward from the outputs' gradients, once; returns those of the inputs."""
         given = zip(self._edges, (*gradients, *self.seeds), strict=True)
         pairs = [(edge, grad) for edge, grad in given if None not in (edge, grad)]
-        self._edges, caught = [], self._caught
+        self._edges = []
         if pairs:
             edges, grads = zip(*pairs, strict=True)
             torch.autograd.backward(edges, grads)
-        return tuple(caught)
+        found = tuple(self._caught)
+        # Products of weights that wait hold rows, rows hold the graph, and that holds this list.
+        self._caught.clear()
+        return found
 
 
 def detached(value: Any, live: bool = False) -> Any:
