@@ -109,7 +109,7 @@ class Holds(torch.autograd.Function):
 
         def product(into: Tensor | None) -> Tensor:
             assert late is not None
-            return torch.ones(1)
+            return torch.ones(1, 1)
 
         ctx.sink.deliver(ctx.weight, product)
         return 2 * grad, None, None, None, None
@@ -126,7 +126,7 @@ def held(part_of: list[Subgraph], sink: Deferred, weight: Tensor) -> tuple[Any, 
 
 
 def test_inputs_gradient_frees_the_graph_and_the_queue_keeps_what_weights_need() -> None:
-    sink, weight, parts = Deferred(), torch.zeros(1, requires_grad=True), list[Subgraph]()
+    sink, weight, parts = Deferred(), torch.zeros(1, 1, requires_grad=True), list[Subgraph]()
     graph, late = held(parts, sink, weight)
     assert graph() is not None
     (gradient,) = parts[0].backward(torch.ones(3))

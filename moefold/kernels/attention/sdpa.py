@@ -34,7 +34,7 @@ def attention(
     if not out:
         # Zeros that lead back to the rows: their weights get gradients of zero, never none.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
-        return zero.expand(parts[0], q_THd.shape[1], v_TGv.shape[-1])
+        return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
     return _joined(out, q_THd[..., : v_TGv.shape[-1]])
 
 
@@ -68,7 +68,7 @@ def _rows(x_NHSd: Tensor) -> Tensor:
 def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
     """Return the rows of pieces, and zeros for those that are missing to the rows of another."""
     tail = like_THd.shape[0] - sum(piece.shape[0] for piece in pieces)
-    if tail:
+    if tail or not pieces:
         pieces = [*pieces, like_THd.new_zeros(tail, *like_THd.shape[1:])]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -87,10 +87,10 @@ class _NarrowValues(Function):
     ) -> Tensor:
         runs, parts = _runs(lengths, q_THd.shape[0])
         pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
-        found = [
-            block_fused.forward(*(_segments(x, length) for x in given), scale, True)
-            for length, given in zip(runs, pieces, strict=False)
-        ]
+        found: list[tuple[Tensor, Tensor]] = []
+        for length, given in zip(runs, pieces, strict=False):
+            q, k, v = (_segments(x, length) for x in given)
+            found.append(block_fused.forward(q, k, v, scale, True))
         narrow = q_THd[..., : v_TGv.shape[-1]]
         out_THv = _joined([_rows(out) for out, _ in found], narrow).contiguous()
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
@@ -105,10 +105,10 @@ class _NarrowValues(Function):
         pieces = zip(
             *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
         )
-        found = [
-            block_fused.backward(*(_segments(x, length) for x in given), lse, ctx.scale, True)
-            for length, lse, given in zip(runs, statistics, pieces, strict=False)
-        ]
+        found: list[tuple[Tensor, ...]] = []
+        for length, lse, given in zip(runs, statistics, pieces, strict=False):
+            grad, q, k, v, out = (_segments(x, length) for x in given)
+            found.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
         made = (
             _joined([_rows(shares[i]) for shares in found], like)
             for i, like in enumerate((q_THd, k_TGd, v_TGv))
