@@ -21,7 +21,7 @@ from moefold.data.tokenizer import train
 from tests import hostile
 from tests.cpu.runs import raw_run
 
-TRIES = int(os.environ.get("FUZZ_TRIES", "100"))
+TRIES = int(os.environ.get("FUZZ_TRIES", "150"))
 STATUSES = {0, 1, 2, 3, 75}
 LONG = "n" * 300
 TOKENIZER = train(BpeTokenizer(vocab=300), lambda size: iter(["some text of a few words"] * 9)).text
@@ -75,7 +75,7 @@ commands = st.one_of(
     words("explain", path),
     words("explain", "run.yaml", path.map('uses=["{}"]'.format)),
     words("plan", path, "--cluster", "h100x8", "--html", path),
-    words("plan", "mixtral_8x7b", "--cluster", "h100x8", "--html", path),
+    words("plan", "tiny", "--cluster", "h100x1", "--html", path),
     words("report", path, "--html", path),
     words("report", "given", "--html", path),
     words("export", path, path),
