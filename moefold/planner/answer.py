@@ -103,9 +103,7 @@ class PlannedLayout:
     @property
     def binds(self) -> str:
         """What to change first: memory where it does not fit, else the largest part of time."""
-        if not self.fits:
-            return "memory"
-        return {"memory": "memory bandwidth"}.get(self.time.binds, self.time.binds)
+        return self.time.binds if self.fits else "memory"
 
     @property
     def not_yet(self) -> tuple[str, ...]:

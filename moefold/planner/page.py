@@ -13,7 +13,7 @@ from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.from_run import TrainingTask
 from moefold.planner.goodput import bill, curve, goodput
 from moefold.planner.memory import memory, shortened, totals
-from moefold.planner.time import BINDS, estimate
+from moefold.planner.time import estimate
 from moefold.schedule.simulate import Costs, Span, simulate
 from moefold.schedule.table import Pair, Table, actions_of
 
@@ -151,7 +151,7 @@ def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
     return {
         **_layout(one),
         "capacity_gb": case.cluster.device.memory_bytes / GB,
-        "walls": _walls(one),
+        "walls": {wall: took / one.step_time_s for wall, took in one.time.walls.items()},
         "grids": {
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
             "experts": _grid(folding.experts, ("etp", "ep", "edp", "pp")),
@@ -165,14 +165,6 @@ def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
         "timeline": _timeline(one),
         "imbalance": list(_imbalance(task, one)),
     }
-
-
-def _walls(one: PlannedLayout) -> dict[str, float]:
-    """Return the share of a step that each wall takes."""
-    parts, whole = one.time.parts, one.step_time_s
-    found = {wall: sum(parts.get(name, 0.0) for name in names) for wall, names in BINDS.items()}
-    found["memory bandwidth"] = found.pop("memory")
-    return {wall: seconds / whole for wall, seconds in found.items()}
 
 
 def _grid(grid: Grid, axes: tuple[str, ...]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from moefold.spec.decoder import model_weights
 
 BINDS = {
     "compute": ("attention", "experts", "dense", "head", "recompute"),
-    "memory": ("memory", "quantise", "launch", "optimizer"),
+    "memory bandwidth": ("memory", "quantise", "launch", "optimizer"),
     "communication": ("tp", "cp", "dispatch", "dp", "offload"),
     "host": ("host", "step"),
     "pipeline": ("bubble",),
@@ -87,9 +87,18 @@ class StepTime:
     """Forward and backward of one micro-batch on each pipeline rank, with its exposed exchanges."""
     hidden: Mapping[str, float]
     """Seconds of communication that computing hides, by part."""
-    binds: str
     uncertainty: float
     """Relative half-width: two steps of three should lie within."""
+
+    @property
+    def walls(self) -> dict[str, float]:
+        """Seconds by what a step runs into."""
+        return {wall: sum(self.parts[name] for name in names) for wall, names in BINDS.items()}
+
+    @property
+    def binds(self) -> str:
+        """What takes most of a step."""
+        return max(self.walls.items(), key=lambda wall: wall[1])[0]
 
     @cached_property
     def tflops_per_gpu(self) -> float:
@@ -129,11 +138,9 @@ def estimate(case: Case, given: Constants | None = None) -> StepTime:
     parts["optimizer"] = _optimizer_seconds(case, ranks[slow], rates)
     parts["optimizer"] += orthogonal_seconds(case, slow, rates)
     parts["step"] = rates.step_s
-    whole = {group: sum(parts[name] for name in names) for group, names in BINDS.items()}
     return StepTime(
         case, sum(parts.values()), parts, tuple((one.forward, one.backward) for one in spans),
-        {"dispatch": m * span.hidden, "dp": covered}, max(whole, key=lambda group: whole[group]),
-        setting.uncertainty,
+        {"dispatch": m * span.hidden, "dp": covered}, setting.uncertainty,
     )  # fmt: skip
 
 

@@ -26,14 +26,10 @@ from moefold.moe.dispatch.routing_plan import (
 class PaddedDispatch(Dispatcher[Padded]):
     """Sends token copies over ``ep`` in equal splits."""
 
-    def __init__(self, record: Padded, experts: int) -> None:
-        super().__init__(record, experts)
-        self._capacity = record.max_rows
-
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Put copies into their rank's rows, send all rows, and sort those that are filled."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
-        ep, capacity, entries = world.group("ep"), self._capacity, experts_TK.shape[1]
+        ep, capacity, entries = world.group("ep"), self._record.max_rows, experts_TK.shape[1]
         per_rank = self._experts // ep.size
         order = sort_copies(experts_TK, self._experts, no_drop)
         ends_Pe = order.offs_B.to(torch.int64).view(ep.size, per_rank)
@@ -62,21 +58,21 @@ class PaddedDispatch(Dispatcher[Padded]):
 
     def _exchange(self, x_ND: Tensor, world: World) -> Tensor:
         ep = world.group("ep")
-        splits = [self._capacity] * ep.size
+        splits = [self._record.max_rows] * ep.size
         return all_to_all(x_ND, ep, splits, splits)
 
     def _rows(self, order: Permutation, rank_TK: Tensor, starts_P: Tensor) -> Tensor:
         """Return where each entry's copy lies among the rows sent; N for none and for overflow."""
-        ranks = starts_P.shape[0]
+        ranks, capacity = starts_P.shape[0], self._record.max_rows
         start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
         place_TK = order.row_TK - start_TK
-        fits_TK = (rank_TK < ranks) & (place_TK < self._capacity)
-        return torch.where(fits_TK, rank_TK * self._capacity + place_TK, ranks * self._capacity)
+        fits_TK = (rank_TK < ranks) & (place_TK < capacity)
+        return torch.where(fits_TK, rank_TK * capacity + place_TK, ranks * capacity)
 
     def _slots(self, counts_Xe: Tensor) -> Tensor:
         """Return the expert of each row that came, e for a row that nothing fills."""
         ends_Xe = counts_Xe.cumsum(1)
-        place_M = torch.arange(self._capacity, device=counts_Xe.device)
+        place_M = torch.arange(self._record.max_rows, device=counts_Xe.device)
         place_XM = place_M.expand(counts_Xe.shape[0], -1).contiguous()
         return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
 
