@@ -10,7 +10,7 @@ in backward) beside tiny products, so that all ranks compute at once on any mach
 
 Of each rank: *work* is the time of its computing lane's tasks, *exchange* that of its exchange
 lane's, *busy* the time in steps without waiting for other stages. Hidden is
-1 - (busy - work) / exchange, and the table allows what ``schedule.simulate`` finds for the same
+1 - (busy - work) / exchange, and the table allows what ``hidden_exchanges`` finds for the same
 work and exchange per action. 1f1b runs the same step with nothing hidden. Figures are of the
 fastest of several steps. On a busy machine give the ranks priority (``nice -n -5``), as those on
 record had: an exchange also waits for the other rank, wherever that is delayed.
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
+import hidden_exchanges
 import matplotlib
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor
 from moefold.parallel.pipeline.lanes import Chain, Fill, Lanes, LaneTask, State
-from moefold.schedule.simulate import Costs, simulate
+from moefold.schedule.simulate import Costs
 from moefold.schedule.table import Step, actions_of
 from moefold.training import step
 
@@ -271,7 +272,7 @@ def figures(trial: Trial, traces: Sequence[dict[str, list[Trace]]]) -> tuple[Fig
         MICRO_BATCHES
     )
     costs = [_costs(chosen[stage.index(k)]) for k in range(table.stages)]
-    table_allows = simulate(table, costs).hidden
+    table_allows = hidden_exchanges.hidden(table, costs)
     allowed = [table_allows[k] for k in stage]
     share = sum(exchange) / (sum(work) + sum(exchange))
     return Figures(
@@ -286,16 +287,15 @@ def figures(trial: Trial, traces: Sequence[dict[str, list[Trace]]]) -> tuple[Fig
     ), chosen
 
 
-def _costs(trace: Trace) -> Costs:
+def _costs(trace: Trace) -> hidden_exchanges.Exchanges:
     each = {
         (lane, kind): trace.total(lane, kind) / MICRO_BATCHES
         for lane in ("compute", "exchange")
         for kind in ("F", "B")
     }
     back = each["compute", "B"]
-    return Costs(
-        each["compute", "F"], back / 2, back / 2, each["exchange", "F"], each["exchange", "B"]
-    )
+    work = Costs(each["compute", "F"], back / 2, back / 2)
+    return hidden_exchanges.Exchanges(work, each["exchange", "F"], each["exchange", "B"])
 
 
 def draw(found: Figures, traces: Sequence[Trace], path: Path) -> None:

@@ -18,29 +18,17 @@ class Deadlock(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """How long one stage takes for one micro-batch.
-
-    ``exchange_*`` is time in which the stage waits for other ranks of its own pipeline place
-    unless something else runs: a pair hides it. B takes I and W together.
-    """
+    """How long one stage takes for one micro-batch; B takes I and W together."""
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
-    exchange_forward: float = 0.0
-    exchange_backward: float = 0.0
 
     def work(self, kind: str) -> float:
-        """Return the computing time of an action."""
+        """Return the time of an action."""
         weight = self.backward_weight
         whole = self.backward_input + weight
         return {"F": self.forward, "I": self.backward_input, "W": weight, "B": whole}[kind]
-
-    def exchange(self, kind: str) -> float:
-        """Return the exchanging time of an action; weight gradients exchange nothing."""
-        if kind == "F":
-            return self.exchange_forward
-        return 0.0 if kind == "W" else self.exchange_backward
 
 
 @dataclass(frozen=True)
@@ -57,10 +45,6 @@ class Timeline:
     """What a simulation found: the spans of every rank, in order."""
 
     spans: tuple[tuple[Span, ...], ...]
-    work: tuple[float, ...]
-    """Computing time of each rank."""
-    exchange: tuple[float, ...]
-    """Exchanging time of each rank, hidden or not."""
 
     @cached_property
     def makespan(self) -> float:
@@ -69,17 +53,8 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time each rank spends in its steps, exposed exchanges included."""
+        """The time each rank spends in its steps."""
         return tuple(sum(span.end - span.start for span in line) for line in self.spans)
-
-    @property
-    def hidden(self) -> tuple[float, ...]:
-        """The share of each rank's exchanging time that hides under other work (1 without any)."""
-        shown = (busy - work for busy, work in zip(self.busy, self.work, strict=True))
-        return tuple(
-            1 - exposed / exchange if exchange else 1.0
-            for exposed, exchange in zip(shown, self.exchange, strict=True)
-        )
 
 
 def simulate(
@@ -100,34 +75,17 @@ def simulate(
     if len(each) != table.stages:
         raise ValueError(f"costs of {len(each)} stages, but the table has {table.stages}")
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
-    work, exchange = [0.0] * table.ranks, [0.0] * table.ranks
     ended: dict[ActionResult, float] = {}
     for rank, step in topological_steps(table):
         start = spans[rank][-1].end if spans[rank] else 0.0
         for need in table.step_needs(rank, step):
             away = transfer if table.home(need.stage) != rank else 0.0
             start = max(start, ended[need] + away)
-        took = [
-            (each[stage].work(action.kind), each[stage].exchange(action.kind))
-            for action in actions_of(step)
-            for stage in (table.stage(rank, action.chunk),)
-        ]
-        work[rank] += sum(one for one, _ in took)
-        exchange[rank] += sum(one for _, one in took)
-        end = start + duration(took)
+        took = (each[table.stage(rank, one.chunk)].work(one.kind) for one in actions_of(step))
+        end = start + sum(took)
         spans[rank].append(Span(step, start, end))
         ended.update(dict.fromkeys(table.step_gives(rank, step), end))
-    return Timeline(tuple(map(tuple, spans)), tuple(work), tuple(exchange))
-
-
-def duration(took: Sequence[tuple[float, float]]) -> float:
-    """Return how long a step lasts whose actions take these (computing, exchanging) times.
-
-    Two actions share one device and one network: neither can do two things at once, and neither
-    action is shorter than its own parts. A pair that reaches this bound hides all it can.
-    """
-    device, network = (sum(one) for one in zip(*took, strict=True))
-    return max(device, network, *(sum(one) for one in took))
+    return Timeline(tuple(map(tuple, spans)))
 
 
 def topological_steps(table: Table) -> Iterator[tuple[int, Step]]:

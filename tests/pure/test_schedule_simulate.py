@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hidden_exchanges import Exchanges, duration, hidden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from moefold.schedule.config import (
     ZeroBubbleV,
     tabulate,
 )
-from moefold.schedule.simulate import Costs, duration, simulate
+from moefold.schedule.simulate import Costs, simulate
 from moefold.schedule.table import Action, Pair, Table, actions_of
 from tests.schedule_checker import bubble, gaps, problems
 from tests.schedules import THEIRS, Sizes, legal_sizes, mended, schedule, stored
@@ -54,7 +55,7 @@ def test_bubbles_equal_those_of_torch(theirs: str, row: dict[str, Any]) -> None:
     assert problems(table) == []
     assert set(bubble(timeline)) == {row["bubble"]}
     assert timeline.makespan == row["makespan"]
-    assert set(timeline.work) == {row["ideal"]}
+    assert set(timeline.busy) == {row["ideal"]}
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved", "merged"])
@@ -69,7 +70,7 @@ def test_whole_backwards_leave_a_bubble_of_one_chunk_per_rank_below(
     wanted = (p - 1) * (costs.work("F") + costs.work("B"))
     timeline = simulate(tabulate(record, p, v, m), costs)
     assert set(bubble(timeline)) == {wanted}
-    assert wanted / timeline.work[0] == pytest.approx((p - 1) / (v * m))
+    assert wanted / timeline.busy[0] == pytest.approx((p - 1) / (v * m))
 
 
 @given(legal_sizes(), costs)
@@ -120,7 +121,7 @@ def test_a_timeline_breaks_no_law(sizes: Sizes, costs: Costs, transfer: int) -> 
                     away = transfer if table.home(need.stage) != rank else 0
                     assert span.start >= ends[need] + away
     stage = costs.work("F") + costs.work("B")
-    assert all(work == stage * table.chunks * table.micro_batches for work in timeline.work)
+    assert all(work == stage * table.chunks * table.micro_batches for work in timeline.busy)
     assert max(bubble(timeline)) == timeline.makespan - min(timeline.busy)
 
 
@@ -147,7 +148,7 @@ def test_stages_may_differ() -> None:
     each = [Costs(1, 2, 1), Costs(5, 1, 0), Costs(2, 2, 2)]
     timeline = simulate(tabulate(GPipe(), 3, 1, 1), each)
     assert timeline.makespan == (1 + 5 + 2) + (3 + 1 + 4)
-    assert timeline.work == (4, 6, 6)
+    assert timeline.busy == (4, 6, 6)
     with pytest.raises(ValueError, match="costs of 2 stages, but the table has 3"):
         simulate(tabulate(GPipe(), 3, 1, 1), each[:2])
 
@@ -165,31 +166,27 @@ def test_how_long_steps_last(took: list[tuple[float, float]], lasts: float) -> N
     assert duration(took) == lasts
 
 
+STAGE = Exchanges(Costs(1, 1, 1), 1, 1)
+
+
 @pytest.mark.parametrize("m", [1, 2, 16])
 def test_merged_on_one_rank_shows_the_first_forward_and_the_last_backward_only(m: int) -> None:
-    costs = Costs(1, 1, 1, exchange_forward=1, exchange_backward=1)
-    timeline = simulate(tabulate(Merged(), 1, 1, m), costs)
-    assert timeline.hidden == (pytest.approx(1 - 1 / m),)
-    assert timeline.makespan == 3 * m + 2
-    assert simulate(tabulate(OneFOneB(), 1, 1, m), costs).hidden == (0,)
+    assert hidden(tabulate(Merged(), 1, 1, m), [STAGE]) == (pytest.approx(1 - 1 / m),)
+    assert hidden(tabulate(OneFOneB(), 1, 1, m), [STAGE]) == (0,)
 
 
 def test_merged_hides_most_exchanges_on_several_ranks_too() -> None:
     """Rank r shows the exchanges of its 2 (p - r) - 1 first forwards and as many last backwards."""
-    costs, p, m = Costs(1, 1, 1, exchange_forward=1, exchange_backward=1), 2, 16
-    timeline = simulate(tabulate(Merged(), p, 1, m), costs)
+    p, m = 2, 16
+    found = hidden(tabulate(Merged(), p, 1, m), [STAGE] * p)
     shown = [2 * (p - rank) - 1 for rank in range(p)]
-    assert list(timeline.hidden) == [pytest.approx(1 - one / m) for one in shown]
-    alone = simulate(tabulate(OneFOneB(), p, 1, m), costs)
-    assert timeline.makespan < alone.makespan
-    assert simulate(tabulate(Merged(), p, 1, m)).hidden == (1, 1)
+    assert list(found) == [pytest.approx(1 - one / m) for one in shown]
 
 
 def test_weight_gradients_exchange_nothing() -> None:
     table = Table(((Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0)),), 1, 1)
-    timeline = simulate(table, Costs(1, 1, 1, exchange_forward=2, exchange_backward=3))
-    assert [span.end - span.start for span in timeline.spans[0]] == [3, 4, 1]
-    assert (timeline.work, timeline.exchange, timeline.hidden) == ((3,), (5,), (0,))
+    assert hidden(table, [Exchanges(Costs(1, 1, 1), 2, 3)]) == (0,)
+    assert [Exchanges(Costs(1, 1, 1), 2, 3).took(kind)[1] for kind in "FIW"] == [2, 3, 0]
 
 
 def test_a_pair_starts_when_both_inputs_are_there() -> None:
