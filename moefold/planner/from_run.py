@@ -131,7 +131,11 @@ class Choice:
         numbers = replace(
             task.numbers, recipe=self.recipe, weight_bytes=0 if wide else task.numbers.weight_bytes
         )
-        overlaps = replace(task.software.overlaps, ep=self.paired)
+        overlaps, stages = replace(task.software.overlaps, ep=self.paired), self.stages
+        if stages is None:
+            way: Way = "v" if isinstance(self.schedule, Vee) else "round"
+            layers = len(kinds(task.decoder)[1])
+            stages = balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
         return Case(
             decoder=task.decoder,
             seq=task.seq,
@@ -139,7 +143,7 @@ class Choice:
             micro_batch=self.micro_batch,
             cluster=task.cluster,
             sizes=self.sizes,
-            stages=self.stages or self.balanced(task),
+            stages=stages,
             schedule=self.schedule,
             dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
             load=task.load,
@@ -149,12 +153,6 @@ class Choice:
             context=self.context,
             order=self.order,
         )
-
-    def balanced(self, task: TrainingTask) -> Stages:
-        """Return the stages that a run file without any has."""
-        way: Way = "v" if isinstance(self.schedule, Vee) else "round"
-        layers = sum(len(stack.blocks) * stack.repeat for stack in task.decoder.stacks)
-        return balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
 
     @property
     def not_yet(self) -> tuple[str, ...]:

@@ -116,8 +116,6 @@ class Search:
 
     def __init__(self, task: TrainingTask) -> None:
         self.task, self.foldings = task, Foldings.of(task)
-        self.priced = 0
-        """Layouts whose whole step was priced."""
         blocks, order = kinds(task.decoder)
         layers = Counter(order)
         self.common = layers.most_common(1)[0]
@@ -233,10 +231,8 @@ class Search:
         if peak_within(case, room * SLACK) is None:
             return
         took = estimate(case)
-        self.priced += 1
         yield took.seconds, 3, choice
         for stages in self._even_stages(case, took):
-            self.priced += 1
             seconds = estimate(replace(case, stages=stages)).seconds
             yield seconds, 3, replace(choice, stages=stages)
 
