@@ -385,18 +385,23 @@ class Search:
 
     def _options(self, space: Space, grids: Grids) -> list[tuple[Kept, float]]:
         """Return what can be kept, work rising and bytes falling, with bytes of all layers."""
-        wide = grids._replace(ep=max(self.foldings.ep))
+        # Ranks of experts share them alike, but one with all of them has copies of its own to drop.
+        wide = grids._replace(ep=max(self.foldings.ep)) if grids.ep * grids.etp > 1 else grids
         key = "options", wide, space.kept
         if key not in self._known:
             case = self._sample(grids, Keeping())
             parts = [(one, number) for b, number in self.blocks for one in layer_kept(case, b)]
             found: list[tuple[float, float, Kept]] = []
+            sizes: dict[Kept, float] = {}
             for again, away in space.kept:
                 size = sum(
                     part.bytes * number
                     for part, number in parts
                     if part.module not in away and part.stays(again)
                 )
+                sizes[again, away] = size
+                if any(sizes.get((again - {one}, away)) == size for one in again):
+                    continue
                 made = PassTime(self.task.decoder, *self._how(wide, "local", (again, away)))
                 work = made.span(made.time(self.whole), False).seconds
                 found.append((work, size, (again, away)))

@@ -124,8 +124,8 @@ def _recomputes(task: TrainingTask) -> Iterator[Modules]:
         beside.add("ffn")
     if "shared" in operations:
         beside.add("shared")
-    names: list[Module] = ["norms", "attention"]
-    names.append("experts" if moefold else "moe_act")
+    beside_norms: list[Module] = ["experts", "permute", "gather"] if moefold else ["moe_act"]
+    names: list[Module] = ["norms", "attention", *beside_norms]
     if "mla_up" in operations:
         names.append("mla_up")
     for chosen in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
