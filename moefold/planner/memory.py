@@ -56,17 +56,19 @@ class Moment:
     label: str
     """The action, such as ``F3`` or ``B0'1``; ``step`` is the optimizer's."""
     activations: float
+    operands: float
+    """What products of weights wait with between I and W."""
     working: float
     """What the action itself works with."""
     gradients: float
     """Those that are there already."""
-    left: float = 0.0
-    """Activations that are there when it has ended, and what products of weights wait with."""
+    left: tuple[float, float] = (0.0, 0.0)
+    """Activations and operands that are there when it has ended."""
 
     @property
     def total(self) -> float:
         """All that is not there for the whole step."""
-        return self.activations + self.working + self.gradients
+        return self.activations + self.operands + self.working + self.gradients
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class Memory:
             **vars(self.state),
             "gradients": moment.gradients,
             "activations": moment.activations,
+            **({"operands": moment.operands} if any(m.operands for m in self.moments) else {}),
             "working": moment.working,
             "fragments": self.allocated * self.fragments,
             "software": self.overheads,
@@ -120,12 +123,12 @@ def memory(case: Case) -> tuple[Memory, ...]:
 def _memory(case: Case, rank: int) -> Memory:
     stage, line = _chunks_of(case).stage(case, rank), case.table.lines[rank]
     running = list(steps_of(line, case.sizes.vpp))
-    left = [*map(stage.there_before, running[1:]), 0.0]
+    left = [*map(stage.there_before, running[1:]), (0.0, 0.0)]
     moments = [
         Moment(str(step), *stage.needs(one), after)
         for step, one, after in zip(line, running, left, strict=True)
     ]
-    moments.append(Moment("step", 0.0, 0.0, stage.state.gradients))
+    moments.append(Moment("step", 0.0, 0.0, 0.0, stage.state.gradients))
     software = software_of(case)
     return Memory(rank, stage.state, overheads(case), software.fragments, tuple(moments))
 
@@ -313,18 +316,20 @@ class _Stage(NamedTuple):
 
     state: State
     chunks: list[_Chunk]
-    alive: list[float]
-    """What each chunk keeps, then what each waits with."""
+    kept: list[float]
+    """What each chunk keeps."""
+    waiting: list[float]
+    """What the products of each chunk's weights wait with."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
 
-    def there_before(self, step: Running) -> float:
+    def there_before(self, step: Running) -> tuple[float, float]:
         """Return the activations before a step, and what products of weights wait with."""
-        return sum(map(mul, step.kept + step.waiting, self.alive))
+        return sum(map(mul, step.kept, self.kept)), sum(map(mul, step.waiting, self.waiting))
 
-    def needs(self, step: Running) -> tuple[float, float, float]:
-        """Return activations, what the step works with, and gradients while it runs."""
-        chunks, alive = self.chunks, self.there_before(step)
+    def needs(self, step: Running) -> tuple[float, float, float, float]:
+        """Return activations, operands, what the step works with, and gradients while it runs."""
+        chunks, (alive, waiting) = self.chunks, self.there_before(step)
         there = self.there + sum(chunks[number].coming for number in step.begun)
         used = freed = 0.0
         if step.backward is not None:
@@ -334,7 +339,7 @@ class _Stage(NamedTuple):
             if step.adds and step.backward not in step.begun:
                 there += max(back.coming - freed, 0.0)
             if step.kind == "I":
-                alive += max(back.waiting - freed, 0.0)
+                waiting += max(back.waiting - freed, 0.0)
                 freed = max(freed - back.waiting, 0.0)
             used = back.backward if step.kind != "W" else 0.0
         if step.forward is not None:
@@ -342,7 +347,7 @@ class _Stage(NamedTuple):
             used = max(used, ahead.forward)
             # Layer by layer one pass keeps and the other frees: they are never both whole.
             alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
-        return alive, used, there
+        return alive, waiting, used, there
 
 
 class _Chunks:
@@ -370,8 +375,8 @@ class _Chunks:
         chunks = [self.of(held) for held in case.chunks[rank]]
         state = self.states.held(case.held[rank])
         there = state.gradients - sum(chunk.coming for chunk in chunks)
-        alive = [*(chunk.kept for chunk in chunks), *(chunk.waiting for chunk in chunks)]
-        return _Stage(state, chunks, alive, there)
+        kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
+        return _Stage(state, chunks, kept, waiting, there)
 
     def of(self, held: Held) -> _Chunk:
         """Return the bytes of a chunk that holds this."""

@@ -194,12 +194,12 @@ def _letters(chunk: Any) -> str:
 
 
 def _line(one: PlannedLayout) -> list[list[Any]]:
-    """Return the fullest rank's memory over the step: label, activations, working, gradients."""
+    """Return the fullest rank's memory over the step: label, then what there is of each part."""
     moments = one.memory.moments
     step = max(1, -(-len(moments) // MOST_MOMENTS))
     kept = [max(moments[i : i + step], key=lambda m: m.total) for i in range(0, len(moments), step)]
     return [
-        [m.label, *(round(v / GB, 3) for v in (m.activations, m.working, m.gradients))]
+        [m.label, *(round(v / GB, 3) for v in (m.activations, m.operands, m.working, m.gradients))]
         for m in kept
     ]
 

@@ -126,7 +126,7 @@ def planned(layout: Layout) -> list[list[int]]:
         numbers=Numbers("fp32", AdamW(lr=1e-3), weight_bytes=0),
         keeping=Keeping(zero=0, recompute=recomputed(layout.recompute)),
     )
-    return [[round(moment.left) for moment in one.moments[:-1]] for one in memory(case)]
+    return [[round(sum(moment.left)) for moment in one.moments[:-1]] for one in memory(case)]
 
 
 @pytest.mark.parametrize(
