@@ -103,3 +103,25 @@ def test_bytes_that_autograd_saves_are_the_planned_ones(name: str) -> None:
     shape = Shape(HIDDEN, SEQUENCES * LENGTH)
     parts = [part for part in kept(BLOCKS[name], shape) if part.saved]
     assert found == kept_bytes(parts)
+
+
+def test_a_routed_layer_whose_copies_are_made_again_keeps_rows_and_pre_activations() -> None:
+    """T * D + 2 * T * K * F elements, SonicMoE's bound (arXiv 2512.14080), and the routing."""
+    ffn = Moe(width=24, router=Router(experts=8, top_k=3))
+    shape, again = Shape(HIDDEN, rows=64), frozenset(("permute",))
+    stays = {part.name: part.bytes for part in ffn.saved(shape) if part.kept and part.stays(again)}
+    rows = stays.pop("ffn_norm.output") + stays.pop("experts.hidden")
+    assert rows == (64 * HIDDEN + 2 * 64 * 3 * 24) * shape.width
+    assert stays.pop("residual") == shape.row, "the block's own"
+    assert set(stays) == {
+        "ffn_norm.statistic",
+        "router.scores",
+        "router.chosen",
+        "router.total",
+        "router.weights",
+        "decision",
+        "offsets",
+        "experts.weights",
+        "combine.tokens",
+        "dispatch.rows",
+    }
