@@ -1,5 +1,6 @@
 """Planned bytes that a layer keeps on context ranks, against what stays alive there."""
 
+import time
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -47,6 +48,9 @@ POLICIES: tuple[dict[str, Any] | None, ...] = (
 )
 
 
+PATIENCE_S = 1.0
+
+
 class Asked(NamedTuple):
     """A layer, and how it is run."""
 
@@ -76,10 +80,14 @@ def alive(world: World, asked: Asked, ranks: int) -> int:
     with Made() as made, flow.recompute.keeping():
         out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
-    # Threads of the back end hold the rows of their last exchange until the next one.
+    # Threads of the back end hold the rows of their last exchange until the next one, and let go
+    # of them when they come to it.
     for _ in range(4):
         sum_(torch.zeros(1), world.group("cp"))
-    return x_TD.untyped_storage().nbytes() + made.alive(old)
+    given, until = x_TD.untyped_storage().nbytes(), time.monotonic() + PATIENCE_S
+    while (found := given + made.alive(old)) != planned(asked, ranks) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
 
 
 def planned(asked: Asked, ranks: int) -> int:
