@@ -232,12 +232,16 @@ def ids_in(file: Path) -> int:
     content = read_json(file, DataError)
     try:
         vocab = content["model"]["vocab"]
-        ids = [token["id"] for token in content.get("added_tokens") or []]
+        added = content.get("added_tokens") or []
+        ids = [token["id"] for token in added]
         highest = index(
             max([*ids, *(vocab.values() if isinstance(vocab, dict) else ())], default=0)
         )
-        highest = max(highest, len(vocab) - 1)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        # The library numbers added tokens that the vocabulary lacks anew, behind it.
+        known = vocab if isinstance(vocab, dict) else (piece[0] for piece in vocab)
+        new = {token["content"] for token in added}.difference(known)
+        highest = max(highest, len(vocab) + len(new) - 1)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{file}: has no model.vocab with ids; is it a tokenizer.json?") from error
     return demand_ids(highest + 1, file)
 

@@ -195,6 +195,14 @@ def test_a_damaged_file_is_an_error_that_names_it_and_nothing_else_is_said(conte
     assert said == [b""]
 
 
+def test_an_added_token_under_an_id_of_another_gets_one_of_its_own(tmp_path: Path) -> None:
+    content = json.loads(trained(300).text)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 5, "content": "<new>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = from_path(str(tmp_path), end=END)
+    assert ids_in(tmp_path / "tokenizer.json") == len(found.token_bytes) == 301
+
+
 def test_what_others_say_meanwhile_is_not_lost(tmp_path: Path, monkeypatch) -> None:
     class Chatty:
         def encode(self, *_: object, **__: object) -> None:
