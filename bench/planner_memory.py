@@ -20,6 +20,7 @@ from moefold.layers.config import Full, Precision, Selective
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
+from moefold.layers.kinds.windowed import Windowed
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.model.config import Block, Decoder, Stack
@@ -93,6 +94,15 @@ RECIPES = (
            recompute=Selective(modules=("ffn",))),
     Recipe("latents bf16", attention=LATENT, precision="bf16", micro_batch=4),
     Recipe("latents, up-projections", attention=LATENT, recompute=Selective(modules=("mla_up",))),
+    Recipe("latents, attention and norms", attention=LATENT,
+           recompute=Selective(modules=("attention", "norms", "mla_up"))),
+    Recipe("latents bf16, full recompute", attention=LATENT, precision="bf16", recompute=Full(),
+           micro_batch=4),
+    Recipe("mixture, copies of rows", recompute=Selective(modules=("permute",)), micro_batch=4),
+    Recipe("mixture bf16, most again", precision="bf16", micro_batch=4,
+           recompute=Selective(modules=("norms", "experts", "permute", "shared"))),
+    Recipe("window and sinks", precision="bf16", micro_batch=4,
+           attention=Windowed(heads=4, kv_heads=2, head_dim=64, window=64)),
     Recipe("large vocabulary", vocab=16384, layers=2),
     Recipe("long sequence", seq=2048, micro_batch=1, layers=3),
 )  # fmt: skip

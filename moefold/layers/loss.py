@@ -81,6 +81,7 @@ def _plain(
         dx_PD[rows] = dlogits_Cv @ head.value
         if head.master.requires_grad:
             accumulate(head.master, partial(chunked.head_gradient, dlogits_Cv, x_CD))
+        del logp_Cv, dlogits_Cv  # or the next chunk's logits were made beside them
     return total, dx_PD
 
 

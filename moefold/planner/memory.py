@@ -361,11 +361,12 @@ class _Chunks:
         keeping: Keeping,
         graphs: float,
         rows: int,
+        logit: int,
     ) -> None:
-        """Take what decides; ``rows`` are those whose logits exist at once."""
+        """Take what decides; logits of ``rows`` exist at once, each of so many bytes."""
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
         self.blocks, order = kinds(decoder)
-        self.last, self.loss_rows = order[-1], min(rows, shape.piece)
+        self.last, self.loss_rows, self.logit = order[-1], min(rows, shape.piece), logit
         self.stack, self.recipe = split.stack, split.numbers.recipe
         self.states = states_of(decoder, split)
         self._known: dict[Held, _Chunk] = {}
@@ -402,9 +403,8 @@ class _Chunks:
         if held.loss:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
-            # Logits, and their logarithms in fp32, which become the gradient in place.
             columns = self.decoder.vocab / shape.tp
-            forward = max(forward, self.loss_rows * columns * (shape.width + 4))
+            forward = max(forward, self.loss_rows * columns * self.logit)
         kept = total * (1 + self.graphs)
         return _Chunk(kept, waiting, forward, backward, layer, self._gradients(held))
 
@@ -438,7 +438,10 @@ _chunks = remembered(1 << 12)(_Chunks)
 def _chunks_of(case: Case) -> _Chunks:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
     split, rows = Split.of(case), case.software.loss_chunk
-    return _chunks(case.decoder, shape_of(case), split, case.keeping, graphs, rows)
+    shape = shape_of(case)
+    # A CPU has logits and their logarithms in fp32; kernels of GPUs make the gradient of logits.
+    logit = 8 if software_of(case) is CPU else shape.width
+    return _chunks(case.decoder, shape, split, case.keeping, graphs, rows, logit)
 
 
 @remembered(1 << 12)

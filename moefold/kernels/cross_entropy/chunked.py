@@ -64,6 +64,7 @@ def loss_and_gradients(
             dx_TD[rows] = dlogits_CV @ value
             if head.master.requires_grad:
                 accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
+            del dlogits_CV  # or the next chunk's logits were made beside it
     return total, dx_TD
 
 
@@ -101,6 +102,7 @@ def through_kernels(
         torch.mm(logits_CV, value, out=dx_TD[rows])
         if head.master.requires_grad:
             accumulate(head.master, partial(head_gradient, logits_CV, x_TD[rows]))
+        del logits_CV
     normaliser_T, picked_T = torch.cat(stats, 1)
     return torch.where(counted_T, normaliser_T - picked_T, 0).sum(), dx_TD
 
@@ -121,8 +123,9 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def _log_softmax(x_CD: Tensor, value_VD: Tensor) -> Tensor:
-    logits_CV = x_CD @ value_VD.t()
-    return F.log_softmax(logits_CV, -1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
+    # Widened first: narrow logits are gone before their logarithms come.
+    wide = torch.promote_types(x_CD.dtype, torch.float32)
+    return F.log_softmax((x_CD @ value_VD.t()).to(wide), -1)
 
 
 def _picked(logp_CV: Tensor, labels_C: Tensor, counted_C: Tensor) -> tuple[Tensor, Tensor]:
