@@ -159,7 +159,8 @@ def test_export_and_import_hold_at_most_twice_the_largest_group(tmp_path: Path) 
             torch.set_num_threads(1)
             grown = peak_of(work)
             said = f"{what} took {grown / largest:.2f} times the largest group"
-            assert largest < grown <= 2 * largest + 4 * MIB, said
+            # Small blocks too, in a heap full of holes: up to 0.4 groups were seen.
+            assert largest < grown <= 2 * largest + 8 * MIB, said
 
         out = partial(export, checkpoint, quick / "hub")
         assert run_child(partial(measure, "export", out)) == 0
