@@ -69,6 +69,11 @@ class Flow:
         """Return the pass through one chunk; its decisions and angles are let go with it."""
         return replace(self, sink=sink, unshard=unshard, decisions=Decisions(), _angles={})
 
+    def end_backward(self) -> None:
+        """Let go of decisions and angles: products of weights that still wait read neither."""
+        self.decisions.clear()
+        self._angles.clear()
+
     @property
     def n_valid(self) -> int | None:
         """How many rows count, all of them first; None where all do."""

@@ -62,8 +62,6 @@ class Moment:
     """What the action itself works with."""
     gradients: float
     """Those that are there already."""
-    left: tuple[float, float] = (0.0, 0.0)
-    """Activations and operands that are there when it has ended."""
 
     @property
     def total(self) -> float:
@@ -122,11 +120,9 @@ def memory(case: Case) -> tuple[Memory, ...]:
 
 def _memory(case: Case, rank: int) -> Memory:
     stage, line = _chunks_of(case).stage(case, rank), case.table.lines[rank]
-    running = list(steps_of(line, case.sizes.vpp))
-    left = [*map(stage.there_before, running[1:]), (0.0, 0.0)]
     moments = [
-        Moment(str(step), *stage.needs(one), after)
-        for step, one, after in zip(line, running, left, strict=True)
+        Moment(str(step), *stage.needs(running))
+        for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
     ]
     moments.append(Moment("step", 0.0, 0.0, 0.0, stage.state.gradients))
     software = software_of(case)

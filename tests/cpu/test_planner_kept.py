@@ -1,5 +1,7 @@
 """Planned bytes that a layer keeps, against what a pass really leaves alive: by storage."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -44,16 +46,7 @@ BLOCKS = {
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
     ),
 }
-ALL: tuple[Kind, ...] = (
-    "norms",
-    "attention",
-    "mla_up",
-    "ffn",
-    "shared",
-    "experts",
-    "permute",
-    "gather",
-)
+ALL: tuple[Kind, ...] = get_args(Kind)
 POLICIES: list[Record | None] = [
     None,
     Full(),

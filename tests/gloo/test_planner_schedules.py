@@ -22,7 +22,7 @@ from moefold.parallel.pipeline.lanes import Chain, LaneTask
 from moefold.parallel.pipeline.subgraph import Subgraph
 from moefold.planner.case import Case, Keeping, Numbers, recomputed
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import memory
+from moefold.planner.memory import _chunks_of, steps_of
 from moefold.schedule.table import Action, Step
 from moefold.training import step as training_step
 from tests.cpu.alive import HIDDEN, Made
@@ -97,7 +97,7 @@ class Weighing(Executor):
         apart += [p.grad for p in model.parameters() if p.grad is not None]
         seeds: list[Any] = []
         for held in self._held.values():
-            angles = held.way._flow._angles.values()
+            angles = held.flow._angles.values()
             apart += [t for a in angles for t in (a.cos_Tp, a.sin_Tp)]
             tasks = chain.from_iterable(held.way._back)
             parts = [getattr(task.run, "__self__", None) for task in tasks]
@@ -156,7 +156,13 @@ def planned(block: str, layout: Layout) -> list[list[int]]:
         numbers=Numbers("fp32", AdamW(lr=1e-3), weight_bytes=0),
         keeping=Keeping(zero=0, recompute=recomputed(layout.recompute)),
     )
-    return [[round(sum(moment.left)) for moment in one.moments[:-1]] for one in memory(case)]
+    found: list[list[int]] = []
+    for rank, line in enumerate(case.table.lines):
+        stage = _chunks_of(case).stage(case, rank)
+        before = [stage.there_before(step) for step in steps_of(line, sizes.vpp)]
+        # What is there after a step is there before the next one, and nothing after the last.
+        found.append([round(sum(there)) for there in [*before[1:], (0.0, 0.0)]])
+    return found
 
 
 @pytest.mark.parametrize(

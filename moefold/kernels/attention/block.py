@@ -115,7 +115,7 @@ class OnlineSoftmax:
         # A row that has seen nothing yet has no statistics to come from.
         base_SH = merged_SH.masked_fill(merged_SH == float("-inf"), 0.0)
         out_SHv.mul_((lse_SH - base_SH).exp_()[..., None])
-        out_SHv.add_(_rows(part) * (lse - base_SH).exp_()[..., None])
+        out_SHv.add_(rows_of(part) * (lse - base_SH).exp_()[..., None])
         lse_SH.copy_(merged_SH)
 
 
@@ -132,8 +132,8 @@ class Seen(NamedTuple):
     def gradients(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the shares of one tile: of its queries' rows, its keys' and its values'."""
         q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
-        grad, out = (_cut(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
-        lse_NHS = _cut(self.lse_TH[tile.queries], tile)
+        grad, out = (segments_of(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
+        lse_NHS = segments_of(self.lse_TH[tile.queries], tile)
         if tile.band is not None:
             args = (grad, q, k, v, out, lse_NHS, self.scale, False)
             shares = block_plain.backward(*args, tile.band)
@@ -141,7 +141,7 @@ class Seen(NamedTuple):
             kernel = choose(q, v, self.backend)
             causal = tile.segments > 0
             shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, causal)
-        return tuple(_rows(x) for x in shares)  # type: ignore[return-value]
+        return tuple(rows_of(x) for x in shares)  # type: ignore[return-value]
 
     def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the gradient of sinks: each takes its weight times what the row's output gives."""
@@ -233,13 +233,15 @@ def attention(
 
 
 def _of_kernel(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _cut(q[tile.queries], tile), _cut(k[tile.keys], tile), _cut(v[tile.keys], tile)
+    q, k, v = q[tile.queries], k[tile.keys], v[tile.keys]
+    return segments_of(q, tile), segments_of(k, tile), segments_of(v, tile)
 
 
-def _cut(rows: Tensor, tile: Tile) -> Tensor:
-    """Turn rows [N * S, H, ...] into [N, H, S, ...]."""
+def segments_of(rows: Tensor, tile: Tile) -> Tensor:
+    """Turn a tile's rows [N * S, H, ...] into segments [N, H, S, ...], as the kernels take them."""
     return rows.unflatten(0, (max(tile.segments, 1), -1)).transpose(1, 2)
 
 
-def _rows(x_NHSd: Tensor) -> Tensor:
+def rows_of(x_NHSd: Tensor) -> Tensor:
+    """Turn segments [N, H, S, d] into rows [N * S, H, d] again."""
     return x_NHSd.transpose(1, 2).flatten(0, 1)

@@ -4,7 +4,6 @@ Neighbouring segments of equal length form one batch, so that a micro-batch of w
 one call and no pair of rows from different segments is ever computed. Shapes as in ``reference``.
 """
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.attention import block_fused
+from moefold.kernels.attention.block import Tile, causal_tiles, rows_of, segments_of
 
 
 def attention(
@@ -27,10 +27,10 @@ def attention(
     if v_TGv.shape[-1] < q_THd.shape[-1] and block_fused.fits(q_THd, v_TGv):
         return _NarrowValues.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
-    runs, parts = _runs(lengths, q_THd.shape[0])
+    tiles, parts = _parts(lengths, q_THd.shape[0])
     # A split in one would be joined again in backward, by copies.
     pieces = zip(*(x.split(parts) if len(parts) > 1 else (x,) for x in given), strict=True)
-    out = [_run(q, k, v, length, scale) for length, (q, k, v) in zip(runs, pieces, strict=False)]
+    out = [_run(q, k, v, tile, scale) for tile, (q, k, v) in zip(tiles, pieces, strict=False)]
     if not out:
         # Zeros that lead back to the rows: their weights get gradients of zero, never none.
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
@@ -38,31 +38,20 @@ def attention(
     return _joined(out, q_THd[..., : v_TGv.shape[-1]])
 
 
-def _runs(lengths: tuple[int, ...], count: int) -> tuple[list[int], list[int]]:
-    """Return the length of the segments of each run of equal ones, and each run's rows.
-
-    Rows beyond the segments, where there are any, are the last part of ``count`` rows.
-    """
-    runs = [(length, length * len(list(same))) for length, same in groupby(lengths) if length]
-    parts = [rows for _, rows in runs]
+def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:
+    """Return the tiles of segments, and of ``count`` rows those of each, then those beyond."""
+    tiles = causal_tiles(lengths)
+    parts = [tile.queries.stop - tile.queries.start for tile in tiles]
     tail = count - sum(parts)
-    return [length for length, _ in runs], [*parts, tail] if tail else parts
+    return tiles, [*parts, tail] if tail else parts
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float) -> Tensor:
+def _run(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Tensor:
     """Attend inside segments of one length; rows in, rows out."""
-    q, k, v = (_segments(x, length) for x in (q, k, v))
+    q, k, v = (segments_of(x, tile) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return _rows(out)
-
-
-def _segments(x_THd: Tensor, length: int) -> Tensor:
-    return x_THd.unflatten(0, (-1, length)).transpose(1, 2)
-
-
-def _rows(x_NHSd: Tensor) -> Tensor:
-    return x_NHSd.transpose(1, 2).flatten(0, 1)
+    return rows_of(out)
 
 
 def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
@@ -85,14 +74,14 @@ class _NarrowValues(Function):
         lengths: tuple[int, ...],
         scale: float,
     ) -> Tensor:
-        runs, parts = _runs(lengths, q_THd.shape[0])
+        tiles, parts = _parts(lengths, q_THd.shape[0])
         pieces = zip(*(x.split(parts) for x in (q_THd, k_TGd, v_TGv)), strict=True)
         found: list[tuple[Tensor, Tensor]] = []
-        for length, given in zip(runs, pieces, strict=False):
-            q, k, v = (_segments(x, length) for x in given)
+        for tile, given in zip(tiles, pieces, strict=False):
+            q, k, v = (segments_of(x, tile) for x in given)
             found.append(block_fused.forward(q, k, v, scale, True))
         narrow = q_THd[..., : v_TGv.shape[-1]]
-        out_THv = _joined([_rows(out) for out, _ in found], narrow).contiguous()
+        out_THv = _joined([rows_of(out) for out, _ in found], narrow).contiguous()
         ctx.save_for_backward(q_THd, k_TGd, v_TGv, out_THv, *(lse for _, lse in found))
         ctx.lengths, ctx.scale = lengths, scale
         return out_THv
@@ -101,16 +90,16 @@ class _NarrowValues(Function):
     @once_differentiable
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_TGd, v_TGv, out_THv, *statistics = ctx.saved_tensors
-        runs, parts = _runs(ctx.lengths, q_THd.shape[0])
+        tiles, parts = _parts(ctx.lengths, q_THd.shape[0])
         pieces = zip(
             *(x.split(parts) for x in (grad_THv, q_THd, k_TGd, v_TGv, out_THv)), strict=True
         )
         found: list[tuple[Tensor, ...]] = []
-        for length, lse, given in zip(runs, statistics, pieces, strict=False):
-            grad, q, k, v, out = (_segments(x, length) for x in given)
+        for tile, lse, given in zip(tiles, statistics, pieces, strict=False):
+            grad, q, k, v, out = (segments_of(x, tile) for x in given)
             found.append(block_fused.backward(grad, q, k, v, out, lse, ctx.scale, True))
         made = (
-            _joined([_rows(shares[i]) for shares in found], like)
+            _joined([rows_of(shares[i]) for shares in found], like)
             for i, like in enumerate((q_THd, k_TGd, v_TGv))
         )
         return *made, None, None

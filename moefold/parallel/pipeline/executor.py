@@ -37,6 +37,7 @@ class InFlight:
     """One micro-batch in one chunk, from its F until its last backward action."""
 
     way: ChunkPass
+    flow: Flow
     sink: Deferred | Accumulated
     hooks: UnshardHooks
     gradient: Tensor | None = None
@@ -118,7 +119,7 @@ class Executor:
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks)
         way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
-        return InFlight(way, sink, hooks)
+        return InFlight(way, flow, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:
         """Hand on what an action left, and forget what nothing needs any more."""
@@ -132,7 +133,7 @@ class Executor:
                 self._ran.losses.append(way.summed)
                 held.gradient = left[0]
         if action.kind == "I":
-            held.way.end_backward()
+            held.flow.end_backward()
         if action.kind in "BW":
             held.hooks.post_weight_gradients()
             del self._held[stage, micro]

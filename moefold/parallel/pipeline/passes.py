@@ -88,11 +88,6 @@ class ChunkPass:
             tasks += [task, Fill(drain)] if task.exchanges else [task]
         return [*tasks, Fill(drain)]
 
-    def end_backward(self) -> None:
-        """Let go of what layers share and products of weights do not read."""
-        self._flow.decisions.clear()
-        self._flow._angles.clear()
-
     def _in_one(self, *given: Tensor) -> State:
         """Run the whole chunk but the loss as one part."""
         model, chunk, flow = self._model, self._chunk, self._flow
