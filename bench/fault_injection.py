@@ -158,13 +158,13 @@ def kill(pid: int) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop a process, for good unless someone else continues it."""
+    """Stop a process until someone else wakes it."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
 
 
 def slow(pid: int, seconds: float) -> None:
-    """Let a process stand still for a time that nobody takes it for dead in."""
+    """Let a process stand still for a time in which nobody wakes it."""
     stop(pid)
     time.sleep(seconds)
     with suppress(ProcessLookupError):

@@ -26,4 +26,4 @@ class Survive(Record):
     same_step: Count = 5
     """So many losses in a row at one step end the run: one more start would only repeat them."""
     stopped_s: Positive = 5.0
-    """A rank whose process is stopped, and gives no sign of life for so long, is taken for dead."""
+    """A rank that gives no sign of life for so long is told to go on: it may be stopped."""

@@ -1,8 +1,8 @@
 """Ranks of this machine that are started anew, all of them, when one is lost.
 
-A rank is lost when its process dies, when it gives no sign of life, or when an operation between
-ranks fails and none of them is to blame. The launcher then ends all ranks and starts them again.
-What they go on from they have written into memory that the launcher holds.
+A rank is lost when its process dies, or when an operation between ranks fails and none of them is
+to blame. The launcher then ends all ranks and starts them again. What they go on from they have
+written into memory that the launcher holds. A rank that was only stopped is woken.
 """
 
 import time
@@ -96,17 +96,20 @@ class RestartLimit:
     def silence(self) -> Callable[[], list[int]]:
         """Return what says, asked again and again, which ranks of a new attempt are silent.
 
-        A rank is not before it has shown that it lives.
+        One that stays silent is told of once in ``stopped_s``.
         """
         beats = [memory.counters[BEATS] for memory in self._memories]
-        heard: dict[int, float] = {}
+        heard = [time.monotonic()] * len(beats)
 
         def silent() -> list[int]:
             now = time.monotonic()
             for rank, memory in enumerate(self._memories):
                 if memory.counters[BEATS] != beats[rank]:
                     beats[rank], heard[rank] = memory.counters[BEATS], now
-            return [rank for rank, at in heard.items() if now - at > self._record.stopped_s]
+            found = [at for at, last in enumerate(heard) if now - last > self._record.stopped_s]
+            for rank in found:
+                heard[rank] = now
+            return found
 
         return silent
 

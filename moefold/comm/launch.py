@@ -27,7 +27,7 @@ SETTLE_S, DEATH_SETTLE_S = 0.5, 0.1
 """How long ranks have to say their own error after the first one's; after a death."""
 CAUSE_S = 30.0
 """How long ranks that only repeat the first one's error wait for its own word."""
-DEAD, STOPPED = "died", "was stopped: it gives no sign of life"
+DEAD = "died"
 """What became of a rank that says nothing any more; in place of its answer's value."""
 Answers = Sequence[Answer | None]
 
@@ -44,11 +44,11 @@ class RankError(RuntimeError):
 
 
 class RankLost(RankError):
-    """No rank failed by itself: some died or stopped, or an operation between ranks failed.
+    """No rank failed by itself: some died, or an operation between ranks failed.
 
     Attributes:
         why: what is known, in one line.
-        ranks: those that died or stopped.
+        ranks: those that died.
         answers: what each rank had said by then, None for those that had not.
     """
 
@@ -168,8 +168,8 @@ class Workers:
     ) -> list[Any]:
         """Wait until all ranks have answered, ``limit_s`` at most; return their results in order.
 
-        ``silent`` returns the ranks that give no sign of life; they count as dead, unless the
-        system says that they are not stopped.
+        ``silent`` returns the ranks that give no sign of life. Each is told to go on, which says
+        nothing to one that only wants for a core and wakes one that was stopped.
 
         Raises:
             RankLost: where no rank failed by itself.
@@ -201,13 +201,10 @@ class Workers:
         if not failed:
             missing = [at for at, answer in enumerate(answers) if answer is None]
             return RankError(f"no answer from ranks {missing} within {limit_s:g} s{report}")
-        dead = {at: answer.value for at, answer in failed if answer.value in (DEAD, STOPPED)}
+        dead = tuple(at for at, answer in failed if answer.value == DEAD)
         if dead:
-            why = "; ".join(
-                f"rank {at}: the process {self._ranks[at].cause() if how == DEAD else how}"
-                for at, how in dead.items()
-            )
-            return RankLost(why + report, why, tuple(dead), answers)
+            why = "; ".join(f"rank {at}: the process {self._ranks[at].cause()}" for at in dead)
+            return RankLost(why + report, why, dead, answers)
         at, first = min(failed, key=lambda f: (f[1].blames_others, f[1].repeats, f[1].at))
         text = f"rank {at} failed first:\n{first.value}{report}"
         if not first.blames_others:
@@ -239,13 +236,12 @@ def _collect(
             except (EOFError, OSError):
                 answers[at] = Answer(False, DEAD, time.monotonic())
         for at in silent() if silent else ():
-            if not ranks[at].may_be_slow:
-                answers[at] = answers[at] or Answer(False, STOPPED, time.monotonic())
+            ranks[at].signal(signal.SIGCONT)
         failed = [answer for answer in answers if answer and not answer.ok]
         if failed and not failing:
             failing = not all(answer.repeats for answer in failed)
             until = time.monotonic() + (SETTLE_S if failing else CAUSE_S)
-        if not dying and any(answer.value in (DEAD, STOPPED) for answer in failed):
+        if not dying and any(answer.value == DEAD for answer in failed):
             dying, until = True, min(until, time.monotonic() + DEATH_SETTLE_S)
     return answers
 

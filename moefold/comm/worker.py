@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ class Answer(NamedTuple):
 
     ok: bool
     value: Any
-    """What the function returned, or the traceback; ``DEAD`` or ``STOPPED`` instead of one."""
+    """What the function returned, or the traceback; ``DEAD`` instead of one."""
     at: float
     """When, on the clock that all processes of a machine share."""
     raised: Raised | None = None
@@ -138,7 +137,7 @@ class Loss(NamedTuple):
     """Why an attempt ended."""
 
     ranks: tuple[int, ...]
-    """Those that died or stopped."""
+    """Those that died."""
     why: str
     noticed: float
     """When the launcher saw it, in seconds since the epoch."""
@@ -199,18 +198,6 @@ class Rank:
         """Send a signal, unless the rank is over."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
-
-    @property
-    def may_be_slow(self) -> bool:
-        """Whether the system knows of the process and has not stopped it: it may want for a core.
-
-        Without ``/proc`` nothing is known, and silence alone has to tell.
-        """
-        try:
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state not in "TtXZ"
 
     def cause(self) -> str:
         """Say what a process died of, as the end of a sentence."""

@@ -91,16 +91,16 @@ def stopped(at: int) -> Callable[[Path, Path], None]:
 def test_b26_b27_kills_and_stops_change_no_bit_and_lose_no_sample(
     tmp_path: Path, unbroken: tuple[list[dict[str, Any]], Any]
 ) -> None:
-    """Case 1, 17: the first rank dies too; each loses at most the step under way."""
+    """Case 1, 17: the first rank dies too; each loses at most the step under way, a stop none."""
     plan = [(3, killed(2)), (6, killed(0)), (9, stopped(3)), (12, killed(1, 0))]
     history = trained(tmp_path, 4, faults_at(*plan))
     assert computed(history) == unbroken[0]
     assert faults.samples(tmp_path / "notes") == unbroken[1]
     lived = recoveries(history)
-    assert [set(each["lost"]) for each in lived] == [{2}, {0}, {3}, {0, 1}]
+    assert [set(each["lost"]) for each in lived] == [{2}, {0}, {0, 1}]
     starts = [event["step"] for event in history.events if "recovered" in event]
     assert all(each["reached"] - step <= 1 for each, step in zip(lived, starts, strict=True))
-    assert "was stopped" in lived[2]["why"] and "SIGKILL" in lived[0]["why"]
+    assert all("SIGKILL" in each["why"] for each in lived), "the one that stopped was woken"
 
 
 def test_all_ranks_may_die_at_once_and_a_torn_checkpoint_is_passed_over_by_the_next_launch(
