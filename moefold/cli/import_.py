@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
     with import_folder(args.source, args.weights) as found, progress_bars(on_stderr()) as show:
         source, count = found.tensors, len(found.tensors)
-        meta = describe(found.decoder, _tokenizer(args, found))
-        meta |= {"special_tokens": dict(found.special_tokens)}
+        tokenizer = _tokenizer(args, found)
+        meta = describe(found.decoder, tokenizer)
+        if tokenizer is None:  # else they are beside it
+            meta |= {"special_tokens": dict(found.special_tokens)}
 
         def read(name: str, number: int) -> "Tensor":
             """Return a tensor of the folder, when it is written."""

@@ -14,7 +14,7 @@ from moefold.checkpoint.manifest import CHUNK_BYTES
 from moefold.checkpoint.tensors import LazyTensor, Named, TensorSlice, pack, write_shard
 from moefold.convert.plan import Dtype, Sent, contract, targets
 from moefold.convert.source import INDEX, ConvertError
-from moefold.data.config import TOKENIZER_CONFIG
+from moefold.data.config import GENERATION_CONFIG
 from moefold.data.tokenizer import Tokenizer
 from moefold.files import write_json
 from moefold.model.config import Decoder
@@ -45,7 +45,7 @@ def export_folder(
         tokenizer: written beside the weights.
         dtype: type of the weights; the selection bias stays fp32, as transformers keeps it.
         layout: experts each on their own, which most programs read, or all in one tensor.
-        special_tokens: ``eos_token_id`` and its like; the tokenizer's where left out.
+        special_tokens: ``eos_token_id`` and its like; those beside the tokenizer where left out.
         shard_bytes: most bytes of data in one file.
 
     Raises:
@@ -70,11 +70,13 @@ def export_folder(
     staged.mkdir()
     try:
         config = family.to_hf(decoder) | {"torch_dtype": dtype}
-        tokens = {} if tokenizer is None else _write_tokenizer(staged, tokenizer, decoder.context)
-        tokens |= {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
+        tokens = {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
+        if tokenizer is not None:
+            (staged / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+            tokens = tokenizer.files.write(staged, tokenizer.end_id, decoder.context) | tokens
+        elif tokens:
+            write_json(staged / GENERATION_CONFIG, tokens)
         write_json(staged / "config.json", config | tokens)
-        if tokens:
-            write_json(staged / "generation_config.json", tokens)
         _write_weights(staged, files)
         if folder.exists():
             folder.rmdir()
@@ -83,24 +85,6 @@ def export_folder(
         shutil.rmtree(staged, ignore_errors=True)
         raise
     return left_out(decoder)
-
-
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int | None) -> dict[str, int]:
-    """Write the two files that ``transformers.AutoTokenizer`` reads; return special tokens' ids.
-
-    It warns of texts longer than ``context`` tokens.
-    """
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.end,
-        "bos_token": tokenizer.start,
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
-    write_json(folder / TOKENIZER_CONFIG, {k: v for k, v in config.items() if v is not None})
-    ids = {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.end_id}
-    return {name: number for name, number in ids.items() if number is not None}
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:

@@ -25,6 +25,9 @@ SOURCE = Slot("source", tag="source")
 BYTES = 256
 MAX_IDS = 1 << 24
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE_FILE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
+BESIDE = (TOKENIZER_CONFIG, TEMPLATE_FILE, GENERATION_CONFIG, "special_tokens_map.json")
+"""Files beside a ``tokenizer.json`` that belong to it, from import to export."""
 Files = Annotated[
     tuple[Annotated[str, Field(min_length=1), OnDisk(globs=True)], ...],
     Field(min_length=1, examples=[["corpus/*.txt"]]),
@@ -86,8 +89,8 @@ class FileTokenizer(TokenizerRecord):
     def stamp(self) -> str:
         """Return the SHA-256 of the tokenizer's files."""
         file = tokenizer_file(self.path)
-        beside = file.with_name(TOKENIZER_CONFIG)
-        read = [f.read_bytes() for f in (file, beside) if f.is_file()]
+        files = [file, *(file.with_name(name) for name in (*BESIDE, "config.json"))]
+        read = [f.read_bytes() for f in files if f.is_file()]
         return sha256(b"\0".join(read)).hexdigest()
 
 

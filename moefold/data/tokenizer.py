@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from moefold.data.beside import Beside, content
 from moefold.data.config import (
     BYTES,
     TOKENIZER_CONFIG,
@@ -51,6 +51,7 @@ class Tokenizer:
         start: token that begins one, None for none.
         vocab: rows of the embedding (default: as many as there are tokens).
         source: where the content comes from, for error messages.
+        files: what lay beside it, by name (default: what a tokenizer trained here has).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Tokenizer:
         start: str | None,
         vocab: int | None = None,
         source: str = "tokenizer",
+        files: Mapping[str, str] | None = None,
     ) -> None:
         with _library(source):
             self._inner = tokenizers.Tokenizer.from_str(text)
@@ -71,6 +73,8 @@ class Tokenizer:
         self.start, self.end = start, end
         self.end_id = self._id(end)
         self.start_id = None if start is None else self._id(start)
+        own = Beside.of(end, self.end_id, start, self.start_id)
+        self.files = own if files is None else Beside(files)
         self.size = demand_ids(max(self._inner.get_vocab().values()) + 1, source)
         """Highest token id plus one."""
         self.vocab = self.size if vocab is None else vocab
@@ -83,6 +87,11 @@ class Tokenizer:
         if found is None:
             raise DataError(f"{self.source}: has no token {token!r}; name another as start or end")
         return found
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids of all tokens that end a text, that of documents first."""
+        return tuple(i for i in self.files.ends(self.end_id) if i < self.size)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text alone, without start and end."""
@@ -143,6 +152,7 @@ class Tokenizer:
         """Write the ``tokenizer.json`` and the names of its special tokens beside it."""
         file.write_text(self.text, encoding="utf-8")
         beside = {"eos_token": self.end, "bos_token": self.start, "vocab": self.vocab}
+        beside |= {"files": self.files}
         write_json(file.with_name(TOKENIZER_CONFIG), beside)
 
 
@@ -150,33 +160,40 @@ def load(path: Path) -> Tokenizer:
     """Load a tokenizer that ``Tokenizer.save`` wrote, exactly as it was."""
     beside_file = path.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file, DataError)
-    end, vocab = _special_token(beside, "eos_token"), beside.get("vocab")
+    end, vocab = content(beside.get("eos_token")), beside.get("vocab")
     if end is None or not isinstance(vocab, int):
         raise DataError(f"{beside_file}: has no eos_token and vocab, with which it was written")
-    start = _special_token(beside, "bos_token")
-    return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path))
+    start, files = content(beside.get("bos_token")), beside.get("files")
+    return Tokenizer(_text(path), end, start, vocab=vocab, source=str(path), files=files)
 
 
 def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
     """Build the tokenizer of a ready file; no text is needed."""
-    return from_path(record.path, record.end, record.start)
+    found = from_path(record.path, record.end, record.start)
+    if record.start is None and found.start is None:
+        found.start, found.start_id = found.end, found.end_id  # the first byte is predicted too
+    return found
 
 
 def from_path(path: str, end: str | None = None, start: str | None = None) -> Tokenizer:
-    """Build a tokenizer from a ``tokenizer.json`` or its folder; see :class:`FileTokenizer`."""
+    """Build a tokenizer from a ``tokenizer.json`` or its folder; see :class:`FileTokenizer`.
+
+    Where neither the folder nor ``start`` names a token that begins a text, there is none.
+    """
     file = tokenizer_file(path)
     beside_file = file.with_name(TOKENIZER_CONFIG)
     beside = read_json(beside_file, DataError) if beside_file.is_file() else {}
-    end = end or _special_token(beside, "eos_token")
+    end = end or content(beside.get("eos_token"))
     if not end:
         added = read_json(file, DataError).get("added_tokens")
         tokens = added if isinstance(added, list) else []
-        found = [_special_token({"": each}, "") for each in tokens]
+        found = [content(each) for each in tokens]
         end = next((name for name in _USUAL_ENDS if name in found), None)
         if end is None:
             raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
-    start = _special_token(beside, "bos_token") or end if start is None else start or None
-    return Tokenizer(_text(file), end, start, source=str(file))
+    files = Beside.read(file.parent, end, start)
+    start = content(beside.get("bos_token")) if start is None else start or None
+    return Tokenizer(_text(file), end, start, source=str(file), files=files)
 
 
 def _text(file: Path) -> str:
@@ -245,13 +262,6 @@ def _library(source: str) -> Iterator[None]:
             held.seek(0)
             if not panicked and (said := held.read()):
                 os.write(STDERR, said)
-
-
-def _special_token(beside: Mapping[str, Any], key: str) -> str | None:
-    """Return a special token's text from a ``tokenizer_config.json``, which has two notations."""
-    token = beside.get(key)
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
 
 
 def _spelt(token: str, alphabet: Mapping[str, bytes] | None) -> bytes:

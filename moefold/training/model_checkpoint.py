@@ -32,13 +32,16 @@ from moefold.run import Run
 
 MODEL = "model."
 """Before the names of the model's tensors."""
-TOKENIZER = ("text", "end", "start", "vocab")
+TOKENIZER = ("text", "end", "start", "vocab", "files")
 """What is stored of a tokenizer."""
 
 
 def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the part of a checkpoint's meta that says what its model is."""
-    said = tokenizer and {name: getattr(tokenizer, name) for name in TOKENIZER}
+    said: dict[str, Any] | None = None
+    if tokenizer is not None:
+        said = {name: getattr(tokenizer, name) for name in TOKENIZER}
+        said["files"] = dict(tokenizer.files)
     return {"decoder": to_dict(decoder), "tokenizer": said}
 
 
@@ -156,7 +159,9 @@ def tokenizer_of(meta: Mapping[str, Any]) -> Tokenizer | None:
     said = meta.get("tokenizer")
     if said is None:
         return None
-    return Tokenizer(**{key: said[key] for key in TOKENIZER}, source="the checkpoint's tokenizer")
+    # Checkpoints of earlier versions have no files beside it.
+    known = {key: said[key] for key in TOKENIZER if key in said}
+    return Tokenizer(**known, source="the checkpoint's tokenizer")
 
 
 def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool) -> tuple[str, ...]:
