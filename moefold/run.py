@@ -23,6 +23,7 @@ from moefold.moe.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
+from moefold.spec.tuning import freeze, freeze_misfits
 from moefold.training.config import Train
 from moefold.training.hooks.config import Watch
 
@@ -65,6 +66,9 @@ class Run(Record):
         try:
             misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in misfits)
+            if not misfits:
+                found = freeze_misfits(self._described(), self.train.freeze)
+                yield from (violation.under("train", "freeze") for violation in found)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))
@@ -84,6 +88,10 @@ class Run(Record):
 
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
+        return freeze(self._described(), self.train.freeze)
+
+    def _described(self) -> Decoder:
+        """Return the model before it is said what of it is trained."""
         return self.model.describe(self.data.vocab)  # type: ignore[attr-defined]
 
 

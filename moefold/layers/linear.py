@@ -10,6 +10,7 @@ from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import linear
 from moefold.kernels.lookup import fused as kernels
+from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 
 
@@ -42,31 +43,39 @@ class Embedding(nn.Module):
         whole, ranks = flow.whole, flow.world.group("tp")
         ids_T = whole.rows.ids_T
         if ranks.size == 1:
-            rows = _Lookup.apply(table.master, table.value, ids_T, whole.n_valid, flow.sink)
+            rows = _Lookup.apply(_anchor(table.master), table, ids_T, whole.n_valid, flow.sink)
         else:
             # One rank's share of the vocabulary knows a row; the others add zeros.
             here = table.value.shape[0]
             ids_T = ids_T - ranks.index * here
             mine_T = (ids_T >= 0) & (ids_T < here)
             ids_T = torch.where(mine_T, ids_T, 0)
-            rows = _Lookup.apply(table.master, table.value, ids_T, whole.n_valid, flow.sink)
+            rows = _Lookup.apply(_anchor(table.master), table, ids_T, whole.n_valid, flow.sink)
             rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
+
+
+def _anchor(table: Tensor) -> Tensor:
+    """Return what autograd follows from the first rows on: the table, or nothing of a frozen one.
+
+    So every unit has a backward, whatever of it is frozen.
+    """
+    return table if table.requires_grad else torch.empty(0, requires_grad=True)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        master: Tensor,
-        table_VD: Tensor,
+        anchor: Tensor,
+        table: Operand,
         ids_T: Tensor,
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
         ctx.save_for_backward(ids_T)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        return table_VD.index_select(0, ids_T)
+        ctx.master, ctx.n_valid, ctx.sink = table.master, n_valid, sink
+        return table.value.index_select(0, ids_T)
 
     @staticmethod
     @once_differentiable
@@ -74,6 +83,8 @@ class _Lookup(torch.autograd.Function):
         (ids_T,) = ctx.saved_tensors
         n_valid = ctx.n_valid
         table: Tensor = ctx.master
+        if not table.requires_grad:
+            return (None,) * 5
 
         def product(into_VD: Tensor | None) -> Tensor:
             ids, rows = ids_T[:n_valid], dx_TD[:n_valid].to(table.dtype)

@@ -98,4 +98,5 @@ class _Scale(torch.autograd.Function):
             dw_D = (dy_TD[rows] * x_TD[rows]).sum(0)
             return dw_D if into_D is None else into_D.add_(dw_D)
 
-        return dy_TD * weight_D, ctx.sink.deliver(ctx.master, product), None, None, None
+        dw = ctx.sink.deliver(ctx.master, product) if ctx.needs_input_grad[1] else None
+        return dy_TD * weight_D, dw, None, None, None

@@ -25,6 +25,8 @@ class Block(Record):
 
     attention: Annotated[Record, ATTENTION]
     ffn: Annotated[Record, FFN]
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, by their names within the block."""
 
 
 class Stack(Record):
@@ -55,6 +57,8 @@ class Decoder(Record):
     """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
     context: Size | None = None
     """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
+    frozen: tuple[str, ...] = ()
+    """Parameters outside the blocks that are not trained."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:

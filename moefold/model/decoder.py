@@ -29,6 +29,8 @@ from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.moe.config import AllToAll
 from moefold.moe.layer import MoeFfn
+from moefold.spec.decoder import known_weights
+from moefold.spec.layer import Weight
 
 DISPATCH = AllToAll()
 LOSS_CHUNK = 1024
@@ -81,6 +83,17 @@ class DecoderModel(nn.Module):
             self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
+        for weight in known_weights(record):
+            if weight.frozen:
+                self._freeze(weight)
+
+    def _freeze(self, weight: Weight) -> None:
+        """Leave a parameter without a gradient, in the format that it is read in."""
+        path, _, leaf = weight.name.rpartition(".")
+        owner = self.get_submodule(path)
+        values = owner.get_parameter(leaf).detach()
+        values = values.to(self.recipe.dtype) if weight.narrow else values
+        setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
 
     @property
     def head_weight(self) -> nn.Parameter:

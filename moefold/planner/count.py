@@ -1,7 +1,8 @@
 """Exact counts of a described decoder: parameters, active parameters, FLOPs. No torch.
 
 They follow from the layers' descriptions (``moefold/spec/layer.py``).
-FLOPs count a multiply-add as 2, forward and backward as 3 forwards, no recompute, and leave out
+FLOPs count a multiply-add as 2, forward and backward as 3 forwards (2 for frozen weights), no
+recompute, and leave out
 norms, embedding look-up, router and the gate of a shared expert (the convention of Megatron-LM's
 published figures).
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import halves
+from moefold.spec.decoder import embedding, halves, head
 from moefold.spec.layer import Attention, Scan
 
 
@@ -25,6 +26,8 @@ class PartCounts:
     """Of those, the ones a token does not pass through."""
     multiplied: int = 0
     """Of the others, those that enter a matrix product counted in FLOPs."""
+    frozen: int = 0
+    """Of those, the ones without a gradient: backward has one product of them and not two."""
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
         mine, theirs = vars(self), vars(other)
@@ -66,7 +69,7 @@ class Counts:
             lengths: tokens of each sequence.
             causal: whether attention counts the half that the mask leaves, or all of it.
         """
-        found = 6 * self.total.multiplied * sum(lengths)
+        found = (6 * self.total.multiplied - 2 * self.total.frozen) * sum(lengths)
         for core, layers in self.cores:
             if isinstance(core, Scan):
                 found += round(6 * layers * core.products * sum(lengths))
@@ -93,7 +96,8 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
     """
     hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
-    parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix)
+    fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
+    parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix, matrix * fixed)
     cores = Counter[Attention | Scan]()
     last = decoder.stacks[-1].blocks[-1]
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
@@ -115,7 +119,8 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
 def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by what its weights are counted under."""
     found: dict[str, PartCounts] = {}
-    for _, spec in halves(block):
+    for name, spec in halves(block):
+        at = spec.prefix or name
         found["norms"] = found.get("norms", PartCounts()) + PartCounts(hidden)
         operations = [one for one in spec.operations(hidden) if not one.wide]
         multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
@@ -126,6 +131,8 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
                 used = size // routing.experts * routing.top_k
             # The convention takes the norm of a latent, alone among norms, for one product.
             counted = weight.name in multiplied or weight.latent
-            part = PartCounts(size, size - used, used if counted else 0)
+            multiplied_here = used if counted else 0
+            fixed = multiplied_here * (f"{at}.{weight.name}" in block.frozen)
+            part = PartCounts(size, size - used, multiplied_here, fixed)
             found[weight.counted] = found.get(weight.counted, PartCounts()) + part
     return found

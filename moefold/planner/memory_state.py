@@ -91,6 +91,11 @@ class Split(NamedTuple):
         if self.stack == "moefold" and not (weight.product and copied):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
+        if weight.frozen:
+            narrow = weight.narrow and numbers.weight_bytes
+            return State(
+                weights=share[3] * (numbers.weight_bytes if narrow else numbers.master_bytes)
+            )
         codes = CODE_BYTES.get(numbers.recipe, 0.0)
         if codes and not weight.product:
             copied, codes = max(copied, WIDE_BYTES), 0.0

@@ -144,7 +144,7 @@ class Time:
     host_forward: float = 0.0
     host_backward: float = 0.0
     weights: float = 0.0
-    """Elements of weights on the rank."""
+    """Elements of weights on the rank that are trained."""
     experts: float = 0.0
     """Elements of routed experts among them."""
 
@@ -198,8 +198,10 @@ def _once(
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
     present = [spec for _, spec in halves(block)]
     parts: dict[str, Time] = {}
-    for record in present:
-        parts |= _half(record, share.of_half(record), setting)
+    for name, record in halves(block):
+        at = f"{record.prefix or name}."
+        frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
+        parts |= _half(record, share.of_half(record), setting, frozen)
     parts |= _norms(share.dense, len(present), setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
@@ -246,8 +248,10 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
 
 
 @remembered(1 << 15)
-def _half(record: Record, share: RankShare, setting: Setting) -> dict[str, Time]:
-    return _parts(half(record, share), setting)
+def _half(
+    record: Record, share: RankShare, setting: Setting, frozen: frozenset[str] = frozenset()
+) -> dict[str, Time]:
+    return _parts(half(record, share, frozen), setting)
 
 
 @remembered(1 << 12)
@@ -265,7 +269,8 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
     narrow = setting.recipe in QUANTISE_BYTES and (
         not work.wide or (name == "head" and "head" in setting.narrowed)
     )
-    made = Time(weights=work.weights, experts=work.weights if name == "experts" else 0.0)
+    trained = work.weights * work.trained
+    made = Time(weights=trained, experts=trained if name == "experts" else 0.0)
     made.put(PLACE.get(name, "memory"), *_products(work, setting, narrow))
     scanned = work.scanned * rates.scan
     wider = 2 if setting.recipe == "fp32" else 1
@@ -274,7 +279,7 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
         "memory",
         _moved(fused * wider * (work.moved + scanned), setting),
         # Gradients of weights are added to an fp32 buffer.
-        _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * work.weights, setting),
+        _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting),
     )
     if narrow:
         each = QUANTISE_BYTES[setting.recipe] * rates.quantise * setting.fused_quantise
@@ -301,7 +306,7 @@ def _products(work: Work, setting: Setting, narrow: bool) -> tuple[float, float]
     wide_peak = device.peak("fp32" if setting.recipe == "fp32" else "bf16")
     peak = device.peak(FORMAT_OF[setting.recipe]) if narrow else wide_peak
     products = sum(product_seconds(one, rates, peak, narrow) for one in work.products)
-    forward, backward = products, 2 * products
+    forward, backward = products, (1 + work.trained) * products
     faster = rates.narrow_attention if narrow and "attention" in setting.narrowed else 1.0
     for flops, length, dim in work.cores:
         forward += attention_seconds(flops, length, dim, rates, wide_peak, False) / faster

@@ -47,7 +47,7 @@ class Core(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One part of a layer, forward; backward repeats its products twice."""
+    """One part of a layer, forward; backward repeats its products twice, frozen ones once."""
 
     products: tuple[Product, ...] = ()
     cores: tuple[Core, ...] = ()
@@ -58,6 +58,8 @@ class Work:
     """Elements on this rank."""
     wide: bool = False
     """Whether products stay in bf16 whatever the recipe."""
+    trained: float = 1.0
+    """Share of those elements that have a gradient."""
     scanned: float = 0.0
     """Bytes that a scan over the sequence moves, at the least; the same backward, twice."""
 
@@ -130,15 +132,16 @@ Parts = dict[str, Work]
 
 
 @remembered(1 << 14)
-def half(record: Record, share: RankShare) -> Parts:
-    """Return the parts of a half of a block; not to be changed."""
+def half(record: Record, share: RankShare, frozen: frozenset[str] = frozenset()) -> Parts:
+    """Return the parts of a half of a block; not to be changed. ``frozen`` names weights in it."""
     spec = described(record)
     if spec.absent:
         return {}
     routing = spec.routing
     share = share if routing is None else share._replace(top_k=routing.top_k)
     weights, operations = _description(spec, share.hidden)
-    return {one.name: _work(one, weights, share) for one in operations} | _permute(spec, share)
+    made = {one.name: _work(one, weights, share, frozen) for one in operations}
+    return made | _permute(spec, share)
 
 
 @remembered(1 << 10)
@@ -176,7 +179,9 @@ def joint(share: RankShare) -> Parts:
     return {"attention": Work((product,), launches=4, weights=2 * share.hidden**2)}
 
 
-def _work(operation: Operation, weights: Mapping[str, Weight], share: RankShare) -> Work:
+def _work(
+    operation: Operation, weights: Mapping[str, Weight], share: RankShare, frozen: frozenset[str]
+) -> Work:
     """Return one operation of a layer in numbers of a rank."""
     products = tuple(_product(one, weights, share) for one in operation.matmuls)
     moved = back = 0.0
@@ -190,7 +195,10 @@ def _work(operation: Operation, weights: Mapping[str, Weight], share: RankShare)
         launches = sum(one.count for one in products)
     core, scanned = _core(operation.core, share)
     elements = sum(one.n * one.k * one.count for one in products)
-    return Work(products, core, moved, back, launches, elements, operation.wide, scanned)
+    read = [weights[name] for one in operation.matmuls for name in one.weights]
+    live = sum(weight.elements for weight in read if weight.name not in frozen)
+    trained = live / (sum(weight.elements for weight in read) or 1)
+    return Work(products, core, moved, back, launches, elements, operation.wide, trained, scanned)
 
 
 def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:

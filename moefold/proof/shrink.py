@@ -69,7 +69,9 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     """Return a small decoder with each kind of layer that the given one has."""
     blocks = _some(decoder.blocks, asked)
     small = (
-        Block(attention=small_part(b.attention, asked), ffn=small_part(b.ffn, asked))
+        b.model_copy(
+            update={"attention": small_part(b.attention, asked), "ffn": small_part(b.ffn, asked)}
+        )
         for b in blocks
     )
     changed = {

@@ -16,7 +16,7 @@ from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import violations
-from moefold.model.config import Block, Decoder, patterns
+from moefold.model.config import Decoder, patterns
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
@@ -256,6 +256,10 @@ def low_precision_case(
 
 def steady(decoder: Decoder) -> Decoder:
     """Return a decoder none of whose choices hangs on a rounding."""
-    halves = ((described(b.attention).steady(), described(b.ffn).steady()) for b in decoder.blocks)
-    stacks = patterns(Block(attention=attention, ffn=ffn) for attention, ffn in halves)
+    stacks = patterns(
+        b.model_copy(
+            update={"attention": described(b.attention).steady(), "ffn": described(b.ffn).steady()}
+        )
+        for b in decoder.blocks
+    )
     return decoder.model_copy(update={"stacks": stacks, "init_std": 0.1})

@@ -1,6 +1,6 @@
 """What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
 from moefold.config.base import Record
@@ -77,12 +77,13 @@ def head(decoder: Decoder) -> Weight:
 
 def last_norm(decoder: Decoder) -> Weight:
     """Return the weight of the norm before the head."""
-    return norm("norm.weight", decoder.hidden)
+    weight = norm("norm.weight", decoder.hidden)
+    return replace(weight, frozen=weight.name in decoder.frozen)
 
 
 def _table(decoder: Decoder, name: str) -> Weight:
     cut = ((0, Units("tp", decoder.vocab, "the vocabulary")),)
-    return Weight(name, (decoder.vocab, decoder.hidden), cut)
+    return Weight(name, (decoder.vocab, decoder.hidden), cut, frozen=name in decoder.frozen)
 
 
 def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
@@ -103,7 +104,7 @@ def known_weights(decoder: Decoder) -> Iterator[Weight]:
     for number, block in enumerate(decoder.blocks):
         for name, record in (("attention", block.attention), ("ffn", block.ffn)):
             if isinstance(record, LayerSpec):
-                yield from _half_weights(name, record, decoder.hidden, number)
+                yield from _half_weights(name, record, decoder.hidden, number, block.frozen)
 
 
 def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
@@ -122,16 +123,18 @@ def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
     """Return the parameters of one block; a half that is not there has no norm."""
     found: list[Weight] = []
     for name, spec in halves(block):
-        found += _half_weights(name, spec, hidden, layer)
+        found += _half_weights(name, spec, hidden, layer, block.frozen)
     return tuple(found)
 
 
-def _half_weights(name: str, spec: LayerSpec, hidden: int, layer: int) -> Iterator[Weight]:
+def _half_weights(
+    name: str, spec: LayerSpec, hidden: int, layer: int, frozen: Container[str]
+) -> Iterator[Weight]:
     """Yield the parameters of one half by their global names, its norm first."""
-    at = f"layers.{layer}.{spec.prefix or name}."
-    yield norm(f"layers.{layer}.{name}_norm.weight", hidden)
-    for weight in spec.weights(hidden):
-        yield replace(weight, name=at + weight.name)
+    half, at = spec.prefix or name, f"layers.{layer}."
+    own = (replace(weight, name=f"{half}.{weight.name}") for weight in spec.weights(hidden))
+    for weight in (norm(f"{name}_norm.weight", hidden), *own):
+        yield replace(weight, name=at + weight.name, frozen=weight.name in frozen)
 
 
 def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:

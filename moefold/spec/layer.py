@@ -90,6 +90,16 @@ class Weight:
     """Whether rows are read from it in the master's dtype, whatever products read."""
     latent: bool = False
     """Whether it is the norm of a latent, which counts of FLOPs take for one product."""
+    frozen: bool = False
+    """Whether it is not trained: then it exists in the format that it is read in alone."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all that is read of it is in the compute dtype, so that a frozen one is too.
+
+        Rows that are looked up are rounded to it once they are found.
+        """
+        return self.product or self.looked_up
 
     @property
     def master(self) -> bool:

@@ -17,6 +17,7 @@ from moefold.kernels.fused import why_not
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.time import orthogonal_flops
+from moefold.spec.decoder import model_weights
 from moefold.spec.layer import words_of
 from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, plural, si, size, step_time
@@ -86,9 +87,9 @@ def least_step_time(job: Trainer) -> float:
 
 def state_bytes(job: Trainer) -> int:
     """Return the bytes of parameters, their gradients and the optimizer's state."""
-    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters())
+    parameters = ((p, p.numel() * p.element_size()) for p in job.model.parameters())
     held = (t.numel() * t.element_size() for t in job.optimizer.state().values())
-    return 2 * parameters + sum(held)
+    return sum(size * (1 + p.requires_grad) for p, size in parameters) + sum(held)
 
 
 def _model(job: Trainer) -> Iterator[Row]:
@@ -105,6 +106,14 @@ def _model(job: Trainer) -> Iterator[Row]:
     )
     kinds = Counter(words_of(block.ffn) for block in decoder.blocks)
     layers = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+    frozen = [w for w in model_weights(decoder) if w.frozen]
+    if frozen:
+        fixed = sum(w.elements for w in frozen)
+        yield (
+            "",
+            f"trained: {count(counts.parameters - fixed)} parameters; {count(fixed)} in "
+            f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
+        )
     yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
 
 

@@ -53,6 +53,9 @@ class Train(Record):
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()
+    freeze: tuple[str, ...] = ()
+    """Patterns of global names of parameters that are not trained, such as ``*.router.*``: they
+    have no gradient and no optimizer state, and lie in memory as products read them alone."""
 
     def rules(self) -> Iterator[Violation]:
         """Micro-batches make up the batch."""

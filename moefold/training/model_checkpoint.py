@@ -29,6 +29,7 @@ from moefold.model.families.folder import Folder
 from moefold.model.init import start_value
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
+from moefold.spec.tuning import trainable
 
 MODEL = "model."
 """Before the names of the model's tensors."""
@@ -37,12 +38,12 @@ TOKENIZER = ("text", "end", "start", "vocab", "files")
 
 
 def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the part of a checkpoint's meta that says what its model is."""
+    """Return the part of a checkpoint's meta that says what its model is, trained or not."""
     said: dict[str, Any] | None = None
     if tokenizer is not None:
         said = {name: getattr(tokenizer, name) for name in TOKENIZER}
         said["files"] = dict(tokenizer.files)
-    return {"decoder": to_dict(decoder), "tokenizer": said}
+    return {"decoder": to_dict(trainable(decoder)), "tokenizer": said}
 
 
 def precision_of(meta: Mapping[str, Any]) -> Precision | None:

@@ -20,6 +20,7 @@ from moefold.config.fields import FieldSpec, last_part, paths_in, set_at
 from moefold.config.plugins import import_plugins
 from moefold.model.config import Decoder
 from moefold.run import FREE_IN_IDENTITY, IDENTITY, Run
+from moefold.spec.tuning import trainable
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -73,7 +74,7 @@ def check_same_run(
     if meta["data"] != data:
         changed.append("data: the tokens or the tokenizer are not those of the checkpoint")
     model = check(Decoder, meta.get("decoder")).record
-    if not changed and model not in (None, run.decoder()):
+    if not changed and model not in (None, trainable(run.decoder())):
         changed.append("model: what its config.json says is not what the checkpoint holds")
     if changed:
         raise ValueError(

@@ -16,7 +16,8 @@ import torch
 
 from moefold.checkpoint.errors import MismatchError
 from moefold.checkpoint.load import Reader, difference
-from moefold.checkpoint.tensors import TensorSlice
+from moefold.checkpoint.manifest import TensorMeta
+from moefold.checkpoint.tensors import DTYPES, TensorSlice
 from moefold.optim.base import Optimizer
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.model_checkpoint import MODEL
@@ -118,18 +119,28 @@ def restore(path: Path, data: ShardedState, optimizer: Optimizer | None) -> Prog
         if optimizer is None:
             stored = {name: held for name, held in stored.items() if name.startswith(MODEL)}
         names = dict(wanted)
+        # A frozen parameter has the format that it is read in, whatever that of what is taken.
+        frozen = {MODEL + name for name, held in data.params.items() if not held.requires_grad}
         missing = [name for name in names if name not in stored]
         whole = data.placed.world.size == 1  # else others hold what is not here
         unexpected = [name for name in stored if name not in names] if whole else []
         mismatched = {
             name: what
             for name, held in names.items()
-            if name in stored and (what := difference(stored[name], held.shape, held.tensor.dtype))
+            if name in stored and (what := _difference(stored[name], held, name in frozen))
         }
         if missing or unexpected or mismatched:
             raise MismatchError(path, missing, unexpected, mismatched)
         reader.check_sizes(names)
         for name, held in wanted:
             if data.valued:
-                reader.read_into(name, held.tensor, tuple(start for start, _ in held.box))
+                values = held.tensor.to(DTYPES[stored[name].dtype])
+                reader.read_into(name, values, tuple(start for start, _ in held.box))
+                if values is not held.tensor:
+                    held.tensor.copy_(values)
         return Progress() if optimizer is None else Progress.of(reader.manifest.meta["progress"])
+
+
+def _difference(stored: TensorMeta, held: LocalSlice, frozen: bool) -> str:
+    """Return how a stored tensor differs from what is here; a frozen one is brought to its type."""
+    return difference(stored, held.shape, DTYPES[stored.dtype] if frozen else held.tensor.dtype)

@@ -14,6 +14,7 @@ from tests.plants import (
     routing,
     rows,
     stored,
+    tuning,
 )
 from tests.plants.plant import Plant
 
@@ -33,9 +34,12 @@ PLANTS: tuple[Plant, ...] = tuple(
             *routing.PLANTS,
             *rows.PLANTS,
             *stored.PLANTS,
+            *tuning.PLANTS,
         ),
         key=lambda plant: plant.bug,
     )
 )
-REQUIRED = tuple(f"b{n:02d}" for n in (*range(1, 28), 30, 31, *range(32, 36), 36, 37, 39, 40, 41))
+REQUIRED = tuple(
+    f"b{n:02d}" for n in (*range(1, 28), 30, 31, *range(32, 36), 36, 37, 39, 40, 41, 60)
+)
 """Classes that need a test of their own and a bug that it is shown to notice."""

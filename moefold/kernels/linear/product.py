@@ -65,7 +65,9 @@ class _Linear(torch.autograd.Function):
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.save_for_backward(x_TI, value_OI)
+        # The rows are read for the weight's gradient alone.
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
+        ctx.dtype = x_TI.dtype
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return x_TI.to(value_OI.dtype) @ value_OI.t()
 
@@ -74,7 +76,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
         n_valid = ctx.n_valid
-        dx = (dy_TO @ value_OI).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
+        dx = (dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
 

@@ -96,7 +96,10 @@ class ShardedState:
         alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
-            if self._levels[placement.copies][0].size == 1:
+            # What is frozen has neither master nor state: only its values are worth sharing.
+            if self._levels[placement.copies][0].size == 1 or (
+                zero < 3 and not parameter.requires_grad
+            ):
                 continue
             wide = placement.wide or parameter.dim() < 2
             dtype = parameter.dtype if wide else model.recipe.dtype
