@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "load_run": "moefold.run",
     "plan": "moefold.planner.answer",
+    "quantise": "moefold.kernels.quantise.blocks",
     "load_model": "moefold.api",
     "train": "moefold.api",
     "open": "moefold.api",

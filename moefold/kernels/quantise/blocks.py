@@ -1,0 +1,300 @@
+"""A tensor in few bits: codes, a scale for each block, and for some kinds one for each matrix.
+
+Kinds, with the block of rows (activations and gradients) and of weights, along and across the dim
+that a product sums:
+
+* ``fp8_tensor``: FP8, the whole matrix; scale 448 / amax in fp32. Gradients are E5M2.
+* ``fp8_block``: E4M3, 1 x 128, and 128 x 128 of weights; scale 448 / amax rounded down to a power
+  of two (TransformerEngine), or as it is (``scales="fp32"``).
+* ``mxfp8``: E4M3, 1 x 32; E8M0 of amax / 448 rounded up, or OCP's rule (``scales="floor"``).
+* ``nvfp4``: E2M1, 1 x 16, and 16 x 16 of weights; E4M3 of a block beside fp32 of the matrix.
+
+All arithmetic is fp32. Scales are those that numbers are read back with. A block with a NaN or an
+Inf (where a matrix has one scale, the matrix) reads back as NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.kernels.quantise import elements
+from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST_E2M1
+
+Kind = Literal["fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
+Role = Literal["rows", "gradient", "weight"]
+BLOCKS: dict[str, int | None] = {"fp8_tensor": None, "fp8_block": 128, "mxfp8": 32, "nvfp4": 16}
+"""Elements of a block along the summed dim; None where a matrix is one block."""
+SQUARE = ("fp8_block", "nvfp4")
+"""Kinds whose blocks of a weight are as wide as they are long."""
+SCALES = {
+    "fp8_tensor": ("fp32",),
+    "fp8_block": ("power", "fp32"),
+    "mxfp8": ("up", "floor"),
+    "nvfp4": ("e4m3",),
+}
+"""Rules for scales of each kind, its own first."""
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+class Format(NamedTuple):
+    """How one tensor becomes codes."""
+
+    kind: str
+    role: str
+    element: torch.dtype | None
+    """None is E2M1."""
+    rows: int | None
+    """Of a block, across the summed dim."""
+    columns: int | None
+    """Of a block, along it; None is all."""
+    scales: str
+
+
+def format_of(kind: str, role: str, scales: str | None = None, block: int | None = None) -> Format:
+    """Return the format of a tensor.
+
+    Args:
+        kind: one of the module's.
+        role: ``rows`` of activations, their ``gradient``, or a ``weight``.
+        scales: the rule for scales; None is the kind's own.
+        block: elements along the summed dim in place of the published number, for small tensors.
+
+    Raises:
+        ValueError: at an unknown kind, role or rule.
+    """
+    if kind not in BLOCKS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(BLOCKS)}")
+    if role not in ("rows", "gradient", "weight"):
+        raise ValueError(f"role {role!r} is none of rows, gradient, weight")
+    rule = scales or SCALES[kind][0]
+    if rule not in SCALES[kind]:
+        raise ValueError(f"scales {scales!r} of {kind} are none of {', '.join(SCALES[kind])}")
+    if kind == "fp8_tensor":
+        return Format(kind, role, E5M2 if role == "gradient" else E4M3, None, None, rule)
+    length = block or BLOCKS[kind]
+    across = length if role == "weight" and kind in SQUARE else 1
+    return Format(kind, role, None if kind == "nvfp4" else E4M3, across, length, rule)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A tensor of any number of matrices (the last two dims) as codes and scales."""
+
+    codes: Tensor
+    """float8, or two E2M1 codes in a uint8 along ``dim``, padded to whole blocks there."""
+    scales: Tensor
+    """One of each block: fp32, E8M0 or E4M3."""
+    matrix_scale: Tensor | None
+    """fp32, one of each matrix, over the block scales; None where a kind has none."""
+    format: Format
+    dim: int
+    """-1 or -2: along which blocks lie."""
+    shape: torch.Size
+
+    @property
+    def after(self) -> Tensor | None:
+        """fp32 scale of each matrix that a product is multiplied by after its sum; None without."""
+        return self.scales if self.format.columns is None else self.matrix_scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        held = (self.codes, self.scales, self.matrix_scale)
+        return sum(part.nbytes for part in held if part is not None)
+
+    def _each(self, change: Callable[[Tensor], Tensor], dim: int) -> "Quantised":
+        after = None if self.matrix_scale is None else change(self.matrix_scale)
+        shape = change(torch.empty(self.shape, device="meta")).shape
+        return Quantised(change(self.codes), change(self.scales), after, self.format, dim, shape)
+
+    @property
+    def mT(self) -> "Quantised":
+        """Its transpose: the last two dims exchanged."""
+        return self._each(lambda part: part.mT, -3 - self.dim)
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """Return codes times block scales: what a product sums, exact in fp32 and wider."""
+        if self.dim == -2:
+            return self.mT.factors(dtype).mT
+        if len(self.shape) == 1:
+            return self._each(lambda part: part[None], -1).factors(dtype)[0]
+        codes, form = self.codes, self.format
+        if form.element is None:
+            values = elements.value_e2m1(elements.unpack(codes), dtype)[..., : self.shape[-1]]
+        else:
+            values = codes.to(dtype)
+        if form.columns is None:
+            return values
+        assert form.rows is not None
+        scales = self.scales.to(torch.float32).to(dtype)
+        parts = _blocks(values, form.rows, form.columns) * scales[..., :, None, :, None]
+        return _whole(parts, self.shape)
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers that the codes stand for."""
+        after = self.after
+        values = self.factors(dtype if dtype == torch.float64 else torch.float32)
+        return (values if after is None else values * after).to(dtype)
+
+
+def quantise(
+    x: Tensor,
+    kind: str,
+    dim: int = -1,
+    *,
+    role: str = "rows",
+    scales: str | None = None,
+    chance: Tensor | None = None,
+) -> Quantised:
+    """Return a tensor in few bits, as training makes it.
+
+    Args:
+        x: floating point, of one dim or more; the last two are a matrix, those before count them.
+        kind: ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``.
+        dim: -1 or -2: the dim that a product sums, along which blocks lie.
+        role: ``rows`` of activations, their ``gradient``, or a ``weight``.
+        scales: the rule for scales where a kind has another: ``fp32`` of ``fp8_block``, ``floor``
+            of ``mxfp8``.
+        chance: of x's shape, multiples of 2^-16 in [0, 1): ``nvfp4`` then rounds up or down by it.
+
+    Raises:
+        ValueError: at an unknown kind, role, rule or dim, and at a tensor without dims.
+    """
+    if dim not in (-1, -2) or x.ndim < -dim:
+        raise ValueError(f"dim {dim} of {x.ndim} dims: blocks lie along -1, or -2 where x has it")
+    if x.ndim == 1:
+        row = None if chance is None else chance[None]
+        found = quantise(x[None], kind, role=role, scales=scales, chance=row)
+        return found._each(lambda part: part[0], -1)
+    return encode(x, format_of(kind, role, scales), dim, chance)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each matrix, fp32 [..., 1, 1]; NaN where one is NaN."""
+    if not x.shape[-1] * x.shape[-2]:
+        return x.new_zeros(*x.shape[:-2], 1, 1, dtype=torch.float32)
+    return x.abs().amax((-2, -1), keepdim=True).float()
+
+
+def encode(
+    x: Tensor,
+    form: Format,
+    dim: int = -1,
+    chance: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Quantised:
+    """Return ``x`` in a format.
+
+    Args:
+        x: two dims or more.
+        form: the format.
+        dim: -1 or -2, along which blocks lie.
+        chance: as for :func:`quantise`.
+        amax: fp32 [..., 1, 1] of whole matrices, of which ``x`` may be parts; None: those of ``x``.
+    """
+    if dim == -2:
+        return encode(x.mT, form, -1, None if chance is None else chance.mT, amax).mT
+    values = x.float()
+    if form.columns is None or form.kind == "nvfp4":
+        amax = amax_of(values) if amax is None else amax
+    if form.columns is None:
+        assert amax is not None and form.element is not None
+        codes, scales = _per_matrix(values, amax, form.element)
+        return Quantised(codes, scales, None, form, -1, x.shape)
+    assert form.rows is not None
+    parts = _blocks(values, form.rows, form.columns)
+    block = parts.abs().amax((-3, -1), keepdim=True) if values.numel() else _none(parts)
+    if form.kind == "nvfp4":
+        assert amax is not None
+        drawn = None if chance is None else _blocks(chance, form.rows, form.columns)
+        return _nvfp4(parts, block, amax, drawn, form, x.shape)
+    factor, scales = _mxfp8(block, form) if form.kind == "mxfp8" else _fp8_block(block, form)
+    assert form.element is not None
+    codes = _whole(elements.cast(parts * factor, form.element).view(torch.uint8), x.shape)
+    return Quantised(codes.view(form.element), _flat(scales), None, form, -1, x.shape)
+
+
+def _per_matrix(x: Tensor, amax: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor]:
+    factor = _ratio(LARGEST[element], amax)
+    factor = torch.where(amax == 0, 1.0, factor)
+    return elements.cast(x * factor, element), _or_nan(factor.reciprocal(), amax)
+
+
+def _fp8_block(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Return what to multiply blocks by, and the scales that read them back."""
+    assert form.element is not None
+    factor = _ratio(LARGEST[form.element], amax)
+    if form.scales == "power":
+        factor = elements.power_below(factor)
+    factor = torch.where(amax == 0, 1.0, factor)
+    return factor, _or_nan(factor.reciprocal(), amax)
+
+
+def _mxfp8(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    assert form.element is not None
+    if form.scales == "up":
+        largest = torch.full_like(amax, LARGEST[form.element])
+        exponent = elements.exponent_above(torch.div(amax, largest))
+    else:
+        exponent = elements.exponent_floor(amax, 8)
+    exponent = torch.where(amax.isfinite(), exponent, 255)
+    # An exponent of 254 has no counterpart among E8M0's that is exact: 2^-127 is.
+    return elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8)), exponent.view(E8M0)
+
+
+def _nvfp4(
+    parts: Tensor,
+    block: Tensor,
+    amax: Tensor,
+    chance: Tensor | None,
+    form: Format,
+    shape: torch.Size,
+) -> Quantised:
+    """By TransformerEngine's rule; ``6 / amax`` of a block is never taken."""
+    largest = LARGEST[E4M3] * LARGEST_E2M1
+    spread = _ratio(largest, amax)
+    spread = torch.where(spread == 0, 1.0, spread)  # amax near fp32's end
+    sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
+    scales = elements.cast((block * (spread * sixth)[..., None, None]), E4M3)
+    matrix = spread.reciprocal()
+    factor = (scales.float() * matrix[..., None, None]).reciprocal().clamp_(max=LARGEST_FP32)
+    codes = _whole(elements.cast_e2m1(parts * factor, chance), _padded(shape, form.columns))
+    return Quantised(elements.pack(codes), _flat(scales), _or_nan(matrix, amax), form, -1, shape)
+
+
+def _ratio(largest: float, amax: Tensor) -> Tensor:
+    # A number over a tensor would be the tensor's reciprocal times the number: twice rounded.
+    return torch.div(torch.full_like(amax, largest), amax).clamp_(max=LARGEST_FP32)
+
+
+def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def _padded(shape: torch.Size, columns: int | None) -> torch.Size:
+    assert columns is not None
+    return torch.Size((*shape[:-1], -(-shape[-1] // columns) * columns))
+
+
+def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return [..., R / rows, rows, C / columns, columns]; zeros fill the last blocks."""
+    below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
+    x = F.pad(x, (0, beside, 0, below)) if below or beside else x
+    return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
+
+
+def _whole(parts: Tensor, shape: torch.Size) -> Tensor:
+    """Return the matrices that were cut into blocks, without what filled them."""
+    return parts.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
+
+
+def _flat(scales: Tensor) -> Tensor:
+    return scales.squeeze(-1).squeeze(-2)
+
+
+def _none(parts: Tensor) -> Tensor:
+    return parts.new_zeros(*parts.shape[:-3], 1, parts.shape[-2], 1)

@@ -1,0 +1,82 @@
+"""Elements and scales of few bits: how a number in fp32 becomes a code, and what a code stands for.
+
+E4M3 and E5M2 are torch's own; an Inf must not reach their cast, which makes the largest number of
+it. E2M1 has no cast in torch: its codes are 4 bits (sign, then magnitude), two in a byte, the first
+in the low half. E8M0 is a power of two by its biased exponent alone (OCP Microscaling formats 1.0).
+"""
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LARGEST_E2M1 = 6.0
+EXPONENT = 0x7F800000
+"""The exponent's bits of an fp32 number."""
+
+
+def cast(x: Tensor, element: torch.dtype) -> Tensor:
+    """Return ``x`` as E4M3 or E5M2, to nearest even; beyond its range the largest number."""
+    return x.clamp(-LARGEST[element], LARGEST[element]).to(element)
+
+
+def cast_e2m1(x: Tensor, chance: Tensor | None = None) -> Tensor:
+    """Return one code in each byte for numbers clamped to ±6, to nearest even.
+
+    Args:
+        x: fp32.
+        chance: multiples of 2^-16 in [0, 1). With them a number goes up to the next code with the
+            probability of its distance from the one below, and a code's own number stays.
+    """
+    size = x.abs().clamp_(max=LARGEST_E2M1)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    count = size.div_(step)
+    count = count.round_() if chance is None else count.add_(chance).floor_()
+    # Codes 0..4 are halves, 4..6 ones from 2 on, 6 and 7 twos from 4 on.
+    start = torch.where(step == 0.5, 0.0, torch.where(step == 1, 2.0, 4.0))
+    return count.add_(start).to(torch.uint8).bitwise_or_(x.signbit().to(torch.uint8) << 3)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return two 4-bit codes a byte along the last dim, which is even."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return one 4-bit code a byte, twice as many along the last dim."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def value_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the numbers of unpacked E2M1 codes."""
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    signed = torch.tensor([*table, *(-size for size in table)], dtype=dtype, device=codes.device)
+    return signed.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def power_below(x: Tensor) -> Tensor:
+    """Return the largest power of two that is at most ``x``, for normal fp32; NaN becomes Inf."""
+    return (x.view(torch.int32) & EXPONENT).view(torch.float32)
+
+
+def exponent_above(x: Tensor) -> Tensor:
+    """Return the biased exponent, 0..254, of the least power of two that is at least ``x >= 0``.
+
+    By the bits: a logarithm in fp32 loses what is one unit above a power. 255 for Inf and NaN.
+    """
+    bits = x.view(torch.int32)
+    exponent, rest = bits >> 23, bits & 0x7FFFFF
+    least = torch.where(exponent == 0, 1 << 22, 0)  # 2^-127 is a subnormal of fp32
+    above = exponent + (rest > least).int()
+    return torch.where(exponent == 255, 255, above.clamp_(max=254)).to(torch.uint8)
+
+
+def exponent_floor(x: Tensor, largest: int) -> Tensor:
+    """Return the biased exponent of ``x >= 0`` less ``largest``, 0..254; 255 for Inf and NaN."""
+    exponent = x.view(torch.int32) >> 23
+    return torch.where(exponent == 255, 255, (exponent - largest).clamp_(min=0)).to(torch.uint8)
+
+
+def power(exponent: Tensor) -> Tensor:
+    """Return ``2^(exponent - 127)`` in fp32, exact down to 2^-127; NaN for 255."""
+    return exponent.view(E8M0).float()

@@ -1,0 +1,29 @@
+"""The 16 x 16 Hadamard transform with fixed signs, which spreads an outlier over its block."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIZE = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""TransformerEngine's signs, of the rows."""
+
+
+def matrix(device: torch.device | str = "cpu") -> Tensor:
+    """Return the transform in fp32: ``diag(signs) H / 4``, exactly orthogonal."""
+    square = torch.ones(1, 1, device=device)
+    while len(square) < SIZE:
+        square = torch.cat([torch.cat([square, square], 1), torch.cat([square, -square], 1)])
+    return square.mul_(torch.tensor(SIGNS, device=device)[:, None]).div_(SIZE**0.5)
+
+
+def transform(x: Tensor) -> Tensor:
+    """Return each run of 16 along the last dim times the matrix, in fp32.
+
+    Zeros fill the last run. Terms are added in order, one by one: no bit depends on the shape.
+    """
+    runs = F.pad(x.float(), (0, -x.shape[-1] % SIZE)).unflatten(-1, (-1, SIZE))
+    turned = torch.zeros_like(runs)
+    for index, row in enumerate(matrix(x.device)):
+        turned.add_(runs[..., index : index + 1] * row)
+    return turned.flatten(-2)

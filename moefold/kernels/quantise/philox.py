@@ -1,0 +1,49 @@
+"""Philox4x32-10: random bits that are a function of a key and a place (Salmon et al., SC 2011)."""
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+LANES = 8
+"""Numbers of 16 bits from one counter."""
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Return four int64 tensors of 32 random bits each.
+
+    Args:
+        counter: four int64 tensors of 32-bit words, of shapes that broadcast.
+        key: two 32-bit words.
+    """
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(ROUNDS):
+        left, right = _product(a, MULTIPLIERS[0]), _product(c, MULTIPLIERS[1])
+        a, b = right[0] ^ b ^ first, right[1]
+        c, d = left[0] ^ d ^ second, left[1]
+        first, second = (first + WEYL[0]) & MASK, (second + WEYL[1]) & MASK
+    return a, b, c, d
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """Return the high and the low 32 bits: the product's 64 bits, whatever int64 takes for sign."""
+    whole = word * multiplier
+    return (whole >> 32) & MASK, whole & MASK
+
+
+def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -> Tensor:
+    """Return fp32 multiples of 2^-16 in [0, 1) of shape [N, columns].
+
+    Each depends on key, word, its row's number (int64, not negative) and its column's alone.
+    """
+    first = columns.start // LANES
+    group = torch.arange(first, -(-columns.stop // LANES), device=row_N.device)
+    low, high = row_N[:, None] & MASK, row_N[:, None] >> 32
+    words = torch.full_like(low, word & MASK)
+    drawn = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
+    halves = torch.stack((drawn & 0xFFFF, drawn >> 16), -1).flatten(1)
+    start = columns.start - first * LANES
+    return halves[:, start : start + len(columns)].float().mul_(2.0**-16)
