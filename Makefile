@@ -48,7 +48,8 @@ plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: severa
 matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minutes on two cores
 	@$(PY) -m moefold verify --matrix $(ARGS)
 	@$(PY) -m tests.gloo.resharding
-	@$(PY) -m pytest -q -m matrix tests/gloo
+	@$(PY) -m pytest -q -m matrix tests/gloo tests/cpu tests/pure
+	@$(PY) -m pytest -q -m matrix tests/triton/test_code_*.py
 
 chaos: $(RUN)  ## train under fire for half an hour, then as long in peace, and compare
 	@$(PY) bench/chaos.py $(ARGS)

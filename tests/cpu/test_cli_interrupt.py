@@ -6,8 +6,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,12 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("at", [1, 40, 120, 160, 500, 1100])
+def some(kept: Sequence[int], others: Sequence[int]) -> list[Any]:
+    """Return parameters of which ``make matrix`` has the others."""
+    return [*kept, *(pytest.param(one, marks=pytest.mark.matrix) for one in others)]
+
+
+@pytest.mark.parametrize("at", some([1, 160, 1100], [40, 120, 500]))
 def test_an_interrupt_while_modules_are_imported_ends_the_command(at: int, tmp_path: Path) -> None:
     """Import number ``at`` of those of a command that needs torch."""
     words = [sys.executable, "-c", AT_IMPORT, str(at), "doctor"]
@@ -127,7 +133,7 @@ def test_the_first_is_answered_within_the_step_and_the_second_ends_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 5, 7])
+@pytest.mark.parametrize("count", some([5], [3, 7]))
 def test_an_interrupt_while_ranks_start_is_one_line(
     tmp_path: Path, terminals: list[Terminal], count: int
 ) -> None:

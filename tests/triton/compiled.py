@@ -30,6 +30,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+USUAL = "sm_90"
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 """Most bytes of shared memory that a program can have."""
 BUDGETS = Path(__file__).with_name("budgets")
@@ -176,10 +177,21 @@ def measured(launch: Callable[[], object], target: str) -> dict[str, Figures]:
 
 
 def budget_test(name: str, launches: Launches) -> Callable[..., None]:
-    """Return a test that holds the kernels of some launches to ``budgets/NAME.json``."""
+    """Return a test that holds the kernels of some launches to ``budgets/NAME.json``.
 
-    @pytest.mark.parametrize("target", TARGETS)
-    @pytest.mark.parametrize("launch", launches)
+    By default that is every launch for one target, and the first for all; ``make matrix`` has the
+    others.
+    """
+    first, *_ = launches
+    cases = [
+        pytest.param(
+            launch, target, marks=[] if launch == first or target == USUAL else pytest.mark.matrix
+        )
+        for launch in launches
+        for target in TARGETS
+    ]
+
+    @pytest.mark.parametrize(("launch", "target"), cases)
     def test(launch: str, target: str) -> None:
         recorded = json.loads((BUDGETS / f"{name}.json").read_text("utf-8"))
         if recorded["triton"] != triton.__version__:
