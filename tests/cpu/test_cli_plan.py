@@ -13,7 +13,7 @@ from moefold.cli.main import main
 from moefold.config.check import check
 from moefold.parallel.config import Layout
 
-FAST = ["--cluster", "h100x4", "--batch", "32"]
+FAST = ["--cluster", "h100x2", "--batch", "32"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
@@ -23,7 +23,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 def test_a_recipe_in_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "tiny", *FAST)
-    assert found["inputs"]["batch"] == 32 and found["cluster"]["devices"] == 4
+    assert found["inputs"]["batch"] == 32 and found["cluster"]["devices"] == 2
     given, best = found["given"], found["best"]
     assert best["step_time_s"] <= given["step_time_s"] * (1 + 1e-9)
     for one in (given, best, found["today"]):
@@ -82,11 +82,11 @@ def test_a_page_without_network(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["plan", "tiny", *FAST, "--html", str(path)]) == 0
     text = path.read_text("utf-8")
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "__DATA__" not in text and "tiny on 4 H100" in text
+    assert "__DATA__" not in text and "tiny on 2 H100" in text
 
 
 def test_in_python() -> None:
-    plan = moefold.plan(moefold.load_run("tiny"), cluster="h100x4", batch=32)
+    plan = moefold.plan(moefold.load_run("tiny"), cluster="h100x2", batch=32)
     assert plan.best is not None and plan.given is not None
     for one in (plan.best, plan.given):
         assert one.fits and one.memory_gb > 0 and one.tflops_per_gpu > 0

@@ -234,8 +234,9 @@ def test_the_slurm_script_starts_ranks_and_rank_zero_may_be_stopped(tmp_path: Pa
     assert "rank 0 is absent: it does not answer" in report
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_started_by_torchrun_meet() -> None:
+    """As those do, in the tests' own selection, that it starts again (``test_faults_torchrun``)."""
     port = f"--master-port={free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", port, "-m"]
     done = subprocess.run(

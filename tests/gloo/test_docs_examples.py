@@ -71,7 +71,7 @@ def test_a_run_in_its_own_format_reaches_the_ranks_too(
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "plain_dispatch.py"])
 def test_an_example_is_planned(name: str, tmp_path: Path, capsys: Any) -> None:
     """All but the dispatcher, of which the planner does not know what it sends."""
-    status = main(["plan", str(written(tmp_path, name)), "--cluster", "h100x8", "--json"])
+    status = main(["plan", str(written(tmp_path, name)), "--cluster", "h100x2", "--json"])
     assert status == 0 and json.loads(capsys.readouterr().out)
 
 

@@ -13,6 +13,7 @@ import fault_injection as faults
 import pytest
 import yaml
 
+from moefold.cli.main import main
 from moefold.run import load_run
 from moefold.training.hooks.logs import MetricsHook
 from moefold.training.run_folder import History
@@ -75,7 +76,7 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 def test_b27_ranks_that_torchrun_starts_again_go_on_with_the_same_data(tmp_path: Path) -> None:
-    """Cases 1 and 11: killed on two ranks, started again; then on four; beside one rank."""
+    """Cases 1, 11: killed on two ranks and started again; then on four forks; beside one rank."""
     run, out = run_file(tmp_path), tmp_path / "out"
     alone = tmp_path / "alone"
     with Trainer(load_run(run), alone, [MetricsHook()]) as job:
@@ -87,7 +88,7 @@ def test_b27_ranks_that_torchrun_starts_again_go_on_with_the_same_data(tmp_path:
         ended(broken)
         starts = [event for event in History.read(out).events if event["event"] == "start"]
         assert len(starts) == 2 and starts[1]["step"] >= 2, "the kill was to come amid the run"
-        ended(torchrun(run, out, 4))
+        assert main(["train", "--folder", str(out), "--nproc", "4"]) == 0
     found = losses(out)
     assert [line[:2] for line in found] == [line[:2] for line in unbroken]
     for (_, _, ours), (_, _, theirs) in zip(found, unbroken, strict=True):
