@@ -1,5 +1,7 @@
 """Writes the golden dump of every recipe anew: ``python -m tests.refresh_golden``.
 
+The table of families in the documents is made anew too.
+
 A golden dump is the resolved run as sorted ``path: value`` lines. It is kept beside the recipes,
 so that what a change of a default or a rule does to every recipe is seen in review.
 """
@@ -7,6 +9,7 @@ so that what a change of a default or a rule does to every recipe is seen in rev
 from pathlib import Path
 
 from moefold.run import RECIPES, load_run, recipes
+from tests import families_page
 from tests.golden import golden
 
 FOLDER = RECIPES / "golden"
@@ -29,6 +32,7 @@ def main() -> None:
         if file.stem not in recipes():
             file.unlink()
             print(f"removed: {file.name}")
+    families_page.write()
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ class Yarn(Record):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def rules(self) -> Iterator[Violation]:
-        """The fast boundary lies above the slow one."""
-        if self.beta_fast <= self.beta_slow:
+        """The fast boundary does not lie below the slow one."""
+        if self.beta_fast < self.beta_slow:
             yield Violation(
                 ("beta_fast",),
                 self.beta_fast,
-                f"must be above beta_slow ({self.beta_slow})",
+                f"must be at least beta_slow ({self.beta_slow})",
                 self.beta_slow * 32,
             )
 

@@ -59,6 +59,8 @@ class Decoder(Record):
     """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
     frozen: tuple[str, ...] = ()
     """Parameters outside the blocks that are not trained."""
+    family: str | None = None
+    """``model_type`` that it is written as where several families have its description."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:

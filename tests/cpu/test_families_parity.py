@@ -12,21 +12,27 @@ from torch import Tensor, nn
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.registry import from_hf
 from tests.cpu.families import (
-    FAMILIES,
     STORED,
-    draw,
     fill,
+    gate_of,
     gradients,
     ours,
     places,
     reference,
     stored_value,
+    total_of,
     width_of,
+    written,
 )
+from tests.cpu.family_draws import DEFAULTS, EXCLUDING, FAMILIES, draw
 
-DRAWS = 6
-EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
-"""Groups of which some are left out, which drawn ones seldom are."""
+DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 8))]
+PUBLISHED = {
+    "glm4_moe_lite": 29_943_390_976,
+    "hy_v3": 295_033_528_320,
+    "solar_open": 102_651_793_408,
+}
+"""Parameters of the default configurations of transformers 5.23."""
 LOSS_SPREAD = 9.5e-7
 """Absolute, as stored beside the reference numbers."""
 SPREAD = 2.3e-7
@@ -81,26 +87,25 @@ def watch(routers: dict[str, nn.Module], seen: dict[str, Any]) -> list[Any]:
     return [r.register_forward_hook(keep(n)) for n, r in routers.items()]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("seed", DRAWS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_b23_logits_choices_weights_and_gradients_equal_transformers(
-    model_type: str, seed: int, precision: Any
+    model_type: str, seed: int
 ) -> None:
-    """Sizes, K, groups, renormalisation, ties and YaRN are drawn."""
-    double = precision == "fp64"
+    """Sizes, K, groups, renormalisation, ties, YaRN and the family's own options are drawn."""
+    double = seed != 7
     config = draw(model_type, Random(f"{model_type} {seed}"))
-    if model_type == "deepseek_v3" and seed % 2:
+    if model_type == "deepseek_v3" and seed % 2 == 0:
         config |= EXCLUDING
     theirs = reference(model_type, config, seed)
     if double:
         theirs = theirs.double()
-    mine, reading = ours(theirs, precision)
+    mine, reading = ours(theirs, "fp64" if double else "fp32")
     mixtures = dict(mine.mixtures())
     assert mixtures
     expected: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    watch({str(i): theirs.model.layers[i].mlp.gate for i in mixtures}, expected)
+    watch({str(i): gate_of(theirs.model.layers[i]) for i in mixtures}, expected)
     watch({str(i): mixture.router for i, mixture in mixtures.items()}, found)
     ids = ids_of(config["vocab_size"], seed)
     with width_of(theirs, double):
@@ -125,6 +130,16 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
         torch.testing.assert_close(
             grads[name], parameter.grad, **exact, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_default_configuration_has_as_many_parameters(model_type: str) -> None:
+    """On the meta device, where no value is; counts of some are published too."""
+    with torch.device("meta"):
+        theirs = reference(model_type, DEFAULTS.get(model_type, {}))
+    expected = sum(p.numel() for p in theirs.parameters())
+    assert total_of(from_hf(written(theirs)).decoder) == expected
+    assert expected == PUBLISHED.get(model_type, expected)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])

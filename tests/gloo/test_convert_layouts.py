@@ -31,7 +31,8 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.training.model_checkpoint import StoredModel, describe
 from moefold.training.state import contents
 from moefold.training.step import gradients
-from tests.cpu.families import draw, reference
+from tests.cpu.families import reference
+from tests.cpu.family_draws import draw
 from tests.gloo.forks import fork_ranks
 
 STEPS = 3

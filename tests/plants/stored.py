@@ -14,8 +14,8 @@ PLANTS = (
         "packed names are not known",
         BOTH,
         "model/families/names.py",
-        '        return "packed"\n    return "per_expert"\n',
-        '        return "per_expert"\n    return "per_expert"\n',
+        'return "packed" if packed else "per_expert"',
+        'return "per_expert"',
     ),
     Plant(
         "b24",

@@ -1,5 +1,6 @@
 """Families turn a few sizes into a description, refuse what cannot be, and know their names."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "shape": SIZES | {"dense_layers": 1, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4},
         "groups": {"count": 2, "keep": 1},
     },
+    "glm4_moe_lite": {"shape": SIZES | {"dense_layers": [0, 2], "kv_rank": 8, "rope_dim": 4}},
+    "dots1": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1], "dense_layers": 1}},
+    "hy_v3": {"shape": SIZES | {"kv_heads": 2, "head_dim": 6, "shared_width": 24}},
+    "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
 }
 
 
@@ -101,6 +106,8 @@ WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...], Any]] = [
     ("deepseek_v3", {"shared_width": 20}, ("shape", "shared_width"), 24),
     ("deepseek_v3", {"rope_dim": 5}, ("shape", "rope_dim"), 6),
     ("deepseek_v3", {"experts": 3}, ("groups", "count"), 1),
+    ("dots1", {"full_layers": [4]}, ("shape", "full_layers"), []),
+    ("dots1", {"window": None}, ("shape", "full_layers"), []),
 ]
 
 
@@ -209,6 +216,13 @@ def test_a_run_file_may_leave_the_family_out_where_it_says_from(tmp_path: Path) 
     data = run.model_dump() | {"model": {"from": str(tmp_path / "olmoe-1")}}
     verdict = check(Run, data)
     assert [(v.path, v.nearest) for v in verdict.violations] == [(("model", "from"), str(name))]
+
+
+def test_a_family_is_a_table() -> None:
+    """At most 80 lines; what it is made of stands once, in sizes, fields and names."""
+    for family in registry.families().values():
+        lines = Path(inspect.getfile(family)).read_text("utf-8").splitlines()
+        assert len(lines) <= 80, family.model_type
 
 
 @pytest.mark.parametrize("family", registry.families().values(), ids=lambda f: f.model_type)

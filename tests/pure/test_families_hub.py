@@ -12,9 +12,10 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.model.families.folder import read_config
 from moefold.model.families.hub import left_out
-from moefold.model.families.registry import families, family_of, from_hf
+from moefold.model.families.registry import LACKS, families, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
 from moefold.run import load_run
+from tests.families_page import table
 
 # What the released models' files hold (sizes and switches are facts of the models).
 RELEASED: dict[str, dict[str, Any]] = {
@@ -171,6 +172,32 @@ RELEASED: dict[str, dict[str, Any]] = {
     },
 }
 MIXTRAL, QWEN, OLMOE, DEEPSEEK = RELEASED.values()
+RELEASED["Kimi-K2-Instruct"] = DEEPSEEK | {
+    "aux_loss_alpha": 0.001,
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "seq_aux": True,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 
 
 def moe_of(config: dict[str, Any]) -> Moe:
@@ -184,7 +211,8 @@ def test_released_models_are_read_and_written_back(config: dict[str, Any]) -> No
     reading = from_hf(config)
     written = family_of(reading.decoder).to_hf(reading.decoder)
     assert from_hf(json.loads(json.dumps(written))).decoder == reading.decoder
-    same = config.keys() & written.keys() - {"rope_scaling", "num_nextn_predict_layers"}
+    named = {"rope_scaling", "num_nextn_predict_layers", "model_type"}
+    same = config.keys() & written.keys() - named
     assert {k: written[k] for k in same} == {k: config[k] for k in same}
     for name in ("num_hidden_layers", "num_experts_per_tok", "rms_norm_eps", "vocab_size"):
         assert name in same
@@ -266,7 +294,7 @@ def test_a_field_nobody_reads_is_refused(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", RELEASED.values(), ids=RELEASED)
 def test_every_size_is_asked_for_and_checked(config: dict[str, Any]) -> None:
-    family = families()[config["model_type"]]
+    family = family_of(from_hf(config).decoder)
     for name in (*family.hf_sizes, "rms_norm_eps"):
         rest = {k: v for k, v in config.items() if k != name}
         with pytest.raises(ValueError, match=f"{name} is missing"):
@@ -390,8 +418,20 @@ def test_what_a_folder_cannot_hold_is_said() -> None:
     assert "bias" in " ".join(left_out(from_hf(DEEPSEEK).decoder))
 
 
+def test_a_family_that_is_not_here_is_refused_with_the_part_it_lacks() -> None:
+    assert not LACKS.keys() & families().keys()
+    for model_type, part in LACKS.items():
+        with pytest.raises(ValueError, match=f"'{model_type}' is not supported: it needs {part}"):
+            from_hf({"model_type": model_type})
+
+
+def test_the_page_of_families_says_which_parts_each_uses() -> None:
+    page = Path(__file__).parents[2] / "docs" / "families.md"
+    assert table() in page.read_text("utf-8"), "write it anew: make golden"
+
+
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'llama' is not known; known: deepseek_v3, mixtral"):
+    with pytest.raises(ValueError, match=r"'llama' is not known; known: .*deepseek_v3, dots1"):
         from_hf({"model_type": "llama"})
     with pytest.raises(ValueError, match="model_type is missing"):
         from_hf({})
@@ -401,7 +441,7 @@ def test_a_folder_of_an_unknown_model_is_one_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError) as error:
         load_run(tmp_path)
-    known = "deepseek_v3, mixtral, olmoe, qwen3_moe"
+    known = ", ".join(sorted(families()))
     assert str(error.value) == f"config.json: model_type 'llama' is not known; known: {known}"
 
 

@@ -5,7 +5,6 @@ A family is a record: the few sizes users write under ``shape``, and beside it w
 """
 
 import re
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
@@ -15,26 +14,17 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.layers.config import Rope, Size
-from moefold.model.config import Block, Decoder, Layers, patterns
+from moefold.layers.kinds.dense import Dense
+from moefold.model.config import Block, Decoder, patterns
+from moefold.model.families.fields import ConfigField, read_all
 from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
-from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Z
+from moefold.model.families.sizes import FamilySizes, first_moe
+from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
 
 _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 Balance = tuple[Annotated[Record, BALANCE], ...]
-
-
-class FamilySizes(Record):
-    """Sizes that every family with routed experts has."""
-
-    hidden: Size
-    layers: Layers
-    heads: Size
-    experts: Size
-    top_k: Size
-    expert_width: Size
-    vocab: Annotated[int, Field(ge=2)] | None = None
-    """Rows of the embedding; None is the tokenizer's number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +59,33 @@ class Family(Record):
 
     model_type: ClassVar[str]
     """The family's name in a Hugging Face ``config.json``."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names of the very same model in a ``config.json``."""
     architecture: ClassVar[str]
     hf_sizes: ClassVar[Mapping[str, str]]
     """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
+    fields: ClassVar[tuple[ConfigField, ...]] = ()
+    """The other fields of ``config.json``, beside those that all families have."""
     tensors: ClassVar[tuple[Entry, ...]]
     """Our parameters' names beside the names on disk."""
+    extra_layers: ClassVar[str | None] = None
+    """What layers beyond the last are, where a folder may have some that are left out."""
     fixed_rope: ClassVar[str | None] = "half"
     """The rotary layout the family is tied to; None allows either."""
+    scales_softmax: ClassVar[bool] = False
+    """Whether YaRN's ``mscale_all_dim`` may scale the softmax."""
+    attention_own: ClassVar[Mapping[str, Any]] = {}
+    """What the family's attention is by nature, as fields of its record."""
+    attention_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the record that the attention's record has too."""
+    router_own: ClassVar[Mapping[str, Any]] = {}
+    """What the family's router is by nature."""
 
     def own_router(self) -> Router:
         """The family's router: softmax over all experts, then top-k, where it says nothing else."""
         own = {name: getattr(self, name) for name in self.router_fields}
-        return Router(experts=self.shape.experts, top_k=self.shape.top_k, **own)
+        sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
+        return Router(**sizes, **self.router_own, **own)
 
     @property
     def chosen_router(self) -> Router:
@@ -90,53 +95,47 @@ class Family(Record):
         sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
         return self.router.model_copy(update=sizes)
 
-    @abstractmethod
     def blocks(self) -> Sequence[Block]:
-        """Every block in order."""
+        """Every block in order: dense where ``shape`` says so, else with experts."""
+        own = {name: getattr(self, name) for name in self.attention_fields}
+        dense, sparse = Dense(width=self.shape.width_of_dense), self.moe()
+        made: dict[tuple[Record, bool], Block] = {}
+        found: list[Block] = []
+        for layer in range(self.shape.layers):
+            attention = self.shape.attention(layer, self.rope, {**self.attention_own, **own})
+            key = attention, layer in self.shape.dense
+            if key not in made:
+                made[key] = Block(attention=attention, ffn=dense if key[1] else sparse)
+            found.append(made[key])
+        return found
 
     @classmethod
-    @abstractmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:
         """Take the family's own fields out of a ``config.json``; return those of the record."""
+        return read_all(cls.fields, config)
 
-    @abstractmethod
     def write(self) -> dict[str, Any]:
         """Return the fields of ``config.json`` that are the family's own."""
+        return {name: value for f in self.fields for name, value in f.write(self).items()}
 
     def ignores(self, name: str) -> str | None:
         """Why a tensor on disk has no place in the model; None where it must have one."""
         if _ROTARY.search(name):
             return "rotary frequencies, which are computed"
-        return None
-
-    @classmethod
-    def shape_of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the fields of ``shape`` that a decoder's blocks show.
-
-        Raises:
-            AttributeError: where its blocks are of another kind.
-            StopIteration: where no block has experts.
-        """
-        moe = first_moe(decoder)
-        return {
-            "vocab": decoder.vocab,
-            "hidden": decoder.hidden,
-            "layers": len(decoder.blocks),
-            "heads": decoder.blocks[0].attention.heads,  # type: ignore[attr-defined]
-            "experts": moe.router.experts,
-            "top_k": moe.router.top_k,
-            "expert_width": moe.width,
-        }
+        layer = _LAYER.match(name)
+        return self.extra_layers if layer and int(layer[1]) >= self.shape.layers else None
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:
         """Return the record that a decoder may come from, read off its blocks, not yet checked."""
-        moe, shape = first_moe(decoder), cls.shape_of(decoder)
+        moe, attention = first_moe(decoder), decoder.blocks[0].attention
+        shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
+        own |= {name: getattr(attention, name) for name in cls.attention_fields}
         fields = {
             "balance": moe.balance,
             "capacity": moe.capacity,
-            "rope": decoder.blocks[0].attention.rope,  # type: ignore[attr-defined]
+            "rope": attention.rope,  # type: ignore[attr-defined]
             **{n: getattr(decoder, n) for n in ("norm_epsilon", "tied", "init_std", "context")},
         }
         return cls(shape=shape, **own, **fields)  # type: ignore[arg-type]
@@ -148,8 +147,7 @@ class Family(Record):
         Raises:
             ValueError: naming every field that is unknown, missing or not supported.
         """
-        reader = ConfigReader(config, cls.architecture)
-        reader.only("model_type", cls.model_type)
+        reader = ConfigReader(config, cls.architecture, cls.model_type)
         fields = {
             "norm_epsilon": reader.take("rms_norm_eps", float),
             "tied": reader.take("tie_word_embeddings", bool, False),
@@ -164,6 +162,9 @@ class Family(Record):
         model = cls(**(fields | own | {"shape": sizes | own.get("shape", {})}))
         refuse((b.under("shape") for b in model.shape.rules()), "config.json describes a model:")
         refuse(model.rules(), "config.json describes a model:")
+        for entry in cls.fields:
+            entry.check(reader, model)
+        reader.refuse_all()
         decoder = model.describe(model.shape.vocab or 2)
         return Reading(model, decoder, tokens, tuple(reader.notes), block)
 
@@ -225,6 +226,7 @@ class Family(Record):
             tied=self.tied,
             init_std=self.init_std,
             context=self.context,
+            family=self.model_type,
         )
 
     def misfits(self, vocab: int) -> Iterator[Violation]:
@@ -233,6 +235,8 @@ class Family(Record):
 
     def moe(self, **own: Any) -> Moe:
         """The feed-forward with experts, ``own`` being what only some families have."""
+        if width := self.shape.width_of_shared:
+            own = {"shared": Shared(width=width)} | own
         return Moe(
             width=self.shape.expert_width,
             router=self.chosen_router,
@@ -266,7 +270,7 @@ class Family(Record):
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
             rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
             yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)
-        if self.fixed_rope is not None and self.rope.yarn and self.rope.yarn.mscale_all_dim:
+        if not self.scales_softmax and self.rope.yarn and self.rope.yarn.mscale_all_dim:
             rule = f"{self.model_type} does not scale its softmax; leave mscale_all_dim at 0"
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
@@ -325,18 +329,9 @@ def _same_term(one: Record, other: Record) -> bool:
     return type(one) is type(other) and same_population
 
 
-def first_moe(decoder: Decoder) -> Moe:
-    """Return the first feed-forward with experts.
-
-    Raises:
-        StopIteration: where there is none.
-    """
-    return next(b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe))
-
-
 def _plain(decoder: Decoder) -> dict[str, Any]:
-    """A decoder as plain data, patterns written out and the start of weights left out."""
-    plain = decoder.model_dump(exclude={"stacks", "init_out_scale"})
+    """A decoder as plain data, patterns written out; without name and start of weights."""
+    plain = decoder.model_dump(exclude={"stacks", "init_out_scale", "family"})
     return plain | {"layers": [b.model_dump() for b in decoder.blocks]}
 
 

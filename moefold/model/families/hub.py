@@ -4,10 +4,9 @@ A field is read, or refused by name, or stands on a list of fields that change n
 is left over is refused, because a field nobody read may be the one that changes the maths.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from moefold.config.base import Record
 from moefold.layers.config import Rope, Yarn
 from moefold.model.config import Decoder
 from moefold.moe.config import Aux, Moe
@@ -44,20 +43,24 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None,),
     "layer_types": (None,),
 }
-_ABSENT = object()
+REQUIRED = object()
+"""The default of a field that has to be there."""
 
 
 class ConfigReader:
     """Takes fields out of a configuration and collects every problem before refusing."""
 
-    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], architecture: str = "", model_type: str = ""
+    ) -> None:
         self.config = config
+        self.model_type = model_type
         self.notes: list[str] = []
         self._problems: list[str] = []
         self._read: set[str] = set()
         self._architecture = architecture
 
-    def take(self, name: str, kind: type, default: Any = _ABSENT) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """Return a field of type ``kind``; ``default`` where it is absent or null.
 
         A field without default must be there. Problems are kept for ``finish``.
@@ -65,7 +68,7 @@ class ConfigReader:
         self._read.add(name)
         value = self.config.get(name)
         if value is None:
-            if default is _ABSENT:
+            if default is REQUIRED:
                 self._problems.append(f"{name} is missing")
                 return kind(1)
             return default
@@ -73,7 +76,7 @@ class ConfigReader:
             value = float(value)
         if type(value) is not kind:
             self._problems.append(f"{name} is {value!r}, which is not of type {kind.__name__}")
-            return kind(1) if default is _ABSENT else default
+            return kind(1) if default is REQUIRED else default
         return value
 
     def present(self, name: str) -> bool:
@@ -142,6 +145,10 @@ class ConfigReader:
             self._problems.append(
                 f"unknown fields, which may change what the model computes: {', '.join(left)}"
             )
+        self.refuse_all()
+
+    def refuse_all(self) -> None:
+        """Raise ``ValueError`` with the problems found so far, unless there is none."""
         if self._problems:
             raise ValueError("config.json: " + "; ".join(self._problems))
 
@@ -163,7 +170,7 @@ def read_rope(config: ConfigReader, default_theta: float, *, scales_softmax: boo
         config.take("rope_scaling", dict, {}) or config.take("rope_parameters", dict, {})
     )
     config.skip("rope_parameters")
-    inner = ConfigReader(scaling, "")
+    inner = ConfigReader(scaling)
     theta = inner.take("rope_theta", float, theta)
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
     inner.only("partial_rotary_factor", 1, 1.0, None)
@@ -230,26 +237,6 @@ def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
     if yarn.attention_factor is not None or not derived:
         scaling["attention_factor"] = yarn.magnitude
     return fields | {"rope_scaling": scaling}
-
-
-def read_aux(config: ConfigReader, model_type: str, default: float) -> tuple[Record, ...]:
-    """Read ``router_aux_loss_coef``; where it is absent, take and report the documented default.
-
-    The number is taken as it stands. Here each layer has its own term, which is 1 for uniform
-    routing; transformers pools the layers first, and its term is then top_k.
-    """
-    if not config.present("router_aux_loss_coef"):
-        config.notes.append(
-            f"router_aux_loss_coef is not in config.json: the documented default of {model_type}, "
-            f"{default}, is the coefficient of the aux loss"
-        )
-    coefficient = config.take("router_aux_loss_coef", float, default)
-    return (Aux(coefficient=coefficient),) if coefficient > 0 else ()
-
-
-def aux_coefficient(balance: Iterable[Any]) -> float:
-    """Return the coefficient of the first aux loss, 0 without one."""
-    return next((t.coefficient for t in balance if isinstance(t, Aux)), 0.0)
 
 
 def left_out(decoder: Decoder) -> list[str]:

@@ -13,6 +13,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+HF_SIZES = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "num_experts_per_tok": "top_k",
+}
+"""Sizes of ``config.json`` that most families with grouped-query attention have."""
+ROUTED_SIZES = HF_SIZES | {"n_routed_experts": "experts", "moe_intermediate_size": "expert_width"}
+"""Those of families that name their experts as DeepSeek-V3 does."""
 Layout = Literal["per_expert", "packed"]
 Shape = tuple[int, ...]
 
@@ -25,8 +36,8 @@ class Entry:
 
     ours: str
     theirs: tuple[str, ...]
-    packed: str | None = None
-    """The name in the packed layout; None where both layouts store it alike."""
+    packed: tuple[str, ...] = ()
+    """Names in the packed layout; none where both layouts store it alike."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,9 @@ class TensorPiece:
     index: tuple[int, ...]
 
 
-def entry(ours: str, *theirs: str, packed: str | None = None) -> Entry:
+def entry(ours: str, *theirs: str, packed: str | tuple[str, ...] = ()) -> Entry:
     """Write one row of a table of names."""
-    return Entry(ours, theirs, packed)
+    return Entry(ours, theirs, (packed,) if isinstance(packed, str) else packed)
 
 
 def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, int]]:
@@ -66,13 +77,14 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
 
 def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
-    if layout == "packed" and row.packed is not None:
-        return (TensorPiece(row.packed.format(i=layer), _merged(shape), ()),)
-    stacked = len(row.theirs) > 1
-    experts = range(shape[0]) if "{e}" in row.theirs[0] else (None,)
+    names = row.packed if layout == "packed" and row.packed else row.theirs
+    if len(names) < len(row.theirs) or ("{e}" in row.theirs[0] and "{e}" not in names[0]):
+        return (TensorPiece(names[0].format(i=layer), _merged(shape), ()),)
+    stacked = len(names) > 1
+    experts = range(shape[0]) if "{e}" in names[0] else (None,)
     made: list[TensorPiece] = []
     for expert in experts:
-        for part, name in enumerate(row.theirs):
+        for part, name in enumerate(names):
             index = (() if expert is None else (expert,)) + ((part,) if stacked else ())
             made.append(TensorPiece(name.format(i=layer, e=expert), shape[len(index) :], index))
     return tuple(made)
@@ -85,9 +97,8 @@ def _merged(shape: Shape) -> Shape:
 
 def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> Layout:
     """Return the layout in which a parameter lies among the tensors on disk."""
-    if row.packed is not None and row.packed.format(i=layer) in present:
-        return "packed"
-    return "per_expert"
+    packed = row.packed and row.packed[0].format(i=layer) in present
+    return "packed" if packed else "per_expert"
 
 
 def llama_names() -> tuple[Entry, ...]:
@@ -104,23 +115,35 @@ def llama_names() -> tuple[Entry, ...]:
     )
 
 
-def gqa_names(*, qk_norm: bool) -> tuple[Entry, ...]:
+def gqa_names(*, qk_norm: bool = False) -> tuple[Entry, ...]:
     """Names of grouped-query attention, with or without norms on queries and keys."""
-    parts = [(p, f"{p}_proj") for p in "qkvo"]
-    if qk_norm:
-        parts += [("q_norm", "q_norm"), ("k_norm", "k_norm")]
-    at = "model.layers.{i}.self_attn"
+    parts = {p: f"{p}_proj" for p in "qkvo"}
+    return attention_names(parts | ({n: n for n in ("q_norm", "k_norm")} if qk_norm else {}))
+
+
+def attention_names(parts: Mapping[str, str], ending: str = "weight") -> tuple[Entry, ...]:
+    """Names of an attention's parts, ours beside theirs."""
     return tuple(
-        entry(f"layers.{{i}}.attention.{ours}.weight", f"{at}.{theirs}.weight")
-        for ours, theirs in parts
+        entry(
+            f"layers.{{i}}.attention.{ours}.{ending}",
+            f"model.layers.{{i}}.self_attn.{theirs}.{ending}",
+        )
+        for ours, theirs in parts.items()
     )
 
 
-def expert_names() -> tuple[Entry, ...]:
-    """Names of router and experts that most families share."""
+def latent_names() -> tuple[Entry, ...]:
+    """Names of latent attention."""
+    parts = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
+    parts |= {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    return attention_names({"q": "q_proj", **parts, "o": "o_proj"})
+
+
+def expert_names(gate: str = "gate.weight") -> tuple[Entry, ...]:
+    """Names of router and experts that most families share; ``gate`` is the router's."""
     at, one = "model.layers.{i}.mlp", "model.layers.{i}.mlp.experts.{e}"
     return (
-        entry("layers.{i}.moe.router.weight", f"{at}.gate.weight"),
+        entry("layers.{i}.moe.router.weight", f"{at}.{gate}", packed=f"{at}.gate.weight"),
         entry(
             "layers.{i}.moe.experts.w_in",
             f"{one}.gate_proj.weight",
@@ -132,4 +155,47 @@ def expert_names() -> tuple[Entry, ...]:
             f"{one}.down_proj.weight",
             packed=f"{at}.experts.down_proj",
         ),
+    )
+
+
+def w123_names() -> tuple[Entry, ...]:
+    """Names of router and experts as Mixtral has them."""
+    apart, packed = "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
+    one = f"{apart}.experts.{{e}}"
+    return (
+        entry(
+            "layers.{i}.moe.router.weight", f"{apart}.gate.weight", packed=f"{packed}.gate.weight"
+        ),
+        entry(
+            "layers.{i}.moe.experts.w_in",
+            f"{one}.w1.weight",
+            f"{one}.w3.weight",
+            packed=f"{packed}.experts.gate_up_proj",
+        ),
+        entry(
+            "layers.{i}.moe.experts.w_out",
+            f"{one}.w2.weight",
+            packed=f"{packed}.experts.down_proj",
+        ),
+    )
+
+
+def bias_names(
+    apart: str = "mlp.gate.e_score_correction_bias", packed: str | None = None
+) -> tuple[Entry, ...]:
+    """Name of the selection bias in either layout."""
+    at, ours = "model.layers.{i}", "layers.{i}.moe.router.selection_bias"
+    return (entry(ours, f"{at}.{apart}", packed=f"{at}.{packed or apart}"),)
+
+
+def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tuple[Entry, ...]:
+    """Names of the shared expert in either layout; both keep gate and up apart."""
+    at, ours = "model.layers.{i}.mlp", "layers.{i}.moe.shared"
+
+    def names(of: str, *parts: str) -> tuple[str, ...]:
+        return tuple(f"{at}.{of}.{part}_proj.weight" for part in parts)
+
+    return tuple(
+        entry(f"{ours}.{name}", *names(apart, *parts), packed=names(packed or apart, *parts))
+        for name, parts in (("w_in", ("gate", "up")), ("w_out", ("down",)))
     )

@@ -6,8 +6,42 @@ from typing import Any
 from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 
 # Imported because each registers itself when imported.
-from moefold.model.families import deepseek_v3, mixtral, olmoe, qwen3_moe  # noqa: F401
+from moefold.model.families import (  # noqa: F401
+    deepseek_v3,
+    dots1,
+    glm4_moe_lite,
+    hy_v3,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+    solar_open,
+)
 from moefold.model.families.base import Family, Reading
+
+_DELTA, _SPACE, _INDEXER = "a delta net", "state-space layers", "the indexer of sparse attention"
+_HYPER = "hyper-connections between layers"
+LACKS: Mapping[str, str] = {
+    "bailing_hybrid": _DELTA,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _HYPER,
+    "glm5_next": _HYPER,
+    "glm_moe_dsa": _INDEXER,
+    "granitemoehybrid": _SPACE,
+    "hy_v4": _HYPER,
+    "jamba": _SPACE,
+    "kimi_linear": _DELTA,
+    "lfm2_moe": "short convolutions",
+    "llama4_text": "attention in chunks, and weights on the input of experts",
+    "longcat_flash": "two attentions in a block, and experts without weights",
+    "mimo_v2_flash": "key-value heads that differ by layer, and values narrower than keys",
+    "minimax": "lightning attention",
+    "nemotron_h": _SPACE,
+    "phimoe": "a router that samples",
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "zaya": "convolutions inside attention",
+}
+"""Families that are not here, and the part that each would need."""
 
 
 def families() -> dict[str, type[Family]]:
@@ -31,12 +65,17 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
             f"config.json: num_hidden_layers is {layers}, and the most are {MAX_LAYERS}"
         )
     known = families()
-    if model_type not in known:
+    read = known | {alias: family for family in known.values() for alias in family.aliases}
+    if model_type in LACKS:
+        raise ValueError(
+            f"config.json: model_type {model_type!r} is not supported: it needs {LACKS[model_type]}"
+        )
+    if model_type not in read:
         raise ValueError(
             f"config.json: model_type {model_type!r} is not known; known: "
             f"{', '.join(sorted(known))}"
         )
-    return known[model_type].from_hf(config)
+    return read[model_type].from_hf(config)
 
 
 def family_of(decoder: Decoder) -> type[Family]:
@@ -46,7 +85,7 @@ def family_of(decoder: Decoder) -> type[Family]:
         ValueError: saying, family by family, what the decoder has that it does not.
     """
     reasons: list[str] = []
-    for family in families().values():
+    for family in sorted(families().values(), key=lambda f: f.model_type != decoder.family):
         try:
             family.of(decoder)
         except ValueError as error:

@@ -1,0 +1,383 @@
+"""Fields of a ``config.json`` as data: each entry reads some of them and writes them again.
+
+A family lists its entries; what it reads is given by the paths of its record, ``shape.heads`` or
+``renormalise``. What an entry does not take, and no list of harmless fields names, is refused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope
+from moefold.moe.config import Aux, Bias, Groups
+
+Values = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+RATE = 1e-3
+"""Of loss-free balancing, in DeepSeek-V3's report; no ``config.json`` states one."""
+
+
+class ConfigField:
+    """One or several fields of ``config.json``."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the fields; return values of the record by their paths."""
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the fields of a family's record."""
+        return {}
+
+    def check(self, config: ConfigReader, model: Any) -> None:
+        """Refuse fields that contradict the record they were read into."""
+
+
+@dataclass(frozen=True)
+class FieldValue(ConfigField):
+    """A field that is a value of the record."""
+
+    theirs: str
+    ours: str
+    kind: type
+    default: Any = REQUIRED
+    """Where it is absent or null."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        return {self.ours: config.take(self.theirs, self.kind, self.default)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it."""
+        return {self.theirs: value_at(model, self.ours)}
+
+
+def value_at(model: Any, path: str) -> Any:
+    """Return the value of a record at a dotted path."""
+    for name in path.split("."):
+        model = getattr(model, name)
+    return model
+
+
+@dataclass(frozen=True)
+class Only(ConfigField):
+    """A field that must hold one value, or one of some that mean the same, where it stands."""
+
+    name: str
+    value: Any
+    also: tuple[Any, ...] = ()
+
+    def read(self, config: ConfigReader) -> Values:
+        """Refuse any other value."""
+        config.only(self.name, self.value, *self.also)
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the first value."""
+        return {self.name: self.value}
+
+
+@dataclass(frozen=True)
+class Unread(ConfigField):
+    """Fields that change nothing in this family, whatever they hold."""
+
+    names: tuple[str, ...]
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, config: ConfigReader) -> Values:
+        """Leave them out."""
+        config.skip(*self.names)
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return those that a reader should find."""
+        return self.written
+
+
+@dataclass(frozen=True)
+class Follows(ConfigField):
+    """A field that follows from others, and is refused where it does not."""
+
+    name: str
+    of: Callable[[Any], Any]
+
+    def read(self, config: ConfigReader) -> Values:
+        """Leave it for the check."""
+        config.skip(self.name)
+        return {}
+
+    def check(self, config: ConfigReader, model: Any) -> None:
+        """Compare it with what follows."""
+        config.only(self.name, self.of(model), None)
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return what follows."""
+        return {self.name: self.of(model)}
+
+
+@dataclass(frozen=True)
+class KvHeads(ConfigField):
+    """Key-value heads where the field is null: as many as heads. Else they are a size."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the heads where the field is null."""
+        if not config.null("num_key_value_heads"):
+            return {}
+        return {"shape.kv_heads": config.take("num_attention_heads", int)}
+
+
+@dataclass(frozen=True)
+class HeadDim(ConfigField):
+    """Dims per head; absent they are ``hidden / heads``, or the number that a class documents."""
+
+    default: int | None = None
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take them where they are stated."""
+        head_dim = config.take("head_dim", int, self.default)
+        return {} if head_dim is None else {"shape.head_dim": head_dim}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return them."""
+        return {"head_dim": model.shape.dims_per_head}
+
+
+@dataclass(frozen=True)
+class Rotary(ConfigField):
+    """Rotary positions; the base of all families writes them."""
+
+    theta: float
+    """Where none is stated."""
+    layout: str = "half"
+    switch: str | None = None
+    """The field that says whether the layout is ``interleaved`` or ``half``."""
+    scales_softmax: bool = False
+    """Whether ``mscale_all_dim`` scales the softmax too."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take theta, YaRN and the layout."""
+        rope = read_rope(config, self.theta, scales_softmax=self.scales_softmax)
+        layout = self.layout
+        if self.switch is not None:
+            interleaved = config.take(self.switch, bool, layout == "interleaved")
+            layout = "interleaved" if interleaved else "half"
+        return {"rope": rope.model_copy(update={"layout": layout})}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the layout where a field says it."""
+        return {} if self.switch is None else {self.switch: model.rope.layout == "interleaved"}
+
+
+@dataclass(frozen=True)
+class AuxField(ConfigField):
+    """``router_aux_loss_coef``; where it is absent, the documented default is taken and reported.
+
+    The number is taken as it stands. Here each layer has its own term, which is 1 for uniform
+    routing; transformers pools the layers first, and its term is then top_k.
+    """
+
+    default: float
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it; zero is no term."""
+        if not config.present("router_aux_loss_coef"):
+            config.notes.append(
+                "router_aux_loss_coef is not in config.json: the documented default of "
+                f"{config.model_type}, {self.default}, is the coefficient of the aux loss"
+            )
+        coefficient = config.take("router_aux_loss_coef", float, self.default)
+        return {"balance": (Aux(coefficient=coefficient),) if coefficient > 0 else ()}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the coefficient of the first aux loss, 0 without one."""
+        found = (t.coefficient for t in model.balance if isinstance(t, Aux))
+        return {"router_aux_loss_coef": next(found, 0.0)}
+
+
+@dataclass(frozen=True)
+class BiasBalance(ConfigField):
+    """A selection bias that moves by the report's rate; no field says so."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Say the rate."""
+        config.notes.append(f"the selection bias moves by {RATE} a step, as in the report")
+        return {"balance": (Bias(rate=RATE),)}
+
+
+@dataclass(frozen=True)
+class SequenceBalance(BiasBalance):
+    """A selection bias, and DeepSeek's ``aux_loss_alpha``, by default of each sequence."""
+
+    alpha: float
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the coefficient; zero is no term."""
+        if not config.present("aux_loss_alpha"):
+            config.notes.append(
+                "config.json has no aux_loss_alpha: the aux loss of each sequence takes the "
+                f"report's coefficient, {self.alpha}"
+            )
+        terms = super().read(config)["balance"]
+        coefficient = config.take("aux_loss_alpha", float, self.alpha)
+        over = "sequence" if config.take("seq_aux", bool, True) else "micro_batch"
+        if coefficient > 0:
+            terms = (*terms, Aux(over=over, coefficient=coefficient))
+        return {"balance": terms}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the first aux loss."""
+        aux = next((t for t in model.balance if isinstance(t, Aux)), None)
+        return {
+            "aux_loss_alpha": aux.coefficient if aux else 0.0,
+            "seq_aux": aux is not None and aux.over == "sequence",
+        }
+
+
+@dataclass(frozen=True)
+class GroupLimits(ConfigField):
+    """``n_group`` and ``topk_group``; one group is none."""
+
+    score: str = "sum_best"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take both."""
+        count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
+        made = Groups(count=count, keep=keep, score=self.score)  # type: ignore[arg-type]
+        return {"groups": made if count > 1 else None}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return both."""
+        groups = model.groups
+        return {"n_group": groups.count, "topk_group": groups.keep} if groups else _ONE_GROUP
+
+
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+
+
+@dataclass(frozen=True)
+class SharedNumber(ConfigField):
+    """The shared expert's width as a number of routed experts."""
+
+    name: str = "n_shared_experts"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it times the width of one."""
+        number = config.take(self.name, int)
+        return {"shape.shared_width": number * config.take("moe_intermediate_size", int)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the quotient."""
+        return {self.name: model.shape.width_of_shared // model.shape.expert_width}
+
+
+@dataclass(frozen=True)
+class DenseKinds(ConfigField):
+    """``mlp_layer_types``: for each layer ``dense`` or ``sparse``; absent, the first are dense."""
+
+    first: int = 1
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense ones."""
+        layers = config.take("num_hidden_layers", int)
+        default = ["dense"] * self.first + ["sparse"] * (layers - self.first)
+        kinds = config.take("mlp_layer_types", list, default[:layers])
+        if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+            config.refuse(f"mlp_layer_types is not dense or sparse for each of {layers} layers")
+        return {"shape.dense_layers": tuple(n for n, k in enumerate(kinds) if k == "dense")}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list."""
+        dense, layers = model.shape.dense, range(model.shape.layers)
+        return {"mlp_layer_types": ["dense" if n in dense else "sparse" for n in layers]}
+
+
+@dataclass(frozen=True)
+class DenseSteps(ConfigField):
+    """``mlp_only_layers`` and ``decoder_sparse_step``, of which layers with experts follow."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense layers."""
+        step = config.take("decoder_sparse_step", int, 1)
+        if step < 1:
+            config.refuse(f"decoder_sparse_step is {step}, less than 1")
+            step = 1
+        named = config.take("mlp_only_layers", list, [])
+        layers = range(config.take("num_hidden_layers", int))
+        return {"shape.dense_layers": tuple(n for n in layers if n in named or (n + 1) % step)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list, and a step that adds none to it."""
+        return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.shape.dense_layers)}
+
+
+@dataclass(frozen=True)
+class DenseSize(ConfigField):
+    """The dense layers' width; absent it follows from the experts'."""
+
+    name: str = "intermediate_size"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        return {"shape.dense_width": config.take(self.name, int, None)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it, or what it follows from."""
+        return {self.name: model.shape.width_of_dense}
+
+
+@dataclass(frozen=True)
+class ExpertNumber(ConfigField):
+    """Experts under one of two names: older releases and newer ones differ."""
+
+    older: str = "num_experts"
+    newer: str = "num_local_experts"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the newer one; the other must not differ."""
+        stated = config.take(self.newer, int, None)
+        experts = stated if stated is not None else config.take(self.older, int)
+        config.only(self.older, experts)
+        return {"shape.experts": experts}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return them under the older name."""
+        return {self.older: model.shape.experts}
+
+
+@dataclass(frozen=True)
+class WindowKinds(ConfigField):
+    """``sliding_window`` and ``layer_types``: for each layer full or sliding attention."""
+
+    full: Callable[[ConfigReader, int], bool]
+    """Whether a layer is full where no kinds are stated."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the window, and the numbers of the full layers; without a sliding one, neither."""
+        window = config.take("sliding_window", int, None)
+        layers = config.take("num_hidden_layers", int)
+        usual = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
+        kinds = config.take("layer_types", list, usual)
+        if len(kinds) != layers or not {FULL, SLIDING}.issuperset(kinds):
+            config.refuse(f"layer_types is not {FULL} or {SLIDING} for each of {layers} layers")
+        if SLIDING not in kinds:
+            return {}
+        if window is None:
+            config.refuse("layer_types has sliding layers, and sliding_window is missing")
+        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
+        return {"shape.window": window, "shape.full_layers": full}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return both."""
+        shape = model.shape
+        full = range(shape.layers) if shape.window is None else shape.full_layers
+        kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
+        return {"sliding_window": shape.window, "layer_types": kinds}
+
+
+def read_all(fields: tuple[ConfigField, ...], config: ConfigReader) -> dict[str, Any]:
+    """Return what entries read as a record's fields, those of ``shape`` in a dict of their own."""
+    found: dict[str, Any] = {"shape": {}}
+    for entry in fields:
+        for path, value in entry.read(config).items():
+            *outer, name = path.split(".")
+            (found["shape"] if outer else found)[name] = value
+    return found

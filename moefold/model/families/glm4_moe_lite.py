@@ -1,0 +1,67 @@
+"""GLM-4.7-Flash: DeepSeek-V3's parts, and a list of the layers whose feed-forward is dense."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families.fields import (
+    BiasBalance,
+    DenseKinds,
+    DenseSize,
+    FieldValue,
+    Follows,
+    Rotary,
+    SharedNumber,
+)
+from moefold.model.families.names import (
+    bias_names,
+    expert_names,
+    latent_names,
+    llama_names,
+    shared_names,
+)
+from moefold.model.families.sigmoid import (
+    LATENT_FIELDS,
+    LATENT_SIZES,
+    MULTI_TOKEN,
+    ROUTER_FIELDS,
+    SigmoidFamily,
+)
+from moefold.model.families.sizes import DenseListed, LatentSizes, SharedSizes
+
+
+class Glm4MoeLiteShape(LatentSizes, SharedSizes, DenseListed):
+    """Sizes of a GLM-4.7-Flash."""
+
+
+@MODEL.register
+class Glm4MoeLite(SigmoidFamily):
+    """A GLM-4.7-Flash."""
+
+    family: Literal["glm4_moe_lite"] = "glm4_moe_lite"
+    shape: Glm4MoeLiteShape
+    scale: Annotated[float, Field(gt=0)] = 1.8
+    rope: Rope = Rope(layout="interleaved")
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "glm4_moe_lite"
+    architecture = "Glm4MoeLiteForCausalLM"
+    fixed_rope = None
+    scales_softmax = True
+    extra_layers = "layers for multi-token prediction"
+    hf_sizes = LATENT_SIZES
+    fields = (
+        *LATENT_FIELDS,
+        *ROUTER_FIELDS,
+        Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
+        BiasBalance(),
+        SharedNumber(),
+        DenseKinds(),
+        DenseSize(),
+        Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
+        FieldValue("routed_scaling_factor", "scale", float, 1.8),
+        MULTI_TOKEN,
+    )
+    tensors = (*llama_names(), *latent_names(), *expert_names(), *bias_names(), *shared_names())

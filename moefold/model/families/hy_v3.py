@@ -1,0 +1,80 @@
+"""Hunyuan 3: norms on each head, sigmoid scores always renormalised and scaled, a shared expert."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    RATE,
+    BiasBalance,
+    DenseKinds,
+    DenseSize,
+    FieldValue,
+    HeadDim,
+    KvHeads,
+    Rotary,
+    SharedNumber,
+    Unread,
+)
+from moefold.model.families.names import (
+    HF_SIZES,
+    bias_names,
+    expert_names,
+    gqa_names,
+    llama_names,
+    shared_names,
+)
+from moefold.model.families.sigmoid import SIGMOID
+from moefold.model.families.sizes import DenseListed, FreeGqaSizes, SharedSizes
+from moefold.moe.config import Bias
+
+_THETA = 11_158_840.0
+
+
+class HyV3Shape(FreeGqaSizes, SharedSizes, DenseListed):
+    """Sizes of a Hunyuan 3."""
+
+
+@MODEL.register
+class HyV3(Family):
+    """A Hunyuan 3."""
+
+    family: Literal["hy_v3"] = "hy_v3"
+    shape: HyV3Shape
+    scale: Annotated[float, Field(gt=0)] = 2.826
+    """Factor on the weights of routed experts."""
+    balance: Balance = (Bias(rate=RATE),)
+    rope: Rope = Rope(theta=_THETA)
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "hy_v3"
+    architecture = "HYV3ForCausalLM"
+    extra_layers = "layers for multi-token prediction"
+    attention_own = {"qk_norm": "head"}
+    router_own = SIGMOID
+    router_fields = ("scale",)
+    hf_sizes = HF_SIZES | {
+        "num_experts": "experts",
+        "moe_intermediate_size": "expert_width",
+    }
+    fields = (
+        KvHeads(),
+        HeadDim(128),
+        Rotary(_THETA),
+        BiasBalance(),
+        SharedNumber("num_shared_experts"),
+        DenseKinds(),
+        DenseSize(),
+        FieldValue("router_scaling_factor", "scale", float, 2.826),
+        Unread(("enable_moe_fp32_combine",)),  # the sum's number format
+    )
+    tensors = (
+        *llama_names(),
+        *gqa_names(qk_norm=True),
+        *expert_names("router.gate.weight"),
+        *bias_names("mlp.expert_bias", "mlp.e_score_correction_bias"),
+        *shared_names("shared_mlp", "shared_experts"),
+    )

@@ -1,0 +1,61 @@
+"""What families with DeepSeek-V3's router, or its latent attention, share."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from moefold.config.errors import Violation
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
+from moefold.moe.config import Bias, Groups
+
+LATENT_SIZES = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_width",
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_nope_head_dim": "nope_dim",
+    "qk_rope_head_dim": "rope_dim",
+    "v_head_dim": "v_dim",
+}
+LATENT_FIELDS = (
+    Follows("num_key_value_heads", lambda model: model.shape.heads),
+    Follows("head_dim", lambda model: model.shape.rope_dim),
+    Follows("qk_head_dim", lambda model: model.shape.nope_dim + model.shape.rope_dim),
+)
+ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool, True))
+MULTI_TOKEN = Unread(
+    ("num_nextn_predict_layers", "num_mtp_layers"), {"num_nextn_predict_layers": 0}
+)
+SIGMOID = {"score": "sigmoid", "epsilon": 1e-20, "selection_bias": True}
+"""Scores of the router: the choice, in groups too, is by score plus bias, the weights without."""
+
+
+class SigmoidFamily(Family):
+    """What families with DeepSeek-V3's router share."""
+
+    renormalise: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    scale: Annotated[float, Field(gt=0)] = 2.5
+    """Factor on the weights of routed experts."""
+    groups: Groups | None = None
+    """Groups of experts that routing is limited to; None chooses among all."""
+    balance: Balance = (Bias(rate=RATE),)
+
+    router_own = SIGMOID
+    router_fields = ("renormalise", "scale", "groups")
+
+    def rules(self) -> Iterator[Violation]:
+        """What all families share, and how this one scores a group."""
+        yield from super().rules()
+        rule = "this family scores a group by the sum of its best two"
+        if self.groups is not None and self.groups.score != "sum_best":
+            yield Violation(("groups", "score"), self.groups.score, rule, "sum_best")
+        if self.groups is not None and self.groups.best != 2:
+            yield Violation(("groups", "best"), self.groups.best, rule, 2)

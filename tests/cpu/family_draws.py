@@ -1,0 +1,183 @@
+"""Small configurations of every family, drawn: one function of the choices for each ``model_type``.
+
+A function returns the fields of ``config.json`` that are the family's own; ``draw`` adds the rest.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+Fields = dict[str, Any]
+OWN: dict[str, Callable[[Random, Fields], Fields]] = {}
+EXPERTS, WIDTHS, WIDE = (4, 6, 8), (6, 10), (12, 20)
+
+
+def of(*model_types: str) -> Callable[[Callable[[Random, Fields], Fields]], Any]:
+    """Register a function for families whose fields have the same names."""
+
+    def register(function: Callable[[Random, Fields], Fields]) -> Any:
+        OWN.update(dict.fromkeys(model_types, function))
+        return function
+
+    return register
+
+
+def draw(model_type: str, random: Random) -> Fields:
+    """Draw the fields of a small configuration."""
+    heads, dim = random.choice((2, 4)), random.choice((4, 8))
+    config: Fields = {
+        "vocab_size": random.choice((61, 64)),
+        "hidden_size": heads * dim,
+        "num_hidden_layers": random.choice((2, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": random.choice([d for d in (1, 2, heads) if heads % d == 0]),
+        "num_experts_per_tok": random.randint(2, 3),
+        "max_position_embeddings": 64,
+        "rms_norm_eps": random.choice((1e-5, 1e-6, 1e-3)),
+        "tie_word_embeddings": random.random() < 0.4,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": random.choice((1e4, 1e6))},
+    }
+    if random.random() < 0.5:
+        config["rope_parameters"] |= {
+            "rope_type": "yarn",
+            "factor": random.choice((2.0, 4.0)),
+            "original_max_position_embeddings": 16,
+        }
+        if random.random() < 0.5:
+            config["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9}
+    return config | OWN[model_type](random, config)
+
+
+def _coin(random: Random) -> bool:
+    return random.random() < 0.5
+
+
+@of("mixtral")
+def _mixtral(random: Random, config: Fields) -> Fields:
+    return {
+        "num_local_experts": random.choice(EXPERTS),
+        "intermediate_size": random.choice(WIDTHS),
+        "head_dim": random.choice((6, 8)),
+        "router_aux_loss_coef": 0.02,
+    }
+
+
+@of("olmoe")
+def _olmoe(random: Random, config: Fields) -> Fields:
+    return {
+        "num_experts": random.choice(EXPERTS),
+        "intermediate_size": random.choice(WIDTHS),
+        "norm_topk_prob": _coin(random),
+        "router_aux_loss_coef": 0.02,
+    }
+
+
+@of("qwen3_moe")
+def _qwen(random: Random, config: Fields) -> Fields:
+    step, last = random.choice((1, 1, 2)), config["num_hidden_layers"] - 1
+    return {
+        "num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "intermediate_size": random.choice(WIDE),
+        "head_dim": random.choice((6, 8)),
+        "norm_topk_prob": _coin(random),
+        "mlp_only_layers": random.choice(([], [0], [] if step == 2 else [last])),
+        "decoder_sparse_step": step,
+        "router_aux_loss_coef": 0.02,
+    }
+
+
+def sigmoid(random: Random, config: Fields) -> Fields:
+    """Draw what DeepSeek-V3's router and its experts have."""
+    experts = random.choice((4, 8, 12))
+    groups = random.choice([g for g in (1, 2, 4) if experts // g >= 2])
+    least = -(-config["num_experts_per_tok"] // (experts // groups))
+    return {
+        "n_routed_experts": experts,
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "n_shared_experts": random.choice((1, 2)),
+        "n_group": groups,
+        "topk_group": random.randint(least, groups),
+        "norm_topk_prob": _coin(random),
+        "routed_scaling_factor": random.choice((1.0, 2.5)),
+    }
+
+
+def latent(random: Random, config: Fields) -> Fields:
+    """Draw the sizes of latent attention."""
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": random.choice((None, 12)),
+        "kv_lora_rank": random.choice((8, 10)),
+        "qk_nope_head_dim": random.choice((4, 6)),
+        "qk_rope_head_dim": random.choice((4, 8)),
+        "v_head_dim": random.choice((4, 6)),
+        "rope_interleave": _coin(random),
+    }
+
+
+def dense_first(random: Random, config: Fields) -> Fields:
+    """Draw how many of the first layers are dense."""
+    number, width = random.choice((0, 1)), random.choice(WIDE)
+    return {"first_k_dense_replace": number, "intermediate_size": width}
+
+
+def dense_kinds(random: Random, config: Fields) -> Fields:
+    """Draw which layers are dense."""
+    kinds = [random.choice(("dense", "sparse")) for _ in range(config["num_hidden_layers"])]
+    kinds[random.randrange(len(kinds))] = "sparse"
+    return {"mlp_layer_types": kinds, "intermediate_size": random.choice(WIDE)}
+
+
+def windows(random: Random, config: Fields) -> Fields:
+    """Draw which layers see a window."""
+    kinds = ("full_attention", "sliding_attention")
+    drawn = [random.choice(kinds) for _ in range(config["num_hidden_layers"])]
+    return {"sliding_window": random.choice((3, 7)), "layer_types": drawn}
+
+
+@of("deepseek_v3")
+def _deepseek_v3(random: Random, config: Fields) -> Fields:
+    return sigmoid(random, config) | latent(random, config) | dense_first(random, config)
+
+
+@of("glm4_moe_lite")
+def _glm4_moe_lite(random: Random, config: Fields) -> Fields:
+    return sigmoid(random, config) | latent(random, config) | dense_kinds(random, config)
+
+
+@of("dots1")
+def _dots1(random: Random, config: Fields) -> Fields:
+    seen = random.choice((windows(random, config), {"sliding_window": None}))
+    return sigmoid(random, config) | dense_first(random, config) | seen
+
+
+@of("hy_v3")
+def _hy_v3(random: Random, config: Fields) -> Fields:
+    return dense_kinds(random, config) | {
+        "num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "num_shared_experts": random.choice((1, 2)),
+        "router_scaling_factor": random.choice((1.0, 2.5)),
+        "enable_moe_fp32_combine": _coin(random),
+        "head_dim": random.choice((6, 8)),
+    }
+
+
+@of("solar_open")
+def _solar_open(random: Random, config: Fields) -> Fields:
+    return sigmoid(random, config) | {"head_dim": random.choice((6, 8))}
+
+
+FAMILIES = tuple(OWN)
+EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+"""Groups of which some are left out, which drawn ones seldom are."""
+DEFAULTS: dict[str, Fields] = {
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+}
+"""What transformers' class has no default for."""

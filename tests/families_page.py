@@ -1,0 +1,73 @@
+"""The table of ``docs/families.md``: which parts each family uses, read off its class."""
+
+from pathlib import Path
+
+from moefold.model.families.base import Family
+from moefold.model.families.registry import LACKS, families
+from moefold.model.families.sizes import (
+    DenseFirst,
+    DenseListed,
+    FamilySizes,
+    LatentSizes,
+    SharedSizes,
+    WindowSizes,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+HEAD = "| model_type | attention | router | feed-forward |"
+
+
+def _shape(family: type[Family]) -> type[FamilySizes]:
+    return family.model_fields["shape"].annotation  # type: ignore[return-value]
+
+
+def attention(family: type[Family]) -> str:
+    """Name the parts of a family's attention."""
+    shape, own = _shape(family), family.attention_own
+    said = ["latent" if issubclass(shape, LatentSizes) else "grouped-query"]
+    if own.get("qk_norm"):
+        said.append(f"q/k norm per {own['qk_norm']}")
+    if issubclass(shape, WindowSizes):
+        said.append("windows")
+    if family.fixed_rope != "half":
+        said.append("interleaved or half rotary" if family.fixed_rope is None else "interleaved")
+    return ", ".join(said)
+
+
+def router(family: type[Family]) -> str:
+    """Name what a family's router computes."""
+    own = family.router_own
+    said = [own.get("score", "softmax")]
+    said += ["selection bias"] if own.get("selection_bias") else []
+    said += ["groups"] if "groups" in family.router_fields else []
+    said += ["scale"] if "scale" in family.router_fields else []
+    said += ["renormalised or not"] if "renormalise" in family.router_fields else []
+    return ", ".join(said)
+
+
+def feed_forward(family: type[Family]) -> str:
+    """Name what stands beside routed experts."""
+    shape, said = _shape(family), ["routed experts"]
+    said += ["shared expert"] if issubclass(shape, SharedSizes) else []
+    said += ["first layers dense"] if issubclass(shape, DenseFirst) else []
+    said += ["listed layers dense"] if issubclass(shape, DenseListed) else []
+    return ", ".join(said)
+
+
+def table() -> str:
+    """Return the rows of both tables, as the page has them."""
+    rows = [
+        f"| {' '.join((name, *family.aliases))} | {attention(family)} | {router(family)} | "
+        f"{feed_forward(family)} |"
+        for name, family in sorted(families().items())
+        if family.__module__.startswith("moefold.")
+    ]
+    lacks = [f"| {name} | {part} |" for name, part in sorted(LACKS.items())]
+    missing = ["| model_type | part that is not here |", "|---|---|", *lacks]
+    return "\n".join([HEAD, "|---|---|---|---|", *rows, "", *missing])
+
+
+def write() -> None:
+    """Write both tables into the page anew; they are its end."""
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(text[: text.index(HEAD)] + table() + "\n", "utf-8")
