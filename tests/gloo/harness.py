@@ -1,22 +1,51 @@
 """Runs a function on several gloo ranks, each its own process, and brings back what they return."""
 
 import fcntl
+import io
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import update_wrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
 
 from moefold.comm.environment import Spot
 from moefold.comm.launch import RankError, all_answers
 from moefold.comm.worker import PRELOAD
 
-__all__ = ["RankError", "load_in_fork_server", "one_at_a_time", "run_ranks"]
+__all__ = ["RankError", "Reference", "load_in_fork_server", "one_at_a_time", "run_ranks"]
 
 TIME_OUT_S = 30.0
+Given, Result = ParamSpec("Given"), TypeVar("Result")
+
+
+class Reference(Generic[Given, Result]):
+    """A function at the top of its file, computed once for the same arguments.
+
+    What the test's process has computed, ``run_ranks`` hands to the ranks: each would otherwise
+    compute what one rank gets for itself.
+    """
+
+    def __init__(self, function: Callable[Given, Result]) -> None:
+        self.function = function
+        self.known: dict[Any, Result] = {}
+        update_wrapper(self, function)
+
+    def __call__(self, *given: Given.args, **named: Given.kwargs) -> Result:
+        """Return the function's result."""
+        assert not named
+        if given not in self.known:
+            self.known[given] = self.function(*given, **named)
+        return self.known[given]
+
+    def __reduce__(self) -> str:
+        """Be found by name in another process."""
+        return self.function.__name__
 
 
 def load_in_fork_server() -> None:
@@ -29,15 +58,22 @@ def load_in_fork_server() -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], world: int, *args: Any, time_out_s: float = TIME_OUT_S
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    time_out_s: float = TIME_OUT_S,
+    references: Sequence[Reference[Any, Any]] = (),
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on each of ``world`` ranks; return the answers in rank order.
 
     ``function`` and what it returns must be picklable (a function at the top of its file). The
     first rank that fails ends the others: after a failed collective they would only wait.
+    ``references`` have on the ranks the results that they have here.
     """
+    known = io.BytesIO()
+    torch.save([reference.known for reference in references], known)
     with one_at_a_time():
-        task = (function, *args)
+        task = (references, known.getvalue(), function, *args)
         return all_answers(_by_rank, world, task, time_out_s, limit_s=2 * time_out_s)
 
 
@@ -50,6 +86,15 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _by_rank(spot: Spot, function: Callable[..., Any], *args: Any) -> Any:
+def _by_rank(
+    spot: Spot,
+    references: Sequence[Reference[Any, Any]],
+    known: bytes,
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
     warnings.simplefilter("error")
+    results = torch.load(io.BytesIO(known), weights_only=False)
+    for reference, found in zip(references, results, strict=True):
+        reference.known.update(found)
     return function(spot.rank, *args)

@@ -25,7 +25,7 @@ from moefold.schedule.table import Action
 from moefold.training import step
 from moefold.training.step import StepFigures
 from tests.cpu import small
-from tests.gloo.harness import run_ranks
+from tests.gloo.harness import Reference, run_ranks
 from tests.schedule_checker import peak_in_flight
 
 LENGTHS = ((9, 5, 8), (16,), (3, 4), (12, 20), (8, 1, 6))
@@ -106,7 +106,7 @@ def batches(count: int) -> tuple[MicroBatch, ...]:
     return tuple(packed)
 
 
-@lru_cache
+@Reference
 def alone(kind: str, count: int) -> tuple[StepFigures, dict[str, Tensor]]:
     """Return figures and gradients of the step on one rank, without any schedule."""
     data = build(kind, Layout(), World.single())
@@ -171,5 +171,7 @@ def run_cases(rank: int, cases: Sequence[Case], ranks: int) -> list[Outcome]:
 @cache
 def outcomes(cases: tuple[Case, ...], ranks: int) -> list[list[Outcome]]:
     """Return what each rank saw of each case: ``[case][rank]``."""
-    by_rank = run_ranks(run_cases, ranks, cases, ranks)
+    for case in cases:
+        alone(case.model, case.micro_batches * Folding(case.where.split, ranks).dp)
+    by_rank = run_ranks(run_cases, ranks, cases, ranks, references=[alone])
     return [list(seen) for seen in zip(*by_rank, strict=True)]

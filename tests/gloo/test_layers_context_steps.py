@@ -23,7 +23,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.training.step import StepFigures, gradients
 from tests.cpu import small
-from tests.gloo.harness import run_ranks
+from tests.gloo.harness import Reference, run_ranks
 
 ROWS = 32
 SETS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -115,7 +115,7 @@ def step(
     return list(data.gradients()), figures
 
 
-@cache
+@Reference
 def expected(model: str, documents: str) -> tuple[dict[str, Tensor], StepFigures]:
     """Return one rank's gradients and figures."""
     held, figures = step(decoders()[model], Layout(), World.single(), micro_batches(documents))
@@ -154,7 +154,9 @@ def rank_errors(rank: int, world_size: int) -> list[dict[str, float]]:
 
 @cache
 def found(world: int) -> list[list[dict[str, float]]]:
-    return run_ranks(rank_errors, world, world, time_out_s=90)
+    for case in CASES[world]:
+        expected(case.model, case.documents)
+    return run_ranks(rank_errors, world, world, time_out_s=90, references=[expected])
 
 
 def worst(world: int, wanted: Sequence[Case]) -> dict[tuple[int, Case, str], float]:

@@ -1,7 +1,6 @@
 """Bugs that data parallelism is known for, each on ranks that share in every way."""
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.data.batch import MicroBatch
 from moefold.layers.placement import Box
 from moefold.mesh.folding import Folding
 from moefold.optim.norm import clip_scale
@@ -18,7 +16,7 @@ from moefold.parallel import apply
 from moefold.parallel.data.sharding import ShardedState
 from moefold.training.step import gradients
 from tests.cpu import small
-from tests.gloo.harness import run_ranks
+from tests.gloo.harness import Reference, run_ranks
 from tests.gloo.shares import CHUNK, CLIP, OPTIMIZERS, Case, batches, opened, own, update
 
 SHARED = (
@@ -33,10 +31,11 @@ RANKS = 4
 FROZEN = ("embed", "layers.0")
 
 
-def one_rank(case: Case, rows: Sequence[MicroBatch]) -> tuple[dict[str, Tensor], float]:
-    """Return whole gradients and their norm."""
-    data = opened(case.alone, 1)
-    figures = gradients(data, rows, CHUNK)
+@Reference
+def one_rank(alone: Case, count: int) -> tuple[dict[str, Tensor], float]:
+    """Return whole gradients of so many micro-batches and their norm."""
+    data = opened(alone, 1)
+    figures = gradients(data, batches(count), CHUNK)
     return {held.name: held.tensor for held in data.gradients()}, figures.grad_norm
 
 
@@ -59,7 +58,7 @@ def counted(case: Case) -> dict[str, Any]:
         for held in data.gradients()
         if held.first
     }
-    _, norm = one_rank(case, batches(case.micro_batches))
+    _, norm = one_rank(case.alone, case.micro_batches)
     clip = clip_scale(figures.grad_norm, CLIP)
     return {"said": figures.grad_norm, "clip": clip, "stated": stated, "alone": norm}
 
@@ -68,7 +67,7 @@ def experts_alone(case: Case) -> float:
     """Return what B01 looks at: the largest error of an expert's gradient."""
     data = opened(case, RANKS)
     gradients(data, own(case, data), CHUNK)
-    whole, _ = one_rank(case, batches(case.micro_batches))
+    whole, _ = one_rank(case.alone, case.micro_batches)
     experts = {name: grad for name, grad in whole.items() if ".experts." in name}
     assert len(experts) == 2
     others = {name: torch.zeros_like(grad) for name, grad in whole.items()}
@@ -85,7 +84,7 @@ def repeated(case: Case) -> float:
     times = case.micro_batches // data.placed.world.folding.dp
     for _ in range(2):  # the second step starts from nothing
         gradients(data, some * times, CHUNK)
-    whole, _ = one_rank(case, some)
+    whole, _ = one_rank(case.alone, 1)
     return error(data, whole)
 
 
@@ -121,17 +120,22 @@ def frozen(case: Case) -> dict[str, Any]:
         figures = gradients(data, own(case, data), CHUNK)
         update(data, optimizer, figures.grad_norm)
     changed = {h.name for h in data.weights() if not torch.equal(before[h.name, h.box], h.tensor)}
-    alone = opened(case.alone, 1, frozen=FROZEN)
-    state = alone.optimizer(OPTIMIZERS[case.optim])
-    for _ in range(3):
-        figures = gradients(alone, batches(case.micro_batches), CHUNK)
-        update(alone, state, figures.grad_norm)
-    whole = {held.name: held.tensor for held in alone.gradients()}
     return {
         "changed": changed,
         "state": {key.removeprefix("optim.").rpartition(".")[0] for key in optimizer.state()},
-        "error": error(data, whole),
+        "error": error(data, one_rank_frozen(case.alone)),
     }
+
+
+@Reference
+def one_rank_frozen(alone: Case) -> dict[str, Tensor]:
+    """Return whole gradients of the third step with frozen units."""
+    data = opened(alone, 1, frozen=FROZEN)
+    state = data.optimizer(OPTIMIZERS[alone.optim])
+    for _ in range(3):
+        figures = gradients(data, batches(alone.micro_batches), CHUNK)
+        update(data, state, figures.grad_norm)
+    return {held.name: held.tensor for held in data.gradients()}
 
 
 QUESTIONS = {
@@ -149,20 +153,28 @@ ASKED = {
 }
 
 
-def answered(rank: int, what: str) -> dict[Case, Any]:
-    """Answer one question of all cases on this rank."""
-    return {case: QUESTIONS[what](case) for case in ASKED.get(what, SHARED)}
+def answered(rank: int) -> dict[tuple[str, Case], Any]:
+    """Answer each question of its cases on this rank."""
+    return {
+        (what, case): question(case)
+        for what, question in QUESTIONS.items()
+        for case in ASKED.get(what, SHARED)
+    }
 
 
 @cache
-def answers(what: str) -> list[dict[Case, Any]]:
+def answers() -> list[dict[tuple[str, Case], Any]]:
     """Return what each rank answered."""
-    return run_ranks(answered, RANKS, what, time_out_s=120)
+    for case in SHARED:
+        one_rank(case.alone, case.micro_batches)
+        one_rank(case.alone, 1)
+        one_rank_frozen(case.alone)
+    return run_ranks(answered, RANKS, time_out_s=120, references=[one_rank, one_rank_frozen])
 
 
 def of(what: str, case: Case) -> list[Any]:
     """Return the ranks' answers to one question."""
-    return [rank[case] for rank in answers(what)]
+    return [rank[what, case] for rank in answers()]
 
 
 @pytest.mark.parametrize("case", ASKED["experts"], ids=str)
