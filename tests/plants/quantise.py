@@ -1,4 +1,4 @@
-"""Plants B50: codes and scales of few bits."""
+"""Plants B50 and B51: codes and scales of few bits, and products on them."""
 
 from tests.plants.plant import Plant
 
@@ -7,6 +7,8 @@ OTHERS = TEST + "test_b50_codes_equal_those_of_other_projects"
 NVFP4 = TEST + "test_b50_nvfp4_equals_transformer_engine"
 BLOCKS = "kernels/quantise/blocks.py"
 ELEMENTS = "kernels/quantise/elements.py"
+PRODUCTS = "kernels/scaled/products.py"
+THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
 
 PLANTS = (
     Plant(
@@ -88,5 +90,78 @@ PLANTS = (
         BLOCKS,
         "return x.abs().amax((-2, -1), keepdim=True).float()",
         "return x.abs().amax().float().expand(*x.shape[:-2], 1, 1)",
+    ),
+    Plant(
+        "b51",
+        "the weight's gradient has blocks along features",
+        THREE,
+        PRODUCTS,
+        "    return encode(turned, recipe.form(role), -1, drawn)",
+        "    return encode(turned, recipe.form(role), -2, drawn)",
+    ),
+    Plant(
+        "b51",
+        "codes along rows are made of codes",
+        THREE,
+        PRODUCTS,
+        "    turned = transform(part_NI.mT)",
+        '    part_NI = encode(part_NI, recipe.form("rows")).dequantise(part_NI.dtype)\n'
+        "    turned = transform(part_NI.mT)",
+    ),
+    Plant(
+        "b51",
+        "one direction of a weight's blocks serves both",
+        THREE,
+        PRODUCTS,
+        "made if form.rows == form.columns else",
+        "made if True else",
+    ),
+    Plant(
+        "b51",
+        "rows of a gradient are transformed, those of activations are not",
+        THREE,
+        PRODUCTS,
+        'transform(part_NI.mT) if recipe.kind == "nvfp4" else',
+        'transform(part_NI.mT) if recipe.by_chance and role == "gradient" else',
+    ),
+    Plant(
+        "b51",
+        "the first rows of a group are those of the one before",
+        THREE,
+        PRODUCTS,
+        "            part, matrix = x_NI[start:end], along",
+        "            part, matrix = x_NI[max(start - 1, 0) : end][: end - start], along",
+    ),
+    Plant(
+        "b51",
+        "the scale of a gradient's matrix is left out",
+        THREE,
+        PRODUCTS,
+        "    for after in (a_NK.after, b_KM.after):",
+        "    for after in (b_KM.after,):",
+    ),
+    Plant(
+        "b51",
+        "the gradient is rounded to nearest",
+        THREE,
+        PRODUCTS,
+        "if recipe.by_chance else None",
+        "if False else None",
+    ),
+    Plant(
+        "b51",
+        "the gradient's elements for its rows are those of activations",
+        THREE,
+        PRODUCTS,
+        'made = encode(part, recipe.form("gradient"), -1, drawn)',
+        'made = encode(part, recipe.form("rows"), -1, drawn)',
+    ),
+    Plant(
+        "b51",
+        "rows and columns draw the same",
+        "tests/cpu/test_kernels_scaled.py::test_b51_chance_differs_by_step_weight_and_use",
+        PRODUCTS,
+        "(2 * self.key[1] + use) & MASK",
+        "(2 * self.key[1]) & MASK",
     ),
 )

@@ -116,6 +116,10 @@ class Quantised:
         """Its transpose: the last two dims exchanged."""
         return self._each(lambda part: part.mT, -3 - self.dim)
 
+    def matrix(self, index: int) -> "Quantised":
+        """Return one of the matrices of a tensor of three dims."""
+        return self._each(lambda part: part[index], self.dim)
+
     def factors(self, dtype: torch.dtype) -> Tensor:
         """Return codes times block scales: what a product sums, exact in fp32 and wider."""
         if self.dim == -2:

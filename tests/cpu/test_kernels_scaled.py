@@ -1,0 +1,146 @@
+"""Products on codes: beside loops in fp64, bit for bit, dense and grouped."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.kernels.gradients import Deferred
+from moefold.kernels.quantise.blocks import encode, format_of
+from moefold.kernels.quantise.hadamard import matrix
+from moefold.kernels.quantise.philox import chance
+from moefold.kernels.scaled.products import Draw, NarrowWeight, Recipe, scaled_product
+from tests.quantise_loop import decoded
+
+KINDS = [
+    Recipe("fp8_tensor"),
+    Recipe("fp8_block"),
+    Recipe("fp8_block", block=4),
+    Recipe("fp8_block", block=4, narrow_dw=False),
+    Recipe("mxfp8"),
+    Recipe("mxfp8", "floor", block=4),
+    Recipe("nvfp4"),
+]
+DRAW = Draw((11, 5), 7, torch.tensor([1000]))
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    """Over 2^±12: on normal numbers many faults of blocks move no bit."""
+    drawn = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(-12, 13, shape, generator=drawn).float()
+    return (torch.randn(shape, generator=drawn) * sizes.exp2()).double()
+
+
+def read(x: Tensor, recipe: Recipe, role: str, drawn: Tensor | None = None) -> tuple[Tensor, float]:
+    """What a loop makes of a matrix, blocks along its last dim, and the scale of all of it."""
+    form = recipe.form(role)
+    if drawn is not None:  # what chance does is tested beside the elements
+        made = encode(x, format_of(recipe.kind, role, block=recipe.block), -1, drawn)
+        assert made.matrix_scale is not None
+        return made.factors(torch.float64), made.matrix_scale.item()
+    _, values, after = decoded(x.float().contiguous(), form)
+    return torch.from_numpy(values), after if recipe.kind in ("fp8_tensor", "nvfp4") else 1.0
+
+
+def summed(a: tuple[Tensor, float], b: tuple[Tensor, float]) -> Tensor:
+    """Element by element; the scales of whole matrices come last."""
+    rows = [[(x * y).sum().item() for y in b[0]] for x in a[0]]
+    return torch.tensor(rows, dtype=torch.float64).view(len(a[0]), len(b[0])) * a[1] * b[1]
+
+
+def turned(x: Tensor) -> Tensor:
+    """Runs of 16 rows by the transform, term by term."""
+    rows = torch.nn.functional.pad(x.float(), (0, 0, 0, -len(x) % 16))
+    out = torch.zeros_like(rows)
+    for at in range(len(rows)):
+        for k in range(16):
+            out[at] += rows[at // 16 * 16 + k] * matrix()[k, at % 16]
+    return out
+
+
+def expected(
+    x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three products of one group."""
+    place = torch.arange(64) + 1000 + (group << 40)
+    up = [None, None]
+    last = [dy.mT, x.mT]
+    if recipe.kind == "nvfp4":
+        last = [turned(dy).mT, turned(x).mT]
+        keys = (11, 10), (11, 11)
+        up = [chance(place[: len(dy)], range(dy.shape[1]), keys[0], 7)]
+        up.append(chance(place[: last[0].shape[1]], range(dy.shape[1]), keys[1], 7).mT)
+    square = recipe.kind in ("fp8_block", "nvfp4", "fp8_tensor")
+    w_in, after = read(w, recipe, "weight")
+    w_out = (w_in.mT, after) if square else read(w.mT, recipe, "weight")
+    y = summed(read(x, recipe, "rows"), (w_in, after))
+    dx = summed(read(dy, recipe, "gradient", up[0]), w_out)
+    if not recipe.narrow_dw:
+        return y, dx, dy.mT @ x
+    dw = summed(read(last[0], recipe, "gradient", up[1]), read(last[1], recipe, "rows"))
+    return y, dx, dw
+
+
+@pytest.mark.parametrize("recipe", KINDS, ids=str)
+@pytest.mark.parametrize("outputs", [20, 36])
+def test_b51_the_three_products_equal_loops(recipe: Recipe, outputs: int) -> None:
+    """Dense with padding, and groups with empty ones; square and oblong.
+
+    Plants: blocks along features for the weight's gradient; across groups; codes of codes; one
+    direction of a weight's blocks; no transform of one operand; padding in the largest of a matrix.
+    """
+    inputs = 20
+    for ends in (21, [3, 3, 20, 21]):
+        groups = 1 if isinstance(ends, int) else len(ends)
+        x, dy = numbers(1, 24, inputs), numbers(2, 24, outputs)
+        x[21:], dy[21:] = torch.nan, 1e30
+        w = numbers(3, *(() if isinstance(ends, int) else (groups,)), outputs, inputs)
+        rows, master = x.clone().requires_grad_(), w.clone().requires_grad_()
+        made = NarrowWeight.of(w, recipe)
+        offs = ends if isinstance(ends, int) else torch.tensor(ends, dtype=torch.int32)
+        sink = Deferred()
+        y = scaled_product(rows, master, lambda made=made: made, offs, sink, DRAW)
+        y.backward(dy)
+        assert sink.drain() == 1 and rows.grad is not None and master.grad is not None
+        assert not y[21:].any() and not rows.grad[21:].any()
+        cuts = [0, ends] if isinstance(ends, int) else [0, *ends]
+        matrices, gradients = w.view(groups, outputs, -1), master.grad.view(groups, outputs, -1)
+        for group, (start, end) in enumerate(pairwise(cuts)):
+            if start == end:
+                assert not gradients[group].any()
+                continue
+            part = slice(start, end)
+            one = expected(x[part], matrices[group], dy[part], recipe, group)
+            got = y[part], rows.grad[part], gradients[group]
+            for name, mine, loop in zip(("y", "dx", "dw"), got, one, strict=True):
+                if recipe.narrow_dw or name != "dw":
+                    assert torch.equal(mine, loop), (name, ends, group)
+                else:
+                    torch.testing.assert_close(mine, loop)
+
+
+def test_sums_do_not_depend_on_their_order() -> None:
+    """Scales of few bits, and a matrix's own after the sum: fp64 adds without rounding."""
+    for kind in ("fp8_block", "mxfp8", "nvfp4"):
+        a, b = (encode(numbers(seed, 4, 4096), format_of(kind, "rows")) for seed in (1, 2))
+        one, other = a.factors(torch.float64), b.factors(torch.float64)
+        order = torch.randperm(4096, generator=torch.Generator().manual_seed(0))
+        whole = one @ other.mT
+        assert torch.equal(whole, one[:, order] @ other[:, order].mT)
+        halves = zip(one.chunk(2, 1), other.chunk(2, 1), strict=True)
+        assert torch.equal(whole, sum(x @ y.mT for x, y in halves))
+
+
+def test_b51_chance_differs_by_step_weight_and_use() -> None:
+    """And is the same for the same place. Plant: the same numbers for rows and for columns."""
+    made = DRAW.numbers(8, 8, 0, 0)
+    assert torch.equal(made, DRAW.numbers(8, 8, 0, 0))
+    others = (
+        DRAW.numbers(8, 8, 1, 0),
+        DRAW.numbers(8, 8, 0, 1),
+        DRAW._replace(step=8).numbers(8, 8, 0, 0),
+        DRAW._replace(key=(11, 6)).numbers(8, 8, 0, 0),
+        DRAW._replace(first=torch.tensor([1008])).numbers(8, 8, 0, 0),
+    )
+    assert all((made != other).float().mean() > 0.9 for other in others)
