@@ -9,7 +9,7 @@ from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, enough
-from moefold.proof.matrix import SUBJECTS
+from moefold.proof.matrix import SUBJECTS, matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
@@ -23,9 +23,23 @@ def case(name: str, sizes: str, world: int, **layout: object) -> ProofCase:
     return ProofCase(f"{name}: {sizes or 'dp'} on {world}", subject, record, world)
 
 
+ELSEWHERE = ("schedules", "zero_stages", "contexts")
+"""Rules each of whose choices other files of this folder compare with one rank: one stands here."""
+
+
+def few() -> list[ProofCase]:
+    """Return the selection without what other files hold."""
+    chosen, every = selection(), matrix()
+    held = [[case for case in every[rule] if case in chosen] for rule in ELSEWHERE]
+    left = {case for cases in held for case in cases[1:]}
+    return [case for case in chosen if case not in left]
+
+
 @pytest.mark.slow
 def test_a_selection_of_the_matrix_computes_what_one_rank_computes() -> None:
-    proof = prove(selection())
+    cases = few()
+    assert 30 < len(cases) < len(selection())
+    proof = prove(cases)
     failed = {
         verdict.layout: (verdict.problems, verdict.worst)
         for verdict in proof.verdicts
