@@ -63,14 +63,20 @@ def train(
     demand_fit(run, nproc)
     if nproc == 1:
         with open(run, folder, hooks) as job:
-            return Result(job.folder, job.train(), job.model)
+            where, final, model = job.folder, job.train(), job.model
+            away = job.data.offload is not None  # then the model's own parameters have no values
+        return _stored(where, final) if away else Result(where, final, model)
     where = Path(folder or free_folder(run.name))
     task = (to_dict(run), list(hooks), str(where))
     time_out_s = run.watch.time_out_s
     how: dict[str, Any] = {"time_out_s": time_out_s, "device": device_kind(nproc), "words": WORDS}
-    final = launch(_train_rank, nproc, *task, **how)
-    with StoredModel.open(where) as stored:
-        return Result(where, final, stored.model())
+    return _stored(where, launch(_train_rank, nproc, *task, **how))
+
+
+def _stored(folder: Path, final: Figures) -> Result:
+    """Return what came of a run with the model of its newest checkpoint."""
+    with StoredModel.open(folder) as stored:
+        return Result(folder, final, stored.model())
 
 
 def _train_rank(spot: Spot, said: dict[str, Any], hooks: list[Hook], folder: str) -> Figures:

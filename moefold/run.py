@@ -59,6 +59,9 @@ class Run(Record):
         """The schedule fits the run; the model can be described; the layout fits the model."""
         for violation in self.optim.misfits(self.train.steps):
             yield violation.under("optim")
+        if self.layout.state.step == "host" and not self.optim.elementwise:
+            rule = f"{self.optim.kind} has no step on the host"
+            yield Violation(("layout", "state", "step"), "host", rule, "device")
         dispatch = self.layout.dispatch
         if self.deterministic and isinstance(dispatch, Dispatch) and not dispatch.repeatable:
             rule = f"layout.dispatch {dispatch.kind} refuses to run where torch is deterministic"

@@ -8,7 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -175,6 +175,10 @@ class Optim(Record):
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm that is taken as it is; None never clips."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether an element's update depends on its own gradient and state alone, so that parts can be
+    updated one after another, and on the host (``layout.state``)."""
+
     @abstractmethod
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the state tensors, each of the parameter's own shape."""
@@ -222,6 +226,7 @@ class AdamW(AdamWRule, Optim):
     """AdamW for all parameters."""
 
     owner = "moefold.optim.adamw:AdamWOptimizer"
+    elementwise = True
 
 
 @OPTIMIZER.register

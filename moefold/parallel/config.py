@@ -11,6 +11,7 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
+from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
@@ -19,6 +20,34 @@ from moefold.moe.config import DISPATCH, AllToAll, Dispatch
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
+
+
+class StatePlacement(Record):
+    """Where master weights and the optimizer's moments lie between steps, and are updated."""
+
+    at: Literal["device", "host", "disk"] = "device"
+    """``host`` is the memory of the rank's machine, ``disk`` a file on it."""
+    step: Literal["device", "host"] = "device"
+    """Who updates what lies elsewhere: the device, to which it comes unit by unit, or the host, to
+    which gradients come and from which weights go."""
+    share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """How much of it lies elsewhere, in whole units (a layer, the embedding, the head)."""
+    folder: Annotated[str, Field(min_length=1), OnDisk()] | None = None
+    """Where ``disk`` is: on a fast disk of each machine; ``$NAME`` stands for a value of its
+    environment. Each rank has a file there for as long as it runs."""
+
+    def rules(self) -> Iterator[Violation]:
+        """What stays on the device is updated there; a disk has a folder."""
+        if self.at == "device" and self.step == "host":
+            yield Violation(("step",), self.step, "at: device is updated there", "device")
+        if (self.at == "disk") != (self.folder is not None):
+            rule = "at: disk, and that alone, names a folder"
+            yield Violation(("folder",), self.folder, rule, None if self.folder else "./scratch")
+
+    @property
+    def away(self) -> bool:
+        """Whether anything lies elsewhere."""
+        return self.at != "device" and self.share > 0
 
 
 class Layout(Record):
@@ -38,6 +67,8 @@ class Layout(Record):
     """What data ranks share instead of copying: optimizer state, then gradients, then weights."""
     zero_ranks: Annotated[int, Field(ge=1)] | None = None
     """How many neighbours share what zero divides; groups of so many hold copies. None: all."""
+    state: StatePlacement = StatePlacement()
+    """Where master weights and moments lie between steps."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"

@@ -197,6 +197,7 @@ class Trainer:
         strikes = {"strikes": policy.strikes, "struck_at": policy.struck_at}
         for copies in filter(None, (self.memory, self.local)):
             copies.keep(asdict(self.progress) | strikes, self._state)
+        self.data.settle()
 
     def _state(self) -> list[torch.Tensor]:
         return [held.tensor.detach() for _, held in held_by(self.data, self.optimizer)]
@@ -422,7 +423,9 @@ class Trainer:
             "data": self.loader.fingerprint(),
             "progress": {**asdict(self.progress), "excluded": list(self.progress.excluded)},
         }
-        return self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
+        path = self.saver.save(self.step_number, contents(self.data, self.optimizer), meta)
+        self.data.settle()
+        return path
 
     @together
     def health(self) -> list[dict[str, Any]]:

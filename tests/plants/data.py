@@ -55,8 +55,8 @@ PLANTS = (
         "whole gradients begin with what was in their memory",
         B13,
         BUCKET,
-        "self.gradients = self.master_L.new_zeros(",
-        "self.gradients = self.master_L.new_ones(",
+        "self.gradients = self._zeros(self.length * self.inside.size)",
+        "self.gradients = self._zeros(self.length * self.inside.size) + 1",
     ),
     Plant(
         "b30",

@@ -56,3 +56,13 @@ def test_sizes_that_are_written_otherwise_are_answered_with_sizes(text: str) -> 
     (found,) = error.value.violations
     assert found.nearest == "tp2 ep2"
     assert found.rule == "must be text, such as 'tp2 pp2 ep4'"
+
+
+def test_where_state_lies_is_held_to_what_there_is() -> None:
+    assert refused("layout.state={at: host, share: 1.5}") == {"layout.state.share": 1.0}
+    assert refused("layout.state={at: host, share: -0.1}") == {"layout.state.share": 0.0}
+    assert refused("layout.state={step: host}") == {"layout.state.step": "device"}
+    assert refused("layout.state={at: disk}") == {"layout.state.folder": "./scratch"}
+    assert refused("layout.state={at: host, folder: here}") == {"layout.state.folder": None}
+    given = ("layout.state={at: host, step: host}", "optim={kind: muon}")
+    assert refused(*given) == {"layout.state.step": "device"}

@@ -103,6 +103,8 @@ class Bucket:
         dtype: what products take.
         device: where all of it lives.
         keeps: whether weights stay whole between their uses.
+        home: where masters are updated, if not there. They may lie elsewhere between steps
+            (:mod:`moefold.parallel.data.offload`); then :meth:`narrow` says when they can be read.
     """
 
     def __init__(
@@ -114,14 +116,19 @@ class Bucket:
         dtype: torch.dtype,
         device: torch.device,
         keeps: bool,
+        home: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.unit, self.inside, self.across, self.keeps = unit, inside, across, keeps
+        self.unit, self.inside, self.across = unit, inside, across
+        self.alone = inside.size == 1
+        self.keeps = keeps or self.alone
+        self.offloaded = home is not None
         self.trained = first.requires_grad
         shapes = [(name, tuple(p.shape)) for name, p in parameters.items()]
         slots, self.length = lay_out(shapes, inside.size)
         self.slots = {slot.name: slot for slot in slots}
-        self.master_L = torch.zeros(self.length, dtype=first.dtype, device=device)
+        self.master_L = torch.zeros(self.length, dtype=first.dtype, device=home or device)
+        self._narrow_L: Tensor | None = None
         self.values = torch.empty(self.length * inside.size, dtype=dtype, device=device)
         self.gradients: Tensor | None = None
         self.summed_L: Tensor | None = None
@@ -176,7 +183,10 @@ class Bucket:
         self._resize(self.values.numel())
         # What a forward pass has kept for its backward is this memory, filled again alike.
         unchanged = _unsafe_preserve_version_counter(self.values)
-        run_L = self.master_L.to(self.values.dtype)
+        run_L = self._narrow_L if self.offloaded else self.master_L.to(self.values.dtype)
+        assert run_L is not None, f"{self.unit} is gathered while its masters lie elsewhere"
+        if self.keeps:
+            self._narrow_L = None
         with self.inside.recorder.module("weights"):
             pending = all_gather_into(self.values, run_L, self.inside, asynchronous=True)
         self._gathering = pending, unchanged
@@ -188,6 +198,15 @@ class Bucket:
             self._gathering = None
             with unchanged:
                 pending.wait()
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether what products read of this rank's run is there, whole weights apart."""
+        return self._narrow_L is not None
+
+    def narrow(self, run_L: Tensor) -> None:
+        """Take what products read of this rank's run, given its masters, wherever they are."""
+        self._narrow_L = run_L.detach().to(self.values.device, self.values.dtype, copy=True)
 
     def _resize(self, elements: int) -> None:
         self.values.untyped_storage().resize_(elements * self.values.element_size())
@@ -203,7 +222,7 @@ class Bucket:
         """Let the parameters' gradients add up in place, from zero where none are there yet."""
         if self.gradients is not None or not self.trained:
             return
-        self.gradients = self.master_L.new_zeros(self.length * self.inside.size)
+        self.gradients = self._zeros(self.length * self.inside.size)
         for name, slot in self.slots.items():
             self.handles[name].grad = slot.of(self.gradients)
 
@@ -215,10 +234,10 @@ class Bucket:
 
     def reduce(self) -> None:
         """Start to sum the whole gradients over the ranks; :meth:`wait_reduce` waits for it."""
-        if self.gradients is None:
+        if self.gradients is None or self.alone:
             return
         self.wait_reduce()
-        part_L = torch.empty_like(self.master_L)
+        part_L = self.gradients.new_empty(self.length)
         with self.inside.recorder.module("gradients"):
             pending = reduce_scatter_into(part_L, self.gradients, self.inside, asynchronous=True)
         self._scattering = part_L, pending
@@ -240,10 +259,17 @@ class Bucket:
         if self._scattering is None:
             self.reduce()
         self.wait_reduce()
+        if self.alone:
+            self.summed_L = self.gradients
         if self.summed_L is None:
-            self.summed_L = torch.zeros_like(self.master_L)
+            self.summed_L = self._zeros(self.length)
+        if self.alone:
+            return  # summed over the other copies with what is in no bucket
         with self.inside.recorder.module("gradients"):
             sum_(self.summed_L, self.across)
+
+    def _zeros(self, elements: int) -> Tensor:
+        return torch.zeros(elements, dtype=self.master_L.dtype, device=self.values.device)
 
 
 def handle_of(parameter: Tensor, device: torch.device) -> nn.Parameter:

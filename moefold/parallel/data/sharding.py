@@ -24,9 +24,15 @@ from moefold.optim.base import PREFIX, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
-from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
+from moefold.parallel.data.bucket import Bucket, BucketSlot, boxes, handle_of, moved, size_of
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.matrices import MatrixSource, ShardedMatrices
+from moefold.parallel.data.offload import (
+    OffloadedOptimizer,
+    OffloadedPart,
+    StateOffload,
+    units_away,
+)
 
 TABLE = f"{EMBEDDING}.weight"
 
@@ -84,6 +90,15 @@ class ShardedState:
         self._units: dict[str, list[Bucket]] = defaultdict(list)
         self._bucket: dict[str, Bucket] = {}
         self.params: dict[str, Tensor] = {}
+        self._masters: dict[str, Tensor] = {}
+        """What the optimizer changes, by name; on the host's step not what ``params`` has."""
+        self._moments: list[Tensor] = []
+        """Those that lie elsewhere."""
+        self._stale = True
+        state = layout.state
+        self.offload: StateOffload | None = None
+        if state.away and valued:
+            self.offload = StateOffload(state, world.device, world.rank)
         self._share_out()
         self._reducer = GradReducer({}, {}, False)
         self.renew()
@@ -94,19 +109,21 @@ class ShardedState:
         """Put parameters with copies into buckets, and handles in their place."""
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
         alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
+        away = self._units_away()
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
+            goes = parameter.requires_grad and unit_of(name) in away
+            alone = self._levels[placement.copies][0].size == 1
             # What is frozen has neither master nor state: only its values are worth sharing.
-            if self._levels[placement.copies][0].size == 1 or (
-                zero < 3 and not parameter.requires_grad
-            ):
+            if (alone and not goes) or (zero < 3 and not parameter.requires_grad):
                 continue
             wide = placement.wide or parameter.dim() < 2
             dtype = parameter.dtype if wide else model.recipe.dtype
             key = unit_of(name), placement.copies, dtype, parameter.requires_grad
             alike[key][name] = parameter
-        for (unit, kind, dtype, _), parameters in alike.items():
-            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, device, zero < 3)
+        for (unit, kind, dtype, trained), parameters in alike.items():
+            home = self.offload.home if self.offload and trained and unit in away else None
+            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, device, zero < 3, home)
             self._units[unit].append(bucket)
             for name, handle in bucket.handles.items():
                 self._bucket[name] = bucket
@@ -114,15 +131,42 @@ class ShardedState:
                 model.recipe.give(handle, bucket.weights[name])
         _materialise(model, device)
         for name, parameter in model.named_parameters():
-            if name not in self._bucket:
+            bucket = self._bucket.get(name)
+            if bucket is None:
                 self.params[name] = parameter
+            elif bucket.alone:
+                self._update(bucket, bucket.slots[name], bucket.slots[name].shape)
         for bucket in self.buckets:
-            for name, slot in bucket.slots.items():
-                own = bucket.own(slot, bucket.master_L)
-                if own.numel():
-                    # As many dims as the parameter has: what decays is told by them.
-                    own = own.view(*[1] * (len(slot.shape) - 1), -1)
-                    self.params[name] = own.requires_grad_(bucket.trained)
+            for slot in () if bucket.alone else bucket.slots.values():
+                # As many dims as the parameter has: what decays is told by them.
+                self._update(bucket, slot, [*[1] * (len(slot.shape) - 1), -1])
+        for bucket in self._away:
+            assert self.offload is not None
+            self.offload.adopt(f"masters of {bucket.unit}", bucket.master_L)
+
+    def _update(self, bucket: Bucket, slot: BucketSlot, shape: Sequence[int]) -> None:
+        """Note that this rank updates its elements of a parameter, in a shape, if it has any."""
+        own = bucket.own(slot, bucket.master_L)
+        if own.numel():
+            own = own.view(*shape).requires_grad_(bucket.trained)
+            self._masters[slot.name] = own
+            by_host = bucket.offloaded and self.offload is not None and self.offload.by_host
+            self.params[slot.name] = handle_of(own, bucket.values.device) if by_host else own
+
+    def _units_away(self) -> frozenset[str]:
+        """Return the units whose masters and moments lie elsewhere."""
+        if self.offload is None:
+            return frozenset()
+        elements: dict[str, int] = defaultdict(int)
+        for name, parameter in self.placed.model.named_parameters():
+            ranks = self._levels[self._shards[name].placement.copies][0].size
+            elements[unit_of(name)] += parameter.numel() * parameter.requires_grad // ranks
+        return units_away(elements, self.offload.record.share)
+
+    @property
+    def _away(self) -> list[Bucket]:
+        """Buckets whose masters lie elsewhere."""
+        return [bucket for bucket in self.buckets if bucket.offloaded]
 
     @property
     def buckets(self) -> Iterator[Bucket]:
@@ -131,19 +175,51 @@ class ShardedState:
             yield from buckets
 
     def optimizer(self, record: Record) -> Optimizer:
-        """Build the optimizer of what this rank updates."""
+        """Build the optimizer of what this rank updates; one at a time has state elsewhere."""
         assert isinstance(record, Optim)
+        masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
+        if self.offload is None:
+            return self._optimizer_of(record, masters)
+        self.offload.forget(self._moments)
+        self._moments, parts = [], []
+        units = dict.fromkeys([*map(unit_of, masters), *(bucket.unit for bucket in self._away)])
+        for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
+            params = {name: held for name, held in masters.items() if unit_of(name) in part}
+            parts.append(self._offloaded(record, params, part))
+        return OffloadedOptimizer(self.params, parts, self.offload)
+
+    def _offloaded(
+        self, record: Optim, masters: dict[str, Tensor], units: tuple[str, ...]
+    ) -> OffloadedPart:
+        """Build the optimizer of some units, whose moments leave at once."""
+        assert self.offload is not None
+        buckets = [bucket for bucket in self._away if bucket.unit in units]
+        tensors = [bucket.master_L for bucket in buckets]
+        self.offload.come(tensors)()
+        optimizer = self._optimizer_of(record, masters)
+        self.offload.leave(tensors)()
+        away = {name for bucket in buckets for name in bucket.slots}
+        for key, moment in optimizer.state().items():
+            name = _named(key)
+            if name in away and moment.shape == masters[name].shape:
+                self.offload.adopt(key, moment)
+                self._moments.append(moment)
+                tensors.append(moment)
+        return OffloadedPart(optimizer, buckets, tensors)
+
+    def _optimizer_of(self, record: Optim, masters: dict[str, Tensor]) -> Optimizer:
+        """Build what updates some of the masters here, as they lie on this rank."""
         sources = [
             self._source(name)
             for name, parameter in self.placed.model.named_parameters()
             if parameter.requires_grad and record.needs_whole(name, self._shards[name].shape)
         ]
         if all(source.inside.size == 1 and source.slices is None for source in sources):
-            return build(record, self.params)
-        shapes = {name: self._shards[name].shape for name in self.params}
+            return build(record, masters)
+        shapes = {name: self._shards[name].shape for name in masters}
         dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
         nothing = torch.empty(0, dtype=dtype, device=device)
-        return build(record, self.params, wholes=ShardedMatrices(sources, shapes, nothing))
+        return build(record, masters, wholes=ShardedMatrices(sources, shapes, nothing))
 
     def _source(self, name: str) -> MatrixSource:
         """Return how ranks hold a parameter that has matrices."""
@@ -211,7 +287,8 @@ class ShardedState:
             copied = [
                 p
                 for n, p in trained.items()
-                if n not in self._bucket and self._shards[n].placement.copies == kind
+                if (n not in self._bucket or self._bucket[n].alone)
+                and self._shards[n].placement.copies == kind
             ]
             _sum(copied, across)
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
@@ -224,9 +301,23 @@ class ShardedState:
 
         They are on their way when it returns; the first pass through a unit waits for its own.
         """
+        for bucket in self._away:
+            if self._stale or not bucket.narrowed:
+                bucket.narrow(self._lying(bucket.master_L))
+        self._stale = False
+        self.settle()
         for bucket in self.buckets:
             if bucket.keeps and self.valued:
                 bucket.all_gather()
+
+    def settle(self) -> None:
+        """Let state that was looked at go back where it lies: from memory to disk."""
+        if self.offload is not None:
+            self.offload.settle()
+
+    def _lying(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor of the state where they lie."""
+        return tensor.detach() if self.offload is None else self.offload.lying(tensor)
 
     # What is here
 
@@ -246,8 +337,10 @@ class ShardedState:
 
     def weights(self) -> Iterator[LocalSlice]:
         """Yield the masters and buffers that are here; write into them, then :meth:`renew`."""
+        self._stale = True
         for name, parameter in self.params.items():
-            yield from self._boxes(name, name, parameter.detach())
+            master = self._masters.get(name, parameter)
+            yield from self._boxes(name, name, self._lying(master))
         kept = self.placed.model.state_dict()
         for name, buffer in self.placed.model.named_buffers():
             if name not in kept:
@@ -264,7 +357,7 @@ class ShardedState:
     def states(self, optimizer: Optimizer) -> Iterator[LocalSlice]:
         """Yield the optimizer's state that is here, under its names in a checkpoint."""
         for key, tensor in optimizer.state().items():
-            name = key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
+            name = _named(key)
             if tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: who owns the first of them states it
@@ -310,6 +403,11 @@ class ShardedState:
             part = flat[at : at + size_of(box)].view([stop - start for start, stop in box])
             yield LocalSlice(key, part, shard.shape, moved(box, shard.box), *copy)
             at += size_of(box)
+
+
+def _named(key: str) -> str:
+    """Return the parameter that a tensor of an optimizer's state is of."""
+    return key.removeprefix(f"{PREFIX}.").rpartition(".")[0]
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

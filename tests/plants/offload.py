@@ -1,0 +1,57 @@
+"""Plants of state that lies elsewhere."""
+
+from tests.plants.plant import Plant
+
+CPU = "tests/cpu/test_offload.py::"
+
+PLANTS = (
+    Plant(
+        "b26",
+        "state is left stale on the host after a load",
+        "tests/gloo/test_parallel_data_offload.py::"
+        "test_b26_state_elsewhere_is_saved_resumed_and_updated_to_the_same_bits",
+        "parallel/data/sharding.py",
+        "if self._stale or not bucket.narrowed:",
+        "if not bucket.narrowed:",
+    ),
+    Plant(
+        "b26",
+        "the step counter of offloaded state is not saved",
+        CPU + "test_b26_a_disk_that_fails_in_mid_run_is_named_and_the_run_goes_on_elsewhere",
+        "parallel/data/offload.py",
+        "for name, tensor in part.optimizer.state().items()",
+        "for name, tensor in part.optimizer.state().items() if tensor.dim()",
+    ),
+    Plant(
+        "b26",
+        "a slot is freed twice",
+        CPU + "test_b26_a_slot_that_is_given_back_is_used_again_and_not_given_back_twice",
+        "offload/disk.py",
+        "            if slot.room < 0:\n",
+        "            if slot.room < -1:\n",
+    ),
+    Plant(
+        "b26",
+        "a part is updated before its copies ended",
+        CPU + "test_b26_copies_that_take_long_end_before_their_memory_is_used_again",
+        "parallel/data/offload.py",
+        "            there()\n            part.optimizer.step(scale, lr_factor)\n",
+        "            part.optimizer.step(scale, lr_factor)\n            there()\n",
+    ),
+    Plant(
+        "b26",
+        "what was changed in memory does not go back to disk",
+        CPU + "test_b26_a_slot_gives_back_what_was_put_there_and_what_was_changed_there",
+        "offload/slots.py",
+        "self._file.write(self._slot, self._open.numpy().data)\n",
+        "_ = self._open\n",
+    ),
+    Plant(
+        "b26",
+        "bytes that changed on disk are taken for what was written",
+        CPU + "test_b26_what_is_not_as_it_was_written_is_named_with_rank_and_bytes",
+        "offload/disk.py",
+        "if slot.digest != crc32(into[: slot.size]):",
+        "if slot.digest is None:",
+    ),
+)
