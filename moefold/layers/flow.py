@@ -43,7 +43,8 @@ class Flow:
         training: whether counters count.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
         context: how attention sees rows of other context ranks; a record of the slot CONTEXT.
-        overflow: int64 rows beyond the capacity of each dispatch that has one; checked by the step.
+        overflow: int64 rows beyond the room of each dispatch that has one; checked by the step.
+        exact: whether rows go to experts without a bound on room, whatever the layout says.
         piece: the rows that this rank's tensor group holds together; None where they are ``rows``.
         unshard: hooks that gather weights which are shared out over data ranks.
         cache: keys and values of texts that are being written.
@@ -59,6 +60,7 @@ class Flow:
     world: World = field(default_factory=World.single)
     context: Record | None = None
     overflow: list[Tensor] = field(default_factory=list)
+    exact: bool = False
     piece: MicroBatch | None = None
     unshard: UnshardHooks = RESIDENT
     cache: KeyValueCache | None = None

@@ -236,14 +236,6 @@ class Dispatch(Record):
         """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
         return ()
 
-    @property
-    def capacity(self) -> int | None:
-        """Most rows from one rank to another in a pass (``max_rows``), where there is a limit.
-
-        The step looks whether it was enough, so that no pass has to wait for the answer.
-        """
-        return None
-
     def misfits(self, sizes: Sizes) -> Iterator[Violation]:
         """Yield what of the record does not fit the sizes of a layout."""
         yield from ()
@@ -313,12 +305,29 @@ class AllGather(Dispatch):
     owner = "moefold.moe.dispatch.allgather:AllGatherDispatch"
 
 
-@DISPATCH.register
-class Padded(Dispatch):
-    """Token copies in equal splits: nothing is read on the host, and every shape is fixed.
+class FixedRoom(Dispatch):
+    """A dispatcher of fixed shapes, into room that the run file states; base of its records.
 
-    A step in which any pair of ranks needs more room ends with an error that says how much.
+    Nothing is read on the host in a pass. The step looks at its end whether the room was enough.
     """
+
+    max_rows: Size
+    on_overflow: Literal["again", "stop"] = "again"
+    """What follows a step whose rows did not fit, before it changes anything: it is made once more
+    by ``alltoall``, or the run ends with an error that says how much room is enough."""
+
+    def between(self, ranks: int) -> int:
+        """Return the rows of each of the equal parts that a rank receives from ``ranks``."""
+        raise NotImplementedError
+
+    def arriving(self, sizes: Sizes) -> int:
+        """Return the rows that a rank holds after dispatch, filled or not."""
+        return sizes.etp * sizes.ep * self.between(sizes.ep)
+
+
+@DISPATCH.register
+class Padded(FixedRoom):
+    """Token copies in equal splits: nothing is read on the host, and every shape is fixed."""
 
     kind: Literal["padded"] = "padded"
     max_rows: Size
@@ -326,10 +335,32 @@ class Padded(Dispatch):
 
     owner = "moefold.moe.dispatch.padded:PaddedDispatch"
 
-    @property
-    def capacity(self) -> int:
-        """The rows that are stated."""
+    def between(self, ranks: int) -> int:
+        """Return the rows that are stated."""
         return self.max_rows
+
+
+@DISPATCH.register
+class Spread(FixedRoom):
+    """Token copies in equal splits over two hops, so that room is that of a rank, not of a pair.
+
+    Copies are dealt over all ranks, each of which sends on what it was dealt. So every routing fits
+    that gives no rank more than ``max_rows``, whoever sends them, at twice the bytes.
+    """
+
+    kind: Literal["spread"] = "spread"
+    max_rows: Size
+    """Room of each rank of ``ep``, in copies of one micro-batch's tokens; none may send more."""
+
+    owner = "moefold.moe.dispatch.spread:SpreadDispatch"
+
+    def dealt(self, ranks: int) -> int:
+        """Return the copies that a rank deals to each of ``ranks``."""
+        return -(-self.max_rows // ranks)
+
+    def between(self, ranks: int) -> int:
+        """Return the most copies for one rank that another was dealt, one left over of each."""
+        return self.dealt(ranks) + ranks
 
 
 class Foreign(Dispatch):

@@ -14,7 +14,7 @@ from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
 from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment
 from moefold.moe.balance import Balance
-from moefold.moe.config import Moe
+from moefold.moe.config import AllToAll, FixedRoom, Moe
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
@@ -90,7 +90,11 @@ class MoeFfn(nn.Module):
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
         self.balance = Balance(record)
-        self._dispatcher: Dispatcher = build(dispatch, record.router.experts)
+        exact = AllToAll() if isinstance(dispatch, FixedRoom) else dispatch
+        self._exact: Dispatcher = build(exact, record.router.experts)
+        self._dispatcher = (
+            self._exact if exact is dispatch else build(dispatch, record.router.experts)
+        )
         self._key = f"layers.{layer}"
 
     @property
@@ -121,7 +125,7 @@ class MoeFfn(nn.Module):
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
         with flow.world.recorder.module(f"{self._key}.moe.dispatch"):
-            sent = self._dispatcher.dispatch(
+            sent = self._way(flow).dispatch(
                 x_TD, weights_TK, experts_TK, self._no_drop(flow), flow.world
             )
         if sent.overflow is not None:
@@ -144,10 +148,14 @@ class MoeFfn(nn.Module):
     def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput:
         """Bring the experts' results back to their rows, and add them up."""
         with flow.world.recorder.module(f"{self._key}.moe.combine"):
-            out_TD = self._dispatcher.combine(
+            out_TD = self._way(flow).combine(
                 rows.y_RD, rows.handle, self._no_drop(flow), flow.world
             )
         return BlockOutput(rows.residual_TD + out_TD, rows.terms_N)
+
+    def _way(self, flow: Flow) -> Dispatcher:
+        """Return what sends a pass's rows."""
+        return self._exact if flow.exact else self._dispatcher
 
     def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from moefold.comm.world import World
+from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
+from moefold.layers.flow import Flow, cut
 from moefold.layers.placement import Shard, placements, shard
+from moefold.layers.recompute import Recompute
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
@@ -155,3 +158,22 @@ def _cut(model: DecoderModel, world: World) -> dict[str, Shard]:
     for name, buffer in model.named_buffers():
         shards[name] = shard(name, tuple(buffer.shape), stated[name], at)
     return shards
+
+
+def flow_of(
+    placed: ModelParts, batch: MicroBatch, training: bool = True, exact: bool = False
+) -> Flow:
+    """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
+    model, layout, world = placed.model, placed.layout, placed.world
+    rows, piece = cut(batch, world)
+    device = world.device
+    return Flow(
+        rows.to(device),
+        model.recipe,
+        recompute=Recompute(layout.recompute),
+        training=training,
+        world=world,
+        context=layout.context,
+        piece=None if piece is None else piece.to(device),
+        exact=exact,
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import max_, sum_
 from moefold.data.batch import MicroBatch
-from moefold.moe.config import Dispatch
+from moefold.moe.config import Dispatch, FixedRoom
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts
 
@@ -33,25 +33,40 @@ def check_even_rows(placed: ModelParts, batches: Sequence[MicroBatch]) -> None:
         )
 
 
-def check_overflow(placed: ModelParts, overflow: Sequence[Tensor]) -> None:
-    """Refuse passes in which a dispatch of stated capacity left rows out; all ranks do alike.
+def repeats(placed: ModelParts) -> bool:
+    """Return whether a step whose rows lacked room is made again without a bound."""
+    dispatch = placed.layout.dispatch
+    return isinstance(dispatch, FixedRoom) and dispatch.on_overflow == "again"
 
-    ``overflow`` are, of every such dispatch here, the rows that it could not take.
 
-    Raises:
-        ValueError: names the capacity that would have been enough.
+def ran_short(placed: ModelParts, short: float) -> bool:
+    """Return whether rows lacked room, where the ranks that say so are ``short`` in number."""
+    return isinstance(placed.layout.dispatch, FixedRoom) and short > 0
+
+
+def missing_room(overflow: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the most rows, int64, that any dispatch of a rank lacked room for; 0 for none."""
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack([none, *overflow]).amax()
+
+
+def enough_room(placed: ModelParts, missing: Tensor) -> int:
+    """Return the ``max_rows`` that would have been enough on every rank.
+
+    All ranks ask, once some lacked room. ``missing`` is what each lacked.
     """
     dispatch = placed.layout.dispatch
-    capacity = dispatch.capacity if isinstance(dispatch, Dispatch) else None
-    if capacity is None:
-        return
-    most = torch.zeros((), dtype=torch.int64, device=placed.world.device)
+    assert isinstance(dispatch, FixedRoom)
     with placed.world.recorder.module("room"):
-        most = max_(torch.stack([most, *overflow]).amax(), placed.world.group("world"))
-    (missing,) = read_scalars(most)
-    if missing:
-        needed = capacity + round(missing)
-        raise ValueError(
-            f"layout.dispatch.max_rows is {capacity}, and a rank had {needed} rows for another. "
-            f"Set max_rows to {needed} or more, or choose dispatch: alltoall"
-        )
+        (most,) = read_scalars(max_(missing.clone(), placed.world.group("world")))
+    return dispatch.max_rows + round(most)
+
+
+def no_room(placed: ModelParts, needed: int) -> ValueError:
+    """Return the error that ends a run whose rows did not fit; it names the room that is enough."""
+    dispatch = placed.layout.dispatch
+    assert isinstance(dispatch, FixedRoom)
+    return ValueError(
+        f"layout.dispatch.max_rows is {dispatch.max_rows}, and {needed} is needed. Set max_rows to "
+        f"{needed} or more, let on_overflow be again, or choose dispatch: alltoall"
+    )

@@ -304,7 +304,9 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     if choice.sizes.ep * choice.sizes.etp > 1:
         each = choice.sizes.ep // layout.case.expert_domains
         node = {"node": each} if choice.dispatch == "two_level" else {}
-        said["dispatch"] = {"kind": choice.dispatch, **node}
+        fixed = choice.dispatch in ("padded", "spread")
+        room = {"max_rows": choice.max_rows} if fixed else {}
+        said["dispatch"] = {"kind": choice.dispatch, **node, **room}
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
     elif keeping.recompute:

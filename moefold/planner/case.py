@@ -29,7 +29,7 @@ from moefold.spec.layer import Module
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
 Dispatcher = Literal[
-    "local", "allgather", "alltoall", "alltoall_once", "two_level", "padded",
+    "local", "allgather", "alltoall", "alltoall_once", "two_level", "padded", "spread",
     "deep_ep", "hybrid_ep", "nccl_ep",
 ]  # fmt: skip
 """How rows reach their experts, by the kinds of ``moe.config``. ``deep_ep``, ``hybrid_ep`` and
@@ -197,6 +197,8 @@ class Case:
     software: Software = Software()
     context: Context = RING
     order: Order = ORDERS[0]
+    max_rows: int | None = None
+    """Room that a dispatch of fixed shapes is given; None is as much as ``load`` needs."""
 
     def __post_init__(self) -> None:
         """Refuse a case that no run could have, in words."""

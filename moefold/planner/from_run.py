@@ -15,7 +15,7 @@ from moefold.layers.config import Context, Kind, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
-from moefold.moe.config import DISPATCH, Foreign
+from moefold.moe.config import DISPATCH, FixedRoom, Foreign
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
     RING,
@@ -104,6 +104,8 @@ class Choice:
     """None is balanced."""
     context: Context = RING
     order: Order = ORDERS[0]
+    max_rows: int | None = None
+    """Room that the run file gives a dispatch of fixed shapes."""
 
     @property
     def paired(self) -> bool:
@@ -152,6 +154,7 @@ class Choice:
             software=replace(task.software, overlaps=overlaps),
             context=self.context,
             order=self.order,
+            max_rows=self.max_rows,
         )
 
     @property
@@ -234,6 +237,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,
         order=layout.order,
+        max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedRoom) else None,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
+from moefold.moe.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
 from moefold.spec.decoder import halves
@@ -69,7 +70,16 @@ def shape_of(case: Case) -> Shape:
         sizes.cp,
         case.context,
         sizes.ep,
+        _room(case),
     )
+
+
+def _room(case: Case) -> int | None:
+    """Return the rows that a dispatch of fixed shapes receives, filled or not."""
+    record = DISPATCH.kinds[case.dispatch]
+    if case.max_rows is None or not issubclass(record, FixedRoom):
+        return None
+    return record.model_validate({"max_rows": case.max_rows}).arriving(case.sizes)
 
 
 @remembered(1 << 12)

@@ -101,6 +101,8 @@ def exchange_seconds(
     device, n = cluster.device, group.size
     if dispatcher == "allgather":
         return ring_seconds(what.rows * what.bytes * n, group, cluster, rates)
+    if dispatcher == "spread":
+        return 2 * exchange_seconds(what, "alltoall", group, cluster, rates, load)
     fused = dispatcher in FUSED
     share = rates.link_fused if fused else rates.link
     if dispatcher == "deep_ep":

@@ -18,7 +18,7 @@ from moefold.proof.rank_run import InjectedFault
 UNSEEN = ("send",)
 """Operations without a result: the other end's receive is broken instead."""
 GUARDS = {
-    "room": "it stops a step that a dispatcher has no room for, and no case is such a step",
+    "room": "it names the room that a step lacked, and no case is such a step",
     "warm-up": "a group's first word carries no value of the step",
 }
 """Modules whose exchanges decide nothing in a case that passes, each with its reason."""

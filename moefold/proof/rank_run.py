@@ -28,7 +28,8 @@ from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
-from moefold.training.step import evaluate, gradients
+from moefold.training.evaluate import evaluate
+from moefold.training.step import gradients
 
 STEPS = 3
 LOSS_CHUNK = 24
@@ -189,6 +190,11 @@ class RankRun:
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK)
+        if figures.needed_rows:
+            raise ValueError(
+                f"layout.dispatch.max_rows must be {figures.needed_rows} for this model: with less "
+                "the step is made by alltoall, and this dispatcher is not proved"
+            )
         if fault is not None and fault.parameter:
             for held in self.data.gradients():
                 at_start = held.first and not any(start for start, _ in held.box)

@@ -274,6 +274,8 @@ class Shape:
     context: Context = RING
     """How ``cp`` ranks see each other's rows."""
     ep: int = 1
+    room: int | None = None
+    """Rows that the dispatcher receives in any case, where its shapes are fixed."""
 
     @property
     def piece(self) -> int:
@@ -296,8 +298,8 @@ class Shape:
         return self.context.sharing_heads(self.cp) > 1
 
     def received(self, top_k: int) -> int:
-        """R: rows that the most loaded rank's experts take."""
-        return round(self.rows * top_k * self.etp * self.load)
+        """R: rows that the most loaded rank's experts take, or has room for."""
+        return self.room or round(self.rows * top_k * self.etp * self.load)
 
 
 class LayerSpec(Record):

@@ -5,8 +5,8 @@ global count, plus each router term weighted by its micro-batch's share of the s
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,16 +15,21 @@ from torch import Tensor
 from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
-from moefold.layers.flow import Flow, cut
+from moefold.layers.flow import Flow
 from moefold.layers.loss import loss_and_gradients
-from moefold.layers.recompute import Recompute
 from moefold.moe.balance import sum_counters
 from moefold.optim.norm import read_scalars, widest
-from moefold.parallel.apply import ModelParts
+from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.limits import check_even_rows, check_overflow
+from moefold.parallel.limits import (
+    check_even_rows,
+    enough_room,
+    missing_room,
+    no_room,
+    ran_short,
+    repeats,
+)
 from moefold.parallel.pipeline.executor import Executor, StepResult
-from moefold.parallel.pipeline.score import score
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class StepFigures:
     """Valid rows."""
     stop: bool = False
     """Whether some rank was asked to end the run."""
+    needed_rows: int = 0
+    """``max_rows`` that dispatch lacked, so that the step was made again by all-to-all; else 0."""
 
     @property
     def finite(self) -> bool:
@@ -54,18 +61,47 @@ def gradients(
 ) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
 
+    A step in which rows lacked a dispatcher's stated room is made once more without such a bound,
+    from the start: counters, decisions and sums of the first try are forgotten.
+
     Args:
         data: the model's parts on this rank; their gradients are dropped first.
         batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
         stop: whether this rank was asked to end the run; all hear of it.
+
+    Raises:
+        ValueError: where rows lacked room and the layout wants that to end the run.
+    """
+    placed = data.placed
+    with placed.world.recorder.module("step"):
+        totals = _totals(batches, placed.world)
+        check_even_rows(placed, batches)
+    figures, missing = _pass(data, batches, totals, loss_chunk, stop)
+    if missing is None:
+        return figures
+    needed = enough_room(placed, missing)
+    if not repeats(placed):
+        raise no_room(placed, needed)
+    figures, _ = _pass(data, batches, totals, loss_chunk, stop, exact=True)
+    return replace(figures, needed_rows=needed)
+
+
+def _pass(
+    data: ShardedState,
+    batches: Sequence[MicroBatch],
+    totals: "_Totals",
+    loss_chunk: int,
+    stop: bool,
+    exact: bool = False,
+) -> tuple[StepFigures, Tensor | None]:
+    """Run forward and backward of all micro-batches, from gradients and counters of zero.
+
+    Returns the figures, and the rows for which this rank lacked room, where any rank did.
     """
     placed = data.placed
     model, world = placed.model, placed.world
     module = world.recorder.module
-    with module("step"):
-        totals = _totals(batches, world)
-        check_even_rows(placed, batches)
     data.begin_step(len(batches))
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
@@ -75,17 +111,17 @@ def gradients(
         with module("loss"):
             return loss_and_gradients(x_TD, head, flow, scale=totals.scale, chunk=loss_chunk)
 
-    flows = [flow_of(placed, batch) for batch in batches]
+    flows = [flow_of(placed, batch, exact=exact) for batch in batches]
     with module("pipeline"):
         ran = Executor(placed, flows, totals.share_M.unbind(), loss).run()
-    check_overflow(placed, [count for flow in flows for count in flow.overflow])
     with module("gradients"):
         norm_squared = data.finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
     with module("counters"):
         sum_counters(balances, world.group("stage"))
+    missing = missing_room([count for flow in flows for count in flow.overflow], world.device)
     with module("figures"):
-        return _figures(placed, ran, totals, norm_squared, stop)
+        return _figures(placed, ran, totals, norm_squared, stop, missing)
 
 
 class _Totals(NamedTuple):
@@ -109,29 +145,18 @@ def _totals(batches: Sequence[MicroBatch], world: World) -> _Totals:
     return _Totals(counts, wide[0].reciprocal(), rows_M / wide[1])
 
 
-def flow_of(placed: ModelParts, batch: MicroBatch, training: bool = True) -> Flow:
-    """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
-    model, layout, world = placed.model, placed.layout, placed.world
-    rows, piece = cut(batch, world)
-    device = world.device
-    return Flow(
-        rows.to(device),
-        model.recipe,
-        recompute=Recompute(layout.recompute),
-        training=training,
-        world=world,
-        context=layout.context,
-        piece=None if piece is None else piece.to(device),
-    )
-
-
 def _figures(
-    placed: ModelParts, ran: StepResult, totals: _Totals, norm_squared: Tensor, stop: bool
-) -> StepFigures:
+    placed: ModelParts,
+    ran: StepResult,
+    totals: _Totals,
+    norm_squared: Tensor,
+    stop: bool,
+    missing: Tensor,
+) -> tuple[StepFigures, Tensor | None]:
     """Add up every rank's share of the figures, and read them from the device once."""
     mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
-    values = norm_squared.new_zeros(3 + len(names))
-    values[0], values[-1] = norm_squared, float(stop)
+    values = norm_squared.new_zeros(4 + len(names))
+    values[0], values[-2], values[-1] = norm_squared, missing > 0, float(stop)
     if ran.losses:
         values[1] = torch.stack(ran.losses).sum()
     share_M = totals.share_M.unbind()
@@ -145,36 +170,10 @@ def _figures(
             terms, shares = (torch.stack(part) for part in zip(*found, strict=True))
             values[at] = (terms * shares).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
-    squared, loss, *terms, stops, labels, tokens = read_scalars(
+    squared, loss, *terms, short, stops, labels, tokens = read_scalars(
         *summed.unbind(), *totals.counts.unbind()
     )
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=True))
-    return StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)
-
-
-@torch.no_grad()
-def evaluate(
-    placed: ModelParts, batches: Iterable[MicroBatch], loss_chunk: int
-) -> tuple[float, int, float]:
-    """Return summed cross-entropy in nats, number of labels, and bytes of their text.
-
-    Micro-batches are taken one by one: a held-out set may be larger than memory. Every data rank
-    gives as many, its own; the figures are those of all.
-    """
-    figures = torch.zeros(3, dtype=torch.float64, device=placed.world.device)
-    overflow: list[Tensor] = []
-    for batch in batches:
-        flow = flow_of(placed, batch, training=False)
-        with placed.world.recorder.module("evaluation"):
-            figures[0] += score(placed, flow, loss_chunk)
-        overflow += flow.overflow
-        spot = placed.world.attention
-        if spot.pp == spot.cp == spot.tp == 0:
-            figures[1] += batch.n_labels
-            figures[2] += batch.n_bytes
-    check_overflow(placed, overflow)
-    with placed.world.recorder.module("evaluation"):
-        sum_(figures, placed.world.group("world"))
-    total, labels, n_bytes = read_scalars(*figures.unbind())
-    return total, round(labels), n_bytes
+    figures = StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)
+    return figures, missing if ran_short(placed, short) else None

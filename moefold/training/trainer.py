@@ -41,6 +41,7 @@ from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals
+from moefold.training.evaluate import evaluate
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
 from moefold.training.machine import Utilisation
@@ -52,7 +53,7 @@ from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore
-from moefold.training.step import StepFigures, evaluate, gradients
+from moefold.training.step import StepFigures, gradients
 
 FORMAT = 1
 _log = logging.getLogger("moefold.training")
@@ -313,6 +314,8 @@ class Trainer:
         metrics = self._metrics(figures, lr_factor, seconds)
         if decision == "skip":
             metrics["skipped"] = 1
+        if figures.needed_rows:
+            metrics["needed_rows"] = figures.needed_rows
         self._tell("on_step", metrics)
         self._keep()
         return metrics

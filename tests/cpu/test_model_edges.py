@@ -23,7 +23,7 @@ from moefold.moe import experts as experts_room
 from moefold.moe.config import Capacity, LocalExperts, Shared
 from moefold.moe.dispatch.base import Dispatcher
 from moefold.parallel.apply import alone
-from moefold.training.step import evaluate
+from moefold.training.evaluate import evaluate
 from tests.cpu.small import (
     DEEP,
     GQA,

@@ -12,6 +12,7 @@ from lone_rank import META, ROWS, apart, data_of, micro_batch
 
 from moefold.moe.topk import best
 from moefold.parallel.config import Layout
+from moefold.parallel.limits import missing_room
 from moefold.parallel.pipeline import lanes
 from moefold.training import step
 from moefold.training.step import gradients
@@ -92,10 +93,11 @@ def test_micro_batches_that_are_done_keep_their_rows_alone(layout: dict[str, Any
     """Whatever layers and experts there are: a step may have any number of micro-batches."""
     rows, kept = 256, list[int]()
 
-    def note(*_: Any) -> None:
+    def note(*given: Any) -> torch.Tensor:
         kept.append(sum(n for ref, n in made.storages.values() if not ref.expired()))
+        return missing_room(*given)
 
-    with apart(), mock.patch.object(step, "check_overflow", note):
+    with apart(), mock.patch.object(step, "missing_room", note):
         data = data_of(RECORD, Layout(**layout), 1)
         for micro_batches in (2, 2, 8):
             batches = [micro_batch(rows) for _ in range(micro_batches)]

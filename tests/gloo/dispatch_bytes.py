@@ -99,3 +99,11 @@ def padded(s: Setting, p: int, i: int, room: int) -> int:
     row, n = s.hidden * s.width, room * (s.ep - 1) + room * s.ep * (s.etp - 1)
     told = s.experts * COUNT * (s.ep * s.etp - 1)
     return told + n * (4 * row + 2 * s.width)
+
+
+def spread(s: Setting, p: int, i: int, room: int) -> int:
+    """Copies in equal splits to ranks that send them on in equal splits."""
+    dealt = -(-room // s.ep)
+    row, first = s.hidden * s.width, dealt * (s.ep - 1)
+    told = s.experts * COUNT * (s.ep * s.etp - 1)
+    return told + first * (4 * row + 2 * s.width) + padded(s, p, i, dealt + s.ep)

@@ -20,6 +20,7 @@ from moefold.moe.config import (
     AllToAllOnce,
     LocalExperts,
     Padded,
+    Spread,
     TwoLevel,
 )
 from moefold.moe.dispatch.base import Dispatcher
@@ -32,6 +33,7 @@ WAYS: dict[str, Record] = {
     "allgather": AllGather(),
     "two_level": TwoLevel(node=2),
     "padded": Padded(max_rows=ROOM),
+    "spread": Spread(max_rows=3 * ROOM),
 }
 
 

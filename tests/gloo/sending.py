@@ -17,7 +17,7 @@ from moefold.layers.recompute import Decisions
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
-from moefold.moe.config import Capacity, Padded, Shared, TwoLevel
+from moefold.moe.config import Capacity, Shared, TwoLevel
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
@@ -108,13 +108,13 @@ class Sending:
             keeping=Keeping(where.zero, where.zero_ranks, recomputed(where.recompute)),
             software=Software(loss_chunk=LOSS_CHUNK),
             context=chosen.context,
+            max_rows=chosen.max_rows,
         )
 
     def planned(self, rank: int, choices: Choices) -> Totals:
         """Return what the planner says that a rank sends."""
-        where, case = self.where, self.case
-        room = where.dispatch.max_rows if isinstance(where.dispatch, Padded) else None
-        calls = traffic(case, rank, Step(choices, room))
+        case = self.case
+        calls = traffic(case, rank, Step(choices))
         found = by_group(calls, case, rank)
         return {site: (round(n), round(sent)) for site, (n, sent) in found.items()}
 

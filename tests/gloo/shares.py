@@ -23,7 +23,8 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel import apply
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
-from moefold.training.step import evaluate, gradients
+from moefold.training.evaluate import evaluate
+from moefold.training.step import gradients
 from tests.cpu import small
 from tests.gloo.harness import Reference, run_ranks
 

@@ -27,6 +27,7 @@ FORMULAS = {
     "two_level": formula.two_level,
     "allgather": formula.allgather,
     "padded": lambda s, p, i: formula.padded(s, p, i, ROOM),
+    "spread": lambda s, p, i: formula.spread(s, p, i, 3 * ROOM),
 }
 
 

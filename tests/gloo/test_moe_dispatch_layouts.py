@@ -26,13 +26,14 @@ KINDS = {
     "allgather": "allgather",
     "two_level": {"kind": "two_level", "node": 2},
     "padded": {"kind": "padded", "max_rows": 64},
+    "spread": {"kind": "spread", "max_rows": 128},
 }
 LAYOUTS = {
     2: (("ep2", *KINDS), ("tp2 ep2", "alltoall", "padded"), ("etp2", "alltoall", "once")),
     4: (
         ("ep4", *KINDS),
         ("tp2 ep4", *KINDS),
-        ("ep2 etp2", "alltoall", "once", "allgather", "padded"),
+        ("ep2 etp2", "alltoall", "once", "allgather", "padded", "spread"),
         ("pp2 ep2", "alltoall", "two_level"),
         ("ep2", "alltoall"),
         ("tp2 etp4", "alltoall"),

@@ -19,11 +19,11 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import initialise
 from moefold.parallel import apply
+from moefold.parallel.apply import flow_of
 from moefold.parallel.config import Layout
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
-from moefold.training.step import flow_of
 from tests.cpu.alive import Made, there
 from tests.gloo.harness import run_ranks
 

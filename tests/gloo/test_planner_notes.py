@@ -15,13 +15,12 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.init import start_value
-from moefold.parallel.apply import build
+from moefold.parallel.apply import build, flow_of
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
-from moefold.training.step import flow_of
 from tests.cpu.alive import HIDDEN, LENGTH, SEQUENCES, Made
 from tests.cpu.test_planner_kept import ALL, BLOCKS
 from tests.gloo.forks import CPU, fork_ranks

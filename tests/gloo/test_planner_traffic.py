@@ -12,6 +12,7 @@ FULL = {"recompute": {"kind": "full"}}
 ALLGATHER, ONCE = {"dispatch": {"kind": "allgather"}}, {"dispatch": {"kind": "alltoall_once"}}
 TWO_LEVEL = {"dispatch": {"kind": "two_level", "node": 2}}
 PADDED = {"dispatch": {"kind": "padded", "max_rows": 64}}
+SPREAD = {"dispatch": {"kind": "spread", "max_rows": 150}}
 GATHERED = {"context": {"kind": "all_gather"}}
 HEADS = {"context": {"kind": "all_to_all"}}
 MIXED = {"context": {"kind": "mixed", "heads": 2}}
@@ -62,6 +63,7 @@ REST = (
     Sending("ep2 etp2", 4),
     Sending("ep2 etp2", 4, layout=ALLGATHER),
     Sending("ep2 etp2", 4, layout=PADDED | FULL),
+    Sending("ep2 etp2", 4, layout=SPREAD),
     Sending("tp2", 4, "tied", precision="bf16", layout={"zero": 3}),
     Sending("ep2", 4, "capacity", layout={"zero": 2, **again("experts", "norms", "attention")}),
     Sending("pp2 ep2", 4, "tied"),

@@ -204,9 +204,9 @@ PLANTS = (
         "b18",
         "evaluation counts",
         LOOP + "test_b18_the_bias_moves_once_a_step_whatever_runs_in_between",
-        "training/step.py",
-        "flow_of(placed, batch, training=False)",
-        "flow_of(placed, batch)",
+        "training/evaluate.py",
+        "training=False, exact=exact",
+        "exact=exact",
     ),
     Plant(
         "b18",

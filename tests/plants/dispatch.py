@@ -1,10 +1,11 @@
-"""Plants B01, B02, B13, B14, B21, B32 and B40: rows on their way to experts on other ranks."""
+"""Plants B01, B02, B13, B14, B21, B30, B32, B40 and B50: rows on their way to other ranks."""
 
 from tests.plants.plant import Plant
 
 STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
 EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
+ROOM = EDGES + "test_b50_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one"
 GRADIENTS = STEPS + "test_b01_b02_gradients_are_those_of_one_rank"
 
 PLANTS = (
@@ -50,7 +51,39 @@ PLANTS = (
         "moe/dispatch/padded.py",
         "    return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()\n",
         "    slots_XM = torch.searchsorted(ends_Xe, place_XM, right=True)\n"
-        "        return slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
+        "    return slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
+    ),
+    Plant(
+        "b50",
+        "the ranks that lacked room alone make the step again",
+        ROOM,
+        "training/step.py",
+        "missing if ran_short(placed, short) else None",
+        "missing if missing > 0 else None",
+    ),
+    Plant(
+        "b50",
+        "the second try goes on with the first one's counters",
+        ROOM,
+        "training/step.py",
+        "        mixture.balance.start_step()\n",
+        "        if not exact:\n            mixture.balance.start_step()\n",
+    ),
+    Plant(
+        "b30",
+        "a sum that was under way is added to the next step's",
+        "tests/gloo/test_parallel_data_bugs.py::test_b30_no_micro_batch_and_no_rank_is_added_twice",
+        "parallel/data/bucket.py",
+        "        self.wait_reduce()\n        self.summed_L = None\n",
+        "        self.summed_L = None\n",
+    ),
+    Plant(
+        "b50",
+        "room is rounded down",
+        "tests/pure/test_moe_dispatch_config.py::test_b50_spread_has_room_for_every_routing",
+        "moe/config.py",
+        "return -(-self.max_rows // ranks)",
+        "return self.max_rows // ranks",
     ),
     Plant(
         "b21",

@@ -1,12 +1,13 @@
 """What dispatchers ask of a layout, with the nearest value."""
 
+import numpy as np
 import pytest
 
 from moefold.config.errors import RunError
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
-from moefold.moe.config import Moe, Router
+from moefold.moe.config import Moe, Router, Spread
 from moefold.parallel.config import Layout
 from moefold.run import load_run
 from moefold.spec.decoder import needs
@@ -77,3 +78,39 @@ def test_a_split_of_groups_is_stated_where_it_is_needed() -> None:
     assert ("ep", 2) in Layout(sizes="ep4", dispatch=two_level).split_groups  # type: ignore[arg-type]
     for kind in ("alltoall", "alltoall_once", "allgather"):
         assert ("ep", 2) not in Layout(sizes="ep4", dispatch=kind).split_groups  # type: ignore[arg-type]
+
+
+def routings(ranks: int, copies: int, chance: np.random.Generator) -> np.ndarray:
+    """Return copies [N, source, target] of drawn routings and of uneven ones, dropped ones too."""
+    even = np.full((ranks, ranks), copies // ranks)
+    own, shifted = np.eye(ranks, dtype=int) * copies, np.roll(np.eye(ranks, dtype=int), 1, 0)
+    one = np.zeros((ranks, ranks), int)
+    one[:, 0] = copies
+    some = [even, own, shifted * copies, one]
+    for power in (0.1, 1.0, 10.0):
+        shares = chance.dirichlet(np.full(ranks, power), size=(200, ranks))
+        some += list((shares * copies * chance.random((200, 1, 1))).astype(int))
+    return np.stack(some)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_b50_spread_has_room_for_every_routing(ranks: int) -> None:
+    """In which no rank gets, or sends, more rows than are stated; and not for much more."""
+    chance, most = np.random.default_rng(ranks), 0.0
+    for copies in (1, 7, 64, 1000):
+        counts = routings(ranks, copies, chance)
+        ends = counts.cumsum(2)
+        starts = ends - counts
+        # Of the places before one, each rank is dealt those of its turn.
+        upto_end, upto_start = (
+            (at[..., None] - np.arange(ranks) + ranks - 1) // ranks for at in (ends, starts)
+        )
+        dealt = (upto_end - upto_start).sum(1)
+        for routing, got in zip(counts, dealt, strict=True):
+            rows = max(routing.sum(0).max(), routing.sum(1).max())
+            if rows:
+                record = Spread(max_rows=int(rows))
+                assert record.dealt(ranks) * ranks >= routing.sum(1).max()
+                assert got.max() <= record.between(ranks)
+                most = max(most, got.max() / record.between(ranks))
+    assert most > 0.5

@@ -10,7 +10,9 @@ DOC = Path(__file__).parents[2] / "docs" / "communication.md"
 ELEMENT, WEIGHT, ID = 2, 4, 8
 """Bytes: rows in bf16, weights in fp32, ids in int64."""
 SLACK = 1.25
-"""Room of the padded form over balanced rows."""
+"""Room of the forms of fixed shapes over balanced rows."""
+TOKENS = 4096
+"""Of a micro-batch on a rank, for what ``spread`` rounds up."""
 
 
 class Shape(NamedTuple):
@@ -55,6 +57,10 @@ def rows_of(way: str, s: Shape) -> Rows:
         case "padded":
             copies = rows_of("alltoall", s)
             return Rows(copies.sent * SLACK, copies.crossing * SLACK)
+        case "spread":
+            dealt = -(-int(TOKENS * s.top_k * SLACK) // s.ep)
+            rows = (2 * dealt + s.ep) / TOKENS
+            return Rows(rows * (s.ep - 1), rows * s.away)
         case "allgather":
             return Rows(s.ep - 1, s.away)
         case "two_level":
@@ -71,7 +77,7 @@ def bytes_of(way: str, s: Shape, rows: float) -> float:
     row = s.hidden * ELEMENT
     if way == "least":
         return rows * 4 * row
-    by_copy = way in ("alltoall", "padded")
+    by_copy = way in ("alltoall", "padded", "spread")
     weights = WEIGHT if by_copy else s.top_k * WEIGHT
     ids = 0 if by_copy else s.top_k * ID
     return rows * (4 * row + 2 * weights + ids)
@@ -89,7 +95,7 @@ def line(way: str, s: Shape) -> str:
     )
 
 
-WAYS = ("least", "alltoall_once", "two_level", "alltoall", "padded", "allgather")
+WAYS = ("least", "alltoall_once", "two_level", "alltoall", "padded", "spread", "allgather")
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -46,8 +46,6 @@ class Step:
     """What one real step has beyond its case; without it, bytes are those of balanced routing."""
 
     choices: Choices | None = None
-    room: int | None = None
-    """Rows of room between two ranks of the padded dispatch; None is what ``load`` needs."""
 
 
 BALANCED = Step()

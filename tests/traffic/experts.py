@@ -84,7 +84,8 @@ def _layer(
     told = _told(case, record) * INDEX
     beside = paired(case)
     if told:
-        yield Call("tp_ep", "all_gather", gathers(told, members), count * again, part="counts",
+        times = count * again * (2 if case.dispatch == "spread" else 1)
+        yield Call("tp_ep", "all_gather", gathers(told, members), times, part="counts",
                    beside=beside)  # fmt: skip
     extras = (k * STATISTIC, k * INDEX) if case.dispatch in (*ONCE, "allgather") else (STATISTIC,)
     parts = (row, *extras)
@@ -99,8 +100,8 @@ def _layer(
         for size in grads:
             yield make("tp_ep", "scatter_rows", flow.elsewhere * size, "dispatch", True)
         return
-    if case.dispatch == "padded":
-        yield from _padded(case, record, step, row, make)
+    if case.dispatch in ("padded", "spread"):
+        yield from _fixed(case, record, row, make)
         return
     for hop in flow.hops:
         for size in parts:
@@ -139,11 +140,21 @@ class _Maker:
         return Call(group, op, size, self.count * times, way, part, self.beside)
 
 
-def _padded(case: Case, record: Moe, step: Step, row: float, make: _Maker) -> Iterator[Call]:
-    """Yield equal splits: what is sent does not depend on the routing."""
-    sizes = case.sizes
-    mean = shape_of(case).rows * record.router.top_k / sizes.ep
-    room = step.room if step.room is not None else mean * case.load
+def _fixed(case: Case, record: Moe, row: float, make: _Maker) -> Iterator[Call]:
+    """Yield equal splits, of one hop or two: what is sent does not depend on the routing."""
+    sizes, needed = case.sizes, shape_of(case).rows * record.router.top_k * case.load
+    if case.dispatch == "padded":
+        room = case.max_rows or needed / sizes.ep
+    else:
+        dealt = -(-(case.max_rows or needed) // sizes.ep)
+        for size in (row, STATISTIC) if sizes.ep > 1 else ():
+            yield make("ep", "all_to_all", dealt * (sizes.ep - 1) * size, "dispatch")
+            yield make("ep", "all_to_all", dealt * (sizes.ep - 1) * size, "dispatch", True)
+        if sizes.ep > 1:
+            sent = dealt * (sizes.ep - 1) * row
+            yield make("ep", "all_to_all", sent, "combine", last=make.beside)
+            yield make("ep", "all_to_all", sent, "combine", True)
+        room = dealt + sizes.ep
     moved, gathered = room * (sizes.ep - 1), room * sizes.ep * (sizes.etp - 1)
     for size in (row, STATISTIC):
         if sizes.ep > 1:
@@ -167,6 +178,7 @@ def _told(case: Case, record: Moe) -> int:
     return {
         "alltoall": record.router.experts,
         "padded": record.router.experts,
+        "spread": record.router.experts,
         "alltoall_once": 2 * ranks,
         "two_level": nodes + 2 * ranks,
         "allgather": 1 + ranks,

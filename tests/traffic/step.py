@@ -219,7 +219,7 @@ def router(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
 
 
 def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
-    """Yield the step's own numbers: labels and rows, routers' counters, loss and norm, room."""
+    """Yield the step's own numbers: labels and rows, routers' counters, loss and norm."""
     folding = case.folding
     stage = folding.world // case.sizes.pp
     if folding.dp > 1:
@@ -231,11 +231,9 @@ def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
         for size in (experts * INDEX, experts * INDEX, len(mixtures) * INDEX, experts * STATISTIC):
             yield Call("stage", "all_reduce", sums(size, stage), 1, part="counters")
     if folding.world > 1:
-        # Norm, loss, one for each term, and whether a rank was asked to stop.
-        size = (3 + len(_terms(case))) * FIGURE
+        # Norm, loss, one for each term, whether rows lacked room, and whether to stop.
+        size = (4 + len(_terms(case))) * FIGURE
         yield Call("world", "all_reduce", sums(size, folding.world), 1, part="figures")
-        if case.dispatch == "padded":
-            yield Call("world", "all_reduce_max", sums(INDEX, folding.world), 1, part="room")
 
 
 def _terms(case: Case) -> set[str]:

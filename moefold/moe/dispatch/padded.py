@@ -1,7 +1,7 @@
 """Dispatch without any host read: capacity for a stated number of rows between each pair of ranks.
 
 T rows, D hidden, K experts per token, E experts, e of them here, P ranks of ``ep``, S of ``etp``,
-M rows of capacity for each pair, N = P * M rows sent, R = S * P * M rows after dispatch. All shapes
+M rows of room for each pair, N = P * M rows sent, R = S * P * M rows after dispatch. All shapes
 are known beforehand, so that a step can be captured. What does not fit is left out and counted in
 ``overflow``, which the step looks at as it ends.
 """
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
+from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, pick, spread
-from moefold.moe.config import Padded
+from moefold.moe.config import FixedRoom
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
 from moefold.moe.dispatch.routing_plan import (
     Permutation,
@@ -23,61 +24,65 @@ from moefold.moe.dispatch.routing_plan import (
 )
 
 
-class PaddedDispatch(Dispatcher[Padded]):
+class PaddedDispatch(Dispatcher[FixedRoom]):
     """Sends token copies over ``ep`` in equal splits."""
 
     def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
         """Put copies into their rank's rows, send all rows, and sort those that are filled."""
         x_TD, weights_TK, experts_TK, no_drop = tokens
-        ep, capacity, entries = world.group("ep"), self._record.max_rows, experts_TK.shape[1]
+        ep, entries = world.group("ep"), experts_TK.shape[1]
+        room = self._record.between(ep.size)
         per_rank = self._experts // ep.size
         order = sort_copies(experts_TK, self._experts, no_drop)
         ends_Pe = order.offs_B.to(torch.int64).view(ep.size, per_rank)
         starts_P = torch.cat([ends_Pe.new_zeros(1), ends_Pe[:-1, -1]])
-        row_TK = self._rows(order, rank_of_expert(experts_TK, per_rank), starts_P)
-        copy_N = _inverse(row_TK, ep.size * capacity)
+        row_TK = _rows(order, rank_of_expert(experts_TK, per_rank), starts_P, room)
+        copy_N = inverse(row_TK, ep.size * room)
         token_N = copy_N // entries
-        fitting_Pe = (ends_Pe - starts_P[:, None]).clamp(max=capacity)
+        fitting_Pe = (ends_Pe - starts_P[:, None]).clamp(max=room)
         counts_Pe = torch.diff(fitting_Pe, dim=1, prepend=torch.zeros_like(starts_P)[:, None])
         coming = gather_counts(counts_Pe.flatten(), world).unflatten(2, (ep.size, per_rank))
-        slots_R = self._slots(coming[:, :, ep.index].transpose(0, 1).flatten(0, 1))
+        slots_R = _slots(coming[:, :, ep.index].transpose(0, 1).flatten(0, 1), room)
         x_RD = self._out(spread(x_TD, token_N, row_TK), world)
         p_R = self._out(pick(weights_TK, copy_N, row_TK), world)
         here = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
-        overflow = ((ends_Pe[:, -1] - starts_P) - capacity).clamp(min=0).amax()
+        overflow = ((ends_Pe[:, -1] - starts_P) - room).clamp(min=0).amax()
         return here._replace(handle=(token_N, row_TK, *here.handle), overflow=overflow)
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send every row back, filled or not, and add up each token's."""
         token_N, row_TK, token_R, row_R1 = handle
         y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"))
-        return collect(self._exchange(y_RD, world), token_N, row_TK)
+        return collect(equal_splits(y_RD, world.group("ep")), token_N, row_TK)
 
     def _out(self, x_ND: Tensor, world: World) -> Tensor:
-        return all_gather(self._exchange(x_ND, world), world.group("etp"))
-
-    def _exchange(self, x_ND: Tensor, world: World) -> Tensor:
-        ep = world.group("ep")
-        splits = [self._record.max_rows] * ep.size
-        return all_to_all(x_ND, ep, splits, splits)
-
-    def _rows(self, order: Permutation, rank_TK: Tensor, starts_P: Tensor) -> Tensor:
-        """Return where each entry's copy lies among the rows sent; N for none and for overflow."""
-        ranks, capacity = starts_P.shape[0], self._record.max_rows
-        start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
-        place_TK = order.row_TK - start_TK
-        fits_TK = (rank_TK < ranks) & (place_TK < capacity)
-        return torch.where(fits_TK, rank_TK * capacity + place_TK, ranks * capacity)
-
-    def _slots(self, counts_Xe: Tensor) -> Tensor:
-        """Return the expert of each row that came, e for a row that nothing fills."""
-        ends_Xe = counts_Xe.cumsum(1)
-        place_M = torch.arange(self._record.max_rows, device=counts_Xe.device)
-        place_XM = place_M.expand(counts_Xe.shape[0], -1).contiguous()
-        return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
+        return all_gather(equal_splits(x_ND, world.group("ep")), world.group("etp"))
 
 
-def _inverse(row_TK: Tensor, rows: int) -> Tensor:
+def equal_splits(x_NX: Tensor, ranks: Group) -> Tensor:
+    """Send each rank as many rows, in order, and return theirs."""
+    splits = [x_NX.shape[0] // ranks.size] * ranks.size
+    return all_to_all(x_NX, ranks, splits, splits)
+
+
+def _rows(order: Permutation, rank_TK: Tensor, starts_P: Tensor, room: int) -> Tensor:
+    """Return where each entry's copy lies among the rows sent; N for none and for overflow."""
+    ranks = starts_P.shape[0]
+    start_TK = torch.cat([starts_P, starts_P.new_zeros(1)])[rank_TK]
+    place_TK = order.row_TK - start_TK
+    fits_TK = (rank_TK < ranks) & (place_TK < room)
+    return torch.where(fits_TK, rank_TK * room + place_TK, ranks * room)
+
+
+def _slots(counts_Xe: Tensor, room: int) -> Tensor:
+    """Return the expert of each row that came, e for a row that nothing fills."""
+    ends_Xe = counts_Xe.cumsum(1)
+    place_M = torch.arange(room, device=counts_Xe.device)
+    place_XM = place_M.expand(counts_Xe.shape[0], -1).contiguous()
+    return torch.searchsorted(ends_Xe, place_XM, right=True).flatten()
+
+
+def inverse(row_TK: Tensor, rows: int) -> Tensor:
     """Return the entry ``t * K + k`` that each row holds; T * K for a row that holds none."""
     entry_C = torch.arange(row_TK.numel(), device=row_TK.device)
     # One row more takes all entries that have none.

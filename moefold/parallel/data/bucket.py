@@ -214,7 +214,8 @@ class Bucket:
     # Gradients
 
     def begin_step(self) -> None:
-        """Forget the sums of the last step."""
+        """Forget the sums of the last step, and one that a step which was given up has begun."""
+        self.wait_reduce()
         self.summed_L = None
         self.free_gradients()
 

@@ -1,0 +1,58 @@
+"""Dispatch without any host read, in two hops, into room that is stated for a rank.
+
+T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, L copies dealt to each rank,
+N = P * L.
+
+Each rank sorts its copies by expert and deals them over all ranks in turn, like cards, in equal
+splits. Of the copies for one rank, every rank so gets the same number from each source, or one
+fewer: the Pth part of what that rank will have, and P more at most, which bounds the equal splits
+of the second hop whatever the routing is (Valiant's two-phase routing, doi:10.1137/0211027, with
+turns in place of chance).
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.comm.world import World
+from moefold.kernels.permute.gather import collect, pick, spread
+from moefold.moe.config import Spread
+from moefold.moe.dispatch.base import Dispatched, Handle
+from moefold.moe.dispatch.padded import PaddedDispatch, equal_splits, inverse
+from moefold.moe.dispatch.routing_plan import RoutedTokens, gather_counts, sort_copies
+
+
+class SpreadDispatch(PaddedDispatch):
+    """Deals token copies over the ranks of ``ep``, which send them on in equal splits."""
+
+    _record: Spread
+
+    def send(self, tokens: RoutedTokens, world: World) -> Dispatched:
+        """Deal copies, tell from all ranks' counts which expert each is for, and send them on."""
+        x_TD, weights_TK, experts_TK, no_drop = tokens
+        ep, entries = world.group("ep"), experts_TK.shape[1]
+        dealt = self._record.dealt(ep.size)
+        rows = ep.size * dealt
+        order = sort_copies(experts_TK, self._experts, no_drop)
+        place_TK = order.row_TK
+        goes_TK = (experts_TK < self._experts) & (place_TK < rows)
+        row_TK = place_TK % ep.size * dealt + place_TK.div(ep.size, rounding_mode="floor")
+        row_TK = torch.where(goes_TK, row_TK, rows)
+        copy_N = inverse(row_TK, rows)
+        token_N = copy_N // entries
+        ends_PE = gather_counts(order.offs_B.to(torch.int64), world)[:, world.group("etp").index]
+        place_L = torch.arange(dealt, device=x_TD.device) * ep.size + ep.index
+        place_PL = place_L.expand(ep.size, -1).contiguous()
+        experts_N1 = torch.searchsorted(ends_PE.contiguous(), place_PL, right=True).view(-1, 1)
+        x_ND = equal_splits(spread(x_TD, token_N, row_TK), ep)
+        p_N = equal_splits(pick(weights_TK, copy_N, row_TK), ep)
+        here = super().send(RoutedTokens(x_ND, p_N[:, None], experts_N1), world)
+        assert here.overflow is not None
+        # As many rows less for a rank leave as many less for it with each that deals.
+        overflow = torch.maximum(here.overflow * ep.size, order.offs_B[-1] - rows)
+        return here._replace(handle=(token_N, row_TK, here.handle), overflow=overflow)
+
+    def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
+        """Send every row back the way it came, and add up each token's."""
+        token_N, row_TK, onward = handle
+        y_ND = super().fetch(y_RD, onward, no_drop, world)
+        return collect(equal_splits(y_ND, world.group("ep")), token_N, row_TK)

@@ -1,0 +1,44 @@
+"""The loss of held-out micro-batches, forward alone, in any layout."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import sum_
+from moefold.data.batch import MicroBatch
+from moefold.optim.norm import read_scalars
+from moefold.parallel.apply import ModelParts, flow_of
+from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
+from moefold.parallel.pipeline.score import score
+
+
+@torch.no_grad()
+def evaluate(
+    placed: ModelParts, batches: Iterable[MicroBatch], loss_chunk: int
+) -> tuple[float, int, float]:
+    """Return summed cross-entropy in nats, number of labels, and bytes of their text.
+
+    Micro-batches are taken one by one: a held-out set may be larger than memory. Every data rank
+    gives as many, its own; the figures are those of all.
+    """
+    figures = torch.zeros(4, dtype=torch.float64, device=placed.world.device)
+    overflow: list[Tensor] = []
+    exact = repeats(placed)
+    for batch in batches:
+        flow = flow_of(placed, batch, training=False, exact=exact)
+        with placed.world.recorder.module("evaluation"):
+            figures[0] += score(placed, flow, loss_chunk)
+        overflow += flow.overflow
+        spot = placed.world.attention
+        if spot.pp == spot.cp == spot.tp == 0:
+            figures[1] += batch.n_labels
+            figures[2] += batch.n_bytes
+    missing = missing_room(overflow, placed.world.device)
+    figures[3] = missing > 0
+    with placed.world.recorder.module("evaluation"):
+        sum_(figures, placed.world.group("world"))
+    total, labels, n_bytes, short = read_scalars(*figures.unbind())
+    if short:
+        raise no_room(placed, enough_room(placed, missing))
+    return total, round(labels), n_bytes
