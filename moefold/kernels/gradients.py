@@ -50,18 +50,19 @@ class Deferred:
     """
 
     def __init__(self) -> None:
-        self._queue: list[tuple[Tensor, Product]] = []
+        self.waiting: list[tuple[Tensor, Product]] = []
+        """Weights, and products that hold what they read."""
 
     def deliver(self, weight: Tensor, product: Product) -> None:
         """Keep the product, and what it holds on to, for later."""
-        self._queue.append((weight, product if weight.ndim > 1 else _summed(product)))
+        self.waiting.append((weight, product if weight.ndim > 1 else _summed(product)))
 
     def drain(self) -> int:
         """Run all queued products in order; returns how many there were."""
-        count = len(self._queue)
-        for weight, product in self._queue:
+        count = len(self.waiting)
+        for weight, product in self.waiting:
             accumulate(weight, product)
-        self._queue.clear()
+        self.waiting.clear()
         return count
 
 

@@ -77,6 +77,11 @@ class Flow:
         self._angles.clear()
 
     @property
+    def shared(self) -> list[Tensor]:
+        """What all layers of the pass read: rotary angles."""
+        return [one for angles in self._angles.values() for one in (angles.cos_Tp, angles.sin_Tp)]
+
+    @property
     def n_valid(self) -> int | None:
         """How many rows count, all of them first; None where all do."""
         return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid

@@ -64,39 +64,42 @@ class RmsNormAcross(RmsNorm):
         def normed(x: Tensor) -> Tensor:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
-            wide = wide * (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
+            scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
             weight = flow.operand(self.weight, self.weight.dtype)
-            scaled = _Scale.apply(wide, weight.master, weight.value, flow.n_valid, flow.sink)
+            more = weight.master, weight.value, flow.n_valid, flow.sink
+            scaled = _Scaled.apply(wide, scale_T1, *more)
             return scaled.to(x.dtype)  # type: ignore[union-attr]
 
         return flow.recompute.run("norms", normed, x)
 
 
-class _Scale(torch.autograd.Function):
-    """Columns times a weight each."""
+class _Scaled(torch.autograd.Function):
+    """Rows times a factor each, and columns times a weight: only what comes in is kept."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: Tensor,
+        scale_T1: Tensor,
         master: Tensor,
         weight_D: Tensor,
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_D)
+        ctx.save_for_backward(x_TD, scale_T1, weight_D)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        return x_TD * weight_D
+        return x_TD * scale_T1 * weight_D
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_D = ctx.saved_tensors
+        x_TD, scale_T1, weight_D = ctx.saved_tensors
         rows = slice(ctx.n_valid)
 
         def product(into_D: Tensor | None) -> Tensor:
-            dw_D = (dy_TD[rows] * x_TD[rows]).sum(0)
+            dw_D = (dy_TD[rows] * (x_TD * scale_T1)[rows]).sum(0)
             return dw_D if into_D is None else into_D.add_(dw_D)
 
-        dw = ctx.sink.deliver(ctx.master, product) if ctx.needs_input_grad[1] else None
-        return dy_TD * weight_D, dw, None, None, None
+        dx_TD = dy_TD * weight_D
+        dw = ctx.sink.deliver(ctx.master, product) if ctx.needs_input_grad[2] else None
+        return dx_TD * scale_T1, (dx_TD * x_TD).sum(-1, keepdim=True), dw, None, None, None

@@ -31,6 +31,11 @@ class PrecisionPolicy:
         """
         self._given[weight] = value
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """The compute copies that are there."""
+        return [copy for _, _, copy in self._copies.values()]
+
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return the weight as products take it, or in another ``dtype`` where one is named.
 

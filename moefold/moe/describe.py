@@ -142,7 +142,8 @@ class MoeSpec(LayerSpec):
                 dropped = frozenset(("shared",))
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
-        yield Saved("combine.tokens", received * INDEX)
+        # Apart, the way back runs once even where the block runs again, and keeps where rows go.
+        yield Saved("combine.tokens", received * INDEX, saved=not shape.apart)
         yield Saved("dispatch.rows", shape.rows * top_k * INDEX)
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
@@ -155,7 +156,7 @@ class MoeSpec(LayerSpec):
             yield Saved("router.total", shape.rows * STATISTIC)
             yield Saved("router.weights", chosen * STATISTIC)
         yield Saved("decision", chosen * INDEX, saved=False)
-        yield Saved("offsets", router.experts * 4, saved=False, operand=True)
+        yield Saved("offsets", router.experts * 4, saved=shape.apart, operand=True)
         if self.counts_tokens:
             yield Saved("balance.counts", router.experts * INDEX, saved=False)
             yield Saved("balance.share", router.experts * 8)

@@ -22,7 +22,7 @@ from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.remember import remembered
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
-from moefold.spec.layer import STATISTIC, Shape, activation_width, described
+from moefold.spec.layer import INDEX, STATISTIC, Shape, activation_width, described
 
 MIB = 2**20
 
@@ -119,7 +119,7 @@ def memory(case: Case) -> tuple[Memory, ...]:
 
 
 def _memory(case: Case, rank: int) -> Memory:
-    stage, line = _chunks_of(case).stage(case, rank), case.table.lines[rank]
+    stage, line = stage_of(case, rank), case.table.lines[rank]
     moments = [
         Moment(str(step), *stage.needs(running))
         for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
@@ -307,7 +307,7 @@ class _Chunk(NamedTuple):
     """Gradients that come with its first backward."""
 
 
-class _Stage(NamedTuple):
+class Stage(NamedTuple):
     """What a pipeline rank holds."""
 
     state: State
@@ -367,13 +367,13 @@ class _Chunks:
         self.states = states_of(decoder, split)
         self._known: dict[Held, _Chunk] = {}
 
-    def stage(self, case: Case, rank: int) -> _Stage:
+    def stage(self, case: Case, rank: int) -> Stage:
         """Return what a pipeline rank holds."""
         chunks = [self.of(held) for held in case.chunks[rank]]
         state = self.states.held(case.held[rank])
         there = state.gradients - sum(chunk.coming for chunk in chunks)
         kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
-        return _Stage(state, chunks, kept, waiting, there)
+        return Stage(state, chunks, kept, waiting, there)
 
     def of(self, held: Held) -> _Chunk:
         """Return the bytes of a chunk that holds this."""
@@ -388,8 +388,12 @@ class _Chunks:
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
         waiting = sum(one[3] * count for one, count in layers)
-        # The gradients of rows that were looked up, and that of the last norm's weight.
-        waiting += shape.row if held.embedding else 0.0
+        if held.embedding:
+            # Under tp the places of its share, which rows are among them, and all rows' gradients.
+            places = shape.piece * INDEX if shape.tp > 1 else 0
+            total += places + (shape.piece if shape.tp > 1 else 0)
+            waiting += places + shape.piece * shape.hidden * STATISTIC
+        # The gradient of the last norm's weight.
         waiting += shape.hidden * STATISTIC if held.loss else 0.0
         if held.multi_token:
             last = self._layer(self.last)
@@ -429,6 +433,11 @@ class _Chunks:
 
 
 _chunks = remembered(1 << 12)(_Chunks)
+
+
+def stage_of(case: Case, rank: int) -> Stage:
+    """Return what a pipeline rank holds."""
+    return _chunks_of(case).stage(case, rank)
 
 
 def _chunks_of(case: Case) -> _Chunks:

@@ -21,6 +21,7 @@ from moefold.model.config import Block
 from moefold.moe.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
+from moefold.schedule.config import DualPipeV, Merged
 from moefold.spec.decoder import halves
 from moefold.spec.layer import (
     CORE,
@@ -71,6 +72,7 @@ def shape_of(case: Case) -> Shape:
         case.context,
         sizes.ep,
         _room(case),
+        isinstance(case.schedule, (Merged, DualPipeV)),
     )
 
 

@@ -276,6 +276,8 @@ class Shape:
     ep: int = 1
     room: int | None = None
     """Rows that the dispatcher receives in any case, where its shapes are fixed."""
+    apart: bool = False
+    """Whether a schedule runs a block's exchanges as parts of their own, beside other work."""
 
     @property
     def piece(self) -> int:

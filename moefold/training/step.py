@@ -5,7 +5,7 @@ global count, plus each router term weighted by its micro-batch's share of the s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -57,7 +57,11 @@ class StepFigures:
 
 
 def gradients(
-    data: ShardedState, batches: Sequence[MicroBatch], loss_chunk: int, stop: bool = False
+    data: ShardedState,
+    batches: Sequence[MicroBatch],
+    loss_chunk: int,
+    stop: bool = False,
+    executor: Callable[..., Executor] = Executor,
 ) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
 
@@ -69,6 +73,7 @@ def gradients(
         batches: the micro-batches of this data rank, whole, in order; others have as many.
         loss_chunk: rows whose logits exist at once.
         stop: whether this rank was asked to end the run; all hear of it.
+        executor: makes what runs this rank's line of the schedule.
 
     Raises:
         ValueError: where rows lacked room and the layout wants that to end the run.
@@ -77,13 +82,13 @@ def gradients(
     with placed.world.recorder.module("step"):
         totals = _totals(batches, placed.world)
         check_even_rows(placed, batches)
-    figures, missing = _pass(data, batches, totals, loss_chunk, stop)
+    figures, missing = _pass(data, batches, totals, loss_chunk, stop, executor)
     if missing is None:
         return figures
     needed = enough_room(placed, missing)
     if not repeats(placed):
         raise no_room(placed, needed)
-    figures, _ = _pass(data, batches, totals, loss_chunk, stop, exact=True)
+    figures, _ = _pass(data, batches, totals, loss_chunk, stop, executor, exact=True)
     return replace(figures, needed_rows=needed)
 
 
@@ -93,6 +98,7 @@ def _pass(
     totals: "_Totals",
     loss_chunk: int,
     stop: bool,
+    executor: Callable[..., Executor],
     exact: bool = False,
 ) -> tuple[StepFigures, Tensor | None]:
     """Run forward and backward of all micro-batches, from gradients and counters of zero.
@@ -113,7 +119,7 @@ def _pass(
 
     flows = [flow_of(placed, batch, exact=exact) for batch in batches]
     with module("pipeline"):
-        ran = Executor(placed, flows, totals.share_M.unbind(), loss).run()
+        ran = executor(placed, flows, totals.share_M.unbind(), loss).run()
     with module("gradients"):
         norm_squared = data.finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]

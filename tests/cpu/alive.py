@@ -1,12 +1,9 @@
-"""Which memory a pass leaves alive: every storage that it makes, and those known before."""
+"""Which memory a pass leaves alive, and those storages that were known before."""
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moefold.config.base import Record
 from moefold.data.batch import from_ids
@@ -19,31 +16,9 @@ from moefold.model.decoder import DecoderModel
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.spec.layer import Shape
+from moefold.training.weigh import Made
 
 HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
-
-
-class Made(TorchDispatchMode):
-    """Sees every storage that is made while it is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                known = self.storages.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return result
-
-    def alive(self, known: set[int]) -> int:
-        """Return the bytes of those that are still there and not known."""
-        found = self.storages.items()
-        return sum(size for key, (s, size) in found if key not in known and not s.expired())
 
 
 def there(layer: nn.Module, flow: Flow) -> set[int]:

@@ -1,8 +1,9 @@
 """What a pipeline rank holds after each action of a step, against what is planned for it."""
 
+from collections.abc import Sequence
 from itertools import chain, product
-from typing import Any
-from unittest import mock
+from operator import sub
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,16 +17,12 @@ from moefold.optim.config import AdamW
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline import p2p
-from moefold.parallel.pipeline.executor import Executor
-from moefold.parallel.pipeline.lanes import Chain, LaneTask
-from moefold.parallel.pipeline.subgraph import Subgraph
+from moefold.parallel.pipeline.p2p import messages_after, plan
 from moefold.planner.case import Case, Keeping, Numbers, recomputed
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import _chunks_of, steps_of
-from moefold.schedule.table import Action, Step
-from moefold.training import step as training_step
-from tests.cpu.alive import HIDDEN, Made
+from moefold.planner.memory_after import after_each
+from moefold.training.weigh import weigh
+from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS
 from tests.gloo.harness import run_ranks
 
@@ -44,151 +41,124 @@ def decoder(block: str) -> Decoder:
     return Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,))
 
 
-def layout_of(sizes: str, schedule: str, policy: tuple[str, ...] | None) -> Layout:
-    again = {"kind": "selective", "modules": policy} if policy else None
-    again = {"kind": "full"} if policy == ("block",) else again
-    given = {"sizes": sizes, "schedule": {"kind": schedule}, "zero": 0, "recompute": again}
-    return Layout.model_validate(given)
+Bytes = tuple[float, float, float]
+"""Activations, operands of products that wait for W, and messages."""
+SCHEDULES = [
+    ("pp2", "gpipe"),
+    ("pp2", "1f1b"),
+    ("pp2 vpp2", "interleaved"),
+    ("pp2", "zb_h1"),
+    ("pp2 vpp2", "zb_v"),
+    ("pp2", "merged"),
+    ("pp2 vpp2", "dualpipe_v"),
+]
 
 
-class Weighing(Executor):
-    """An executor that weighs after each step what passes have made and nobody else holds."""
+class Asked(NamedTuple):
+    """A layer, what of it is made again, and the layout that it is in."""
 
-    def run(self) -> Any:
-        self.left: list[int] = []
-        placed = self._placed
-        self._known = {t.untyped_storage()._cdata for t in placed.model.parameters()}
-        WEIGHED.append(self)
-        self._sent = set[int]()
-        given = p2p.send
+    block: str
+    policy: tuple[str, ...] | None
+    sizes: str
+    schedule: str
+    zero: int = 0
+    dp: int = 1
 
-        def send(tensor: torch.Tensor, *to: Any) -> Any:
-            self._sent.add(tensor.untyped_storage()._cdata)
-            return given(tensor, *to)
+    @property
+    def layout(self) -> Layout:
+        again = {"kind": "selective", "modules": self.policy} if self.policy else None
+        again = {"kind": "full"} if self.policy == ("block",) else again
+        given = {"sizes": self.sizes, "schedule": {"kind": self.schedule}, "zero": self.zero}
+        return Layout.model_validate({**given, "recompute": again})
 
-        with Made() as self._made, mock.patch.object(p2p, "send", send):
-            return super().run()
-
-    def _chain(self, action: Action) -> Chain:
-        """Return the action's chain, whose exchanges are seen on their own thread too."""
-        chain = super()._chain(action)
-        away = [isinstance(task, LaneTask) and task.exchanges for task in chain.tasks]
-        tasks = [
-            LaneTask(self._seen(task.run), True) if exchanges else task
-            for task, exchanges in zip(chain.tasks, away, strict=True)
-        ]
-        return Chain(chain.state, tasks)
-
-    def _seen(self, run: Any) -> Any:
-        made = Made()
-        made.storages = self._made.storages
-
-        def seen(*state: Any) -> Any:
-            with made:
-                return run(*state)
-
-        return seen
-
-    def _step(self, step: Step, lanes: Any) -> None:
-        super()._step(step, lanes)
-        lanes._thread.submit(int).result()  # the thread lets go of its last task with the next one
-        messages, model = self._messages, self._placed.model
-        apart = [*messages._here.values(), *(buffer for buffer, _ in messages._coming.values())]
-        apart += [p.grad for p in model.parameters() if p.grad is not None]
-        seeds: list[Any] = []
-        for held in self._held.values():
-            angles = held.flow._angles.values()
-            apart += [t for a in angles for t in (a.cos_Tp, a.sin_Tp)]
-            tasks = chain.from_iterable(held.way._back)
-            parts = [getattr(task.run, "__self__", None) for task in tasks]
-            # The share of the loss that a router's term has: one element.
-            seeds += [part.seeds for part in parts if isinstance(part, Subgraph)]
-        figures = [*self._ran.losses, *(terms for _, _, terms in self._ran.terms)]
-        rows = [vars(flow.rows).values() for flow in self._flows]
-        apart += [
-            t for t in chain(figures, model.buffers(), *rows, *seeds) if isinstance(t, torch.Tensor)
-        ]
-        known = self._known | self._sent | {t.untyped_storage()._cdata for t in apart}
-        self.left.append(self._made.alive(known))
+    @property
+    def world(self) -> int:
+        return self.layout.split.smallest_world * self.dp
 
 
-WEIGHED: list[Weighing] = []
-
-
-def asked(schedule: str) -> list[tuple[str, tuple[str, ...] | None]]:
-    """Return blocks and policies: all where it takes most to be right, and of each some."""
-    if schedule in ("zb_h1", "dualpipe_v"):
-        return list(product(BLOCKS, POLICIES))
-    return list(zip(BLOCKS, chain(POLICIES, POLICIES), strict=False))
-
-
-def executed(rank: int, sizes: str, schedule: str) -> dict[Any, list[int]]:
-    """Return the bytes after each step of a rank's line, by block and policy."""
-    split = layout_of(sizes, schedule, None).split
-    world = World.open(Folding(split, split.pp), "cpu", 30)
-    found: dict[Any, list[int]] = {}
-    for block, policy in asked(schedule):
-        placed = build(decoder(block), "fp32", layout_of(sizes, schedule, policy), world)
+def executed(rank: int, asked: Sequence[Asked]) -> list[list[Bytes]]:
+    """Return, of each, the bytes after each step of a rank's line."""
+    split = asked[0].layout.split
+    world = World.open(Folding(split, asked[0].world), "cpu", 60)
+    found: list[list[Bytes]] = []
+    for one in asked:
+        placed = build(decoder(one.block), "fp32", one.layout, world)
         for parameter in placed.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         draw = torch.Generator().manual_seed(0)
         ids = [torch.randint(0, VOCAB, (ROWS, SEQ), generator=draw) for _ in range(MICRO)]
-        with mock.patch.object(training_step, "Executor", Weighing):
-            training_step.gradients(ShardedState(placed), [from_ids(one) for one in ids], 64)
-        found[block, policy] = WEIGHED.pop().left
+        left = weigh(ShardedState(placed), [from_ids(one) for one in ids], 64)
+        names = ("activations", "operands", "messages")
+        found.append([tuple(step[name] for name in names) for step in left])  # type: ignore[misc]
     return found
 
 
-def planned(block: str, layout: Layout) -> list[list[int]]:
+def planned(asked: Asked, rank: int) -> list[Bytes]:
+    """Return the same of a pipeline rank."""
+    layout, world = asked.layout, asked.world
     sizes = layout.split
-    way = "v" if layout.schedule.kind in ("zb_v", "dualpipe_v") else "round"
     case = Case(
-        decoder=decoder(block),
+        decoder=decoder(asked.block),
         seq=SEQ,
-        batch=ROWS * MICRO,
+        batch=ROWS * MICRO * asked.dp,
         micro_batch=ROWS,
-        cluster=Cluster(processor(1e11, 1e10, 2**34), sizes.pp, 1, 1),
+        cluster=Cluster(processor(1e11, 1e10, 2**34), world, 1, 1),
         sizes=sizes,
-        stages=Stages.balanced(sizes.pp, sizes.vpp, LAYERS, way=way),
-        schedule=layout.schedule,
+        stages=Stages.balanced(sizes.pp, sizes.vpp, LAYERS, way=layout.way),
+        schedule=layout.schedule,  # type: ignore[arg-type]
         dispatch="local",
         load=1.0,
         numbers=Numbers("fp32", AdamW(lr=1e-3), weight_bytes=0),
-        keeping=Keeping(zero=0, recompute=recomputed(layout.recompute)),
+        keeping=Keeping(zero=asked.zero, recompute=recomputed(layout.recompute)),
     )
-    found: list[list[int]] = []
-    for rank, line in enumerate(case.table.lines):
-        stage = _chunks_of(case).stage(case, rank)
-        before = [stage.there_before(step) for step in steps_of(line, sizes.vpp)]
-        # What is there after a step is there before the next one, and nothing after the last.
-        found.append([round(sum(there)) for there in [*before[1:], (0.0, 0.0)]])
-    return found
+    row = case.rows * HIDDEN * 4
+    crossing = messages_after(plan(layout, rank, MICRO))
+    return [
+        (round(after.activations), round(after.operands), messages * row)
+        for after, messages in zip(after_each(case, rank), crossing, strict=True)
+    ]
+
+
+def check(asked: Sequence[Asked]) -> None:
+    """Hold what ranks hold against what is planned; all of one number of ranks."""
+    by_rank = run_ranks(executed, asked[0].world, asked, time_out_s=240)
+    wrong = []
+    for number, one in enumerate(asked):
+        folding = Folding(one.layout.split, one.world)
+        for rank, found in enumerate(by_rank):
+            wanted = planned(one, folding.attention_spot(rank).pp)
+            if found[number] != wanted:
+                pairs = zip(found[number], wanted, strict=True)
+                over = [tuple(map(sub, have, plan)) for have, plan in pairs]
+                wrong.append(f"{one} rank {rank}: over by {over}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
+def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -> None:
+    """Activations, operands of products that wait for W, messages between stages."""
+    some = zip(BLOCKS, chain(POLICIES, POLICIES), strict=False)
+    pairs = product(BLOCKS, POLICIES) if kind == "dualpipe_v" else some
+    check([Asked(*one, sizes, kind) for one in pairs])
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kind"),
-    [
-        ("pp2", "gpipe"),
-        ("pp2", "1f1b"),
-        ("pp2 vpp2", "interleaved"),
-        ("pp2", "zb_h1"),
-        ("pp2 vpp2", "zb_v"),
-        ("pp2", "merged"),
-        ("pp2 vpp2", "dualpipe_v"),
-    ],
+    ("sizes", "kind", "zero", "dp"),
+    [("pp2 tp2", "zb_h1", 0, 1), ("pp2 vpp2 cp2", "dualpipe_v", 0, 1), ("pp2", "1f1b", 3, 2)],
 )
-def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -> None:
-    """Activations, operands of products that wait for W, and nothing else; messages apart."""
-    by_rank = run_ranks(executed, 2, sizes, kind, time_out_s=60)
-    for block, policy in asked(kind):
-        found = [lines[block, policy] for lines in by_rank]
-        wanted = planned(block, layout_of(sizes, kind, policy))
-        if policy == ("block",) and kind in ("merged", "dualpipe_v"):
-            # Of a block in a pair the last exchange runs once: it keeps where its rows go, by
-            # which a rank holds up to three ids a row more than is planned.
-            at_most = 1 + 3 * 8 / (HIDDEN * 4)
-            for line, plan in zip(found, wanted, strict=True):
-                pairs = list(zip(line, plan, strict=True))
-                assert all(plan <= left <= plan * at_most for left, plan in pairs), (block, pairs)
-        else:
-            assert found == wanted, (block, policy)
+def test_so_it_is_where_ranks_share_rows_or_weights(
+    sizes: str, kind: str, zero: int, dp: int
+) -> None:
+    """Tensor ranks, context ranks, and data ranks with ZeRO: a selection, the matrix has all."""
+    some = zip(list(BLOCKS)[1:5], POLICIES, strict=True)
+    check([Asked(*one, sizes, kind, zero, dp) for one in some])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", "tp2", "cp2", "zero 1", "zero 3"])
+@pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
+def test_so_it_is_in_every_layout(sizes: str, kind: str, more: str) -> None:
+    """Every block under every policy."""
+    zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
+    sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
+    check([Asked(*one, sizes, kind, zero, dp) for one in product(BLOCKS, POLICIES)])

@@ -48,7 +48,7 @@ PLANTS = (
         "products put off run again with the next",
         B30,
         "kernels/gradients.py",
-        "        self._queue.clear()\n",
+        "        self.waiting.clear()\n",
         "",
     ),
     Plant(

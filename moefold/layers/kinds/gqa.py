@@ -111,7 +111,10 @@ class Gqa(LayerSpec):
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp
                 per_row = heads if self.qk_norm == "head" else 1
-                projected = shape.piece * heads * self.head_dim * shape.width
+                # Over the whole projection, which tensor ranks share, in the statistic's format.
+                wide = shape.tp > 1 and self.qk_norm == "projection"
+                width = max(shape.width, STATISTIC) if wide else shape.width
+                projected = shape.piece * heads * self.head_dim * width
                 yield Saved(f"{name}.projected", projected)
                 yield Saved(f"{name}_norm.statistic", shape.piece * per_row * STATISTIC)
         yield from saved_attention(self.core, shape)

@@ -213,6 +213,12 @@ class Bucket:
 
     # Gradients
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """Gradients that are there: whole ones, this rank's sums, and a sum under way."""
+        parts = (self.gradients, self.summed_L, self._scattering and self._scattering[0])
+        return [one for one in parts if one is not None]
+
     def begin_step(self) -> None:
         """Forget the sums of the last step, and one that a step which was given up has begun."""
         self.wait_reduce()

@@ -101,6 +101,10 @@ class Lanes:
                 states[index] = task.run(*self._state(states[index]))
         return [self._state(state) for state in states]
 
+    def settle(self) -> None:
+        """Return once the second thread holds nothing of its last exchange any more."""
+        self._thread.submit(int).result()
+
     def _begin(self, task: LaneTask, state: State | Promised) -> Promised:
         """Queue an exchange behind those before it."""
         if self._stream is None:

@@ -12,16 +12,17 @@ one direction never waits behind the other.
 T rows here, D hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
 
 from torch import Tensor
 
 from moefold.comm.collectives import Pending, receive, send
 from moefold.comm.group import Group
 from moefold.parallel.config import Layout
-from moefold.schedule.table import ActionResult, Line, Table
+from moefold.schedule.table import ActionResult, Line, Table, actions_of
 
 AHEAD = 1
 """Steps between posting a receive and the step that needs it."""
@@ -80,6 +81,29 @@ def plan(layout: Layout, rank: int, micro_batches: int) -> RankPlan:
     return RankPlan(table, rank, tuple(posts), given_at, read_at)
 
 
+def messages_after(plan: RankPlan) -> Iterator[int]:
+    """Yield how many results a rank holds for others, or has not read yet, after each step."""
+    table, rank, sent = plan.table, plan.rank, list[tuple[int, int]]()
+    here, posts = set[ActionResult](), iter(plan.posts)
+    for results in islice(posts, AHEAD):
+        here.update(results)
+    for step in plan.line:
+        here.update(next(posts, ()))
+        for action in (one for one in actions_of(step) if one.kind != "W"):
+            own = table.stage(rank, action.chunk)
+            for need in (one for one in table.needs(rank, action) if one.stage != own):
+                here.remove(need)
+                peer, at = table.home(need.stage), plan.given_at.get(need, -1)
+                sent = [one for one in sent if one[0] != peer or one[1] > at]
+        for result in table.step_gives(rank, step):
+            reader = table.reader(result)
+            if reader == rank:
+                here.add(result)
+            elif reader is not None:
+                sent.append((reader, plan.read_at[result]))
+        yield len(here) + len(sent)
+
+
 class P2PMessages:
     """The results that one rank of the pipeline ``ranks`` gives and takes in a step of training.
 
@@ -90,7 +114,7 @@ class P2PMessages:
         self._plan, self._ranks, self._buffer = plan, ranks, buffer
         self._here: dict[ActionResult, Tensor] = {}
         self._coming: dict[ActionResult, tuple[Tensor, Pending]] = {}
-        self._sent: dict[int, list[tuple[int, Pending]]] = {}
+        self._sent: dict[int, list[tuple[int, Pending, Tensor]]] = {}
         self._posted = 0
 
     def post(self, at: int) -> None:
@@ -112,10 +136,10 @@ class P2PMessages:
         # What the other rank must have read before it gave this is sent: its memory is freed.
         peer, given_at = self._plan.table.home(result.stage), self._plan.given_at[result]
         sent = self._sent.pop(peer, [])
-        for read_at, each in sent:
+        for read_at, each, _ in sent:
             if read_at <= given_at:
                 each.wait()
-        self._sent[peer] = [(read_at, each) for read_at, each in sent if read_at > given_at]
+        self._sent[peer] = [one for one in sent if one[0] > given_at]
         return buffer
 
     def give(self, result: ActionResult, tensor: Tensor) -> None:
@@ -126,10 +150,16 @@ class P2PMessages:
             self._here[result] = tensor
             return
         pending = send(tensor, self._ranks.ranks[reader], self._ranks)
-        self._sent.setdefault(reader, []).append((self._plan.read_at[result], pending))
+        self._sent.setdefault(reader, []).append((self._plan.read_at[result], pending, tensor))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Results that nobody here has read yet, and those that are still on their way."""
+        sent = (tensor for *_, tensor in chain.from_iterable(self._sent.values()))
+        return [*self._here.values(), *(buffer for buffer, _ in self._coming.values()), *sent]
 
     def close(self) -> None:
         """Wait for what is still on its way out; nothing else may be left."""
-        for pending in [p for sent in self._sent.values() for _, p in sent]:
+        for _, pending, _ in chain.from_iterable(self._sent.values()):
             pending.wait()
         assert not (self._here or self._coming), "results that nobody has read"

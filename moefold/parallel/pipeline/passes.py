@@ -57,6 +57,8 @@ class ChunkPass:
         """This rank's share of the micro-batch's summed loss, where the chunk ends with it."""
         self.terms: list[tuple[int, Tensor]] = []
         """Layer, and its router terms [N] without gradient."""
+        self.seeds: list[Tensor] = []
+        """Gradients of the step's loss by router terms: an element each."""
 
     def forward(self) -> list[LaneTask]:
         """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
@@ -158,7 +160,9 @@ class ChunkPass:
             return (None,) * len(terms)
         leaves = [values for values in terms.values() if values.requires_grad]
         scale = torch.ones_like(weighted) * self._share
-        found = iter(torch.autograd.grad(weighted, leaves, scale, allow_unused=True))
+        seeds = torch.autograd.grad(weighted, leaves, scale, allow_unused=True)
+        self.seeds += [one for one in seeds if one is not None]
+        found = iter(seeds)
         return tuple(next(found) if t.requires_grad else None for t in terms.values())
 
 

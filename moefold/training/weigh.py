@@ -1,0 +1,181 @@
+"""Bytes that a rank holds after each action of a step, by part, as they are while it runs.
+
+A storage belongs to what owns it: parameters and their copies, gradients, messages between stages.
+Of the rest, which the step has made and something holds, part is on the queues of weights' products
+(operands) and all else is activations.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moefold.comm.collectives import sum_
+from moefold.comm.world import EXCHANGED, World
+from moefold.data.batch import MicroBatch
+from moefold.kernels.gradients import Deferred
+from moefold.kernels.swiglu.ffn import Products
+from moefold.optim.base import Optimizer
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.executor import Executor
+from moefold.parallel.pipeline.lanes import Chain, Lanes, LaneTask, State
+from moefold.schedule.table import Action, Step
+from moefold.training.step import gradients
+
+Bytes = dict[str, int]
+"""By part: weights, master, moments, gradients, activations, operands and messages."""
+STAGE = ("tp", "cp", "dp_cp", "edp", *EXCHANGED)
+"""Kinds of group that a pipeline stage's ranks speak over in a step."""
+THREADS = 4
+"""More than gloo has for a group."""
+
+
+class Made(TorchDispatchMode):
+    """Sees every storage that is made while it is open, on the thread that opened it."""
+
+    def __init__(self, storages: dict[int, tuple[StorageWeakRef, int]] | None = None) -> None:
+        super().__init__()
+        self.storages = {} if storages is None else storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                known = self.storages.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def alive(self, known: Iterable[int]) -> int:
+        """Return the bytes of those that are still there and not known."""
+        found, known = self.storages.items(), set(known)
+        return sum(size for key, (s, size) in found if key not in known and not s.expired())
+
+
+class Weighing(Executor):
+    """An executor that weighs, after each step of its line, what is there; into ``left``."""
+
+    def __init__(self, data: ShardedState, left: list[Bytes], *given: Any) -> None:
+        super().__init__(*given)
+        self._data, self._left = data, left
+        self._word = torch.zeros(1)
+
+    def run(self) -> Any:
+        """Run every step of this rank's line, and weigh after each."""
+        with Made() as self._made:
+            return super().run()
+
+    def _chain(self, action: Action) -> Chain:
+        """Return the action's chain, whose exchanges are seen on their own thread too."""
+        state, tasks = super()._chain(action)
+        return Chain(state, [self._seen(one) if _exchanges(one) else one for one in tasks])
+
+    def _seen(self, task: Any) -> LaneTask:
+        made = Made(self._made.storages)
+
+        def seen(*state: Any) -> State:
+            with made:
+                return task.run(*state)
+
+        return LaneTask(seen, True)
+
+    def _step(self, step: Step, lanes: Lanes) -> None:
+        super()._step(step, lanes)
+        lanes.settle()
+        self._let_go(self._placed.world, STAGE)
+        if self._beside is not None:
+            self._let_go(self._beside, EXCHANGED)
+        self._left.append(self._weighed())
+
+    def _let_go(self, world: World, kinds: Sequence[str]) -> None:
+        """Have threads of the back end let go of the rows of their last exchange, by another."""
+        groups = {id(group): group for group in map(world.group, kinds) if group.size > 1}
+        for group in groups.values() if world.device.type == "cpu" else ():
+            for _ in range(THREADS):
+                sum_(self._word, group)
+
+    def _weighed(self) -> Bytes:
+        held = self._held.values()
+        messages = {one.untyped_storage()._cdata for one in self._messages.tensors}
+        known: dict[str, set[int]] = defaultdict(set)
+        for part, tensor in held_by(self._data):
+            known[part].add(tensor.untyped_storage()._cdata)
+        # What all layers of a pass share, and figures: shares of losses and router terms.
+        shared = [self._word, *self._ran.losses, *(terms for *_, terms in self._ran.terms)]
+        rows = [one for flow in self._flows for one in (flow.rows, flow.piece) if one is not None]
+        shared += chain.from_iterable(vars(one).values() for one in rows)
+        shared += chain.from_iterable(one.flow.shared for one in held)
+        shared += chain.from_iterable(one.way.seeds for one in held)
+        known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
+        apart = set().union(messages, *known.values())
+        queued = [t for one in held if isinstance(one.sink, Deferred) for t in _read(one.sink)]
+        operands = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in queued}
+        found = state_bytes(self._data)
+        found["operands"] = sum(size for key, size in operands.items() if key not in apart)
+        found["activations"] = self._made.alive(apart) - found["operands"]
+        found["messages"] = self._made.alive(self._made.storages.keys() - messages)
+        return found
+
+
+def _exchanges(task: Any) -> bool:
+    return isinstance(task, LaneTask) and task.exchanges
+
+
+def _read(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that queued products read: they are closures over them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Deferred):
+        yield from _read([product for _, product in value.waiting])
+    elif isinstance(value, partial):
+        yield from _read([value.func, *value.args, *value.keywords.values()])
+    elif isinstance(value, FunctionType):
+        yield from _read(list(value.__closure__ or ()))
+    elif isinstance(value, Products):
+        yield from _read(list(vars(value).values()))
+    elif isinstance(value, CellType):
+        yield from _read(value.cell_contents)
+    elif isinstance(value, (list, tuple)):
+        yield from chain.from_iterable(map(_read, value))
+
+
+def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a rank holds of parameters and their gradients, with the part it belongs to."""
+    model = data.placed.model
+    yield from (("weights", copy) for copy in model.recipe.copies)
+    yield from (("shared", buffer) for buffer in model.buffers())
+    for bucket in data.buckets:
+        yield from (("weights", bucket.values), ("master", bucket.master_L))
+        yield from (("gradients", tensor) for tensor in bucket.sums)
+    for one in (*model.parameters(), *data.params.values()):
+        yield "master", one
+        if one.grad is not None:
+            yield "gradients", one.grad
+
+
+def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
+    """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
+    held = list(held_by(data))
+    held += [("moments", one) for one in optimizer.state().values()] if optimizer else []
+    storages = {t.untyped_storage()._cdata: (part, t.untyped_storage().nbytes()) for part, t in held}
+    found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
+    for part, size in storages.values():
+        if part in found:
+            found[part] += size
+    return found
+
+
+def weigh(data: ShardedState, batches: Sequence[MicroBatch], loss_chunk: int) -> list[Bytes]:
+    """Compute a step's gradients; return what is there after each step of this rank's line."""
+    left: list[Bytes] = []
+    gradients(data, batches, loss_chunk, executor=partial(Weighing, data, left))
+    return left
