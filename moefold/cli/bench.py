@@ -3,14 +3,19 @@
 Times products, attention, memory and small steps on one thread of this machine's CPU, writes them
 to a file that ``moefold plan --cluster cpu`` plans with, and shows the step of each run as planned
 with them and as measured in turn with the others.
+
+With --memory it runs one RUN in a layout instead, for two steps of random tokens, and shows the
+bytes that its ranks hold after each action of the second, by part, as planned and as executed.
 """
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from moefold.cli._common import add_json, plain_table, print_json
+from moefold.cli._common import add_json, add_layout, add_world, plain_table, print_json
 from moefold.files import demand_writable
 from moefold.planner.hardware import usual_file
 from moefold.run import load_run
@@ -20,16 +25,23 @@ RUNS = ["demo", "tiny"]
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    text = "run files or recipes (default: demo tiny)"
+    text = "run files or recipes (default: demo tiny); with --memory one, and then k=v"
     parser.add_argument("sources", metavar="RUN", nargs="*", help=text)
     text = "where to write, a .json file (default: a cache, which --cluster cpu reads)"
     parser.add_argument("--machine", metavar="FILE", help=text)
     parser.add_argument("--rounds", metavar="N", type=int, default=5, help="times each step is run")
+    text = "bytes of ranks after each action, planned beside executed"
+    parser.add_argument("--memory", action="store_true", help=text)
+    add_layout(parser)
+    add_world(parser)
+    parser.add_argument("--picture", metavar="FILE", help="with --memory: draw it (default: no)")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
+    if args.memory:
+        return _memory(args)
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: at least 1")
     runs = {source: load_run(source) for source in args.sources or RUNS}
@@ -58,4 +70,33 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(source, planned, own, f"{one['off']:+.0%}", wall)
     console.print(table)
     console.print(f"written to {file}", style="dim")
+    return 0
+
+
+def _memory(args: argparse.Namespace) -> int:
+    """Show what ranks hold after each action of a step."""
+    source, *overrides = args.sources or RUNS[:1]
+    if args.layout is not None:
+        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
+    run = load_run(source, overrides)
+    world = run.layout.split.smallest_world if args.world is None else args.world
+    picture = None if args.picture is None else Path(args.picture)
+    if picture is not None:
+        demand_writable(picture)
+    from moefold.training.memory_bench import PARTS, compare, drawn
+
+    found = compare(run, world)
+    if picture is not None:
+        drawn(found, f"{run.name}, {run.layout.sizes or 'one rank'}").savefig(picture, dpi=144)
+    if args.json:
+        about = {"run": run.name, "layout": run.layout.sizes, "world": world, "parts": PARTS}
+        print_json({**about, "actions": [asdict(one) for one in found]})
+        return 0
+    table = plain_table("rank", "action", *PARTS, right=("rank", "action", *PARTS))
+    for one in found:
+        cells = (f"{one.planned[p] / 1e6:.2f} {one.executed[p] / 1e6:.2f}" for p in PARTS)
+        table.add_row(str(one.rank), one.action, *cells)
+    console = Console()
+    console.print(f"{run.name}: MB after each action, planned and executed", style="bold")
+    console.print(table)
     return 0

@@ -196,6 +196,11 @@ class Moe(MoeSpec):
         """Whether a term of the loss reads how many tokens each expert has."""
         return any(isinstance(term, Aux) for term in self.balance)
 
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether a term of the loss reads the router's logits."""
+        return any(isinstance(term, Z) for term in self.balance)
+
     def without_gradient(self) -> Iterator[tuple[str, str]]:
         """A router's weight, where a softmax weighs its one expert.
 

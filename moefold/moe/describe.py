@@ -64,6 +64,11 @@ class MoeSpec(LayerSpec):
         """Whether a term of the loss reads how many tokens each expert has."""
         return False
 
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether a term of the loss reads the router's logits."""
+        return False
+
     def _experts(self) -> tuple[Units, Units]:
         return (
             Units("ep", self.router.experts, "the experts"),
@@ -160,6 +165,8 @@ class MoeSpec(LayerSpec):
         if self.counts_tokens:
             yield Saved("balance.counts", router.experts * INDEX, saved=False)
             yield Saved("balance.share", router.experts * 8)
+        if self.keeps_logits:
+            yield Saved("balance.logits", scores + shape.rows * STATISTIC)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few experts of a small width, in as few groups, and a small shared one."""

@@ -6,7 +6,7 @@ Of the rest, which the step has made and something holds, part is on the queues 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType
@@ -165,12 +165,14 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
 def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes:
     """Return the bytes of parameters, gradients and the optimizer's state, each storage once."""
     held = list(held_by(data))
-    held += [("moments", one) for one in optimizer.state().values()] if optimizer else []
-    storages = {t.untyped_storage()._cdata: (part, t.untyped_storage().nbytes()) for part, t in held}
-    found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
-    for part, size in storages.values():
+    held += (
+        [("moments", one) for one in optimizer.state().values() if one.dim()] if optimizer else []
+    )
+    storages = {t.untyped_storage()._cdata: (part, t.untyped_storage()) for part, t in held}
+    found: Bytes = dict.fromkeys(("weights", "master", "moments", "gradients"), 0)
+    for part, storage in storages.values():
         if part in found:
-            found[part] += size
+            found[part] += storage.nbytes()
     return found
 
 

@@ -87,3 +87,22 @@ def test_kernels_are_measured() -> None:
     assert machine.bandwidth > 1e8 and machine.fp32 > 1e9
     for rates in machine.rates.values():
         assert 0 < rates["gemm"] < 3 and rates["kernel_s"] > 0 and rates["forward_rate"] > 0
+
+
+def test_memory_is_shown_planned_beside_executed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one rank: every part, after each action; and drawn."""
+    picture = tmp_path / "memory.png"
+    command = ["bench", "tiny", "train.precision=fp32", "--memory", "--picture", str(picture)]
+    assert main([*command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {one["action"][0] for one in said["actions"]} == {"F", "B"}
+    for one in said["actions"]:
+        planned, executed = one["planned"], one["executed"]
+        assert {part: round(planned[part]) for part in said["parts"]} == executed
+        assert sum(one["rows"].values()) == planned["activations"]
+    assert any(one["executed"]["activations"] for one in said["actions"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "tiny", "train.batch=2", "model.shape.hidden=200000", "--memory"]) == 2
+    assert "this machine has" in capsys.readouterr().err

@@ -242,7 +242,8 @@ class ShardedState:
 
     def begin_step(self, micro_batches: int) -> None:
         """Drop the gradients of the last step."""
-        for parameter in self.placed.model.parameters():
+        # Those of shares too: they are views of last step's sums.
+        for parameter in (*self.placed.model.parameters(), *self.params.values()):
             parameter.grad = None
         for bucket in self.buckets:
             bucket.begin_step()

@@ -1,0 +1,134 @@
+"""A step's memory by part and action, planned beside executed on processes of this machine."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from moefold.comm.collectives import gather_objects
+from moefold.comm.environment import Spot
+from moefold.comm.launch import launch
+from moefold.comm.world import World
+from moefold.data.batch import from_ids
+from moefold.layers.config import Precision
+from moefold.mesh.folding import Folding
+from moefold.model.init import initialise
+from moefold.parallel.apply import build
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.p2p import messages_after, plan
+from moefold.planner.case import Case
+from moefold.planner.from_run import of_run
+from moefold.planner.hardware import Cluster, processor
+from moefold.planner.memory import fullest, stage_of
+from moefold.planner.memory_after import after_each
+from moefold.run import Run, demand_fit
+from moefold.training.step import gradients
+from moefold.training.weigh import state_bytes, weigh
+
+PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of this machine."""
+COLOURS = ("#4c78d8", "#7b8496", "#b8bfcc", "#d1495b", "#edae49", "#66a182", "#2e4057")
+
+
+@dataclass(frozen=True)
+class Action:
+    """Bytes once an action of a rank's line has ended, by part; ``rows``: activations by row."""
+
+    rank: int
+    pp: int
+    action: str
+    planned: dict[str, float]
+    rows: dict[str, float]
+    executed: dict[str, int]
+
+
+def compare(run: Run, world: int) -> list[Action]:
+    """Run two steps of random tokens, and return what ranks hold after each action of the second.
+
+    Raises:
+        RunError: where the run's layout does not fit so many ranks.
+        ValueError: where this machine has too little memory.
+    """
+    demand_fit(run, world)
+    cluster = Cluster(processor(1e11, 1e10, MEMORY), world, 1, 1)
+    task, choice = of_run(run, cluster, load=1.0)
+    case, here = choice.case(task), cluster.device.memory_bytes
+    needed = fullest(case).allocated * world
+    if needed > here:
+        raise ValueError(
+            f"{run.name} on {world} ranks takes {needed / 1e9:.1f} GB and this machine has "
+            f"{here / 1e9:.1f}: fewer layers, a smaller width or a shorter data.seq"
+        )
+    precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
+    given = run, precision, case.micro_batches
+    by_rank = launch(executed, world, *given) if world > 1 else _executed(World.single(), *given)
+    found: list[Action] = []
+    for rank, steps in enumerate(by_rank):
+        pp = case.folding.attention_spot(rank).pp
+        for action, (wanted, rows), had in zip(
+            case.table.lines[pp], planned(case, run, pp), steps, strict=True
+        ):
+            found.append(Action(rank, pp, str(action), wanted, rows, had))
+    return found
+
+
+def planned(case: Case, run: Run, pp: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Return the planned bytes of a pipeline rank after each action, and its rows."""
+    state, found = stage_of(case, pp).state, []
+    row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
+    crossing = messages_after(plan(run.layout, pp, case.micro_batches))  # type: ignore[arg-type]
+    for after, messages in zip(after_each(case, pp), crossing, strict=True):
+        values = (state.weights, state.master, state.moments, after.gradients, after.activations)
+        found.append(
+            (dict(zip(PARTS, (*values, after.operands, messages * row), strict=True)), after.rows)
+        )
+    return found
+
+
+def executed(spot: Spot, run: Run, precision: Precision, micro_batches: int) -> Any:
+    """Return every rank's bytes after each action of the second of two steps."""
+    folding = Folding(run.layout.split, spot.world, run.layout.order)
+    with World.open(folding, "cpu", run.watch.time_out_s) as world:
+        return _executed(world, run, precision, micro_batches)
+
+
+def _executed(world: World, run: Run, precision: Precision, micro_batches: int) -> Any:
+    decoder, chunk = run.decoder(), run.train.loss_chunk
+    placed = build(decoder, precision, run.layout, world)
+    initialise(placed.model, decoder, run.seed, placed.shards)
+    data = ShardedState(placed)
+    optimizer = data.optimizer(run.optim)
+    draw, shape = torch.Generator().manual_seed(run.seed), (run.train.micro_batch, run.data.seq)
+    batches = [
+        from_ids(torch.randint(decoder.vocab, shape, generator=draw)) for _ in range(micro_batches)
+    ]
+    gradients(data, batches, chunk)
+    optimizer.step()
+    data.renew()
+    moments = state_bytes(data, optimizer)["moments"]
+    left = [{**one, "moments": moments} for one in weigh(data, batches, chunk)]
+    return gather_objects(left, world.on_host)
+
+
+def drawn(found: list[Action], title: str) -> Figure:
+    """Draw what the first rank of each stage holds after each action, under what is planned."""
+    first = {one.pp: one.rank for one in reversed(found)}
+    figure = Figure(figsize=(9, 1 + 2.6 * len(first)), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(len(first), 1, squeeze=False)[:, 0]
+    for (pp, rank), panel in zip(sorted(first.items()), panels, strict=True):
+        steps = [one for one in found if one.rank == rank]
+        base = [0.0] * len(steps)
+        for part, colour in zip(PARTS, COLOURS, strict=True):
+            high = [one.executed[part] / 1e6 for one in steps]
+            panel.bar(range(len(steps)), high, 0.9, base, color=colour, label=part)
+            base = [low + more for low, more in zip(base, high, strict=True)]
+        total = [sum(one.planned.values()) / 1e6 for one in steps]
+        panel.step(range(len(steps)), total, where="mid", color="black", label="planned")
+        panel.set_xticks(range(len(steps)), [one.action for one in steps], rotation=90, fontsize=6)
+        panel.set_ylabel(f"stage {pp}, MB")
+    panels[0].legend(fontsize=7, ncols=4)
+    return figure
