@@ -34,7 +34,7 @@ COLOURS = ("#4c78d8", "#7b8496", "#b8bfcc", "#d1495b", "#edae49", "#66a182", "#2
 
 
 @dataclass(frozen=True)
-class Action:
+class ActionBytes:
     """Bytes once an action of a rank's line has ended, by part; ``rows``: activations by row."""
 
     rank: int
@@ -45,7 +45,7 @@ class Action:
     executed: dict[str, int]
 
 
-def compare(run: Run, world: int) -> list[Action]:
+def compare(run: Run, world: int) -> list[ActionBytes]:
     """Run two steps of random tokens, and return what ranks hold after each action of the second.
 
     Raises:
@@ -65,13 +65,13 @@ def compare(run: Run, world: int) -> list[Action]:
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
     given = run, precision, case.micro_batches
     by_rank = launch(executed, world, *given) if world > 1 else _executed(World.single(), *given)
-    found: list[Action] = []
+    found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_spot(rank).pp
         for action, (wanted, rows), had in zip(
             case.table.lines[pp], planned(case, run, pp), steps, strict=True
         ):
-            found.append(Action(rank, pp, str(action), wanted, rows, had))
+            found.append(ActionBytes(rank, pp, str(action), wanted, rows, had))
     return found
 
 
@@ -113,7 +113,7 @@ def _executed(world: World, run: Run, precision: Precision, micro_batches: int) 
     return gather_objects(left, world.on_host)
 
 
-def drawn(found: list[Action], title: str) -> Figure:
+def drawn(found: list[ActionBytes], title: str) -> Figure:
     """Draw what the first rank of each stage holds after each action, under what is planned."""
     first = {one.pp: one.rank for one in reversed(found)}
     figure = Figure(figsize=(9, 1 + 2.6 * len(first)), layout="constrained")
