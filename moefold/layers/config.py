@@ -191,6 +191,25 @@ class Selective(Record):
     modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
 
 
+@RECOMPUTE.register
+class Auto(Record):
+    """Recomputes the kinds that take the least time and leave the fullest rank within a limit.
+
+    It is settled when a run begins, by the plan of its step.
+    """
+
+    kind: Literal["auto"] = "auto"
+    limit: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?[MG]B$")] | None = None
+    """Bytes of a device, such as ``76 GB``, 10^9 each; None is what it has, less a twentieth."""
+
+    @property
+    def bytes(self) -> float | None:
+        """The limit as a number."""
+        if self.limit is None:
+            return None
+        return float(self.limit[:-2]) * (1e9 if self.limit.endswith("GB") else 1e6)
+
+
 Precision = Literal["bf16", "fp32", "fp64"]
 """``bf16`` computes in bfloat16 from fp32 master weights; ``fp64`` is for proofs."""
 Asked = Literal["auto", "bf16", "fp32", "fp64"]

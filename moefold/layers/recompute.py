@@ -18,7 +18,7 @@ of the same pass finds it there.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.base import Record
-from moefold.layers.config import Full, Selective
+from moefold.layers.config import Auto, Full, Kind, Selective
 
 DISCARDED = frozenset({"norms", "mla_up", "gather", "permute"})
 
@@ -41,9 +41,10 @@ class Recompute:
 
     def __init__(self, record: Record | None = None) -> None:
         self.block = isinstance(record, Full)
-        self.kinds = (
-            frozenset(record.modules) if isinstance(record, Selective) else frozenset[str]()
-        )
+        # Not settled, all that could be chosen.
+        chosen = get_args(Kind) if isinstance(record, Auto) else ()
+        chosen = record.modules if isinstance(record, Selective) else chosen
+        self.kinds = frozenset[str](chosen)
         self._made: dict[int, _DiscardedOutput] = {}
         """Outputs whose memory the pass still holds, by storage."""
 

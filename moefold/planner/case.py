@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Full, Ring, Selective
+from moefold.layers.config import Auto, Context, Full, Kind, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
@@ -309,4 +309,6 @@ def recomputed(record: Record | None) -> frozenset[Module]:
         return frozenset(("block",))
     if isinstance(record, Selective):
         return frozenset(record.modules)
+    if isinstance(record, Auto):  # not settled: all that could be chosen
+        return frozenset(get_args(Kind))
     raise ValueError(f"recompute {type(record).__name__} is not planned: Full or Selective")

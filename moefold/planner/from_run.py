@@ -5,13 +5,14 @@ case = given.case(task)
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Context, Kind, faster
+from moefold.layers.config import Auto, Context, Full, Kind, Selective, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
@@ -32,6 +33,7 @@ from moefold.planner.case import (
 from moefold.planner.hardware import Cluster
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import PublishedModel
+from moefold.planner.recompute import cheapest
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
@@ -48,6 +50,8 @@ LOAD = 1.2
 """Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,
 and young routers, which published pairs of runs put near 1.6."""
 SEQ = 4096
+RESERVE = 0.05
+"""Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 OTHERS = frozenset(n for n, record in DISPATCH.kinds.items() if issubclass(record, Foreign))
 """Dispatchers that need another package and have not been run with it."""
 UNMEASURED = (
@@ -209,7 +213,23 @@ def of_run(
         notes=(*notes, *notes_on_step(run)),
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )
-    return task, choice_of(run.layout, run.train.micro_batch, precision)
+    choice, record = choice_of(run.layout, run.train.micro_batch, precision), run.layout.recompute
+    if isinstance(record, Auto):
+        limit = record.bytes or cluster.device.memory_bytes * (1 - RESERVE)
+        case = replace(choice, keeping=replace(choice.keeping, recompute=frozenset())).case(task)
+        choice = replace(choice, keeping=replace(choice.keeping, recompute=cheapest(case, limit)))
+    return task, choice
+
+
+def settled(run: Run, again: Collection[str]) -> Run:
+    """Return a run that makes the given kinds again in place of ``auto``."""
+    if not isinstance(run.layout.recompute, Auto):
+        return run
+    record: Record | None = Full() if "block" in again else None
+    if again and record is None:
+        record = Selective.model_validate({"modules": sorted(again)})
+    layout = run.layout.model_copy(update={"recompute": record})
+    return run.model_copy(update={"layout": layout})
 
 
 def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:

@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
-from moefold.planner.from_run import PAIRED, Choice, TrainingTask, balanced
+from moefold.planner.from_run import PAIRED, RESERVE, Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
@@ -56,8 +56,6 @@ from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBu
 from moefold.spec.decoder import has_routing, model_weights
 from moefold.spec.layer import described
 
-RESERVE = 0.05
-"""Share of the memory that a layout of a search leaves free: measured peaks are up to 8 % off."""
 SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""
 

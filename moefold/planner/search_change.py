@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 
 from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
-from moefold.planner.from_run import Choice, TrainingTask
+from moefold.planner.from_run import RESERVE, Choice, TrainingTask
 from moefold.planner.memory import totals
-from moefold.planner.search import RESERVE
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
 from moefold.spec.decoder import needs

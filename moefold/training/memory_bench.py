@@ -19,7 +19,7 @@ from moefold.parallel.apply import build
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import messages_after, plan
 from moefold.planner.case import Case
-from moefold.planner.from_run import of_run
+from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import fullest, stage_of
 from moefold.planner.memory_after import after_each
@@ -55,6 +55,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     demand_fit(run, world)
     cluster = Cluster(processor(1e11, 1e10, MEMORY), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
+    run = settled(run, choice.keeping.recompute)
     case, here = choice.case(task), cluster.device.memory_bytes
     needed = fullest(case).allocated * world
     if needed > here:

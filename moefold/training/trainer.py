@@ -49,6 +49,7 @@ from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import NonFinitePolicy
 from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice
+from moefold.training.recompute import settle_recompute
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.saving import Saver
@@ -142,7 +143,7 @@ class Trainer:
         try:
             with explaining_oom(run, world):
                 self.precision = PrecisionChoice.of(run, self.folder, world, memory)
-                self.run = run = self.precision.settle(run)
+                self.run = run = settle_recompute(self.precision.settle(run), world)
                 cache = cache or self.folder.parent / ".prepared"
                 prepared = lru_cache(partial(prepare, run.data, cache, told, scratch))
                 on_first(lambda: bool(prepared()), world.on_host)  # The others open what it made.

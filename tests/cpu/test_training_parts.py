@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import moefold
+from moefold.comm.world import World
 from moefold.config.errors import RunError
 from moefold.config.load import load
+from moefold.layers.config import Full, Selective
 from moefold.moe.config import BALANCE
 from moefold.run import Run, load_run
 from moefold.training.hooks.config import HOOKS
+from moefold.training.recompute import settle_recompute
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights
 
@@ -57,6 +60,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from moefold.config.base import Record
 from moefold.moe.balance import Term
+from moefold.comm.world import World
+from moefold.layers.config import Full, Selective
 from moefold.moe.config import BALANCE
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.config import HOOKS
@@ -156,3 +161,16 @@ def test_load_model_reads_folders_checkpoints_and_runs(tmp_path: Path, folder: P
     assert narrow.logits(ids).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="no checkpoint"):
         moefold.load_model(tmp_path / "corpus")
+
+
+def test_what_is_made_again_is_settled_when_a_run_begins() -> None:
+    """Within a limit by its plan; one that nothing fits is refused with what it would take."""
+    world, auto = World.single(), "layout.recompute={kind: auto, limit: %s MB}"
+    given = ["train.precision=fp32", "train.micro_batch=4"]
+    kept, tight = (
+        settle_recompute(load_run("tiny", [*given, auto % limit]), world).layout.recompute
+        for limit in ("100", "2.6")
+    )
+    assert kept is None and isinstance(tight, Selective | Full)
+    with pytest.raises(ValueError, match=r"limit 0.001 GB: .* needs 0\.00\d+ GB"):
+        settle_recompute(load_run("tiny", [*given, auto % "1"]), world)

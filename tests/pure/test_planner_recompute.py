@@ -1,0 +1,86 @@
+"""What is made again where the planner chooses: it fits, and nothing that fits takes less time."""
+
+from dataclasses import replace
+from itertools import chain, combinations
+from typing import get_args
+
+import pytest
+
+from moefold.layers.config import Auto, Full, Kind, Selective
+from moefold.mesh.config import Sizes
+from moefold.planner.case import Case
+from moefold.planner.from_run import Choice, of_model, of_run, settled
+from moefold.planner.hardware import cluster
+from moefold.planner.memory import fullest, memory
+from moefold.planner.published import model
+from moefold.planner.recompute import cheapest, prices
+from moefold.planner.time import estimate
+from moefold.run import load_run
+from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, ZeroBubbleH1
+
+SHAPES = {
+    "DeepSeek-V3": ("h100x256", Sizes(pp=16, vpp=2, ep=16, tp=2), Interleaved()),
+    "DeepSeek-V3, pairs": ("h100x256", Sizes(pp=16, vpp=2, ep=16), DualPipeV()),
+    "Qwen3-30B-A3B": ("h100x16", Sizes(ep=16), OneFOneB()),
+    "Qwen3-30B-A3B, tp": ("h100x16", Sizes(tp=2, pp=2, ep=4), OneFOneB()),
+    "Qwen3-30B-A3B, pairs": ("h100x16", Sizes(pp=4, ep=4), Merged()),
+    "Qwen3-235B-A22B": ("h100x256", Sizes(tp=2, pp=8, ep=32), ZeroBubbleH1()),
+    "Qwen3-235B-A22B, cp": ("h100x256", Sizes(cp=2, pp=8, ep=16), OneFOneB()),
+    "Mixtral-8x7B": ("h100x64", Sizes(tp=2, pp=4, ep=8), OneFOneB()),
+    "Mixtral-8x22B": ("h100x128", Sizes(tp=2, pp=8, ep=8), OneFOneB()),
+    "OLMoE-1B-7B": ("h100x8", Sizes(), OneFOneB()),
+    "OLMoE-1B-7B, ep": ("h100x8", Sizes(ep=8), OneFOneB()),
+    "Kimi-K2": ("h200x256", Sizes(pp=16, ep=16), ZeroBubbleH1()),
+}
+
+
+def case_of(name: str) -> Case:
+    """Return a shape's step of several micro-batches, with nothing made again."""
+    where, sizes, schedule = SHAPES[name]
+    task = of_model(model(name.split(",")[0]), cluster(where), 512, 4096, load=1.2)
+    return Choice(sizes, schedule, 1, "alltoall", "bf16").case(task)
+
+
+SOME = ("Qwen3-30B-A3B, tp", "Mixtral-8x7B", "OLMoE-1B-7B")
+"""Those that run each time; all do behind ``make matrix``."""
+MARKED = [name if name in SOME else pytest.param(name, marks=pytest.mark.matrix) for name in SHAPES]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
+    """At four limits between the least that anything needs and what all takes."""
+    case = case_of(name)
+    all_kinds = (*get_args(Kind), "block")
+    found = {}
+    for again in chain.from_iterable(combinations(all_kinds, n) for n in range(len(all_kinds) + 1)):
+        tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
+        found[frozenset(again)] = fullest(tried).total, estimate(tried).seconds
+    least, most = (min(found.values())[0], found[frozenset()][0])
+    chosen = set()
+    for share in (0.0, 0.5, 0.85, 1.0):
+        limit = least + share * (most - least) + 1
+        again = cheapest(case, limit)
+        needed, seconds = found[again]
+        best = min(took for size, took in found.values() if size <= limit)
+        assert needed <= limit and seconds <= 1.01 * best, (share, again)
+        chosen.add(again)
+    assert len(chosen) > 1 and frozenset() in chosen, "the limits ask for different sets"
+    with pytest.raises(ValueError, match=rf"needs {least / 1e9:.4g} GB"):
+        cheapest(case, least * 0.99)
+
+
+def test_a_kinds_price_is_what_it_saves_and_takes() -> None:
+    for price in prices(case_of("Qwen3-30B-A3B")):
+        assert price.seconds > 0 and price.saved > 0, price
+
+
+def test_a_run_is_settled_by_its_plan() -> None:
+    """Its layout names the kinds; a run that names them itself stays as it is."""
+    given = ["layout.recompute={kind: auto, limit: 60 GB}", "layout.zero=3"]
+    run = load_run("qwen3_30b_a3b", [*given, "layout.sizes=ep8", "train.micro_batch=2"])
+    task, choice = of_run(run, cluster("h100x16"))
+    record = settled(run, choice.keeping.recompute).layout.recompute
+    assert isinstance(record, Selective | Full)
+    assert max(one.total for one in memory(choice.case(task))) <= 60e9
+    assert isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes == 60e9
+    assert settled(load_run("tiny"), ["norms"]).layout.recompute is None
