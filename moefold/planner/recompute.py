@@ -17,7 +17,7 @@ PRICED = "H100"
 """The device whose rates price a step where a cluster's links are not known: a CPU's processes."""
 
 
-class Price(NamedTuple):
+class KindPrice(NamedTuple):
     """What making a kind again alone changes on the fullest rank."""
 
     kind: Module
@@ -46,11 +46,11 @@ def cheapest(case: Case, limit: float) -> Modules:
     )
 
 
-def prices(case: Case) -> tuple[Price, ...]:
+def prices(case: Case) -> tuple[KindPrice, ...]:
     """Return what each kind saves and takes, made again alone."""
     before, took = max(totals(case)), _seconds(case, case.keeping.recompute)
     return tuple(
-        Price(one, before - max(totals(_with(case, again))), _seconds(case, again) - took)
+        KindPrice(one, before - max(totals(_with(case, again))), _seconds(case, again) - took)
         for one in _useful(case)
         for again in [frozenset((one,))]
     )
