@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from moefold.model.families.base import Family
+from moefold.model.families.fields import Rotary
 from moefold.model.families.registry import LACKS, families
 from moefold.model.families.sizes import (
     DenseFirst,
@@ -27,6 +28,10 @@ def attention(family: type[Family]) -> str:
     said = ["latent" if issubclass(shape, LatentSizes) else "grouped-query"]
     if own.get("qk_norm"):
         said.append(f"q/k norm per {own['qk_norm']}")
+    said += ["biases"] if "bias" in family.attention_fields else []
+    said += ["q/k norm or none"] if "qk_norm" in family.attention_fields else []
+    partial = any(isinstance(f, Rotary) and f.fraction is not None for f in family.fields)
+    said += ["partial rotary"] if partial else []
     if issubclass(shape, WindowSizes):
         said.append("windows")
     if family.fixed_rope != "half":
@@ -49,6 +54,7 @@ def feed_forward(family: type[Family]) -> str:
     """Name what stands beside routed experts."""
     shape, said = _shape(family), ["routed experts"]
     said += ["shared expert"] if issubclass(shape, SharedSizes) else []
+    said += ["gated shared expert"] if family.shared_gate else []
     said += ["first layers dense"] if issubclass(shape, DenseFirst) else []
     said += ["listed layers dense"] if issubclass(shape, DenseListed) else []
     return ", ".join(said)

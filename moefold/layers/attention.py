@@ -3,6 +3,7 @@
 T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
 """
 
+import torch
 from torch import Tensor, nn
 
 from moefold.kernels.gradients import read_parameter
@@ -22,10 +23,11 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
         super().__init__()
         self.record = record
-        self.q = Linear(hidden, record.heads * record.head_dim)
-        self.k = Linear(hidden, record.kv_heads * record.head_dim)
-        self.v = Linear(hidden, record.kv_heads * record.head_dim)
-        self.o = Linear(record.heads * record.head_dim, hidden)
+        biased = record.bias != "none"
+        self.q = Linear(hidden, record.heads * record.head_dim, biased)
+        self.k = Linear(hidden, record.kv_heads * record.head_dim, biased)
+        self.v = Linear(hidden, record.kv_heads * record.head_dim, biased)
+        self.o = Linear(record.heads * record.head_dim, hidden, record.bias == "all")
         self.q_norm = self.k_norm = None
         if record.qk_norm != "none":
             whole = record.qk_norm == "projection"
@@ -36,7 +38,7 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
         out_THd = self.heads(flow.gather(x_TD), flow.whole)
-        return flow.scatter(self.o(out_THd.flatten(1), flow.whole))
+        return self.o.shift(flow.scatter(self.o.product(out_THd.flatten(1), flow.whole)), flow)
 
     def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""
@@ -114,7 +116,13 @@ class LatentAttention(nn.Module):
 
 
 def _turned(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:
-    angles = flow.angles(rope, x_THd.shape[-1])
+    turning, dims = rope.dims(x_THd.shape[-1]), x_THd.shape[-1]
+    angles = flow.angles(rope, turning)
+    if turning < dims:
+        x_THd = x_THd if norm is None else norm(x_THd, flow)
+        first, rest = x_THd.split((turning, dims - turning), 2)
+        first = rotate(first.contiguous(), angles.cos_Tp, angles.sin_Tp, rope.layout)
+        return torch.cat([first, rest], 2)
     if norm is not None:
         return norm.turned(x_THd, angles, rope.layout, flow)
     return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)

@@ -68,6 +68,18 @@ class Rope(Record):
     yarn: Yarn | None = None
     layout: Literal["half", "interleaved"] = "half"
     """Which dims form a pair: i and i + d/2, or 2i and 2i + 1."""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of a head's dims, the first, that turn; latent attention states its rotary dims itself."""
+
+    def dims(self, head_dim: int) -> int:
+        """Return how many dims of a head turn."""
+        return int(head_dim * self.fraction)
+
+    def fits(self, head_dim: int) -> Iterator[Violation]:
+        """Yield a violation where pairs of a head's dims do not turn whole; seen from outside."""
+        if self.dims(head_dim) % 2 or not self.dims(head_dim):
+            rule = f"must turn an even number of the {head_dim} dims of a head"
+            yield Violation(("rope", "fraction"), self.fraction, rule, 1.0)
 
 
 class Context(Record):

@@ -1,4 +1,4 @@
-"""A linear layer without bias, and the token embedding."""
+"""A linear layer, and the token embedding."""
 
 from typing import Any
 
@@ -8,26 +8,38 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.linear.product import linear
+from moefold.kernels.linear.product import add_bias, linear
 from moefold.kernels.lookup import fused as kernels
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 
 
 class Linear(nn.Module):
-    """``y_TO = x_TI w_OI^T``; the weight is the master parameter.
+    """``y_TO = x_TI w_OI^T``, and a bias where asked; the weight is the master parameter.
 
     Where tensor ranks share its outputs each computes some of them; where they share its inputs
-    each adds its part of all outputs.
+    each adds its part of all outputs, and the bias comes once, after the sum: ``shift``.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return [T, outputs] in the compute dtype."""
+        return self.shift(self.product(x_TI, flow), flow)
+
+    def product(self, x_TI: Tensor, flow: Flow) -> Tensor:
+        """Return the rows times the weight alone."""
         return linear(x_TI, flow.operand(self.weight), n_valid=flow.n_valid, sink=flow.sink)
+
+    def shift(self, y_TO: Tensor, flow: Flow) -> Tensor:
+        """Return rows with the bias added, where there is one."""
+        if self.bias is None:
+            return y_TO
+        bias = flow.operand(self.bias, self.bias.dtype)
+        return add_bias(y_TO, bias, n_valid=flow.n_valid, sink=flow.sink)
 
 
 class Embedding(nn.Module):

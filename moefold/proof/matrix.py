@@ -47,6 +47,7 @@ ROOM = 256
 GQA = Gqa(heads=8, kv_heads=4, head_dim=4, qk_norm="head")
 MHA = Gqa(heads=8, kv_heads=8, head_dim=4, qk_norm="projection")
 WINDOWED = Windowed(heads=8, kv_heads=4, head_dim=4, window=5, qk_norm="head")
+BIASES = Gqa(heads=8, kv_heads=4, head_dim=4, bias="all", rope=Rope(fraction=0.5))
 YARN = Yarn(factor=4.0, original_length=16, mscale_all_dim=1.0)
 MLA = Mla(
     heads=8,
@@ -102,6 +103,7 @@ SUBJECTS: dict[str, Subject] = {
     "mha": subject(decoder(MHA, DENSE, SHARED)),
     "mla": subject(decoder(MLA, DENSE, BIASED)),
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
+    "biased": subject(decoder(BIASES, DENSE, SHARED)),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -142,6 +144,9 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         required = {name: sizes.get(name, 2) for name, f in fields.items() if f.is_required()}
         yield record(**required)
 
+
+UNCOMMON = ("biased",)
+"""Subjects of parts that only some families have."""
 
 # ----------------------------------------------------------------------------------- the rules
 
@@ -275,6 +280,12 @@ def schedules() -> Iterator[ProofCase]:
             world = _smallest(sizes)
             yield from _each(["deep"], [(sizes, world)], schedule=record, stages=stages)
         yield from _each(["tied deep"], [("pp2 vpp2", 2), ("pp2", 4)], schedule=record)
+
+
+@rule
+def uncommon_parts() -> Iterator[ProofCase]:
+    """Parts of layers that only some families have, along every axis."""
+    yield from _each(UNCOMMON, [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)])
 
 
 @rule

@@ -79,7 +79,8 @@ def reference(model_type: str, config: dict[str, Any], seed: int | None = None) 
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             drawn = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.2 * drawn if "norm" in name else 0.3 * drawn)
+            norm = "norm" in name and name.endswith("weight")
+            tensor.copy_(1 + 0.2 * drawn if norm else 0.3 * drawn)
     return model.train()
 
 

@@ -174,10 +174,42 @@ def _solar_open(random: Random, config: Fields) -> Fields:
     return sigmoid(random, config) | {"head_dim": random.choice((6, 8))}
 
 
+@of("qwen2_moe")
+def _qwen2_moe(random: Random, config: Fields) -> Fields:
+    own = _qwen(random, config) | {
+        "shared_expert_intermediate_size": random.choice((5, 12)),
+        "qkv_bias": random.random() < 0.7,
+    }
+    if _coin(random):
+        own |= windows(random, config) | {"use_sliding_window": True}
+    return own
+
+
+@of("glm4_moe")
+def _glm4_moe(random: Random, config: Fields) -> Fields:
+    config["rope_parameters"]["partial_rotary_factor"] = random.choice((0.5, 0.5, 1.0))
+    return (
+        sigmoid(random, config)
+        | dense_first(random, config)
+        | {
+            "head_dim": random.choice((8, 12)),
+            "attention_bias": random.random() < 0.7,
+            "use_qk_norm": _coin(random),
+        }
+    )
+
+
+@of("minimax_m2")
+def _minimax_m2(random: Random, config: Fields) -> Fields:
+    config["rope_parameters"]["partial_rotary_factor"] = random.choice((0.5, 0.5, 1.0))
+    return _mixtral(random, config) | {"head_dim": random.choice((8, 12))}
+
+
 FAMILIES = tuple(OWN)
 EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 """Groups of which some are left out, which drawn ones seldom are."""
 DEFAULTS: dict[str, Fields] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "glm4_moe": {"head_dim": 128},
 }
-"""What transformers' class has no default for."""
+"""What transformers' class has no default for; GLM-4.5's has 21 rotary dims, an odd number."""

@@ -9,7 +9,7 @@ from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, enough
-from moefold.proof.matrix import SUBJECTS, matrix
+from moefold.proof.matrix import SUBJECTS, UNCOMMON, matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
@@ -62,6 +62,12 @@ AXES = {
 }
 SCALE = 1 + 1e-8
 SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
+
+
+@pytest.mark.parametrize("name", UNCOMMON)
+def test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does(name: str) -> None:
+    (verdict,) = prove([case(name, "tp2", 2)]).verdicts
+    assert verdict.passed, (verdict.problems, verdict.worst)
 
 
 def test_one_gradient_scaled_by_a_hundred_millionth_is_named_on_each_axis() -> None:

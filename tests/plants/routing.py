@@ -209,6 +209,31 @@ PLANTS = (
     ),
     Plant(
         "b23",
+        "the last dims of a head turn in place of the first",
+        B23,
+        "layers/attention.py",
+        "first, rest = x_THd.split((turning, dims - turning), 2)",
+        "rest, first = x_THd.split((dims - turning, turning), 2)",
+    ),
+    Plant(
+        "b23",
+        "each tensor rank adds the output's bias",
+        "tests/gloo/test_proof_verify.py::"
+        "test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does",
+        "layers/attention.py",
+        "self.o.shift(flow.scatter(self.o.product(out_THd.flatten(1), flow.whole)), flow)",
+        "flow.scatter(self.o(out_THd.flatten(1), flow.whole))",
+    ),
+    Plant(
+        "b23",
+        "a window shows one row more",
+        B23,
+        "model/families/sizes.py",
+        "window=self.window, sinks=False",
+        "window=self.window + 1, sinks=False",
+    ),
+    Plant(
+        "b23",
         "the groups of the folder are not read",
         B23,
         "model/families/fields.py",

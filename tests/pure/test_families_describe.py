@@ -34,6 +34,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"shape": SIZES | {"dense_layers": [0, 2], "kv_rank": 8, "rope_dim": 4}},
     "dots1": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1], "dense_layers": 1}},
     "hy_v3": {"shape": SIZES | {"kv_heads": 2, "head_dim": 6, "shared_width": 24}},
+    "qwen2_moe": {"shape": SIZES | {"kv_heads": 2, "shared_width": 7, "window": 5}},
+    "glm4_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": 1}, "qk_norm": "head"},
+    "minimax_m2": {"shape": SIZES | {"kv_heads": 2, "head_dim": 12}},
     "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
 }
 
@@ -106,6 +109,7 @@ WRONG: list[tuple[str, dict[str, Any], tuple[Any, ...], Any]] = [
     ("deepseek_v3", {"shared_width": 20}, ("shape", "shared_width"), 24),
     ("deepseek_v3", {"rope_dim": 5}, ("shape", "rope_dim"), 6),
     ("deepseek_v3", {"experts": 3}, ("groups", "count"), 1),
+    ("glm4_moe", {"head_dim": 6}, ("rope", "fraction"), 1.0),
     ("dots1", {"full_layers": [4]}, ("shape", "full_layers"), []),
     ("dots1", {"window": None}, ("shape", "full_layers"), []),
 ]

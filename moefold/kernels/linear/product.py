@@ -32,6 +32,13 @@ def linear(
     return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)
 
 
+def add_bias(
+    y_TO: Tensor, bias: Operand, *, n_valid: int | None = None, sink: GradientSink = RETURNED
+) -> Tensor:
+    """Return ``y_TO + bias_O`` in the rows' dtype; arguments as :func:`linear` takes them."""
+    return _AddBias.apply(y_TO, bias.master, bias.value, n_valid, sink)
+
+
 def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tensor:
     """Return ``dy^T x`` of shape [O, I], added to ``into_OI`` in place where given.
 
@@ -85,3 +92,30 @@ class _Linear(torch.autograd.Function):
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx, dw, None, None, None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_TO: Tensor,
+        master: Tensor,
+        value_O: Tensor,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> Tensor:
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        return y_TO + value_O.to(y_TO.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        db = None
+        if ctx.needs_input_grad[1]:
+
+            def product(into_O: Tensor | None) -> Tensor:
+                summed_O = dy_TO[: ctx.n_valid].sum(0, dtype=ctx.master.dtype)
+                return summed_O if into_O is None else into_O.add_(summed_O)
+
+            db = ctx.sink.deliver(ctx.master, product)
+        return dy_TO, db, None, None, None

@@ -40,6 +40,8 @@ class Gqa(LayerSpec):
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm on queries and keys: per head, or over the whole projection."""
     rope: Rope = Rope()
+    bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections have one: none, those to heads, or the output's too."""
 
     owner = "moefold.layers.attention:GroupedQueryAttention"
     caches = True
@@ -55,6 +57,8 @@ class Gqa(LayerSpec):
             yield Violation(
                 ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
             )
+        else:
+            yield from self.rope.fits(self.head_dim)
 
     @property
     def core(self) -> Attention:
@@ -77,7 +81,11 @@ class Gqa(LayerSpec):
         for name, units in each:
             width = units.number * self.head_dim
             yield Weight(f"{name}.weight", (width, hidden), ((0, units),))
+            if self.bias != "none":
+                yield Weight(f"{name}.bias", (width,), ((0, units),), product=False)
         yield Weight("o.weight", (hidden, self.heads * self.head_dim), ((1, heads),))
+        if self.bias == "all":
+            yield Weight("o.bias", (hidden,), product=False)
         if self.qk_norm == "none":
             return
         for name, units in each[:2]:

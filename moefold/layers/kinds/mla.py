@@ -56,6 +56,9 @@ class Mla(LayerSpec):
             yield Violation(
                 ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
             )
+        if self.rope.fraction != 1:
+            rule = "must be 1: rope_dim says how many dims turn"
+            yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
 
     @property
     def core(self) -> Attention:

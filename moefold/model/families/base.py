@@ -16,10 +16,10 @@ from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
-from moefold.model.families.fields import ConfigField, read_all
+from moefold.model.families.fields import ConfigField, Rotary, read_all
 from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
-from moefold.model.families.sizes import FamilySizes, first_moe
+from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
 
 _ROTARY = re.compile(r"\.self_attn\.rotary_emb\.inv_freq$")
@@ -68,6 +68,8 @@ class Family(Record):
     """The other fields of ``config.json``, beside those that all families have."""
     tensors: ClassVar[tuple[Entry, ...]]
     """Our parameters' names beside the names on disk."""
+    shared_gate: ClassVar[bool] = False
+    """Whether a sigmoid scales the shared expert's output."""
     extra_layers: ClassVar[str | None] = None
     """What layers beyond the last are, where a folder may have some that are left out."""
     fixed_rope: ClassVar[str | None] = "half"
@@ -236,7 +238,7 @@ class Family(Record):
     def moe(self, **own: Any) -> Moe:
         """The feed-forward with experts, ``own`` being what only some families have."""
         if width := self.shape.width_of_shared:
-            own = {"shared": Shared(width=width)} | own
+            own = {"shared": Shared(width=width, gate=self.shared_gate)} | own
         return Moe(
             width=self.shape.expert_width,
             router=self.chosen_router,
@@ -270,11 +272,21 @@ class Family(Record):
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
             rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
             yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)
+        if self.rope.fraction != 1 and not self.partial_rotary:
+            rule = f"{self.model_type} turns all dims of a head"
+            yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
+        elif self.rope.fraction != 1 and isinstance(self.shape, GqaSizes):
+            yield from self.rope.fits(self.shape.dims_per_head)
         if not self.scales_softmax and self.rope.yarn and self.rope.yarn.mscale_all_dim:
             rule = f"{self.model_type} does not scale its softmax; leave mscale_all_dim at 0"
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
+
+    @property
+    def partial_rotary(self) -> bool:
+        """Whether a field of ``config.json`` says how much of a head turns."""
+        return any(isinstance(f, Rotary) and f.fraction is not None for f in self.fields)
 
     def _replaced(self) -> Iterator[Violation]:
         """Yield what a router in place of the family's leaves without effect."""

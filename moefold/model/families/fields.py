@@ -152,10 +152,13 @@ class Rotary(ConfigField):
     """The field that says whether the layout is ``interleaved`` or ``half``."""
     scales_softmax: bool = False
     """Whether ``mscale_all_dim`` scales the softmax too."""
+    fraction: float | None = None
+    """Of a head's dims that turn, where none is stated; None is a family in which all do."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take theta, YaRN and the layout."""
-        rope = read_rope(config, self.theta, scales_softmax=self.scales_softmax)
+        softmax, fraction = self.scales_softmax, self.fraction
+        rope = read_rope(config, self.theta, scales_softmax=softmax, fraction=fraction)
         layout = self.layout
         if self.switch is not None:
             interleaved = config.take(self.switch, bool, layout == "interleaved")
@@ -163,8 +166,10 @@ class Rotary(ConfigField):
         return {"rope": rope.model_copy(update={"layout": layout})}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the layout where a field says it."""
-        return {} if self.switch is None else {self.switch: model.rope.layout == "interleaved"}
+        """Return the layout, and how much of a head turns, where fields say it."""
+        rope = model.rope
+        written = {} if self.switch is None else {self.switch: rope.layout == "interleaved"}
+        return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class AuxField(ConfigField):
     """
 
     default: float
+    biased: bool = False
+    """Whether a selection bias moves too."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take it; zero is no term."""
@@ -185,7 +192,9 @@ class AuxField(ConfigField):
                 f"{config.model_type}, {self.default}, is the coefficient of the aux loss"
             )
         coefficient = config.take("router_aux_loss_coef", float, self.default)
-        return {"balance": (Aux(coefficient=coefficient),) if coefficient > 0 else ()}
+        aux = (Aux(coefficient=coefficient),) if coefficient > 0 else ()
+        moving = BiasBalance().read(config)["balance"] if self.biased else ()
+        return {"balance": (*moving, *aux)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the coefficient of the first aux loss, 0 without one."""
@@ -371,6 +380,52 @@ class WindowKinds(ConfigField):
         full = range(shape.layers) if shape.window is None else shape.full_layers
         kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
         return {"sliding_window": shape.window, "layer_types": kinds}
+
+
+@dataclass(frozen=True)
+class WindowSwitch(ConfigField):
+    """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Leave them out."""
+        config.skip("use_sliding_window", "max_window_layers")
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return whether a window is there."""
+        return {"use_sliding_window": model.shape.window is not None}
+
+
+@dataclass(frozen=True)
+class ProjectionBias(ConfigField):
+    """Whether projections have biases; ``parts`` says which, as the attention's record does."""
+
+    name: str
+    default: bool
+    parts: str = "qkv"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        return {"bias": self.parts if config.take(self.name, bool, self.default) else "none"}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it."""
+        return {self.name: model.bias != "none"}
+
+
+@dataclass(frozen=True)
+class HeadNorm(ConfigField):
+    """Whether each head of queries and keys has a norm."""
+
+    name: str
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        return {"qk_norm": "head" if config.take(self.name, bool, False) else "none"}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it."""
+        return {self.name: model.qk_norm != "none"}
 
 
 def read_all(fields: tuple[ConfigField, ...], config: ConfigReader) -> dict[str, Any]:

@@ -157,13 +157,16 @@ def _same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def read_rope(config: ConfigReader, default_theta: float, *, scales_softmax: bool) -> Rope:
+def read_rope(
+    config: ConfigReader, default_theta: float, *, scales_softmax: bool, fraction: float | None
+) -> Rope:
     """Read rotary positions, in the older form (``rope_theta``, ``rope_scaling``) and the newer.
 
     Args:
         config: the configuration being read.
         default_theta: the family's theta where none stands.
         scales_softmax: whether the family gives ``mscale_all_dim`` its second meaning.
+        fraction: of a head's dims that turn, where none is stated; None refuses any but all.
     """
     theta = config.take("rope_theta", float, default_theta)
     scaling = dict(
@@ -173,7 +176,14 @@ def read_rope(config: ConfigReader, default_theta: float, *, scales_softmax: boo
     inner = ConfigReader(scaling)
     theta = inner.take("rope_theta", float, theta)
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
-    inner.only("partial_rotary_factor", 1, 1.0, None)
+    turning = 1.0
+    if fraction is None:
+        inner.only("partial_rotary_factor", 1, 1.0, None)
+    else:
+        if dims := config.take("rotary_dim", int, None):
+            fraction = dims / config.take("head_dim", int)
+        stated = config.take("partial_rotary_factor", float, fraction)
+        turning = inner.take("partial_rotary_factor", float, stated)
     yarn = None
     if kind == "yarn":
         yarn = _read_yarn(config, inner, scales_softmax)
@@ -184,7 +194,7 @@ def read_rope(config: ConfigReader, default_theta: float, *, scales_softmax: boo
     except ValueError as error:
         config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
         yarn = None
-    return Rope(theta=theta, yarn=yarn)
+    return Rope(theta=theta, yarn=yarn, fraction=turning)
 
 
 def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) -> Yarn:

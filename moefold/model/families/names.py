@@ -132,6 +132,11 @@ def attention_names(parts: Mapping[str, str], ending: str = "weight") -> tuple[E
     )
 
 
+def projection_bias_names(parts: str = "qkv") -> tuple[Entry, ...]:
+    """Names of the biases of projections in attention."""
+    return attention_names({p: f"{p}_proj" for p in parts}, "bias")
+
+
 def latent_names() -> tuple[Entry, ...]:
     """Names of latent attention."""
     parts = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj"}
@@ -156,6 +161,12 @@ def expert_names(gate: str = "gate.weight") -> tuple[Entry, ...]:
             packed=f"{at}.experts.down_proj",
         ),
     )
+
+
+def gated_shared_names() -> tuple[Entry, ...]:
+    """Names of Qwen's shared expert, and of its gate."""
+    gate = "model.layers.{i}.mlp.shared_expert_gate.weight"
+    return (*shared_names("shared_expert"), entry("layers.{i}.moe.shared.gate.weight", gate))
 
 
 def w123_names() -> tuple[Entry, ...]:

@@ -9,10 +9,13 @@ from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 from moefold.model.families import (  # noqa: F401
     deepseek_v3,
     dots1,
+    glm4_moe,
     glm4_moe_lite,
     hy_v3,
+    minimax_m2,
     mixtral,
     olmoe,
+    qwen2_moe,
     qwen3_moe,
     solar_open,
 )

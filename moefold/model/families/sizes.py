@@ -305,3 +305,20 @@ class SharedSizes(FamilySizes):
         """Return the sizes that a decoder shows, the shared expert's too."""
         shared: Any = first_moe(decoder).shared
         return super().of(decoder) | {"shared_width": shared.width}
+
+
+class GatedSharedSizes(FamilySizes):
+    """Sizes of a family with a shared expert of any width, whose output a sigmoid scales."""
+
+    shared_width: Size
+
+    @property
+    def width_of_shared(self) -> int:
+        """``shared_width``."""
+        return self.shared_width
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, the shared expert's too."""
+        shared: Any = first_moe(decoder).shared
+        return super().of(decoder) | {"shared_width": shared.width}

@@ -1,0 +1,78 @@
+"""Qwen2-MoE (arXiv 2407.10671): biases on queries, keys and values, a gated shared expert."""
+
+from typing import Literal
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    AuxField,
+    DenseSize,
+    DenseSteps,
+    FieldValue,
+    HeadDim,
+    KvHeads,
+    ProjectionBias,
+    Rotary,
+    WindowKinds,
+    WindowSwitch,
+)
+from moefold.model.families.hub import ConfigReader
+from moefold.model.families.sizes import DenseListed, GatedSharedSizes, WindowSizes
+from moefold.moe.config import Aux
+
+_AUX = 1e-3  # the default of transformers' class
+
+
+def _full(config: ConfigReader, layer: int) -> bool:
+    used = config.take("use_sliding_window", bool, False)
+    return layer % 2 == 1 or layer >= config.take("max_window_layers", int, 28) or not used
+
+
+class Qwen2MoeShape(WindowSizes, GatedSharedSizes, DenseListed):
+    """Sizes of a Qwen2-MoE."""
+
+
+@MODEL.register
+class Qwen2Moe(Family):
+    """A Qwen2-MoE."""
+
+    family: Literal["qwen2_moe"] = "qwen2_moe"
+    shape: Qwen2MoeShape
+    renormalise: bool = False
+    """Whether the chosen probabilities are divided by their sum."""
+    bias: Literal["none", "qkv"] = "qkv"
+    """Whether queries, keys and values have biases."""
+    balance: Balance = (Aux(coefficient=_AUX),)
+    rope: Rope = Rope(theta=1e6)
+
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    shared_gate = True
+    attention_fields = ("bias",)
+    router_fields = ("renormalise",)
+    hf_sizes = names.HF_SIZES | {
+        "num_experts": "experts",
+        "moe_intermediate_size": "expert_width",
+        "shared_expert_intermediate_size": "shared_width",
+    }
+    fields = (
+        KvHeads(),
+        HeadDim(),
+        Rotary(1e4),
+        AuxField(_AUX),
+        DenseSteps(),
+        DenseSize(),
+        WindowKinds(_full),
+        WindowSwitch(),
+        ProjectionBias("qkv_bias", True),
+        FieldValue("norm_topk_prob", "renormalise", bool, False),
+    )
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.projection_bias_names(),
+        *names.expert_names(),
+        *names.gated_shared_names(),
+    )
