@@ -6,6 +6,7 @@ from moefold.model.families.base import Family
 from moefold.model.families.fields import Rotary
 from moefold.model.families.registry import LACKS, families
 from moefold.model.families.sizes import (
+    AnySharedSizes,
     DenseFirst,
     DenseListed,
     FamilySizes,
@@ -30,10 +31,12 @@ def attention(family: type[Family]) -> str:
         said.append(f"q/k norm per {own['qk_norm']}")
     said += ["biases"] if "bias" in family.attention_fields else []
     said += ["q/k norm or none"] if "qk_norm" in family.attention_fields else []
+    said += ["norm after rotary"] if own.get("norm_after_rope") else []
+    said += ["factor on scores"] if "scale" in family.attention_fields else []
     partial = any(isinstance(f, Rotary) and f.fraction is not None for f in family.fields)
     said += ["partial rotary"] if partial else []
     if issubclass(shape, WindowSizes):
-        said.append("windows")
+        said.append("windows" if shape.full_turn else "windows, full layers without positions")
     if family.fixed_rope != "half":
         said.append("interleaved or half rotary" if family.fixed_rope is None else "interleaved")
     return ", ".join(said)
@@ -44,6 +47,8 @@ def router(family: type[Family]) -> str:
     own = family.router_own
     said = [own.get("score", "softmax")]
     said += ["selection bias"] if own.get("selection_bias") else []
+    said += ["over the chosen"] if own.get("order") == "topk_first" else []
+    said += ["least sum"] if "floor" in family.router_fields else []
     said += ["groups"] if "groups" in family.router_fields else []
     said += ["scale"] if "scale" in family.router_fields else []
     said += ["renormalised or not"] if "renormalise" in family.router_fields else []
@@ -55,6 +60,8 @@ def feed_forward(family: type[Family]) -> str:
     shape, said = _shape(family), ["routed experts"]
     said += ["shared expert"] if issubclass(shape, SharedSizes) else []
     said += ["gated shared expert"] if family.shared_gate else []
+    said += ["shared expert or none"] if issubclass(shape, AnySharedSizes) else []
+    said += ["factors on residual, embedding and logits"] if family.block_fields else []
     said += ["first layers dense"] if issubclass(shape, DenseFirst) else []
     said += ["listed layers dense"] if issubclass(shape, DenseListed) else []
     return ", ".join(said)

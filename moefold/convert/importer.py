@@ -84,15 +84,17 @@ class FolderTensors(Mapping[str, Tensor]):
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
-        # [E, 2, F, D] with us, [E, 2 * F, D] on disk
-        (experts, halves, rows, columns), width = box, shape[2]
+        if len(piece.shape) > len(shape):  # the one row of a matrix
+            return self._source.read_box(piece.name, ((0, 1), *box))[0]
+        # [E, 2, F, D] with us, [E, 2 * F, D] on disk; or both without E
+        (*experts, halves, rows, columns), width = box, shape[-2]
         parts = [
             self._source.read_box(
-                piece.name, (experts, (h * width + rows[0], h * width + rows[1]), columns)
+                piece.name, (*experts, (h * width + rows[0], h * width + rows[1]), columns)
             )
             for h in range(*halves)
         ]
-        return torch.stack(parts, 1)
+        return torch.stack(parts, len(experts))
 
 
 @dataclass(frozen=True)

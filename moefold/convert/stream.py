@@ -54,10 +54,17 @@ class RowRange:
 
     @property
     def box(self) -> Box:
-        """These rows as a box of our tensor."""
+        """These rows as a box of our tensor; all of it where its rows are not those on disk."""
+        if not by_rows(self.sent):
+            return tuple((0, size) for size in self.sent.whole)
         fixed = tuple((at, at + 1) for at in self.sent.index)
         rest = self.sent.whole[len(fixed) + 1 :]
         return (*fixed, (self.first, self.end), *((0, size) for size in rest))
+
+
+def by_rows(sent: Sent) -> bool:
+    """Return whether rows of a tensor on disk are rows of ours, so that it can come in spans."""
+    return sent.shape[:1] == sent.whole[len(sent.index) :][:1]
 
 
 @dataclass(frozen=True)
@@ -160,10 +167,12 @@ def buckets(sent: Iterable[Sent], bucket_bytes: int) -> Iterator[tuple[RowRange,
     spans: list[RowRange] = []
     offset = 0
     for each in sent:
-        row = math.prod(each.shape[1:]) * each.dtype.itemsize
+        row = math.prod(each.shape[1 if by_rows(each) else 0 :]) * each.dtype.itemsize
         if row > bucket_bytes:
             raise ValueError(f"bucket_bytes={bucket_bytes}: a row of {each.name} has {row} bytes")
         first = 0
+        if not by_rows(each):  # comes whole
+            row //= each.shape[0]
         while first < each.shape[0]:
             small = each.shape[0] * row <= bucket_bytes
             rows = each.shape[0] if small else (bucket_bytes - offset) // row

@@ -49,13 +49,17 @@ class GroupedQueryAttention(nn.Module):
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see; kinds that see otherwise replace this."""
-        return attended(self, q_THd, k_TGd, v_TGd, self.record.head_dim**-0.5, flow)
+        return attended(self, q_THd, k_TGd, v_TGd, self.record.softmax_scale, flow)
 
     def _turned_heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads, normed per head or before the cut, and turn them."""
         if norm is not None and self.record.qk_norm == "projection":
             rows, norm = norm(rows, flow), None
-        return _turned(rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope, flow, norm)
+        x_THd, rope = rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope
+        if rope is None or self.record.norm_after_rope:
+            x_THd = x_THd if rope is None else _turned(x_THd, rope, flow)
+            return x_THd if norm is None else norm(x_THd, flow)
+        return _turned(x_THd, rope, flow, norm)
 
 
 class LatentAttention(nn.Module):

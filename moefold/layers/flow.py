@@ -135,6 +135,11 @@ class Flow:
         return self._angles[key]
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return rows times a factor, themselves where that is 1."""
+    return x if factor == 1.0 else x * factor
+
+
 def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]:
     """Return this rank's rows of a micro-batch and, under tp, those of its tensor group."""
     spot, sizes = world.attention, world.folding.sizes

@@ -21,5 +21,5 @@ class WindowedAttention(GroupedQueryAttention):
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see within the window."""
-        scale = self.record.head_dim**-0.5
+        scale = self.record.softmax_scale
         return attended(self, q_THd, k_TGd, v_TGd, scale, flow, self.window, self.sinks)

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
-from moefold.layers.flow import BlockOutput, Flow, Segment
+from moefold.layers.flow import BlockOutput, Flow, Segment, scaled
 from moefold.layers.norm import RmsNorm
 from moefold.model.config import Block
 from moefold.moe.layer import MoeFfn, MoeInput
@@ -44,6 +44,9 @@ class DecoderBlock(nn.Module):
             self.moe = build(record.ffn, hidden, layer, dispatch, expert_kernel)
         else:
             self.ffn = build(record.ffn, hidden)
+        self._scale = record.residual_scale
+        if self.moe is not None:
+            self.moe.residual_scale = record.residual_scale
         self._name = f"layers.{layer}"
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
@@ -53,7 +56,8 @@ class DecoderBlock(nn.Module):
             x_TD, normed_TD = self.ffn_norm.summed(x_TD, attended_TD, flow)
             if self.moe is not None:
                 return self.moe(MoeInput(x_TD, normed_TD), flow)
-            return BlockOutput(x_TD + self.ffn(normed_TD, flow), x_TD.new_zeros(0))
+            added_TD = scaled(self.ffn(normed_TD, flow), self._scale)
+            return BlockOutput(x_TD + added_TD, x_TD.new_zeros(0))
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the steps of ``forward``, from rows to :class:`BlockOutput`.
@@ -73,4 +77,4 @@ class DecoderBlock(nn.Module):
 
     def _attend(self, x_TD: Tensor, flow: Flow) -> Tensor:
         with flow.world.recorder.module(f"{self._name}.attention"):
-            return self.attention(self.attention_norm(x_TD, flow), flow)
+            return scaled(self.attention(self.attention_norm(x_TD, flow), flow), self._scale)

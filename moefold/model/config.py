@@ -25,6 +25,8 @@ class Block(Record):
 
     attention: Annotated[Record, ATTENTION]
     ffn: Annotated[Record, FFN]
+    residual_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on what each half adds to the residual."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by their names within the block."""
 
@@ -55,6 +57,10 @@ class Decoder(Record):
     init_std: Annotated[float, Field(gt=0)] = 0.02
     init_out_scale: Annotated[float, Field(gt=0)] | None = None
     """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
+    embed_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the embedding's rows."""
+    logits_divisor: Annotated[float, Field(gt=0)] = 1.0
+    """What logits are divided by."""
     context: Size | None = None
     """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
     frozen: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Precision
-from moefold.layers.flow import Flow
+from moefold.layers.flow import Flow, scaled
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
 from moefold.layers.precision import PrecisionPolicy
@@ -124,7 +124,7 @@ class DecoderModel(nn.Module):
         begin_unit(flow.unshard, EMBEDDING)
         with flow.world.recorder.module("embed"):
             (x_TD,) = end_unit(flow.unshard, EMBEDDING, self.embed(flow))
-        return x_TD
+        return scaled(x_TD, self.record.embed_scale)
 
     def run(
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
@@ -150,7 +150,7 @@ class DecoderModel(nn.Module):
         (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
         with flow.recompute.keeping():
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
-        return x_TD
+        return scaled(x_TD, 1 / self.record.logits_divisor)
 
     def head_operand(self) -> Operand:
         """Return the head as products take it."""

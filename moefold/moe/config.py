@@ -60,6 +60,8 @@ class Router(Record):
     """Whether the chosen scores are divided by their sum."""
     epsilon: Annotated[float, Field(ge=0)] = 0.0
     """Added to that sum."""
+    floor: Annotated[float, Field(ge=0)] = 0.0
+    """The least that the sum is taken for (ERNIE 4.5)."""
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on the weights, applied last."""
     groups: Groups | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
-from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment
+from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment, scaled
 from moefold.moe.balance import Balance
 from moefold.moe.config import AllToAll, FixedRoom, Moe
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
@@ -75,6 +75,8 @@ class MoeFfn(nn.Module):
 
     router_type: type[Router] | None = None
     """A router in place of the one that the record names."""
+    residual_scale = 1.0
+    """Factor on what the layer adds to the residual; its block sets it."""
 
     def __init__(
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
@@ -142,7 +144,8 @@ class MoeFfn(nn.Module):
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
             y_RD = self.experts(sent.x_RD, sent.offs_E, sent.probs_R, flow)
             if self.shared is not None:
-                residual_TD = residual_TD + self.shared(rows.x_TD, flow)
+                shared_TD = self.shared(rows.x_TD, flow)
+                residual_TD = residual_TD + scaled(shared_TD, self.residual_scale)
         return ExpertRows(residual_TD, rows.terms_N, y_RD, sent.handle)
 
     def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput:
@@ -151,7 +154,8 @@ class MoeFfn(nn.Module):
             out_TD = self._way(flow).combine(
                 rows.y_RD, rows.handle, self._no_drop(flow), flow.world
             )
-        return BlockOutput(rows.residual_TD + out_TD, rows.terms_N)
+        added_TD = scaled(out_TD, self.residual_scale)
+        return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
 
     def _way(self, flow: Flow) -> Dispatcher:
         """Return what sends a pass's rows."""

@@ -61,7 +61,7 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
     A softmax over the chosen ones sums to one already, so ``renormalise`` and ``epsilon`` do
     nothing where the order is ``topk_first``. Rows of the sentinel E hold some finite weight.
     """
-    if fused(scores_TE) and scores_TE.dtype == torch.float32:
+    if fused(scores_TE) and scores_TE.dtype == torch.float32 and not record.floor:
         shares = kernels.SHARES if record.renormalise else kernels.AS_THEY_ARE
         rule = kernels.SOFTMAX if record.order == "topk_first" else shares
         return kernels.weigh(scores_TE, experts_TK, rule, record.epsilon, record.scale)
@@ -70,5 +70,6 @@ def weights(scores_TE: Tensor, experts_TK: Tensor, record: Router) -> Tensor:
         weights_TK = weights_TK.softmax(1)
     elif record.renormalise:
         total_T1 = weights_TK.sum(1, keepdim=True)
+        total_T1 = total_T1.clamp(min=record.floor) if record.floor else total_T1
         weights_TK = weights_TK / (total_T1 + record.epsilon if record.epsilon else total_T1)
     return weights_TK if record.scale == 1.0 else weights_TK * record.scale

@@ -94,6 +94,18 @@ def subject(described: Decoder, **changes: Any) -> Subject:
     return Subject(described, ADAMW, **changes)
 
 
+def scaled_decoder() -> Decoder:
+    """Return one with every factor, no positions, norms after rotation and a least sum."""
+    plain = GQA.model_copy(update={"rope": None, "scale": 0.7})
+    after = GQA.model_copy(update={"norm_after_rope": True})
+    router = Router(experts=8, top_k=2, floor=0.4, selection_bias=True)
+    mixture = moe(router=router, shared=Shared(width=16))
+    halves = ((plain, DENSE), (after, mixture))
+    blocks = tuple(Block(attention=a, ffn=f, residual_scale=0.6) for a, f in halves)
+    made = decoder(GQA, DENSE, embed_scale=3.0, logits_divisor=2.0)
+    return made.model_copy(update={"stacks": (Stack(blocks=blocks),)})
+
+
 BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
@@ -104,6 +116,7 @@ SUBJECTS: dict[str, Subject] = {
     "mla": subject(decoder(MLA, DENSE, BIASED)),
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "biased": subject(decoder(BIASES, DENSE, SHARED)),
+    "scaled": subject(scaled_decoder()),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -145,7 +158,7 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         yield record(**required)
 
 
-UNCOMMON = ("biased",)
+UNCOMMON = ("biased", "scaled")
 """Subjects of parts that only some families have."""
 
 # ----------------------------------------------------------------------------------- the rules

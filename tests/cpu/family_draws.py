@@ -205,11 +205,77 @@ def _minimax_m2(random: Random, config: Fields) -> Fields:
     return _mixtral(random, config) | {"head_dim": random.choice((8, 12))}
 
 
+@of("deepseek_v2")
+def _deepseek_v2(random: Random, config: Fields) -> Fields:
+    drawn = sigmoid(random, config) | latent(random, config) | dense_first(random, config)
+    del drawn["norm_topk_prob"], drawn["rope_interleave"]
+    return drawn | {"topk_method": random.choice(("greedy", "group_limited_greedy"))}
+
+
+@of("ernie4_5_moe")
+def _ernie(random: Random, config: Fields) -> Fields:
+    config["moe_k"] = config.pop("num_experts_per_tok")
+    layers = config["num_hidden_layers"]
+    return {
+        "moe_num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "moe_num_shared_experts": random.choice((0, 1, 2)),
+        "intermediate_size": random.choice(WIDE),
+        "moe_layer_start_index": random.choice((0, 1)),
+        "moe_layer_end_index": random.choice((-1, layers - 1)),
+        "moe_layer_interval": random.choice((1, 1, 2)),
+        "moe_norm_min": random.choice((1e-12, 0.9)),
+        "router_aux_loss_coef": 0.02,
+    }
+
+
+@of("exaone_moe")
+def _exaone(random: Random, config: Fields) -> Fields:
+    own = sigmoid(random, config) | dense_kinds(random, config)
+    own["num_experts"] = own.pop("n_routed_experts")
+    own["num_shared_experts"] = own.pop("n_shared_experts")
+    seen = windows(random, config)
+    seen["layer_types"][random.randrange(config["num_hidden_layers"])] = "sliding_attention"
+    return own | seen
+
+
+@of("hunyuan_v1_moe")
+def _hunyuan(random: Random, config: Fields) -> Fields:
+    config["moe_topk"] = config.pop("num_experts_per_tok")
+    return {
+        "num_experts": random.choice(EXPERTS),
+        "intermediate_size": random.choice(WIDTHS),
+        "head_dim": random.choice((6, 8)),
+        "attention_bias": _coin(random),
+    }
+
+
+@of("granitemoe")
+def _granite(random: Random, config: Fields) -> Fields:
+    return {
+        "num_local_experts": random.choice(EXPERTS),
+        "intermediate_size": random.choice(WIDTHS),
+        "attention_bias": _coin(random),
+        "embedding_multiplier": random.choice((1.0, 3.0)),
+        "logits_scaling": random.choice((1.0, 5.0)),
+        "residual_multiplier": random.choice((1.0, 0.4)),
+        "attention_multiplier": random.choice((1.0, 0.3)),
+        "router_aux_loss_coef": 0.02,
+    }
+
+
+@of("granitemoeshared")
+def _granite_shared(random: Random, config: Fields) -> Fields:
+    return _granite(random, config) | {"shared_intermediate_size": random.choice((0, 7))}
+
+
 FAMILIES = tuple(OWN)
 EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 """Groups of which some are left out, which drawn ones seldom are."""
 DEFAULTS: dict[str, Fields] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
 }
 """What transformers' class has no default for; GLM-4.5's has 21 rotary dims, an odd number."""

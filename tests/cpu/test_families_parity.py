@@ -29,7 +29,9 @@ from tests.cpu.family_draws import DEFAULTS, EXCLUDING, FAMILIES, draw
 DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 8))]
 PUBLISHED = {
     "glm4_moe_lite": 29_943_390_976,
+    "exaone_moe": 28_550_639_616,
     "hy_v3": 295_033_528_320,
+    "minimax_m2": 228_689_748_992,
     "solar_open": 102_651_793_408,
 }
 """Parameters of the default configurations of transformers 5.23."""
@@ -114,7 +116,8 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
     loss = mine.loss(ids).lm_loss
     loss.backward()
 
-    exact = {"rtol": 1e-9, "atol": 1e-9} if double else {"rtol": 1e-4, "atol": 1e-4}
+    bound = {"deepseek_v2": 1e-5}.get(model_type, 1e-9)  # its rotary angles are complex64
+    exact = {"rtol": bound, "atol": bound} if double else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(mine.logits(ids), output.logits, **exact)
     torch.testing.assert_close(loss, output.loss, **exact)
     for i in expected:
@@ -126,7 +129,8 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
             routing.weights_TK.gather(1, mine_TK), weights_TK.gather(1, order_TK), **exact
         )
     grads = gradients(mine, reading.model)
-    for name, parameter in theirs.named_parameters():
+    trained = ((n, p) for n, p in theirs.named_parameters() if p.requires_grad)
+    for name, parameter in trained:
         torch.testing.assert_close(
             grads[name], parameter.grad, **exact, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -137,7 +141,7 @@ def test_the_default_configuration_has_as_many_parameters(model_type: str) -> No
     """On the meta device, where no value is; counts of some are published too."""
     with torch.device("meta"):
         theirs = reference(model_type, DEFAULTS.get(model_type, {}))
-    expected = sum(p.numel() for p in theirs.parameters())
+    expected = sum(p.numel() for p in theirs.parameters() if p.requires_grad)
     assert total_of(from_hf(written(theirs)).decoder) == expected
     assert expected == PUBLISHED.get(model_type, expected)
 

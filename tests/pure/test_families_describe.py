@@ -37,6 +37,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shape": SIZES | {"kv_heads": 2, "shared_width": 7, "window": 5}},
     "glm4_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": 1}, "qk_norm": "head"},
     "minimax_m2": {"shape": SIZES | {"kv_heads": 2, "head_dim": 12}},
+    "deepseek_v2": {
+        "shape": SIZES | {"dense_layers": 1, "q_rank": 8},
+        "groups": {"count": 2, "keep": 1, "score": "max"},
+    },
+    "ernie4_5_moe": {"shape": SIZES | {"kv_heads": 2, "dense_layers": [0], "shared_width": 24}},
+    "exaone_moe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [2]}},
+    "hunyuan_v1_moe": {"shape": SIZES | {"kv_heads": 2}, "bias": "all"},
+    "granitemoe": {"shape": SIZES | {"kv_heads": 2}, "scale": 0.5, "embed_scale": 3.0},
+    "granitemoeshared": {"shape": SIZES | {"kv_heads": 2, "shared_width": 9}},
     "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
 }
 

@@ -39,7 +39,12 @@ class Gqa(LayerSpec):
     head_dim: Annotated[int, Field(ge=2)]
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm on queries and keys: per head, or over the whole projection."""
-    rope: Rope = Rope()
+    norm_after_rope: bool = False
+    """Whether those norms come after rotation (Hunyuan)."""
+    rope: Rope | None = Rope()
+    """None is a layer without positions."""
+    scale: Annotated[float, Field(gt=0)] | None = None
+    """Factor on the scores; None is one over the root of ``head_dim``."""
     bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have one: none, those to heads, or the output's too."""
 
@@ -57,8 +62,16 @@ class Gqa(LayerSpec):
             yield Violation(
                 ("head_dim",), self.head_dim, "must be even, for rotary pairs", self.head_dim + 1
             )
-        else:
+        elif self.rope is not None:
             yield from self.rope.fits(self.head_dim)
+        if self.norm_after_rope and self.qk_norm == "projection":
+            rule = "must be off: norms over whole projections come before heads are cut"
+            yield Violation(("norm_after_rope",), True, rule, False)
+
+    @property
+    def softmax_scale(self) -> float:
+        """``scale``, or what it is by default."""
+        return self.scale or self.head_dim**-0.5
 
     @property
     def core(self) -> Attention:

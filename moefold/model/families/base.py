@@ -80,6 +80,10 @@ class Family(Record):
     """What the family's attention is by nature, as fields of its record."""
     attention_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the attention's record has too."""
+    block_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the record that each block has too."""
+    decoder_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the record that the decoder has too."""
     router_own: ClassVar[Mapping[str, Any]] = {}
     """What the family's router is by nature."""
 
@@ -101,13 +105,14 @@ class Family(Record):
         """Every block in order: dense where ``shape`` says so, else with experts."""
         own = {name: getattr(self, name) for name in self.attention_fields}
         dense, sparse = Dense(width=self.shape.width_of_dense), self.moe()
+        more = {name: getattr(self, name) for name in self.block_fields}
         made: dict[tuple[Record, bool], Block] = {}
         found: list[Block] = []
         for layer in range(self.shape.layers):
             attention = self.shape.attention(layer, self.rope, {**self.attention_own, **own})
             key = attention, layer in self.shape.dense
             if key not in made:
-                made[key] = Block(attention=attention, ffn=dense if key[1] else sparse)
+                made[key] = Block(attention=attention, ffn=dense if key[1] else sparse, **more)
             found.append(made[key])
         return found
 
@@ -134,10 +139,13 @@ class Family(Record):
         shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
         own |= {name: getattr(attention, name) for name in cls.attention_fields}
+        own |= {name: getattr(decoder.blocks[0], name) for name in cls.block_fields}
+        own |= {name: getattr(decoder, name) for name in cls.decoder_fields}
+        ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
         fields = {
             "balance": moe.balance,
             "capacity": moe.capacity,
-            "rope": attention.rope,  # type: ignore[attr-defined]
+            "rope": next((rope for rope in ropes if rope is not None), Rope()),
             **{n: getattr(decoder, n) for n in ("norm_epsilon", "tied", "init_std", "context")},
         }
         return cls(shape=shape, **own, **fields)  # type: ignore[arg-type]
@@ -229,6 +237,7 @@ class Family(Record):
             init_std=self.init_std,
             context=self.context,
             family=self.model_type,
+            **{name: getattr(self, name) for name in self.decoder_fields},
         )
 
     def misfits(self, vocab: int) -> Iterator[Violation]:

@@ -14,9 +14,9 @@ from moefold.model.families.fields import (
     KvHeads,
     Rotary,
     SharedNumber,
-    WindowKinds,
 )
 from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import WindowKinds
 from moefold.model.families.names import (
     ROUTED_SIZES,
     bias_names,

@@ -12,7 +12,6 @@ from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope
 from moefold.moe.config import Aux, Bias, Groups
 
 Values = dict[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
 RATE = 1e-3
 """Of loss-free balancing, in DeepSeek-V3's report; no ``config.json`` states one."""
 
@@ -217,6 +216,7 @@ class SequenceBalance(BiasBalance):
     """A selection bias, and DeepSeek's ``aux_loss_alpha``, by default of each sequence."""
 
     alpha: float
+    biased: bool = True
 
     def read(self, config: ConfigReader) -> Values:
         """Take the coefficient; zero is no term."""
@@ -225,7 +225,7 @@ class SequenceBalance(BiasBalance):
                 "config.json has no aux_loss_alpha: the aux loss of each sequence takes the "
                 f"report's coefficient, {self.alpha}"
             )
-        terms = super().read(config)["balance"]
+        terms = super().read(config)["balance"] if self.biased else ()
         coefficient = config.take("aux_loss_alpha", float, self.alpha)
         over = "sequence" if config.take("seq_aux", bool, True) else "micro_batch"
         if coefficient > 0:
@@ -259,6 +259,24 @@ class GroupLimits(ConfigField):
         return {"n_group": groups.count, "topk_group": groups.keep} if groups else _ONE_GROUP
 
 
+@dataclass(frozen=True)
+class MethodGroups(ConfigField):
+    """``topk_method``, which says whether ``n_group`` and ``topk_group`` are read."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take all three."""
+        config.only("topk_method", "greedy", "group_limited_greedy")
+        count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
+        if config.take("topk_method", str, "greedy") == "greedy":
+            return {"groups": None}
+        return {"groups": Groups(count=count, keep=keep, score="max")}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return all three."""
+        method = "group_limited_greedy" if model.groups else "greedy"
+        return {**GroupLimits().write(model), "topk_method": method}
+
+
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
@@ -267,55 +285,33 @@ class SharedNumber(ConfigField):
     """The shared expert's width as a number of routed experts."""
 
     name: str = "n_shared_experts"
+    optional: bool = False
+    """Whether there may be none."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take it times the width of one."""
         number = config.take(self.name, int)
-        return {"shape.shared_width": number * config.take("moe_intermediate_size", int)}
+        width = number * config.take("moe_intermediate_size", int)
+        return {"shape.shared_width": width or (None if self.optional else 0)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the quotient."""
-        return {self.name: model.shape.width_of_shared // model.shape.expert_width}
+        return {self.name: (model.shape.width_of_shared or 0) // model.shape.expert_width}
 
 
 @dataclass(frozen=True)
-class DenseKinds(ConfigField):
-    """``mlp_layer_types``: for each layer ``dense`` or ``sparse``; absent, the first are dense."""
+class OptionalWidth(ConfigField):
+    """The shared expert's width; zero is no such expert."""
 
-    first: int = 1
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense ones."""
-        layers = config.take("num_hidden_layers", int)
-        default = ["dense"] * self.first + ["sparse"] * (layers - self.first)
-        kinds = config.take("mlp_layer_types", list, default[:layers])
-        if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
-            config.refuse(f"mlp_layer_types is not dense or sparse for each of {layers} layers")
-        return {"shape.dense_layers": tuple(n for n, k in enumerate(kinds) if k == "dense")}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the list."""
-        dense, layers = model.shape.dense, range(model.shape.layers)
-        return {"mlp_layer_types": ["dense" if n in dense else "sparse" for n in layers]}
-
-
-@dataclass(frozen=True)
-class DenseSteps(ConfigField):
-    """``mlp_only_layers`` and ``decoder_sparse_step``, of which layers with experts follow."""
+    name: str
 
     def read(self, config: ConfigReader) -> Values:
-        """Take the numbers of the dense layers."""
-        step = config.take("decoder_sparse_step", int, 1)
-        if step < 1:
-            config.refuse(f"decoder_sparse_step is {step}, less than 1")
-            step = 1
-        named = config.take("mlp_only_layers", list, [])
-        layers = range(config.take("num_hidden_layers", int))
-        return {"shape.dense_layers": tuple(n for n in layers if n in named or (n + 1) % step)}
+        """Take it."""
+        return {"shape.shared_width": config.take(self.name, int, 0) or None}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the list, and a step that adds none to it."""
-        return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.shape.dense_layers)}
+        """Return it."""
+        return {self.name: model.shape.shared_width or 0}
 
 
 @dataclass(frozen=True)
@@ -350,50 +346,6 @@ class ExpertNumber(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return them under the older name."""
         return {self.older: model.shape.experts}
-
-
-@dataclass(frozen=True)
-class WindowKinds(ConfigField):
-    """``sliding_window`` and ``layer_types``: for each layer full or sliding attention."""
-
-    full: Callable[[ConfigReader, int], bool]
-    """Whether a layer is full where no kinds are stated."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take the window, and the numbers of the full layers; without a sliding one, neither."""
-        window = config.take("sliding_window", int, None)
-        layers = config.take("num_hidden_layers", int)
-        usual = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
-        kinds = config.take("layer_types", list, usual)
-        if len(kinds) != layers or not {FULL, SLIDING}.issuperset(kinds):
-            config.refuse(f"layer_types is not {FULL} or {SLIDING} for each of {layers} layers")
-        if SLIDING not in kinds:
-            return {}
-        if window is None:
-            config.refuse("layer_types has sliding layers, and sliding_window is missing")
-        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
-        return {"shape.window": window, "shape.full_layers": full}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
-        shape = model.shape
-        full = range(shape.layers) if shape.window is None else shape.full_layers
-        kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
-        return {"sliding_window": shape.window, "layer_types": kinds}
-
-
-@dataclass(frozen=True)
-class WindowSwitch(ConfigField):
-    """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Leave them out."""
-        config.skip("use_sliding_window", "max_window_layers")
-        return {}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return whether a window is there."""
-        return {"use_sliding_window": model.shape.window is not None}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from moefold.layers.config import Rope
 from moefold.model.config import MODEL
 from moefold.model.families.fields import (
     BiasBalance,
-    DenseKinds,
     DenseSize,
     FieldValue,
     Follows,
     Rotary,
     SharedNumber,
 )
+from moefold.model.families.layer_kinds import DenseKinds
 from moefold.model.families.names import (
     bias_names,
     expert_names,

@@ -10,7 +10,6 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import (
     RATE,
     BiasBalance,
-    DenseKinds,
     DenseSize,
     FieldValue,
     HeadDim,
@@ -19,6 +18,7 @@ from moefold.model.families.fields import (
     SharedNumber,
     Unread,
 )
+from moefold.model.families.layer_kinds import DenseKinds
 from moefold.model.families.names import (
     HF_SIZES,
     bias_names,

@@ -38,6 +38,10 @@ class Entry:
     theirs: tuple[str, ...]
     packed: tuple[str, ...] = ()
     """Names in the packed layout; none where both layouts store it alike."""
+    fused: bool = False
+    """Whether gate lies above up in one tensor in either layout."""
+    row: bool = False
+    """Whether it lies as the one row of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,14 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
 
 def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
+    if row.fused or row.row:
+        name = (row.packed if layout == "packed" and row.packed else row.theirs)[0]
+        there = (1, *shape) if row.row else _merged(shape)
+        return (TensorPiece(name.format(i=layer), there, ()),)
     names = row.packed if layout == "packed" and row.packed else row.theirs
     if len(names) < len(row.theirs) or ("{e}" in row.theirs[0] and "{e}" not in names[0]):
-        return (TensorPiece(names[0].format(i=layer), _merged(shape), ()),)
+        merged = _merged(shape) if len(shape) == 4 else shape
+        return (TensorPiece(names[0].format(i=layer), merged, ()),)
     stacked = len(names) > 1
     experts = range(shape[0]) if "{e}" in names[0] else (None,)
     made: list[TensorPiece] = []
@@ -91,8 +100,10 @@ def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Tensor
 
 
 def _merged(shape: Shape) -> Shape:
-    """``[E, 2, F, D]`` is stored as ``[E, 2 * F, D]``; other shapes stay."""
-    return (shape[0], shape[1] * shape[2], shape[3]) if len(shape) == 4 else shape
+    """``[E, 2, F, D]`` is stored as ``[E, 2 * F, D]``, without E too; other shapes stay."""
+    if len(shape) < 3 or shape[-3] != 2:
+        return shape
+    return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
 
 
 def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> Layout:
@@ -144,11 +155,11 @@ def latent_names() -> tuple[Entry, ...]:
     return attention_names({"q": "q_proj", **parts, "o": "o_proj"})
 
 
-def expert_names(gate: str = "gate.weight") -> tuple[Entry, ...]:
+def expert_names(gate: str = "gate.weight", packed: str = "gate.weight") -> tuple[Entry, ...]:
     """Names of router and experts that most families share; ``gate`` is the router's."""
     at, one = "model.layers.{i}.mlp", "model.layers.{i}.mlp.experts.{e}"
     return (
-        entry("layers.{i}.moe.router.weight", f"{at}.{gate}", packed=f"{at}.gate.weight"),
+        entry("layers.{i}.moe.router.weight", f"{at}.{gate}", packed=f"{at}.{packed}"),
         entry(
             "layers.{i}.moe.experts.w_in",
             f"{one}.gate_proj.weight",
@@ -160,6 +171,24 @@ def expert_names(gate: str = "gate.weight") -> tuple[Entry, ...]:
             f"{one}.down_proj.weight",
             packed=f"{at}.experts.down_proj",
         ),
+    )
+
+
+def granite_names() -> tuple[Entry, ...]:
+    """Names of Granite's router and experts, and of the shared one."""
+    at, ours = "model.layers.{i}", "layers.{i}.moe"
+    moe = f"{at}.block_sparse_moe"
+    w_in = (f"{moe}.input_linear.weight",), (f"{moe}.experts.gate_up_proj",)
+    return (
+        entry(f"{ours}.router.weight", f"{moe}.router.layer.weight", packed=f"{moe}.router.weight"),
+        Entry(f"{ours}.experts.w_in", *w_in, fused=True),
+        entry(
+            f"{ours}.experts.w_out",
+            f"{moe}.output_linear.weight",
+            packed=f"{moe}.experts.down_proj",
+        ),
+        Entry(f"{ours}.shared.w_in", (f"{at}.shared_mlp.input_linear.weight",), fused=True),
+        entry(f"{ours}.shared.w_out", f"{at}.shared_mlp.output_linear.weight"),
     )
 
 
@@ -192,11 +221,11 @@ def w123_names() -> tuple[Entry, ...]:
 
 
 def bias_names(
-    apart: str = "mlp.gate.e_score_correction_bias", packed: str | None = None
+    apart: str = "mlp.gate.e_score_correction_bias", packed: str | None = None, row: bool = False
 ) -> tuple[Entry, ...]:
     """Name of the selection bias in either layout."""
     at, ours = "model.layers.{i}", "layers.{i}.moe.router.selection_bias"
-    return (entry(ours, f"{at}.{apart}", packed=f"{at}.{packed or apart}"),)
+    return (Entry(ours, (f"{at}.{apart}",), (f"{at}.{packed or apart}",), row=row),)
 
 
 def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tuple[Entry, ...]:

@@ -9,16 +9,14 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import (
     AuxField,
     DenseSize,
-    DenseSteps,
     FieldValue,
     HeadDim,
     KvHeads,
     ProjectionBias,
     Rotary,
-    WindowKinds,
-    WindowSwitch,
 )
 from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import DenseSteps, WindowKinds, WindowSwitch
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes, WindowSizes
 from moefold.moe.config import Aux
 

@@ -8,7 +8,6 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import (
     AuxField,
     DenseSize,
-    DenseSteps,
     ExpertNumber,
     FieldValue,
     HeadDim,
@@ -17,6 +16,7 @@ from moefold.model.families.fields import (
     Rotary,
     Unread,
 )
+from moefold.model.families.layer_kinds import DenseSteps
 from moefold.model.families.names import HF_SIZES, expert_names, gqa_names, llama_names
 from moefold.model.families.sizes import DenseListed, FreeGqaSizes
 from moefold.moe.config import Aux

@@ -4,7 +4,7 @@ Each part knows its rules, what it makes of a layer, and how it is read off a de
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -158,18 +158,24 @@ class WindowSizes(FreeGqaSizes):
     full_layers: tuple[int, ...] = ()
     """Numbers of the layers, from 0, that see all before them whatever the window."""
 
+    full_turn: ClassVar[bool] = True
+    """Whether full layers have positions beside a window."""
+
     def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
         """Return attention within the window, or to all before."""
         if self.window is None or layer in self.full_layers:
-            return super().attention(layer, rope, own)
+            placed = None if self.window and not self.full_turn else rope
+            return Gqa(**self.head_sizes, rope=placed, **own)
         return Windowed(**self.head_sizes, rope=rope, window=self.window, sinks=False, **own)
 
     def rules(self) -> Iterator[Violation]:
         """Full layers exist and stand once."""
         yield from super().rules()
         legal = sorted({n for n in self.full_layers if 0 <= n < self.layers and self.window})
+        legal = legal[:-1] if len(legal) == self.layers else legal
         if list(self.full_layers) != legal:
-            rule = f"must be increasing numbers from 0 to {self.layers - 1}, beside a window"
+            last = self.layers - 1
+            rule = f"must be increasing numbers from 0 to {last}, not all, beside a window"
             yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
 
     @classmethod
@@ -322,3 +328,21 @@ class GatedSharedSizes(FamilySizes):
         """Return the sizes that a decoder shows, the shared expert's too."""
         shared: Any = first_moe(decoder).shared
         return super().of(decoder) | {"shared_width": shared.width}
+
+
+class AnySharedSizes(FamilySizes):
+    """Sizes of a family that may have a shared expert, of any width."""
+
+    shared_width: Size | None = None
+    """Width of the shared expert; None is no such expert."""
+
+    @property
+    def width_of_shared(self) -> int | None:
+        """``shared_width``."""
+        return self.shared_width
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, the shared expert's too."""
+        width = getattr(first_moe(decoder).shared, "width", None)
+        return super().of(decoder) | {"shared_width": width}

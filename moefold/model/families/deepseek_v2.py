@@ -1,0 +1,63 @@
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, softmax in groups by their best expert."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    DenseSize,
+    FieldValue,
+    MethodGroups,
+    Only,
+    Rotary,
+    SequenceBalance,
+    SharedNumber,
+)
+from moefold.model.families.names import expert_names, latent_names, llama_names, shared_names
+from moefold.model.families.sigmoid import LATENT_FIELDS, LATENT_SIZES
+from moefold.model.families.sizes import DenseFirst, LatentSizes, SharedSizes
+from moefold.moe.config import Aux, Groups
+
+_ALPHA = 1e-3  # of released folders
+
+
+class DeepseekV2Shape(LatentSizes, SharedSizes, DenseFirst):
+    """Sizes of a DeepSeek-V2."""
+
+
+@MODEL.register
+class DeepseekV2(Family):
+    """A DeepSeek-V2; weights are never renormalised."""
+
+    family: Literal["deepseek_v2"] = "deepseek_v2"
+    shape: DeepseekV2Shape
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the weights of routed experts."""
+    groups: Groups | None = None
+    """Groups of experts that routing is limited to; a group's score is its best expert's."""
+    balance: Balance = (Aux(over="sequence", coefficient=_ALPHA),)
+    rope: Rope = Rope(layout="interleaved")
+
+    model_type = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
+    fixed_rope = "interleaved"
+    scales_softmax = True
+    router_own = {"renormalise": False}
+    router_fields = ("scale", "groups")
+    hf_sizes = LATENT_SIZES | {"first_k_dense_replace": "dense_layers"}
+    fields = (
+        *LATENT_FIELDS,
+        Rotary(1e4, "interleaved", scales_softmax=True),
+        SequenceBalance(_ALPHA, biased=False),
+        SharedNumber(),
+        DenseSize(),
+        MethodGroups(),
+        FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        Only("norm_topk_prob", False, (None,)),
+        Only("scoring_func", "softmax"),
+        Only("moe_layer_freq", 1),
+    )
+    tensors = (*llama_names(), *latent_names(), *expert_names(), *shared_names())

@@ -1,0 +1,77 @@
+"""ERNIE 4.5: softmax with a selection bias, weights over a sum of at least some number."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    RATE,
+    AuxField,
+    DenseSize,
+    FieldValue,
+    Follows,
+    KvHeads,
+    Only,
+    Rotary,
+    SharedNumber,
+)
+from moefold.model.families.layer_kinds import ExpertLayers
+from moefold.model.families.sizes import AnySharedSizes, DenseListed, GqaSizes
+from moefold.moe.config import Aux, Bias
+
+_THETA, _AUX = 5e5, 1e-3
+
+
+class Ernie45MoeShape(GqaSizes, AnySharedSizes, DenseListed):
+    """Sizes of an ERNIE 4.5."""
+
+
+@MODEL.register
+class Ernie45Moe(Family):
+    """An ERNIE 4.5."""
+
+    family: Literal["ernie4_5_moe"] = "ernie4_5_moe"
+    shape: Ernie45MoeShape
+    floor: Annotated[float, Field(ge=0)] = 1e-12
+    """The least that the sum of the chosen probabilities is taken for."""
+    balance: Balance = (Bias(rate=RATE), Aux(coefficient=_AUX))
+    rope: Rope = Rope(theta=_THETA, layout="interleaved")
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    tied: bool = True
+
+    model_type = "ernie4_5_moe"
+    architecture = "Ernie4_5_MoeForCausalLM"
+    fixed_rope = "interleaved"
+    router_own = {"selection_bias": True}
+    router_fields = ("floor",)
+    hf_sizes = {k: v for k, v in names.HF_SIZES.items() if v != "top_k"} | {
+        "moe_num_experts": "experts",
+        "moe_k": "top_k",
+        "moe_intermediate_size": "expert_width",
+    }
+    fields = (
+        KvHeads(),
+        Follows("head_dim", lambda model: model.shape.dims_per_head),
+        Rotary(_THETA, "interleaved"),
+        AuxField(_AUX, biased=True),
+        SharedNumber("moe_num_shared_experts", optional=True),
+        DenseSize(),
+        ExpertLayers(),
+        FieldValue("moe_norm_min", "floor", float, 1e-12),
+        Only("use_bias", False, (None,)),
+    )
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.expert_names(),
+        *names.bias_names(
+            "mlp.moe_statics.e_score_correction_bias",
+            "mlp.gate.moe_statics.e_score_correction_bias",
+            row=True,
+        ),
+        *names.shared_names(),
+    )

@@ -1,0 +1,76 @@
+"""K-EXAONE: windows in three layers of four, no positions in the others, DeepSeek-V3's router."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope, Size
+from moefold.model.config import MODEL
+from moefold.model.families.fields import (
+    BiasBalance,
+    DenseSize,
+    FieldValue,
+    HeadDim,
+    KvHeads,
+    Rotary,
+    SharedNumber,
+    Unread,
+)
+from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import DenseKinds, WindowKinds
+from moefold.model.families.names import (
+    HF_SIZES,
+    bias_names,
+    expert_names,
+    gqa_names,
+    llama_names,
+    shared_names,
+)
+from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
+
+
+def _full(config: ConfigReader, layer: int) -> bool:
+    return (layer + 1) % config.take("sliding_window_pattern", int, 4) == 0
+
+
+class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
+    """Sizes of a K-EXAONE; full layers have no positions."""
+
+    window: Size  # type: ignore[reportGeneralTypeIssues]
+    full_turn = False
+
+
+@MODEL.register
+class ExaoneMoe(SigmoidFamily):
+    """A K-EXAONE."""
+
+    family: Literal["exaone_moe"] = "exaone_moe"
+    shape: ExaoneMoeShape
+    rope: Rope = Rope()
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "exaone_moe"
+    architecture = "ExaoneMoeForCausalLM"
+    attention_own = {"qk_norm": "head"}
+    hf_sizes = HF_SIZES | {"num_experts": "experts", "moe_intermediate_size": "expert_width"}
+    fields = (
+        *ROUTER_FIELDS,
+        KvHeads(),
+        HeadDim(),
+        Rotary(1e4),
+        BiasBalance(),
+        SharedNumber("num_shared_experts"),
+        DenseKinds(stated="first_k_dense_replace"),
+        DenseSize(),
+        WindowKinds(_full, some=True),
+        FieldValue("routed_scaling_factor", "scale", float, 2.5),
+        Unread(("first_k_dense_replace", "sliding_window_pattern")),  # the kinds of layers say it
+    )
+    tensors = (
+        *llama_names(),
+        *gqa_names(qk_norm=True),
+        *expert_names(),
+        *bias_names("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        *shared_names(),
+    )

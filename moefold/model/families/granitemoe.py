@@ -1,0 +1,71 @@
+"""Granite MoE: four multipliers, softmax over the chosen, gate above up in one tensor."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.model.config import MODEL
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    AuxField,
+    FieldValue,
+    Follows,
+    KvHeads,
+    ProjectionBias,
+    Rotary,
+)
+from moefold.model.families.names import (
+    HF_SIZES,
+    gqa_names,
+    granite_names,
+    llama_names,
+    projection_bias_names,
+)
+from moefold.model.families.sizes import GqaSizes
+from moefold.moe.config import Aux
+
+_AUX = 1e-3
+Factor = Annotated[float, Field(gt=0)]
+
+
+class GranitemoeShape(GqaSizes):
+    """Sizes of a Granite MoE."""
+
+
+@MODEL.register
+class Granitemoe(Family):
+    """A Granite MoE."""
+
+    family: Literal["granitemoe"] = "granitemoe"
+    shape: GranitemoeShape
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    scale: Factor = 1.0
+    """Factor on attention's scores."""
+    residual_scale: Factor = 1.0
+    """Factor on what each half of a block adds."""
+    embed_scale: Factor = 1.0
+    """Factor on the embedding's rows."""
+    logits_divisor: Factor = 1.0
+    """What logits are divided by."""
+    balance: Balance = (Aux(coefficient=_AUX),)
+
+    model_type = "granitemoe"
+    architecture = "GraniteMoeForCausalLM"
+    router_own = {"order": "topk_first"}
+    attention_fields = ("bias", "scale")
+    block_fields = ("residual_scale",)
+    decoder_fields = ("embed_scale", "logits_divisor")
+    hf_sizes = HF_SIZES | {"num_local_experts": "experts", "intermediate_size": "expert_width"}
+    fields = (
+        KvHeads(),
+        Follows("head_dim", lambda model: model.shape.dims_per_head),
+        Rotary(1e4),
+        AuxField(_AUX),
+        ProjectionBias("attention_bias", False, "all"),
+        FieldValue("attention_multiplier", "scale", float, 1.0),
+        FieldValue("residual_multiplier", "residual_scale", float, 1.0),
+        FieldValue("embedding_multiplier", "embed_scale", float, 1.0),
+        FieldValue("logits_scaling", "logits_divisor", float, 1.0),
+    )
+    tensors = (*llama_names(), *gqa_names(), *projection_bias_names("qkvo"), *granite_names())

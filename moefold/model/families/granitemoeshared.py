@@ -1,0 +1,24 @@
+"""Granite MoE with a shared expert of any width, or none."""
+
+from typing import Literal
+
+from moefold.model.config import MODEL
+from moefold.model.families.fields import OptionalWidth
+from moefold.model.families.granitemoe import Granitemoe
+from moefold.model.families.sizes import AnySharedSizes, GqaSizes
+
+
+class GranitemoesharedShape(GqaSizes, AnySharedSizes):
+    """Sizes of a Granite MoE with a shared expert."""
+
+
+@MODEL.register
+class Granitemoeshared(Granitemoe):
+    """A Granite MoE with a shared expert."""
+
+    family: Literal["granitemoeshared"] = "granitemoeshared"  # type: ignore[assignment]
+    shape: GranitemoesharedShape  # type: ignore[assignment]
+
+    model_type = "granitemoeshared"
+    architecture = "GraniteMoeSharedForCausalLM"
+    fields = (*Granitemoe.fields, OptionalWidth("shared_intermediate_size"))

@@ -1,0 +1,65 @@
+"""Hunyuan-Large's line (arXiv 2411.02265): norms on heads after rotation, one shared expert."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.model.config import MODEL
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import HeadDim, KvHeads, ProjectionBias, Rotary, Unread
+from moefold.model.families.names import (
+    HF_SIZES,
+    attention_names,
+    expert_names,
+    gqa_names,
+    llama_names,
+    projection_bias_names,
+    shared_names,
+)
+from moefold.model.families.sizes import FreeGqaSizes
+
+
+class HunyuanV1MoeShape(FreeGqaSizes):
+    """Sizes of a Hunyuan."""
+
+    @property
+    def width_of_shared(self) -> int:
+        """As wide as a routed expert."""
+        return self.expert_width
+
+
+@MODEL.register
+class HunyuanV1Moe(Family):
+    """A Hunyuan; weights are always renormalised."""
+
+    family: Literal["hunyuan_v1_moe"] = "hunyuan_v1_moe"
+    shape: HunyuanV1MoeShape
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    balance: Balance = ()
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "hunyuan_v1_moe"
+    architecture = "HunYuanMoEV1ForCausalLM"
+    attention_own = {"qk_norm": "head", "norm_after_rope": True}
+    attention_fields = ("bias",)
+    hf_sizes = {k: v for k, v in HF_SIZES.items() if v != "top_k"} | {
+        "num_experts": "experts",
+        "moe_topk": "top_k",
+        "intermediate_size": "expert_width",
+    }
+    fields = (
+        KvHeads(),
+        HeadDim(),
+        Rotary(1e4),
+        ProjectionBias("attention_bias", False, "all"),
+        Unread(("eod_token_id",)),
+    )
+    tensors = (
+        *llama_names(),
+        *gqa_names(),
+        *attention_names({"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
+        *projection_bias_names("qkvo"),
+        *expert_names("gate.wg.weight", "gate.wg.weight"),
+        *shared_names("shared_mlp"),
+    )

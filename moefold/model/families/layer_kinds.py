@@ -1,0 +1,135 @@
+"""Fields of a ``config.json`` that say of which kind each layer is: dense, or with a window."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moefold.model.families.fields import ConfigField, Values
+from moefold.model.families.hub import ConfigReader
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class DenseKinds(ConfigField):
+    """``mlp_layer_types``: for each layer ``dense`` or ``sparse``; absent, the first are dense."""
+
+    first: int = 1
+    stated: str | None = None
+    """The field that says how many are dense where no kinds are stated."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense ones."""
+        layers = config.take("num_hidden_layers", int)
+        first = config.take(self.stated, int, self.first) if self.stated else self.first
+        default = ["dense"] * first + ["sparse"] * (layers - first)
+        kinds = config.take("mlp_layer_types", list, default[:layers])
+        if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+            config.refuse(f"mlp_layer_types is not dense or sparse for each of {layers} layers")
+        return {"shape.dense_layers": tuple(n for n, k in enumerate(kinds) if k == "dense")}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list."""
+        dense, layers = model.shape.dense, range(model.shape.layers)
+        return {"mlp_layer_types": ["dense" if n in dense else "sparse" for n in layers]}
+
+
+@dataclass(frozen=True)
+class DenseSteps(ConfigField):
+    """``mlp_only_layers`` and ``decoder_sparse_step``, of which layers with experts follow."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense layers."""
+        step = config.take("decoder_sparse_step", int, 1)
+        if step < 1:
+            config.refuse(f"decoder_sparse_step is {step}, less than 1")
+            step = 1
+        named = config.take("mlp_only_layers", list, [])
+        layers = range(config.take("num_hidden_layers", int))
+        return {"shape.dense_layers": tuple(n for n in layers if n in named or (n + 1) % step)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list, and a step that adds none to it."""
+        return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.shape.dense_layers)}
+
+
+@dataclass(frozen=True)
+class ExpertLayers(ConfigField):
+    """First and last layer with experts, and the step between them."""
+
+    start: str = "moe_layer_start_index"
+    end: str = "moe_layer_end_index"
+    step: str = "moe_layer_interval"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense layers."""
+        layers, step = config.take("num_hidden_layers", int), config.take(self.step, int, 1)
+        start, end = config.take(self.start, int, 1), config.take(self.end, int, -1)
+        sparse = self.sparse(start, layers - 1 if end == -1 else end, max(1, step), layers)
+        return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
+
+    @staticmethod
+    def sparse(start: int, end: int, step: int, layers: int) -> list[int]:
+        """Return the layers with experts."""
+        return [n for n in range(layers) if start <= n <= end and (n + 1) % step == 0]
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return three numbers that say so.
+
+        Raises:
+            ValueError: where none do.
+        """
+        layers = model.shape.layers
+        wanted = [n for n in range(layers) if n not in model.shape.dense]
+        for step in range(1, layers + 1):
+            if self.sparse(wanted[0], wanted[-1], step, layers) == wanted:
+                return {self.start: wanted[0], self.end: wanted[-1], self.step: step}
+        raise ValueError(f"layers with experts {wanted} are no first, last and step of this family")
+
+
+@dataclass(frozen=True)
+class WindowKinds(ConfigField):
+    """``sliding_window`` and ``layer_types``: for each layer full or sliding attention."""
+
+    full: Callable[[ConfigReader, int], bool]
+    """Whether a layer is full where no kinds are stated."""
+    some: bool = False
+    """Whether a window without a sliding layer is refused: full layers beside one differ."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the window, and the numbers of the full layers; without a sliding one, neither."""
+        window = config.take("sliding_window", int, None)
+        layers = config.take("num_hidden_layers", int)
+        usual = [FULL if self.full(config, n) else SLIDING for n in range(layers)]
+        kinds = config.take("layer_types", list, usual)
+        if len(kinds) != layers or not {FULL, SLIDING}.issuperset(kinds):
+            config.refuse(f"layer_types is not {FULL} or {SLIDING} for each of {layers} layers")
+        if SLIDING not in kinds:
+            if self.some and window is not None:
+                config.refuse("sliding_window is stated, and layer_types has no sliding layer")
+            return {}
+        if window is None:
+            config.refuse("layer_types has sliding layers, and sliding_window is missing")
+        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
+        return {"shape.window": window, "shape.full_layers": full}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return both."""
+        shape = model.shape
+        full = range(shape.layers) if shape.window is None else shape.full_layers
+        kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
+        return {"sliding_window": shape.window, "layer_types": kinds}
+
+
+@dataclass(frozen=True)
+class WindowSwitch(ConfigField):
+    """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Leave them out."""
+        config.skip("use_sliding_window", "max_window_layers")
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return whether a window is there."""
+        return {"use_sliding_window": model.shape.window is not None}
