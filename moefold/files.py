@@ -96,11 +96,11 @@ def make_folder(path: Path) -> list[Path]:
     return new
 
 
-def free_folder(name: str, parent: str | Path = "runs") -> Path:
-    """Return ``parent/name``, or ``parent/name-2`` and so on where that is taken."""
-    folder, number = Path(parent) / name, 2
+def free_folder(name: str) -> Path:
+    """Return ``runs/name``, or ``runs/name-2`` and so on where that is taken."""
+    folder, number = Path("runs") / name, 2
     while folder.exists() and any(folder.iterdir()):
-        folder, number = Path(parent) / f"{name}-{number}", number + 1
+        folder, number = Path("runs") / f"{name}-{number}", number + 1
     return folder
 
 

@@ -77,8 +77,8 @@ class Recorder:
     ``waited_s`` adds up the seconds in which this rank could do nothing but wait for others.
     """
 
-    def __init__(self, keep: int = KEPT, mark: Mark | None = None) -> None:
-        """Keep the last ``keep`` operations; totals are kept for all.
+    def __init__(self, mark: Mark | None = None) -> None:
+        """Keep the last ``KEPT`` operations; totals are kept for all.
 
         ``mark`` is for a device that executes operations after the call has returned: it marks the
         end of what is queued, and what it returns says whether the device is past it.
@@ -87,7 +87,7 @@ class Recorder:
         self.alter: Alter | None = None
         self.totals: dict[Site, Total] = {}
         self.waited_s = 0.0
-        self._last: deque[CallRecord] = deque(maxlen=keep)
+        self._last: deque[CallRecord] = deque(maxlen=KEPT)
         self._begun: dict[str, int] = {}
         self._open: dict[tuple[str, int], Open] = {}
         self._mark = mark

@@ -59,16 +59,13 @@ def own_connection(time_out_s: float) -> TCPStore:
     return connect(**MEETING, time_out_s=time_out_s)
 
 
-def join(
-    spot: Spot, time_out_s: float, device: str = "cpu", meet_s: float = MEET_S
-) -> torch.device:
+def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
     """Make the process group of all ranks: gloo on a CPU, NCCL on CUDA.
 
     Args:
         spot: this rank's place.
         time_out_s: how long ranks wait for each other, in every operation.
         device: ``cpu`` or ``cuda``; of several CUDA devices, the one of the local rank.
-        meet_s: how long they wait to meet, at least the time-out.
 
     Returns:
         The device of this rank.
@@ -92,7 +89,7 @@ def join(
                 "the CPU with CUDA_VISIBLE_DEVICES= (empty)"
             )
         torch.cuda.set_device(here)
-    meet_s = max(time_out_s, meet_s)
+    meet_s = max(time_out_s, MEET_S)
     store = PrefixStore(f"attempt {spot.attempt}", connect(spot.address, spot.port, meet_s))
     try:
         store.set(f"here/{spot.rank}", "")

@@ -57,15 +57,11 @@ class Timeline:
         return tuple(sum(span.end - span.start for span in line) for line in self.spans)
 
 
-def simulate(
-    table: Table, costs: Costs | Sequence[Costs] | None = None, transfer: float = 0.0
-) -> Timeline:
-    """Return the timeline of a table.
+def simulate(table: Table, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
+    """Return the timeline of a table, whose results are on other ranks at once.
 
     Args:
         costs: of every stage alike (the default: F = I = W = 1), or one per stage.
-        transfer: time from the end of a step until its result is on another rank; it keeps no
-            rank busy.
 
     Raises:
         Deadlock: where the table cannot run to its end.
@@ -77,10 +73,8 @@ def simulate(
     spans: list[list[Span]] = [[] for _ in range(table.ranks)]
     ended: dict[ActionResult, float] = {}
     for rank, step in topological_steps(table):
-        start = spans[rank][-1].end if spans[rank] else 0.0
-        for need in table.step_needs(rank, step):
-            away = transfer if table.home(need.stage) != rank else 0.0
-            start = max(start, ended[need] + away)
+        before = spans[rank][-1].end if spans[rank] else 0.0
+        start = max([before, *(ended[need] for need in table.step_needs(rank, step))])
         took = (each[table.stage(rank, one.chunk)].work(one.kind) for one in actions_of(step))
         end = start + sum(took)
         spans[rank].append(Span(step, start, end))

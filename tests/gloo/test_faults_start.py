@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moefold.comm import rendezvous
 from moefold.comm.environment import Spot
 from moefold.comm.rendezvous import join, serve
 from tests.gloo.harness import run_ranks
@@ -17,8 +18,9 @@ def alone(rank: int) -> str:
     dist.destroy_process_group()
     store = serve(0, 20.0)
     store.set_timeout(timedelta(seconds=20))
-    with pytest.raises(RuntimeError) as caught:
-        join(Spot(0, 3, 0, "127.0.0.1", store.port, served=True), 2.0, meet_s=2.0)
+    with pytest.raises(RuntimeError) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "MEET_S", 2.0)
+        join(Spot(0, 3, 0, "127.0.0.1", store.port, served=True), 2.0)
     return str(caught.value)
 
 
