@@ -23,6 +23,7 @@ from moefold.moe.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
+from moefold.spec.quantised import quantise_misfits
 from moefold.spec.tuning import freeze, freeze_misfits
 from moefold.training.config import Train
 from moefold.training.hooks.config import Watch
@@ -72,6 +73,8 @@ class Run(Record):
             if not misfits:
                 found = freeze_misfits(self._described(), self.train.freeze)
                 yield from (violation.under("train", "freeze") for violation in found)
+                if not any(self.layout.rules()):
+                    yield from quantise_misfits(self.decoder(), self.layout.split)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))
@@ -91,7 +94,10 @@ class Run(Record):
 
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
-        return freeze(self._described(), self.train.freeze)
+        decoder = freeze(self._described(), self.train.freeze)
+        if self.train.quantise is None:
+            return decoder
+        return decoder.model_copy(update={"quantise": self.train.quantise})
 
     def _described(self) -> Decoder:
         """Return the model before it is said what of it is trained."""

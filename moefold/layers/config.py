@@ -222,6 +222,72 @@ class Auto(Record):
         return float(self.limit[:-2]) * (1e9 if self.limit.endswith("GB") else 1e6)
 
 
+QUANTISE = Slot("number format of weight products")
+
+
+class Quantise(Record):
+    """Weight products of blocks in few bits; what is no such product stays in ``precision``."""
+
+    kind: str
+    keep_first: Annotated[int, Field(ge=0)] = 0
+    """Blocks at the beginning that stay wide."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Blocks at the end that stay wide."""
+    keep: tuple[str, ...] = ()
+    """Patterns of global names of weights that stay wide, such as ``*.attention.*``."""
+    wgrad: Literal["narrow", "wide"] = "narrow"
+    """Whether the product of a weight's gradient reads codes too."""
+    block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    """Elements of a block along what is summed; the published number where left out."""
+
+    @property
+    def rule(self) -> str | None:
+        """The rule for scales; None is the kind's only one."""
+        return None
+
+
+@QUANTISE.register
+class Fp8Tensor(Quantise):
+    """FP8 with a scale of each matrix, and of each expert's: E4M3, gradients of rows E5M2."""
+
+    kind: Literal["fp8_tensor"] = "fp8_tensor"
+
+
+@QUANTISE.register
+class Fp8Block(Quantise):
+    """E4M3 in blocks of 1 x 128, and 128 x 128 of weights."""
+
+    kind: Literal["fp8_block"] = "fp8_block"
+    scales: Literal["power", "fp32"] = "power"
+    """Powers of two, or as they are."""
+
+    @property
+    def rule(self) -> str:
+        """The rule for scales."""
+        return self.scales
+
+
+@QUANTISE.register
+class Mxfp8(Quantise):
+    """E4M3 in blocks of 1 x 32 with scales of E8M0."""
+
+    kind: Literal["mxfp8"] = "mxfp8"
+    scales: Literal["up", "floor"] = "up"
+    """How a scale becomes a power of two: rounded up, or by OCP's rule."""
+
+    @property
+    def rule(self) -> str:
+        """The rule for scales."""
+        return self.scales
+
+
+@QUANTISE.register
+class Nvfp4(Quantise):
+    """E2M1 in blocks of 1 x 16, and 16 x 16 of weights; gradients of rows rounded by chance."""
+
+    kind: Literal["nvfp4"] = "nvfp4"
+
+
 Precision = Literal["bf16", "fp32", "fp64"]
 """``bf16`` computes in bfloat16 from fp32 master weights; ``fp64`` is for proofs."""
 Asked = Literal["auto", "bf16", "fp32", "fp64"]

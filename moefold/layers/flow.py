@@ -22,9 +22,10 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
+from moefold.kernels.scaled.products import NarrowOperand
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
-from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.precision import Narrow, PrecisionPolicy
 from moefold.layers.recompute import Decisions, Recompute
 from moefold.layers.rope import Angles
 from moefold.layers.unshard import RESIDENT, UnshardHooks
@@ -126,6 +127,10 @@ class Flow:
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""
         return self.recipe.operand(weight, dtype)
+
+    def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> NarrowOperand:
+        """Return a parameter as products on codes take it; see :class:`PrecisionPolicy`."""
+        return self.recipe.narrow_operand(weight, narrow, self.rows.token_T[:1], groups)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass and kind."""

@@ -11,10 +11,12 @@ from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import add_bias, linear
 from moefold.kernels.lookup import fused as kernels
 from moefold.kernels.operand import Operand
+from moefold.kernels.scaled.products import scaled_product
 from moefold.layers.flow import Flow
+from moefold.layers.precision import Products
 
 
-class Linear(nn.Module):
+class Linear(Products):
     """``y_TO = x_TI w_OI^T``, and a bias where asked; the weight is the master parameter.
 
     Where tensor ranks share its outputs each computes some of them; where they share its inputs
@@ -32,6 +34,9 @@ class Linear(nn.Module):
 
     def product(self, x_TI: Tensor, flow: Flow) -> Tensor:
         """Return the rows times the weight alone."""
+        if (narrow := self.narrow.get("weight")) is not None:
+            weight = flow.narrow_operand(self.weight, narrow)
+            return scaled_product(x_TI, weight, flow.rows.n_valid, flow.sink)
         return linear(x_TI, flow.operand(self.weight), n_valid=flow.n_valid, sink=flow.sink)
 
     def shift(self, y_TO: Tensor, flow: Flow) -> Tensor:

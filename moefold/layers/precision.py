@@ -1,13 +1,32 @@
 """What number format products run in, and the compute copies of the weights."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
+from moefold.kernels.scaled.products import Draw, NarrowOperand, NarrowWeight, Recipe
 from moefold.layers.config import Precision
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class Narrow(NamedTuple):
+    """That products of a weight read codes, and of what kind."""
+
+    recipe: Recipe
+    number: int
+    """Of the weight in the model, for stochastic rounding."""
+
+
+class Products(nn.Module):
+    """A module that multiplies by its weights: a recipe may say that it does so on codes."""
+
+    narrow: Mapping[str, Narrow] = {}
+    """Of its parameters, by their names in it."""
 
 
 class PrecisionPolicy:
@@ -23,6 +42,9 @@ class PrecisionPolicy:
         self.master_dtype = torch.promote_types(self.dtype, torch.float32)
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._codes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.seed, self.step = 0, 0
+        """What stochastic rounding draws by."""
 
     def give(self, weight: Tensor, value: Tensor) -> None:
         """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
@@ -54,6 +76,37 @@ class PrecisionPolicy:
             held = (weight._version, weight.detach(), weight.detach().to(dtype))
             self._copies[weight] = held
         return Operand(weight, held[2])
+
+    def narrow_operand(
+        self, weight: Tensor, narrow: Narrow, first: Tensor, groups: int = 0
+    ) -> NarrowOperand:
+        """Return the weight as products on codes take it.
+
+        Codes are made of the values that wide products would read, once per change of a weight that
+        is here, and in each pass of one that is brought from other ranks.
+
+        Args:
+            weight: the parameter.
+            narrow: kind and number.
+            first: int64 [1], number of the first row in the step.
+            groups: leading dims that count matrices; those after them are outputs.
+        """
+
+        def codes() -> NarrowWeight:
+            if (value := self._given.get(weight)) is not None:
+                value = _as_asked(value, weight.dtype, self.dtype)
+                return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe)
+            held = self._codes.get(weight)
+            fresh = held is not None and held[0] == weight._version and weight.is_set_to(held[1])
+            if held is None or not fresh:
+                value = weight.detach().to(self.dtype).flatten(groups, -2)
+                made = NarrowWeight.of(value, narrow.recipe)
+                held = (weight._version, weight.detach(), made)
+                self._codes[weight] = held
+            return held[2]
+
+        draw = Draw((self.seed, narrow.number), self.step, first)
+        return NarrowOperand(weight, codes, draw)
 
 
 def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
-from moefold.layers.config import ATTENTION, FFN, Size
+from moefold.layers.config import ATTENTION, FFN, QUANTISE, Size
 
 MODEL = Slot("model family", tag="family")
 MAX_LAYERS = 10_000
@@ -65,6 +65,8 @@ class Decoder(Record):
     """Longest sequence it is meant for, in tokens; written at export, changes no maths."""
     frozen: tuple[str, ...] = ()
     """Parameters outside the blocks that are not trained."""
+    quantise: Annotated[Record, QUANTISE] | None = None
+    """Number format of weight products, as training sets it."""
     family: str | None = None
     """``model_type`` that it is written as where several families have its description."""
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.kernels.grouped.choose import GroupedKernel, choose
+from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.layers.flow import Flow
+from moefold.layers.precision import Products
 
 
-class Experts(nn.Module):
+class Experts(Products):
     """E experts of width F, run at once by a grouped product or one after another."""
 
     def __init__(self, experts: int, hidden: int, width: int, kernel: str) -> None:
@@ -30,6 +32,16 @@ class Experts(nn.Module):
 
         Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
         """
+        if self.narrow:
+            w_in, w_out = (
+                flow.narrow_operand(getattr(self, name), narrow, groups=1)
+                for name, narrow in self.narrow.items()
+            )
+
+            def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
+                return narrow_ffn(x_RD, w_in, w_out, offs_E, flow.sink, probs_R)
+
+            return flow.recompute.run("experts", experts, x_RD, probs_R)
         w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
         again = flow.recompute.wants("experts")

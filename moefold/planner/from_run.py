@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Auto, Context, Full, Kind, Selective, faster
+from moefold.layers.config import Auto, Context, Full, Kind, Quantise, Selective, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
@@ -198,7 +198,8 @@ def of_run(
     if asked == "fp64":
         raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
     found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
-    precision = cast("Recipe", found)
+    narrow = run.train.quantise
+    precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
     size = batch or run.train.batch
     notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
     task = TrainingTask(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.config.base import Record
-from moefold.layers.config import Precision
+from moefold.layers.config import Precision, Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, patterns
 from moefold.parallel.config import Layout
@@ -19,6 +19,8 @@ from moefold.run import Run
 from moefold.spec.layer import LayerSpec, rounded_up
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
+BLOCK = 4
+"""Elements of a quantised block: several in each matrix."""
 CLIP = 0.05
 """Largest gradient norm of a shrunk run that clips: always exceeded, so that the factor is seen."""
 RATE = 0.01
@@ -82,6 +84,9 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
         "init_std": 0.3,
         "init_out_scale": 1.0,
     }
+    if isinstance(decoder.quantise, Quantise):
+        few = {"block": BLOCK, "keep_first": 0, "keep_last": 0, "keep": ()}
+        changed["quantise"] = decoder.quantise.model_copy(update=few)
     return decoder.model_copy(update=changed)
 
 

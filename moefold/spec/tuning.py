@@ -33,7 +33,8 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
 
 
 def trainable(decoder: Decoder) -> Decoder:
-    """Return a decoder of which nothing is frozen."""
+    """Return a decoder of which nothing is frozen, and no product quantised."""
+    decoder = decoder.model_copy(update={"quantise": None}) if decoder.quantise else decoder
     if not decoder.frozen and not any(block.frozen for block in decoder.blocks):
         return decoder
     blocks = (block.model_copy(update={"frozen": ()}) for block in decoder.blocks)

@@ -14,11 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.kernels.fused import why_not
+from moefold.layers.config import Quantise
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.time import orthogonal_flops
 from moefold.spec.decoder import model_weights
 from moefold.spec.layer import words_of
+from moefold.spec.quantised import narrow_weights
 from moefold.training.trainer import Trainer
 from moefold.training.words import clock, count, plural, si, size, step_time
 
@@ -173,6 +175,12 @@ def _paths(job: Trainer) -> Iterator[Row]:
     masters = "" if master == str(dtype).removeprefix("torch.") else f" from {master} masters"
     settled = f"{job.precision.why}; here {job.precision.said}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
+    if isinstance(quantise := job.run.train.quantise, Quantise):
+        number = len(narrow_weights(job.run.decoder()))
+        yield (
+            "quantise",
+            f"products of {number} weights in {quantise.kind}, emulated in plain torch",
+        )
     kernels = {}
     for i, mixture in job.model.mixtures():
         kernel = mixture.experts.kernel(dtype, job.device)

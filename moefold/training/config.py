@@ -8,7 +8,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.slot import Slot
-from moefold.layers.config import Asked, Size
+from moefold.layers.config import QUANTISE, Asked, Size
 
 NONFINITE = Slot("policy on a non-finite step")
 
@@ -50,6 +50,9 @@ class Train(Record):
     """Sequences per forward and backward."""
     precision: Asked = "auto"
     """Of products; ``auto`` is bf16 where its products are faster than fp32's, else fp32."""
+    quantise: Annotated[Record, QUANTISE] | None = None
+    """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,
+    ``fp8_tensor``; none: in ``precision``."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()

@@ -289,6 +289,7 @@ class Trainer:
         started, waited = time.perf_counter(), self.world.recorder.waited_s
         run, step, place = self.run, self.progress.step, self.progress.place()
         self.place = place
+        self.model.recipe.seed, self.model.recipe.step = run.seed, step
         given = self.loader.step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:

@@ -10,7 +10,13 @@ from moefold.kernels.gradients import Deferred
 from moefold.kernels.quantise.blocks import encode, format_of
 from moefold.kernels.quantise.hadamard import matrix
 from moefold.kernels.quantise.philox import chance
-from moefold.kernels.scaled.products import Draw, NarrowWeight, Recipe, scaled_product
+from moefold.kernels.scaled.products import (
+    Draw,
+    NarrowOperand,
+    NarrowWeight,
+    Recipe,
+    scaled_product,
+)
 from tests.quantise_loop import decoded
 
 KINDS = [
@@ -100,7 +106,7 @@ def test_b51_the_three_products_equal_loops(recipe: Recipe, outputs: int) -> Non
         made = NarrowWeight.of(w, recipe)
         offs = ends if isinstance(ends, int) else torch.tensor(ends, dtype=torch.int32)
         sink = Deferred()
-        y = scaled_product(rows, master, lambda made=made: made, offs, sink, DRAW)
+        y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, DRAW), offs, sink)
         y.backward(dy)
         assert sink.drain() == 1 and rows.grad is not None and master.grad is not None
         assert not y[21:].any() and not rows.grad[21:].any()

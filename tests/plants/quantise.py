@@ -1,4 +1,4 @@
-"""Plants B50 and B51: codes and scales of few bits, and products on them."""
+"""Plants B50, B51 and B52: codes and scales of few bits, products on them, training with them."""
 
 from tests.plants.plant import Plant
 
@@ -163,5 +163,40 @@ PLANTS = (
         PRODUCTS,
         "(2 * self.key[1] + use) & MASK",
         "(2 * self.key[1]) & MASK",
+    ),
+    Plant(
+        "b52",
+        "codes stay as they were before an update",
+        "tests/gloo/test_proof_quantise.py::"
+        "test_b52_few_bits_compute_on_two_ranks_what_one_computes",
+        "layers/precision.py",
+        "            if held is None or not fresh:\n                value = weight",
+        "            if held is None:\n                value = weight",
+    ),
+    Plant(
+        "b52",
+        "the router reads codes",
+        "tests/pure/test_spec_quantised.py::"
+        "test_b52_products_of_blocks_are_narrow_and_nothing_else",
+        "spec/quantised.py",
+        "operation.matmuls if not operation.wide else ()",
+        "operation.matmuls",
+    ),
+    Plant(
+        "b52",
+        "draws are by the steps of this process",
+        "tests/cpu/test_training_quantise.py::"
+        "test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one",
+        "training/trainer.py",
+        "self.model.recipe.seed, self.model.recipe.step = run.seed, step",
+        "self.model.recipe.seed, self.model.recipe.step = run.seed, self.model.recipe.step + 1",
+    ),
+    Plant(
+        "b52",
+        "experts stay wide",
+        "tests/cpu/test_training_quantise.py::test_b52_gradients_are_near_and_not_equal",
+        "moe/experts.py",
+        "        if self.narrow:",
+        "        if self.narrow and False:",
     ),
 )

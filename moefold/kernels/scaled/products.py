@@ -92,26 +92,30 @@ def times(a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
     return y_NM
 
 
+class NarrowOperand(NamedTuple):
+    """A weight as products on codes see it."""
+
+    master: Tensor
+    """The parameter, which receives the gradient; its leading dims flatten to [(E,) O]."""
+    codes: Callable[[], NarrowWeight]
+    """Gives its codes, in forward and again in backward."""
+    draw: Draw
+    """What stochastic rounding of its rows' gradient draws from."""
+
+
 def scaled_product(
-    x_NI: Tensor,
-    master: Tensor,
-    codes: Callable[[], NarrowWeight],
-    ends: Tensor | int,
-    sink: GradientSink,
-    draw: Draw,
+    x_NI: Tensor, weight: NarrowOperand, ends: Tensor | int, sink: GradientSink
 ) -> Tensor:
     """Return ``y_NO`` in the dtype of the rows.
 
     Args:
         x_NI: rows.
-        master: the parameter, which receives the gradient; its leading dims flatten to [(E,) O].
-        codes: gives the weight's codes, in forward and again in backward.
+        weight: its codes, and where they come from.
         ends: how many rows count, the first ones; or int32 end row of each group. Rows past the
             end are never read; their outputs and gradients are zero.
         sink: where the weight's gradient goes.
-        draw: what stochastic rounding draws from.
     """
-    return _Scaled.apply(x_NI, master, codes, ends, sink, draw)
+    return _Scaled.apply(x_NI, weight.master, weight.codes, ends, sink, weight.draw)
 
 
 class _Scaled(torch.autograd.Function):

@@ -1,0 +1,53 @@
+"""Training with weight products in few bits: what it computes, and that it is the same again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.layers.config import QUANTISE, Full, Selective
+from moefold.moe.config import Router
+from tests.cpu.runs import equal, job_of, weights
+from tests.cpu.small import GQA, decoder, gradients, model_of, moe, padded_rows, relative
+
+KINDS = {"fp8_tensor": 0.3, "fp8_block": 0.25, "mxfp8": 0.25, "nvfp4": 0.85}
+"""Largest errors of gradients: start values as large as these magnify roundings fivefold."""
+
+
+def grads(kind: str | None, recompute: Any = None) -> dict[str, torch.Tensor]:
+    every = moe(router=Router(experts=8, top_k=8))  # whose choice no rounding changes
+    record = decoder(GQA, every, every)
+    if kind is not None:
+        record = record.model_copy(update={"quantise": QUANTISE.kinds[kind]()})
+    model = model_of(record, "fp32")
+    gradients(model, [padded_rows((9, 17), 6)], recompute, 16)
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
+    """And recompute of blocks and of experts gives the same bits."""
+    wide, narrow = grads(None), grads(kind)
+    assert wide.keys() == narrow.keys()
+    for name in ("layers.1.moe.experts.w_in", "layers.1.attention.o.weight"):
+        assert 0.05 < relative(narrow[name], wide[name]) < KINDS[kind], name
+    for recompute in (Full(), Selective(modules=("experts",))):
+        again = grads(kind, recompute)
+        assert all(torch.equal(again[name], narrow[name]) for name in narrow)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, at: int) -> None:
+    """Draws are by seed and step. Plant: by how many steps this process made."""
+    changes: dict[str, Any] = {"train": {"steps": 4, "quantise": "nvfp4"}}
+    with job_of(tmp_path, "whole", **changes) as job:
+        job.train()
+        whole = weights(job)
+    with job_of(tmp_path, "broken", **changes) as job:
+        job.last_step = at
+        job.train()
+    with job_of(tmp_path, "broken", **changes) as job:
+        assert job.step_number == at
+        job.train()
+        assert equal(weights(job), whole) == []
