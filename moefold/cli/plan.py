@@ -168,6 +168,8 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         f"; bound by {layout.binds}",
     )
     memory = {name: value / GB for name, value in layout.memory.parts.items()}
+    for name, value in layout.memory.elsewhere.items():
+        yield Text(f"  {name}: {value / GB:,.1f} GB per rank", style="dim")
     grid = Table.grid(padding=(0, 4))
     grid.add_row(
         _bars("memory, GB", memory, "{:,.1f}".format),
@@ -209,7 +211,9 @@ def _policies(layout: PlannedLayout) -> str:
     if keeping.offload:
         said.append(f"offload {'+'.join(sorted(keeping.offload))}")
     if keeping.optimizer_offload:
-        said.append("optimizer on the host")
+        said.append(f"optimizer on the {'disk' if keeping.state_on_disk else 'host'}")
+    if keeping.state_step:
+        said.append(f"updated by the {keeping.state_step}")
     return ", ".join(said)
 
 

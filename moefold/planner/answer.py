@@ -311,6 +311,9 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         said["recompute"] = {"kind": "full"}
     elif keeping.recompute:
         said["recompute"] = {"kind": "selective", "modules": sorted(keeping.recompute)}
+    if keeping.state_step is not None:
+        at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}
+        said["state"] = {**at, "step": keeping.state_step, "share": keeping.optimizer_offload}
     return {
         "train": {
             "batch": layout.case.batch,

@@ -76,7 +76,10 @@ class Keeping:
     offload_share: float = 1.0
     """Share of their bytes that goes."""
     optimizer_offload: float = 0.0
-    """Share of master weights and moments that lies on the host."""
+    """Share of master weights and moments that lies on the host, or on disk."""
+    state_step: Literal["device", "host"] | None = None
+    """Who updates that, as ``layout.state`` says; None is the host's step of other software."""
+    state_on_disk: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no stage, no module or no share."""

@@ -171,7 +171,9 @@ class Choice:
             found.append(f"dispatch {self.dispatch}")
         known = {*get_args(Kind), "block"}
         found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
-        if self.keeping.offload or self.keeping.optimizer_offload:
+        if self.keeping.offload or (
+            self.keeping.optimizer_offload and self.keeping.state_step is None
+        ):
             found.append("offload")
         return tuple(found)
 
@@ -254,6 +256,9 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
             zero=layout.zero,
             zero_ranks=layout.zero_ranks,
             recompute=recomputed(layout.recompute),
+            optimizer_offload=layout.state.share if layout.state.away else 0.0,
+            state_step=layout.state.step if layout.state.away else None,
+            state_on_disk=layout.state.at == "disk",
         ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,

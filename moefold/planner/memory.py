@@ -82,6 +82,15 @@ class Memory:
     """Share of what tensors take."""
     moments: tuple[Moment, ...] = field(repr=False)
     """The step in order."""
+    tier: str = "host"
+    """Where state lies that is not on the device."""
+
+    @property
+    def elsewhere(self) -> dict[str, float]:
+        """Bytes that lie on the host or on disk between steps, by part and place."""
+        state, place = self.state, f"on {self.tier}"
+        found = {"master": state.away_master, "moments": state.away_moments}
+        return {f"{name} {place}": value for name, value in found.items() if value}
 
     @cached_property
     def fullest(self) -> Moment:
@@ -103,7 +112,7 @@ class Memory:
         """The total by part."""
         moment = self.fullest
         return {
-            **vars(self.state),
+            **self.state.here,
             "gradients": moment.gradients,
             "activations": moment.activations,
             **({"operands": moment.operands} if any(m.operands for m in self.moments) else {}),
@@ -124,9 +133,10 @@ def _memory(case: Case, rank: int) -> Memory:
         Moment(str(step), *stage.needs(running))
         for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
     ]
-    moments.append(Moment("step", 0.0, 0.0, 0.0, stage.state.gradients))
+    moments.append(Moment("step", 0.0, 0.0, stage.coming, stage.state.gradients))
     software = software_of(case)
-    return Memory(rank, stage.state, overheads(case), software.fragments, tuple(moments))
+    tier = "disk" if case.keeping.state_on_disk else "host"
+    return Memory(rank, stage.state, overheads(case), software.fragments, tuple(moments), tier)
 
 
 def totals(case: Case, room: float = inf) -> Iterator[float]:
@@ -140,8 +150,8 @@ def totals(case: Case, room: float = inf) -> Iterator[float]:
     running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
     for rank, steps in enumerate(running):
         stage = chunks.stage(case, rank)
-        most = stage.state.gradients
-        lasting = stage.state.total - most
+        lasting = stage.state.total - stage.state.gradients
+        most = stage.state.gradients + stage.coming
         enough = (room - outside) / (1 + fragments) - lasting
         for step in steps:
             most = max(most, sum(stage.needs(step)))
@@ -318,6 +328,8 @@ class Stage(NamedTuple):
     """What the products of each chunk's weights wait with."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
+    coming: float = 0.0
+    """What of the state comes to the device for its update, at most."""
 
     def there_before(self, step: Running) -> tuple[float, float]:
         """Return the activations before a step, and what products of weights wait with."""
@@ -373,7 +385,9 @@ class _Chunks:
         state = self.states.held(case.held[rank])
         there = state.gradients - sum(chunk.coming for chunk in chunks)
         kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
-        return Stage(state, chunks, kept, waiting, there)
+        by_device = self.keeping.state_step == "device"
+        coming = self.states.coming(case.held[rank]) if by_device else 0.0
+        return Stage(state, chunks, kept, waiting, there, coming)
 
     def of(self, held: Held) -> _Chunk:
         """Return the bytes of a chunk that holds this."""

@@ -40,6 +40,9 @@ class State:
     gradients: float = 0.0
     master: float = 0.0
     moments: float = 0.0
+    away_master: float = 0.0
+    """Of master weights, what lies on the host or on disk between steps; no part of the total."""
+    away_moments: float = 0.0
 
     def __add__(self, other: "State") -> "State":
         return State(*map(add, vars(self).values(), vars(other).values()))
@@ -51,7 +54,17 @@ class State:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.master + self.moments
+        return sum(self.here.values())
+
+    @property
+    def here(self) -> dict[str, float]:
+        """What lies on the device, by part."""
+        return {name: value for name, value in vars(self).items() if name[:5] != "away_"}
+
+    @property
+    def away(self) -> float:
+        """What lies elsewhere."""
+        return self.away_master + self.away_moments
 
 
 class Split(NamedTuple):
@@ -68,6 +81,8 @@ class Split(NamedTuple):
     here: float
     """Share of master weights and moments that lies on the device."""
     stack: str
+    narrowed: bool = False
+    """Whether weights that products read stay on the device where their masters do not."""
 
     @classmethod
     def of(cls, case: Case) -> "Split":
@@ -76,6 +91,7 @@ class Split(NamedTuple):
         return cls(
             (sizes.tp, sizes.ep, sizes.etp), folding.dp * sizes.cp, folding.edp, case.numbers,
             keeping.zero, keeping.zero_ranks, 1 - keeping.optimizer_offload, case.software.stack,
+            keeping.state_step is not None,
         )  # fmt: skip
 
     def state(self, weights: Iterable[Weight]) -> State:
@@ -99,12 +115,17 @@ class Split(NamedTuple):
         codes = CODE_BYTES.get(numbers.recipe, 0.0)
         if codes and not weight.product:
             copied, codes = max(copied, WIDE_BYTES), 0.0
+        if self.narrowed:
+            read = numbers.weight_bytes if weight.product else 0
+            copied = copied * self.here + (read or numbers.master_bytes) * (1 - self.here)
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
         return State(
             weights=share[3] * (copied + codes),
             gradients=share[2] * numbers.gradient_bytes,
             master=share[1] * numbers.master_bytes * self.here,
             moments=share[1] * numbers.moment_bytes * moments * self.here,
+            away_master=share[1] * numbers.master_bytes * (1 - self.here),
+            away_moments=share[1] * numbers.moment_bytes * moments * (1 - self.here),
         )
 
 
@@ -147,10 +168,26 @@ class States:
 
     def held(self, held: Held) -> State:
         """Return that of all that a rank holds."""
-        found, tied = self.inner(held), self.decoder.tied
+        return sum((self.of(part) for part in self._ends(held)), self.inner(held))
+
+    def coming(self, held: Held) -> float:
+        """Return the most that is on the device of what lies elsewhere, while it updates that.
+
+        Two units are there at once; all of it where an optimizer works on all parameters together.
+        """
+        if not self.split.numbers.optimizer.elementwise:
+            return self.held(held).away
+        parts = [(part, n) for part, n in inner_parts(held) if n]
+        parts += [(part, 1) for part in self._ends(held)]
+        units = [self.of(part).away for part, n in parts for _ in range(min(n, 2))]
+        return sum(sorted(units)[-2:])
+
+    def _ends(self, held: Held) -> Iterator[Part]:
+        tied = self.decoder.tied
         if held.embedding or held.multi_token or (held.loss and tied):
-            found += self.of("embedding")
-        return found + self.of("head") if held.loss and not tied else found
+            yield "embedding"
+        if held.loss and not tied:
+            yield "head"
 
 
 @remembered(1 << 12)

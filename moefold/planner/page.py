@@ -110,6 +110,7 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "not_yet": list(one.not_yet),
         "fullest_rank": one.memory.rank,
         "memory_parts_gb": {name: value / GB for name, value in one.memory.parts.items()},
+        "elsewhere_gb": {name: value / GB for name, value in one.memory.elsewhere.items()},
         "time_parts_s": dict(took.parts),
         "hidden_s": dict(took.hidden),
     }

@@ -58,6 +58,9 @@ BINDS = {
 HOST_ADAM = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
+DISK_BANDWIDTH = 2e9
+"""Bytes per second in one direction between one rank and its machine's disks: assumed, an eighth of
+four drives of 4 GB/s."""
 SHARP = 4.0
 """How sharply the slower of device and host decides; endless would be the maximum, which needs a
 host that always runs ahead."""
@@ -250,7 +253,19 @@ def _optimizer_seconds(case: Case, rank: Time, rates: Rates) -> float:
     local = rank.weights / (folding.edp if keeping.zero == 3 else 1)
     moved = own * (each + numbers.weight_bytes) + local * 2 * numbers.gradient_bytes
     device = moved / (case.cluster.device.memory_bandwidth * rates.memory)
-    return device + own * keeping.optimizer_offload / HOST_ADAM
+    return device + _away_seconds(case, own * keeping.optimizer_offload)
+
+
+def _away_seconds(case: Case, away: float) -> float:
+    """Return the seconds for parameters whose state lies elsewhere to be updated."""
+    device, keeping, numbers = case.cluster.device, case.keeping, case.numbers
+    # Parts come while others go; where all come before any goes, it takes both ways.
+    ways = 1 if numbers.optimizer.elementwise else 2
+    moved = ways * away * (numbers.master_bytes + 2 * numbers.moment_bytes)
+    took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
+    if keeping.state_step == "device":
+        return took + moved / (device.host_bandwidth or device.memory_bandwidth)
+    return took + away / HOST_ADAM
 
 
 # ----------------------------------------------------------------------------- pipelines
