@@ -42,6 +42,8 @@ def test_each_part_runs_to_its_end_and_plans_and_tables_read_it(tmp_path: Path) 
     assert {"chip", "driver", "torch", "commit", "smoke"} <= ceilings.keys()
     rows = operations["rows"]
     assert isinstance(rows, list) and len(rows) > 25
+    state = json.loads(next(tmp_path.glob("*_state.json")).read_text())["rows"]
+    assert all(any(row[name] for row in state) for name in ("host_bytes", "disk_bytes"))
     errors = [e for row in rows for e in row.get("error_of", {}).values() if e is not None]
     assert len(errors) > 25 and max(errors) < 1e-5, errors
     if not torch.cuda.is_available():
