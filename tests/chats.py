@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,40 @@ CHATML = (
     "{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEMPLATES = Path(__file__).parent / "data/chat_templates"
+_BEGIN = "<｜begin▁of▁sentence｜>"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"special": ("<s>", "[INST]", "[/INST]", "</s>"), "bos_token": "<s>"},
+    "qwen3_moe": {"special": ("<|endoftext|>", "<|im_start|>", "<tool_call>", "<|im_end|>")},
+    "olmoe": {"special": ("<pad>", "<|endoftext|>"), "bos_token": "<|endoftext|>"},
+    "deepseek_v3": {
+        "special": (_BEGIN, "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        "bos_token": _BEGIN,
+    },
+    "glm4_moe": {
+        "special": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"),
+    },
+    "gpt_oss": {
+        "special": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
+        "generation": {"eos_token_id": [3, 4]},
+    },
+    "granitemoe": {"special": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")},
+    "ernie4_5_moe": {
+        "special": ("<|begin_of_sentence|>", "<|end_of_sentence|>"),
+        "cls_token": "<|begin_of_sentence|>",
+    },
+}
+"""Special tokens by family, the one that ends a text last, and more of their files."""
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "load",
+            "description": "charge d'un expert 日本",
+            "parameters": {"type": "object", "properties": {"expert": {"type": "integer"}}},
+        },
+    }
+]
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -67,3 +102,32 @@ def conversation(draws: random.Random, turns: int = 3, system: bool = True) -> l
         found.append({"role": "user", "content": words(draws)})
         found.append({"role": "assistant", "content": words(draws)})
     return found
+
+
+def template_of(family: str, marked: bool = True) -> str:
+    """Return a family's template, with or without ``{% generation %}``."""
+    text = (TEMPLATES / f"{family}.jinja").read_text()
+    if marked:
+        return text
+    return re.sub(r"{%(-?) *(end)?generation *(-?)%}", r"{%\1 if true \3%}{% endif %}", text)
+
+
+def drawn_example(draws: random.Random, family: str) -> dict[str, Any]:
+    """Return an example of a family: conversations, some with reasoning, some with tools."""
+    messages, found = conversation(draws), dict[str, Any]()
+    for message in messages:
+        # transformers leaves all but the first token of a last letter out of its mask.
+        message["content"] += "."
+    if family in ("qwen3_moe", "gpt_oss") and draws.random() < 0.4:
+        for message in messages:
+            if message["role"] == "assistant" and draws.random() < 0.6:
+                message["reasoning_content"] = words(draws)
+    if family == "qwen3_moe" and draws.random() < 0.4:
+        found["tools"] = TOOLS
+        call = {"type": "function", "function": {"name": "load", "arguments": {"expert": 3}}}
+        messages[-1:] = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": words(draws)},
+            {"role": "assistant", "content": words(draws) + "."},
+        ]
+    return {"messages": messages} | found

@@ -4,7 +4,8 @@ Makes and reads indexed token files (Megatron's .bin and .idx).
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.index import Corpus, Indexed, read_facts
-from moefold.data.prepare import Prepared, prepare
+from moefold.data.prepare import MASK, Prepared, masks_of, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
-from moefold.training.words import plural
+from moefold.training.words import harmless, plural
 
 WHOLE, DAMAGED = 0, 1
 SHOWN_TOKENS = 200
@@ -150,29 +151,51 @@ def _inspect(args: argparse.Namespace) -> int:
     console, folder = Console(soft_wrap=True), Path(args.prefix).is_dir()
     prefixes = [args.prefix]
     if folder:
-        prefixes = sorted(str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
+        found = (str(idx.with_suffix("")) for idx in Path(args.prefix).rglob("*.idx"))
+        prefixes = sorted(prefix for prefix in found if not prefix.endswith(MASK))
         if not prefixes:
             raise DataError(f"{args.prefix}: holds no token files (.bin and .idx)")
         if args.document is not None:
             raise DataError(f"--document reads one pair of files: name {prefixes[0]}, say")
     found = [inspect(prefix, _tokenizer(args, prefix)) for prefix in prefixes]
-    ids, text = list[int](), None
+    ids, text, trained = list[int](), None, None
+    tokenizer = None if folder else _tokenizer(args, args.prefix)
     if args.document is not None:
         if not 0 <= args.document < found[0]["documents"]:
             raise DataError(f"document {args.document} is not in [0, {found[0]['documents']})")
         ids = Indexed(args.prefix).document(args.document).tolist()
-        tokenizer = _tokenizer(args, args.prefix)
         text = None if tokenizer is None else tokenizer.decode(ids, special=True)
+        if (mask := masks_of(args.prefix)) is not None:
+            trained = mask.document(args.document).tolist()
     if args.json:
-        print_json({"files": found} if folder else found[0] | {"text": text})
+        said = {"text": text} | ({} if trained is None else {"ids": ids, "trained": trained})
+        print_json({"files": found} if folder else found[0] | said)
     else:
         for line in (line for each in found for line in _lines(each)):
             console.print(line)
-        if ids:
+        if ids and tokenizer is not None and trained is not None:
+            console.print(_masked(tokenizer, ids, trained, console.is_terminal))
+        elif ids:
             more = " …" if len(ids) > SHOWN_TOKENS else ""
             shown = " ".join(map(str, ids[:SHOWN_TOKENS])) + more
             console.print(Text(shown if text is None else text))
     return DAMAGED if any(each["as_written"] is False for each in found) else WHOLE
+
+
+def _masked(
+    tokenizer: Tokenizer, ids: Sequence[int], trained: Sequence[int], colours: bool
+) -> Text:
+    """Return a document with its trained tokens in colour, or between brackets in a file."""
+    shown, at = Text(), 0
+    for mark, run in groupby(trained):
+        n = len(list(run))
+        text = harmless(tokenizer.decode(ids[at : at + n], special=True))
+        if mark:
+            shown.append(text if colours else f"⟦{text}⟧", "bold green")
+        else:
+            shown.append(text, "dim")
+        at += n
+    return shown
 
 
 def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
@@ -212,8 +235,17 @@ def inspect(prefix: str | Path, tokenizer: Tokenizer | None = None) -> dict[str,
         "longest": int(lengths.max(initial=0)),
         "file_bytes": indexed.bin.stat().st_size + indexed.idx.stat().st_size,
         "said": said,
-        "as_written": indexed.digest(every=True) == said["digest"] if "digest" in said else None,
+        "as_written": _as_written(prefix, indexed, said),
     }
+
+
+def _as_written(prefix: str | Path, indexed: Indexed, said: dict[str, Any]) -> bool | None:
+    """Whether token files, and those of their mask, have the digests that stand beside them."""
+    if "digest" not in said:
+        return None
+    mask = masks_of(prefix) if "mask" in said else None
+    same = mask is None or mask.digest(every=True) == said["mask"]
+    return same and indexed.digest(every=True) == said["digest"]
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str) -> Tokenizer | None:

@@ -20,6 +20,7 @@ import numpy as np
 from moefold.data.config import DataError
 from moefold.data.index import Corpus
 from moefold.data.order import spread
+from moefold.data.packing import Conversations
 from moefold.data.prepare import Prepared
 
 _TRAIN_TOKENS, _TEXT_BYTES = 20_000_000, 16_000_000
@@ -36,6 +37,11 @@ def baselines(prepared: Prepared) -> dict[str, float]:
     """
     if not prepared.valid:
         raise DataError("no held-out set to measure on")
+    if any(isinstance(p.corpus, Conversations) for p in (*prepared.train, prepared.valid[0])):
+        raise DataError(
+            "watch.evaluate.baselines are of text, of which every byte is predicted; of "
+            "conversations answers alone are: leave them out (baselines: [])"
+        )
     size, spelling = prepared.tokenizer.size, prepared.tokenizer.token_bytes
     held = list(_documents(prepared.valid[0].corpus, _TEXT_BYTES))
     share = max(_TRAIN_TOKENS // max(len(prepared.train), 1), 1)

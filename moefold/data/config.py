@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.errors import REMOVE, Violation
+from moefold.config.errors import MISSING, REMOVE, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.files import read_json
@@ -78,6 +78,8 @@ class FileTokenizer(TokenizerRecord):
     end: str | None = None
     """Token that ends a document (default: ``eos_token`` of ``tokenizer_config.json`` beside it,
     or a well-known name)."""
+    template: Annotated[str, Field(min_length=1), OnDisk()] | None = None
+    """A file with the chat template (default: the one beside the tokenizer)."""
     start: str | None = None
     """Token that begins a document (default: ``bos_token`` of ``tokenizer_config.json``, else the
     one that ends it); the empty string for none."""
@@ -90,6 +92,7 @@ class FileTokenizer(TokenizerRecord):
         """Return the SHA-256 of the tokenizer's files."""
         file = tokenizer_file(self.path)
         files = [file, *(file.with_name(name) for name in (*BESIDE, "config.json"))]
+        files += [] if self.template is None else [Path(self.template)]
         read = [f.read_bytes() for f in files if f.is_file()]
         return sha256(b"\0".join(read)).hexdigest()
 
@@ -158,6 +161,23 @@ class Parquet(FileSource):
 
 
 @SOURCE.register
+class Chat(FileSource):
+    """Conversations in JSON lines (also ``.gz``), Parquet or Arrow files, or folders of the last.
+
+    An example has ``messages``, or ``prompt`` and ``completion``, and may have ``tools``. Loss is
+    taken on answers; whole conversations are packed into sequences.
+    """
+
+    owner = "moefold.data.conversations:ConversationReader"
+    source: Literal["chat"] = "chat"
+    answers: Literal["all", "last"] = "all"
+    """Which answers of ``messages`` are trained."""
+    long: Literal["refuse", "skip", "cut"] = "refuse"
+    """What happens to a conversation that does not fit a sequence: stop and name it, leave it out
+    and count it in the report, or drop its end."""
+
+
+@SOURCE.register
 class IndexedTokens(SourceRecord):
     """Ready token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
 
@@ -212,11 +232,19 @@ class Data(Record):
             if part == "valid" and source.holdout:
                 rule = "a validation set holds nothing out: all of it is evaluated"
                 yield Violation((part, i, "holdout"), source.holdout, rule, 0.0)
+        trains = isinstance(self.tokenizer, BpeTokenizer)
         for path, source in places:
-            if isinstance(source, IndexedTokens) and isinstance(self.tokenizer, BpeTokenizer):
+            nearest = {"source": "python_stdlib"} if path[0] == "train" else REMOVE
+            if isinstance(source, IndexedTokens) and trains:
                 rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
-                nearest = {"source": "python_stdlib"} if path[0] == "train" else REMOVE
                 yield Violation(path, source.prefix, rule, nearest)
+            if isinstance(source, Chat) and trains:
+                rule = (
+                    "conversations need a tokenizer that brings a chat template (tokenizer: "
+                    "{kind: file, path: ...})"
+                )
+                removed = MISSING if path[0] == "train" else REMOVE
+                yield Violation(path, source.files[0], rule, removed)
 
 
 def tokenizer_file(path: str) -> Path:

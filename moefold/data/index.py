@@ -335,6 +335,8 @@ class DocumentPiece(NamedTuple):
     """int64 token ids."""
     following: int | None
     """The token after the piece in the same document, None at the document's end."""
+    trained_N: np.ndarray | None = None
+    """bool, which of its tokens are labels; None where all are."""
 
 
 class Corpus:

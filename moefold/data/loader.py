@@ -2,7 +2,8 @@
 
 Shape suffixes: T rows of a micro-batch, V vocabulary.
 
-A sequence is ``seq`` rows cut from documents that stand one after another. A row's label is the
+A sequence is ``seq`` rows cut from documents that stand one after another, or whole conversations
+that are packed (``packing.py``), of which answers alone are labels. Of text, a row's label is the
 next token of its document, also where that token begins the next sequence: each token of a
 document but the first is a label exactly once in an epoch. The last token of a document has no
 label. Positions restart with each segment.
@@ -12,7 +13,7 @@ step's batch, in any layout; it runs at round ``j // dp`` on data rank ``j % dp`
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from itertools import chain, islice, repeat
 
@@ -20,7 +21,9 @@ import numpy as np
 
 from moefold.data.batch import IGNORED, MicroBatch, SegmentOrigin, assemble, pack, padded
 from moefold.data.config import DataError
-from moefold.data.order import Epochs, Mixture, spread
+from moefold.data.index import DocumentPiece
+from moefold.data.order import Mixture, spread
+from moefold.data.packing import sequences_of
 from moefold.data.prepare import Prepared, PreparedPart
 
 _ORDER = 1
@@ -56,15 +59,13 @@ class Loader:
     ) -> None:
         if batch % micro_batch:
             raise ValueError(f"a batch of {batch} is no multiple of a micro-batch of {micro_batch}")
-        for part in prepared.train:
-            part.corpus.check_length(seq)
         self.prepared, self.seq, self.batch, self.micro_batch = prepared, seq, batch, micro_batch
         self._rank, self._ranks = rank, ranks
         self.rows = padded(micro_batch * seq, pad_to)
         """Rows T of each micro-batch."""
         self._parts = prepared.train
         self._mixture = Mixture(tuple(p.weight for p in self._parts))
-        self._epochs = [Epochs(seed, p.name, p.corpus.tokens, seq) for p in self._parts]
+        self._drawn = [sequences_of(p.corpus, seed, p.name, seq) for p in self._parts]
         self._valid = {p.name: p for p in prepared.valid}
 
     @property
@@ -89,8 +90,8 @@ class Loader:
     def epoch(self, step: int) -> dict[str, float]:
         """Return how many times each training source has been read when ``step`` begins."""
         taken = self._mixture.counts(step * self.batch)
-        pairs = zip(self._parts, taken, self._epochs, strict=True)
-        return {part.name: n / epochs.sequences for part, n, epochs in pairs}
+        pairs = zip(self._parts, taken, self._drawn, strict=True)
+        return {part.name: n / drawn.sequences for part, n, drawn in pairs}
 
     def step(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a step (from 0 on), by seed and step alone."""
@@ -105,7 +106,7 @@ class Loader:
         cuts = []
         for i in range(first, first + self.micro_batch):
             source, n = self._mixture.pick(step * self.batch + i)
-            cuts.append((self._parts[source], self._epochs[source].start(n), self.seq))
+            cuts.append((self._parts[source], self._drawn[source].drawn(n)))
         padding = self.batch * self.seq + j * (self.rows - self.micro_batch * self.seq)
         return self._build(cuts, first * self.seq, padding)
 
@@ -124,14 +125,13 @@ class Loader:
             sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
             raise DataError(f"no held-out set {name!r}; there are: {sets}")
         part, each = self._valid[name], self.micro_batch
-        tokens = part.corpus.tokens
-        n = -(-tokens // self.seq)
+        held = sequences_of(part.corpus, 0, name, self.seq, whole=False)
+        n = held.held
         chosen = range(n) if limit is None else spread(n, max(limit // self.seq, 1))
 
         def found() -> Iterator[MicroBatch]:
             for first in range(self._rank * each, len(chosen), self._ranks * each):
-                starts = [number * self.seq for number in chosen[first : first + each]]
-                cuts = [(part, start, min(self.seq, tokens - start)) for start in starts]
+                cuts = [(part, held.in_order(number)) for number in chosen[first : first + each]]
                 padding = len(chosen) * self.seq + first // each * self.rows
                 yield self._build(cuts, first * self.seq, padding)
 
@@ -142,25 +142,31 @@ class Loader:
         return islice(chain(found, repeat(pack([], rows=self.rows))), -(-count // self._ranks))
 
     def _build(
-        self, cuts: Sequence[tuple[PreparedPart, int, int]], first: int, padding: int
+        self,
+        cuts: Sequence[tuple[PreparedPart, Iterable[DocumentPiece]]],
+        first: int,
+        padding: int,
     ) -> MicroBatch:
-        """Assemble sequences of ``(part, first row, rows)`` into one micro-batch.
+        """Assemble sequences of pieces of a part into one micro-batch.
 
-        ``first`` and ``padding`` are the step-global numbers of the first valid and padding row.
+        ``first`` is the step-global number of its first row, ``padding`` that of the first row that
+        lies in none of its sequences.
         """
         ids, labels, lengths, origins, n_bytes = [], [], [], [], 0.0
         n_bytes_V = self.prepared.tokenizer.n_bytes_V
-        for part, start, rows in cuts:
-            for piece in part.corpus.cut(start, rows):
+        for part, pieces in cuts:
+            for piece in pieces:
                 following = IGNORED if piece.following is None else piece.following
                 shifted = np.append(piece.ids_N[1:], following)
+                if piece.trained_N is not None:
+                    shifted[~np.append(piece.trained_N[1:], False)] = IGNORED
                 ids.append(piece.ids_N)
                 labels.append(shifted)
                 lengths.append(len(piece.ids_N))
                 origins.append(SegmentOrigin(part.name, piece.document, piece.start))
                 n_bytes += part.byte_ratio * int(n_bytes_V[shifted[shifted >= 0]].sum())
-        valid = sum(lengths)
-        numbers = np.arange(first, first + valid), np.arange(padding, padding + self.rows - valid)
+        inside = len(cuts) * self.seq
+        numbers = np.arange(first, first + inside), np.arange(padding, padding + self.rows - inside)
         return assemble(
             np.concatenate(ids),
             np.concatenate(labels),

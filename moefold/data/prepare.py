@@ -25,16 +25,19 @@ from moefold.data.index import (
     IndexedSource,
     IndexWriter,
     facts_file,
+    files_of,
     read_facts,
 )
-from moefold.data.sources import Document, Skipped, Source
+from moefold.data.packing import Conversations
+from moefold.data.sources import Skipped, Source, utf8
 from moefold.data.tokenizer import Tokenizer, load
 from moefold.files import folder_for, named, read_json, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MASK = ".mask"
+"""Behind the names of token files, those with a one for each token of them that is a label."""
 _TOKENIZER = "tokenizer.json"
-_BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 _PIECE = 1 << 14
 
 Progress = Callable[[str, int, int], None]
@@ -135,7 +138,9 @@ def _key(data: Data, sources: Sequence[Built]) -> str:
     said = []
     for record, source in sources:
         fields = {k: v for k, v in to_dict(record).items() if k != "weight"}
-        said.append([fields, source.stamp() if isinstance(source, Source) else None])
+        made = isinstance(source, Source)
+        said.append([fields, source.stamp() if made else None])
+        said[-1] += [data.seq] if made and source.whole else []
     tokenizer = [to_dict(data.tokenizer), data.tokenizer.stamp()]
     return sha256(json.dumps([FORMAT, len(data.train), tokenizer, said]).encode()).hexdigest()
 
@@ -150,7 +155,7 @@ def _make(draft: Path, data: Data, sources: Sequence[Built], progress: Progress)
     skipped: dict[str, Skipped] = {}
     for record, source in texts:
         skipped[record.label] = Skipped()
-        _encode(draft, record, source, tokenizer, skipped[record.label], progress)
+        _encode(draft, record, source, tokenizer, data.seq, skipped[record.label], progress)
     content = {
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint,
@@ -173,7 +178,7 @@ def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator
     for record, source in sources:
         assert isinstance(source, Source)
         for document in source.documents(Skipped()):
-            data = _utf8(document)
+            data = utf8(document)
             done += len(data)
             progress("training the tokenizer", min(done, total), total)
             if _hash(data) < record.holdout:
@@ -190,10 +195,11 @@ def _encode(
     record: SourceRecord,
     source: Source,
     tokenizer: Tokenizer,
+    seq: int,
     skipped: Skipped,
     progress: Progress,
 ) -> None:
-    """Write a source's documents as token files, one pair for each side."""
+    """Write a source's documents as token files, one pair for each side, and one for its mask."""
     total, done = source.size(), 0
     sides = ["train", "valid"] if record.holdout else ["train"]
     n_bytes, n_spelt = dict.fromkeys(sides, 0), dict.fromkeys(sides, 0)
@@ -202,15 +208,21 @@ def _encode(
             side: stack.enter_context(IndexWriter(_prefix(draft, record, side), tokenizer.size))
             for side in sides
         }
-        for batch in _batches(source, skipped):
-            coded = tokenizer.encode_documents([document.text for document in batch])
-            for document, ids in zip(batch, coded, strict=True):
-                data = _utf8(document)
-                side = "valid" if _hash(data) < record.holdout else "train"
-                writers[side].add(ids, document.name)
-                n_bytes[side] += len(data)
-                n_spelt[side] += int(tokenizer.n_bytes_V[ids].sum())
-                done += len(data)
+        masks = {
+            side: stack.enter_context(IndexWriter(f"{_prefix(draft, record, side)}{MASK}", 2))
+            for side in sides
+            if source.whole
+        }
+        for batch in source.coded(tokenizer, seq, skipped):
+            for name, said, ids, trained in batch:
+                side = "valid" if _hash(said) < record.holdout else "train"
+                writers[side].add(ids, name)
+                if trained is not None:
+                    masks[side].add(trained, name)
+                spelt = int(tokenizer.n_bytes_V[ids].sum())
+                n_bytes[side] += spelt if source.whole else len(said)
+                n_spelt[side] += spelt
+                done += len(said)
             progress(f"encoding {record.label}", min(done, total), total)
     for side, writer in writers.items():
         if not writer.lengths:
@@ -223,6 +235,8 @@ def _encode(
             "token_bytes": n_spelt[side],
             "digest": writer.digest(),
         }
+        if side in masks:
+            facts |= {"mask": masks[side].digest()}
         write_json(facts_file(_prefix(draft, record, side)), facts)
 
 
@@ -237,33 +251,14 @@ def _nothing(record: SourceRecord, side: str, documents: int) -> str:
     )
 
 
-def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
-    """Yield documents in groups that are worth encoding in parallel; empty ones are noted."""
-    batch: list[Document] = []
-    chars = 0
-    for document in source.documents(skipped):
-        if not document.text:
-            skipped.note(document.name, "empty")
-            continue
-        batch.append(document)
-        chars += len(document.text)
-        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-def _utf8(document: Document) -> bytes:
-    try:
-        return document.text.encode()
-    except UnicodeEncodeError as error:
-        said = f"character {error.start} is half of a surrogate pair"
-        raise DataError(f"{document.name}: {said}; mend the text") from error
-
-
 def _prefix(folder: Path, record: SourceRecord, side: str) -> Path:
     return folder / f"{record.label}.{side}"
+
+
+def masks_of(prefix: str | Path) -> Indexed | None:
+    """Return which tokens of token files are labels, None where all are."""
+    mask = f"{files_of(prefix)[0].with_suffix('')}{MASK}"
+    return Indexed(mask) if files_of(mask)[1].is_file() else None
 
 
 def _open(folder: Path, data: Data, sources: Sequence[Built]) -> Prepared:
@@ -297,9 +292,13 @@ def _made_part(folder: Path, record: SourceRecord, side: str, tokenizer: Tokeniz
     found, said = (len(indexed), indexed.tokens), (facts.get("documents"), facts.get("tokens"))
     if found != said or facts.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{facts_file(prefix)}: does not belong to the token files beside it")
-    corpus = Corpus(record.label, indexed, tokenizer.size)
+    corpus, digest = Corpus(record.label, indexed, tokenizer.size), facts["digest"]
+    if "mask" in facts:
+        trained = Indexed(f"{prefix}{MASK}")
+        corpus = Conversations(record.label, indexed, tokenizer.size, trained)
+        digest = sha256(f"{digest}{facts['mask']}".encode()).hexdigest()
     ratio = facts["bytes"] / max(facts["token_bytes"], 1)
-    return PreparedPart(record.label, record.weight, corpus, facts["digest"], facts["bytes"], ratio)
+    return PreparedPart(record.label, record.weight, corpus, digest, facts["bytes"], ratio)
 
 
 def _ready_part(

@@ -17,9 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
+
 from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStdlib, Text
+from moefold.data.tokenizer import Tokenizer
 
 NAMES_KEPT = 20
+_BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 READ_BYTES, READ_ROWS = 1 << 20, 1024
 """How much of a split text file, and of a Parquet file, is read at once."""
 TESTS = {"test", "tests", "idle_test"}
@@ -34,6 +38,22 @@ class Document(NamedTuple):
 
     name: str
     text: str
+
+
+class Coded(NamedTuple):
+    """A document as tokens."""
+
+    name: str
+    said: bytes
+    """What decides on which side it is."""
+    ids_N: np.ndarray
+    """int64 [N]."""
+    trained_N: np.ndarray | None = None
+    """bool [N], which tokens are labels; None where all are."""
+
+
+class BadDocument(ValueError):
+    """What gives no document: the reason, and the detail."""
 
 
 class Skipped(dict[str, dict[str, Any]]):
@@ -54,9 +74,19 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Return the files that are read, in order."""
 
-    @abstractmethod
+    whole = False
+    """Documents are not cut, so that what is made of them depends on a sequence's length."""
+
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the documents; what is left out is noted in ``skipped``."""
+        raise NotImplementedError(f"{type(self).__name__} gives no text")
+
+    def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
+        """Yield the documents as tokens, in groups; sequences have ``seq`` tokens."""
+        for batch in _batches(self, skipped):
+            found = tokenizer.encode_documents([document.text for document in batch])
+            pairs = zip(batch, found, strict=True)
+            yield [Coded(document.name, utf8(document), ids) for document, ids in pairs]
 
     def stamp(self) -> list[tuple[str, int, int]]:
         """Return what changes when the files change: path, size and time of writing of each."""
@@ -132,45 +162,29 @@ class JsonlReader(FileReader):
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yield the lines of all files, named ``path:line`` with lines counted from 1."""
         for path in self.files():
-            with opened(path) as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    name = f"{path.as_posix()}:{number}"
-                    try:
-                        yield Document(name, self._text(line))
-                    except _BadLineError as error:
-                        reason, said = error.args
-                        self.refuse(name, reason, said, skipped)
+            for name, line in lines_of(path):
+                try:
+                    yield Document(name, self._text(line))
+                except BadDocument as error:
+                    reason, said = error.args
+                    self.refuse(name, reason, said, skipped)
 
     def _text(self, line: bytes) -> str:
         """Return the document of a line."""
-        try:
-            content = json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            said = f"byte {error.start} of the line: {error.reason}"
-            raise _BadLineError("not UTF-8", said) from error
-        except (ValueError, RecursionError) as error:
-            raise _BadLineError("not JSON", str(error)) from error
-        if not isinstance(content, dict):
-            raise _BadLineError("no object", f"the line holds a {type(content).__name__}")
+        content = json_object(line)
         if self._field not in content:
             said = f"the line has {sorted(content)[:20]}; name one with {setting('field', 'NAME')}"
-            raise _BadLineError(f"no field {self._field!r}", said)
+            raise BadDocument(f"no field {self._field!r}", said)
         text = content[self._field]
         if not isinstance(text, str):
             kind = "null" if text is None else f"a {type(text).__name__}"
-            raise _BadLineError(f"field {self._field!r} is no text", f"it holds {kind}")
+            raise BadDocument(f"field {self._field!r} is no text", f"it holds {kind}")
         try:
             text.encode()  # JSON can spell half of a surrogate pair, which no text can hold
         except UnicodeEncodeError as error:
             said = f"character {error.start} is half of a surrogate pair"
-            raise _BadLineError("broken text", said) from error
+            raise BadDocument("broken text", said) from error
         return text
-
-
-class _BadLineError(ValueError):
-    """A line without a document: the reason, and the detail."""
 
 
 class ParquetReader(FileReader):
@@ -254,6 +268,54 @@ class StdlibReader(Source):
                 yield Document(name, decoded(file.read_bytes()))
             except UnicodeDecodeError:
                 skipped.note(name, "not UTF-8")
+
+
+def _batches(source: Source, skipped: Skipped) -> Iterator[list[Document]]:
+    """Yield documents in groups that are worth encoding in parallel; empty ones are noted."""
+    batch: list[Document] = []
+    chars = 0
+    for document in source.documents(skipped):
+        if not document.text:
+            skipped.note(document.name, "empty")
+            continue
+        batch.append(document)
+        chars += len(document.text)
+        if chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def utf8(document: Document) -> bytes:
+    """Return a document's bytes."""
+    try:
+        return document.text.encode()
+    except UnicodeEncodeError as error:
+        said = f"character {error.start} is half of a surrogate pair"
+        raise DataError(f"{document.name}: {said}; mend the text") from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that hold something, named ``path:line``, from 1."""
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{path.as_posix()}:{number}", line
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the object of a line of JSON."""
+    try:
+        content = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        said = f"byte {error.start} of the line: {error.reason}"
+        raise BadDocument("not UTF-8", said) from error
+    except (ValueError, RecursionError) as error:
+        raise BadDocument("not JSON", str(error)) from error
+    if not isinstance(content, dict):
+        raise BadDocument("no object", f"the line holds a {type(content).__name__}")
+    return content
 
 
 def expand(patterns: tuple[str, ...]) -> list[Path]:

@@ -25,6 +25,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from moefold.data.beside import Beside, content
 from moefold.data.config import (
     BYTES,
+    TEMPLATE_FILE,
     TOKENIZER_CONFIG,
     BpeTokenizer,
     DataError,
@@ -111,6 +112,24 @@ class Tokenizer:
             coded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*head, *c.ids, self.end_id], dtype=np.int64) for c in coded]
 
+    @cached_property
+    def _chats(self) -> tokenizers.Tokenizer:
+        """The tokenizer that reads special tokens in text, as a chat template writes them."""
+        with _library(self.source):
+            inner = tokenizers.Tokenizer.from_str(self.text)
+        inner.no_truncation()
+        inner.no_padding()
+        return inner
+
+    def encode_chats(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return int64 [N] ids of what a template wrote, and [N, 2] the characters of each."""
+        inner = self._chats
+        with parallel(), _library(self.source):
+            coded = inner.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(c.ids, np.int64), np.array(c.offsets, np.int64).reshape(-1, 2)) for c in coded
+        ]
+
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Return the text of token ids; special tokens are shown only where asked for."""
         with _library(self.source):
@@ -170,6 +189,9 @@ def load(path: Path) -> Tokenizer:
 def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
     """Build the tokenizer of a ready file; no text is needed."""
     found = from_path(record.path, record.end, record.start)
+    if record.template is not None:
+        file = Path(record.template)
+        found.files[TEMPLATE_FILE] = _text(file)
     if record.start is None and found.start is None:
         found.start, found.start_id = found.end, found.end_id  # the first byte is predicted too
     return found

@@ -3,7 +3,8 @@
 T rows, V vocabulary, P prompts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +13,32 @@ NextLogits = Callable[[Sequence[Sequence[int]]], Tensor]
 """From the tokens of each text to the logits [P, V] of what follows it."""
 
 
-@torch.no_grad()
 def generate(
+    next_logits: NextLogits, prompts: Sequence[Sequence[int]], tokens: int, **how: Any
+) -> list[list[int]]:
+    """Return what the model writes after each prompt, without the prompt; see :func:`stream`."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for written in stream(next_logits, prompts, tokens, **how):
+        for i, token in written.items():
+            texts[i].append(token)
+    return texts
+
+
+@torch.no_grad()
+def stream(
     next_logits: NextLogits,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     seed: int = 0,
-    end: int | None = None,
+    ends: Collection[int] = (),
     vocab: int | None = None,
     window: int | None = None,
-) -> list[list[int]]:
-    """Return what the model writes after each prompt, without the prompt.
+) -> Iterator[dict[int, int]]:
+    """Yield each pass's new tokens, by the number of the prompt that they go on from.
 
     Args:
         next_logits: what gives the logits, such as :meth:`DecoderModel.next_logits`.
@@ -33,8 +46,9 @@ def generate(
         tokens: at most so many tokens each.
         temperature: 0 takes the likeliest token each time.
         top_p: the smallest set of tokens with this probability is drawn from.
+        top_k: of the likeliest so many tokens, with those as likely as the last of them.
         seed: the same seed draws the same text.
-        end: token after which a text is finished; it is not returned.
+        ends: tokens after which a text is finished; they are not returned.
         vocab: ids from here on are never drawn (rows of the embedding without a token).
         window: the model sees at most so many of the newest tokens; of more, the newest half.
 
@@ -61,12 +75,17 @@ def generate(
                 starts[i] = len(texts[i]) - (window + 1) // 2
         logits_PV = next_logits([texts[i][starts[i] :] for i in open_])
         streams = [draws[i] for i in open_]
-        drawn = _draw(logits_PV[:, :vocab].double().cpu(), temperature, top_p, streams)
-        for i, token in zip(open_, drawn, strict=True):
+        logits_PV = logits_PV[:, :vocab].double().cpu()
+        if top_k:
+            least_P1 = logits_PV.topk(min(top_k, logits_PV.shape[1])).values[:, -1:]
+            logits_PV = logits_PV.masked_fill(logits_PV < least_P1, -torch.inf)
+        drawn = zip(open_, _draw(logits_PV, temperature, top_p, streams), strict=True)
+        written = {i: token for i, token in drawn if token not in ends}
+        for i, token in written.items():
             texts[i].append(token)
-        open_ = [i for i in open_ if texts[i][-1] != end]
-    written = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-    return [text[:-1] if text and text[-1] == end else text for text in written]
+        open_ = list(written)
+        if written:
+            yield written
 
 
 def _draw(

@@ -200,5 +200,5 @@ def test_what_is_no_run_says_what_it_is(tmp_path: Path, capsys: Any) -> None:
     assert main(["train", str(tmp_path), "--dry-run"]) == 2
     assert "a folder without config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("{}")
-    assert main(["sample", str(tmp_path)]) == 2
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "moefold import" in capsys.readouterr().err

@@ -60,13 +60,13 @@ def written(model: DecoderModel, cache: KeyValueCache | None, **how: Any) -> tup
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
+def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     """Of prompts of several lengths, two of them the same, until one has ended and after."""
     model = model_of(MODELS[name], precision)
     plain, texts = written(model, None, temperature=0)
     end = texts[0][TOKENS // 2]
-    plain, texts = written(model, None, temperature=0, end=end)
-    kept, same = written(model, KeyValueCache.of(MODELS[name]), temperature=0, end=end)
+    plain, texts = written(model, None, temperature=0, ends=[end])
+    kept, same = written(model, KeyValueCache.of(MODELS[name]), temperature=0, ends=[end])
     assert same == texts
     bound = {"fp32": 1e-5, "fp64": 1e-13}[precision]
     for one, other in zip(kept.seen, plain.seen, strict=True):
@@ -74,7 +74,7 @@ def test_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     assert kept.rows == [sum(map(len, PROMPTS)), *(len(part) for part in kept.seen[1:])]
 
 
-def test_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
+def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
     """All rows are computed anew then, as those left out are in what the others have become."""
     model = model_of(MODELS["gqa"])
     _, texts = written(model, None, temperature=0, window=8)

@@ -2,6 +2,7 @@
 
 from tests.plants import (
     balance,
+    chat,
     context,
     data,
     dispatch,
@@ -24,6 +25,7 @@ PLANTS: tuple[Plant, ...] = tuple(
     sorted(
         (
             *balance.PLANTS,
+            *chat.PLANTS,
             *context.PLANTS,
             *data.PLANTS,
             *dispatch.PLANTS,

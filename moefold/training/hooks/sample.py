@@ -40,7 +40,7 @@ class SampleHook(Hook):
             temperature=record.temperature,
             top_p=record.top_p,
             seed=job.run.seed,
-            end=tokenizer.end_id,
+            ends=tokenizer.ends,
             vocab=tokenizer.size,
             window=job.run.data.seq,
         )

@@ -1,0 +1,54 @@
+"""Arguments of the commands that let a model write."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint.folder import checkpoint_in
+from moefold.cli._common import add_plugins
+
+
+def add_speaker(parser: argparse.ArgumentParser) -> None:
+    """Add the model's folder and how its tokens are drawn."""
+    text = "a checkpoint, a run's folder, or a Hugging Face folder"
+    parser.add_argument("checkpoint", metavar="FOLDER", help=text)
+    text = "what the model is told before the conversation (default: nothing)"
+    parser.add_argument("--system", metavar="TEXT", help=text)
+    parser.add_argument("--tokens", metavar="N", type=int, default=128, help="new tokens at most")
+    text = "0 takes the likeliest (default: the folder's, else 0.8)"
+    parser.add_argument("--temperature", metavar="T", type=float, help=text)
+    text = "probability drawn from (default: the folder's, else 0.95)"
+    parser.add_argument("--top-p", metavar="P", type=float, help=text)
+    text = "tokens drawn from (default: the folder's, else all)"
+    parser.add_argument("--top-k", metavar="N", type=int, help=text)
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="same seed, same text")
+    add_plugins(parser)
+
+
+def speaking(args: argparse.Namespace) -> Path:
+    """Check the arguments, and return the folder that holds the model."""
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: at least 1")
+    if args.temperature is not None and not args.temperature >= 0:
+        raise ValueError(f"--temperature {args.temperature}: 0 (the likeliest token) or more")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p {args.top_p}: above 0, and at most 1 (every token)")
+    if args.top_k is not None and args.top_k < 1:
+        raise ValueError(f"--top-k {args.top_k}: at least 1")
+    path = Path(args.checkpoint)
+    return path if (path / "config.json").is_file() else checkpoint_in(path)
+
+
+def drawing(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how tokens are drawn, as far as it was said."""
+    return {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "seed")}
+
+
+def beginning(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the messages that a conversation begins with."""
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def user(text: str) -> dict[str, str]:
+    """Return a message of the user."""
+    return {"role": "user", "content": text}

@@ -1,0 +1,64 @@
+"""``moefold chat``: a conversation with a model in the terminal.
+
+Answers come in the folder's chat template, token by token. A line is a message; /new begins another
+conversation, Ctrl-C ends an answer, and Ctrl-D or /exit the command.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from moefold.cli._speaking import add_speaker, beginning, drawing, speaking, user
+from moefold.training.words import harmless
+
+if TYPE_CHECKING:
+    from moefold.training.speaker import Speaker
+
+NEW, EXIT = "/new", "/exit"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_speaker(parser)
+    parser.set_defaults(tokens=1024)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer line by line until the input ends."""
+    path = speaking(args)  # before torch is loaded: there may be none
+
+    from moefold.training.speaker import Speaker
+
+    console, speaker = Console(highlight=False, soft_wrap=True), Speaker.open(path, args.uses)
+    messages = beginning(args)
+    speaker.prompt([*messages, user("?")])  # a folder without a template is told of at once
+    while True:
+        try:
+            said = console.input("[bold]> [/]").strip()
+        except EOFError:
+            return 0
+        if said == EXIT:
+            return 0
+        if said == NEW:
+            messages = beginning(args)
+        elif said:
+            messages.append(user(said))
+            answer = _answer(console, speaker, messages, args)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _answer(
+    console: Console, speaker: "Speaker", messages: list[dict[str, str]], args: argparse.Namespace
+) -> str:
+    """Print an answer as it comes, and return what there is of it."""
+    text = ""
+    try:
+        for piece in speaker.answer(messages, args.tokens, **drawing(args)):
+            text += piece
+            console.print(Text(harmless(piece)), end="")
+    except KeyboardInterrupt:
+        console.print(Text(" …", style="dim"), end="")
+    console.print()
+    return text

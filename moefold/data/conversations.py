@@ -1,0 +1,287 @@
+"""Conversations as documents: ``messages``, or ``prompt`` and ``completion``, with ``tools``.
+
+Columns are named as TRL names them, and read from JSON lines, Parquet files, and folders of Arrow
+files that ``datasets`` wrote. Loss is taken on answers: the tokens of assistants' messages, with
+the token that ends each, or of a completion.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moefold.data.config import Chat, DataError
+from moefold.data.sources import (
+    READ_ROWS,
+    BadDocument,
+    Coded,
+    FileReader,
+    Skipped,
+    expand,
+    json_object,
+    lines_of,
+)
+from moefold.data.template import ANSWER, ChatTemplate, Message, Rendered
+from moefold.data.tokenizer import Tokenizer
+
+BATCH = 512
+BEFORE = {
+    "system": ("",),
+    "developer": ("", "system"),
+    "user": ("", "system", "developer", ANSWER),
+    ANSWER: ("user", "tool"),
+    "tool": (ANSWER, "tool"),
+}
+"""Which roles may stand before each; nothing stands before the first."""
+
+
+class Example(NamedTuple):
+    """A conversation, of which the answers from message ``first`` on are trained."""
+
+    messages: Sequence[Message]
+    first: int
+    tools: Sequence[Any] | None
+    more: Mapping[str, Any]
+    """What else the template is given."""
+
+
+class ConversationReader(FileReader):
+    """Reads conversations; names are ``path:line`` from 1, in tables ``path:row`` from 0."""
+
+    whole = True
+
+    def __init__(self, record: Chat) -> None:
+        super().__init__(record)
+        self._answers, self._long = record.answers, record.long
+        if any(file.suffix in (".parquet", ".arrow") for file in self.files()):
+            self._arrow = import_module("pyarrow")
+            self._parquet = import_module("pyarrow.parquet")
+
+    def files(self) -> list[Path]:
+        """Return the files that the patterns match, and those of folders of Arrow files."""
+        found: dict[Path, None] = {}
+        for pattern in self._patterns:
+            folder = Path(pattern)
+            parts = sorted(folder.glob("*.arrow")) if folder.is_dir() else []
+            if not parts and (folder / "dataset_dict.json").is_file():
+                raise DataError(f"{folder}: holds several sets; name the folder of one inside it")
+            found.update(dict.fromkeys(parts or expand((pattern,))))
+        return list(found)
+
+    def examples(self, skipped: Skipped) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the examples of all files, by name."""
+        for path in self.files():
+            if path.suffix in (".parquet", ".arrow"):
+                yield from self._rows(path)
+                continue
+            for name, line in lines_of(path):
+                try:
+                    yield name, json_object(line)
+                except BadDocument as error:
+                    reason, said = error.args
+                    self.refuse(name, reason, said, skipped)
+
+    def _rows(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+        number = 0
+        try:
+            with path.open("rb") as file:
+                for batch in self._batches(path, file):
+                    for row in batch.to_pylist():
+                        # A table has every key of any row in each, null where it has none.
+                        yield f"{path.as_posix()}:{number}", _without_nulls(row)
+                        number += 1
+        except (self._arrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+
+    def _batches(self, path: Path, file: Any) -> Iterator[Any]:
+        if path.suffix == ".parquet":
+            return self._parquet.ParquetFile(file).iter_batches(batch_size=READ_ROWS)
+        try:
+            return iter(self._arrow.ipc.open_stream(file))
+        except self._arrow.ArrowInvalid:  # the format with an index at its end
+            whole = self._arrow.ipc.open_file(file)
+            return (whole.get_batch(i) for i in range(whole.num_record_batches))
+
+    def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
+        """Yield conversations as tokens, in groups."""
+        template = chat_template(tokenizer)
+        batch: list[tuple[str, bytes, _Written]] = []
+        for name, example in self.examples(skipped):
+            try:
+                said = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
+                written = self._written(example, template, tokenizer)
+            except UnicodeEncodeError as error:
+                self.refuse(name, "broken text", f"{error.reason}", skipped)
+            except BadDocument as error:
+                reason, detail = error.args
+                self.refuse(name, reason, detail, skipped)
+            else:
+                batch.append((name, said, written))
+            if len(batch) == BATCH:
+                yield self._encode(batch, tokenizer, seq, skipped)
+                batch = []
+        if batch:
+            yield self._encode(batch, tokenizer, seq, skipped)
+
+    def _written(
+        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+    ) -> "_Written":
+        """Return an example's text."""
+        if "chosen" in example or "rejected" in example:
+            said = "chosen and rejected are no conversation to train on; name sets of messages, or"
+            raise BadDocument("a pair", f"{said} of prompt and completion")
+        if isinstance(prompt := example.get("prompt"), str):
+            completion = example.get("completion")
+            if not isinstance(completion, str) or not completion:
+                raise BadDocument("example without an answer", "its completion is no text")
+            begin = tokenizer.files.special().get("bos_token", "")
+            return _Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
+        said = example_of(example, self._answers == "last")
+        return _Written(template.answers(said.messages, said.tools, said.first, **said.more))
+
+    def _encode(
+        self,
+        batch: Sequence[tuple[str, bytes, "_Written"]],
+        tokenizer: Tokenizer,
+        seq: int,
+        skipped: Skipped,
+    ) -> list[Coded]:
+        found = []
+        coded = tokenizer.encode_chats([w.rendered.text for _, _, w in batch])
+        answers = tokenizer.encode_chats([w.completion for _, _, w in batch])
+        for (name, said, written), (ids_N, spans_N2), (more_N, _) in zip(
+            batch, coded, answers, strict=True
+        ):
+            trained_N = np.zeros(len(ids_N), bool)
+            for span in written.rendered.spans:
+                first, end = tokens_of(span, spans_N2)
+                if not written.rendered.marked:
+                    end = _through_end(ids_N, first, end, tokenizer.ends)
+                trained_N[first:end] = True
+            ids_N = np.append(ids_N, more_N)
+            trained_N = np.append(trained_N, np.ones(len(more_N), bool))
+            if not trained_N[1:].any():
+                self.refuse(name, "example without an answer", "no token of it is trained", skipped)
+            elif len(ids_N) <= seq or self._fits(name, len(ids_N), trained_N[1:seq], seq, skipped):
+                found.append(Coded(name, said, ids_N[:seq], trained_N[:seq]))
+        return found
+
+    def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
+        """Whether what is left of a longer conversation is taken."""
+        if self._long == "refuse":
+            raise DataError(
+                f"{name}: a conversation of {tokens} tokens does not fit a sequence of {seq}; "
+                "raise data.seq, or drop its end (long: cut at its source), or leave such out "
+                "(long: skip)"
+            )
+        if self._long == "cut" and left.any():
+            return True
+        skipped.note(name, "longer than a sequence")
+        return False
+
+
+class _Written(NamedTuple):
+    """An example's text: rendered, and after it what is a completion as a whole."""
+
+    rendered: Rendered
+    completion: str = ""
+
+
+def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> ChatTemplate:
+    """Return a tokenizer's chat template.
+
+    Raises:
+        DataError: where it has none.
+    """
+    text = tokenizer.files.template(tools)
+    if text is None:
+        raise DataError(
+            f"{tokenizer.source}: has no chat template, so conversations have no form; name a file "
+            "of one with tokenizer: {template: chat.jinja}"
+        )
+    return ChatTemplate(text, tokenizer.files.special(), tokenizer.source, **how)
+
+
+def example_of(found: Mapping[str, Any], last: bool = False) -> Example:
+    """Return the conversation of an example; with ``last`` its last answer alone is trained.
+
+    Raises:
+        BadDocument: where it is none: no answer, roles out of order, another form.
+    """
+    first = 0
+    if "messages" in found:
+        messages = found["messages"]
+    elif "prompt" in found and "completion" in found:
+        prompt, completion = found["prompt"], found["completion"]
+        if not (isinstance(prompt, list) and isinstance(completion, list)):
+            raise BadDocument(
+                "no conversation", "prompt and completion are both text or both messages"
+            )
+        messages, first = [*prompt, *completion], len(prompt)
+    else:
+        names = sorted(found)[:20]
+        raise BadDocument(
+            "no conversation", f"it has {names}, not messages, or prompt and completion"
+        )
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise BadDocument(
+            "no conversation", "messages are no list of objects with role and content"
+        )
+    check_roles(messages)
+    if last:
+        first = len(messages) - 1
+    if not any(m["role"] == ANSWER for m in messages[first:]):
+        raise BadDocument(
+            "example without an answer", "its completion has no message of an assistant"
+        )
+    tools, more = found.get("tools"), found.get("chat_template_kwargs")
+    if isinstance(tools, str):  # a table holds schemas of many forms as text
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadDocument("tools are no JSON", str(error)) from error
+    if not isinstance(tools, list | None) or not isinstance(more, dict | None):
+        raise BadDocument("no conversation", "tools are no list, or chat_template_kwargs no object")
+    return Example(messages, first, tools or None, more or {})
+
+
+def check_roles(messages: Sequence[Message], ends: str | None = ANSWER) -> None:
+    """Refuse roles that are unknown or out of order; the last one must be ``ends``."""
+    before = ""
+    for number, message in enumerate(messages):
+        role, text = message.get("role"), message.get("content")
+        if role not in BEFORE:
+            raise BadDocument(
+                "unknown role", f"message {number} has role {role!r}, not {[*BEFORE]}"
+            )
+        if before not in BEFORE[role]:
+            after = f"follows {before}" if before else "comes first"
+            said = f"message {number} of {role} {after}; put them in order, or join neighbours"
+            raise BadDocument("roles out of order", said)
+        if not (isinstance(text, str | list) or (role == ANSWER and message.get("tool_calls"))):
+            raise BadDocument("no content", f"message {number} of {role} has no content")
+        before = role
+    if before != ANSWER and ends:
+        said = f"it ends with {before}" if before else "it has no messages"
+        raise BadDocument("example without an answer", f"{said}, not with {ends}")
+
+
+def tokens_of(span: tuple[int, int], spans_N2: np.ndarray) -> tuple[int, int]:
+    """Return the first token of a span of characters, and the one after its last."""
+    touched = np.flatnonzero((spans_N2[:, 0] < span[1]) & (spans_N2[:, 1] > span[0]))
+    return (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
+
+
+def _through_end(ids_N: np.ndarray, first: int, end: int, ends: Sequence[int]) -> int:
+    """Leave out what a template writes after the token that ends an answer."""
+    last = np.flatnonzero(np.isin(ids_N[first:end], ends))
+    return first + int(last[-1]) + 1 if len(last) else end
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,133 @@
+"""How a corpus fills sequences: text is cut from a ring of rows, conversations are packed whole.
+
+N tokens of a document.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from moefold.data.config import DataError
+from moefold.data.index import Corpus, DocumentPiece, Indexed
+from moefold.data.order import Epochs, key_of, shuffled
+
+
+class Cuts:
+    """Sequences of text: ``seq`` rows of a corpus that stands on a ring (see :class:`Epochs`)."""
+
+    def __init__(self, corpus: Corpus, seed: int, name: str, seq: int) -> None:
+        self._corpus, self._seq = corpus, seq
+        self._epochs = Epochs(seed, name, corpus.tokens, seq)
+        self.sequences = self._epochs.sequences
+        """Sequences of an epoch."""
+        self.held = -(-corpus.tokens // seq)
+        """Sequences that hold every row once."""
+
+    def drawn(self, n: int) -> Iterator[DocumentPiece]:
+        """Yield the pieces of the n-th training sequence, counted over all epochs."""
+        return self._corpus.cut(self._epochs.start(n), self._seq)
+
+    def in_order(self, n: int) -> Iterator[DocumentPiece]:
+        """Yield the pieces of the n-th of the sequences that hold every row once."""
+        start = n * self._seq
+        return self._corpus.cut(start, min(self._seq, self._corpus.tokens - start))
+
+
+class Packs:
+    """Sequences of whole documents, the same ones in each epoch, in another order."""
+
+    def __init__(self, corpus: "Conversations", seed: int, name: str, seq: int) -> None:
+        self._corpus, self._seed, self._name = corpus, seed, name
+        self._packs = best_fit(corpus.lengths.tolist(), seq)
+        self.sequences = self.held = len(self._packs)
+
+    def drawn(self, n: int) -> Iterator[DocumentPiece]:
+        """Yield the documents of the n-th training sequence, counted over all epochs."""
+        epoch, place = divmod(n, self.sequences)
+        key = key_of("epoch", self._seed, self._name, epoch)
+        return self.in_order(shuffled(place, self.sequences, key))
+
+    def in_order(self, n: int) -> Iterator[DocumentPiece]:
+        """Yield the documents of the n-th pack."""
+        return map(self._corpus.piece, self._packs[n])
+
+
+class Conversations(Corpus):
+    """Documents that are never cut, of which some tokens alone are labels.
+
+    Args:
+        name: how messages call it.
+        indexed: the token file.
+        vocab: ids must lie in ``[0, vocab)``.
+        trained: one for each token that is a label, zero for the others, in documents alike.
+    """
+
+    def __init__(self, name: str, indexed: Indexed, vocab: int, trained: Indexed) -> None:
+        super().__init__(name, indexed, vocab)
+        if not np.array_equal(indexed.rows_1, trained.rows_1):
+            raise DataError(f"{trained.bin}: does not belong to {indexed.bin}; make both again")
+        self._trained = trained
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """int64, tokens of each document."""
+        return np.diff(self._ends_1)
+
+    def piece(self, i: int) -> DocumentPiece:
+        """Return the i-th document, whole."""
+        number = int(self._numbers[i])
+        trained_N = self._trained.document(number).astype(bool)
+        return DocumentPiece(number, 0, self.document(i), None, trained_N)
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Pack documents into sequences of ``room`` rows: longest first, each where least is left.
+
+    Best fit decreasing (Johnson 1973), which needs at most 11/9 of the fewest sequences and one
+    more. Returns the numbers of the documents in each; the same lengths give the same packs.
+    """
+    packs: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # those of by_room, ascending
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[number]
+        assert 0 < length <= room, (number, length, room)
+        place, left = bisect_left(rooms, length), room
+        if place == len(rooms):
+            pack = len(packs)
+            packs.append([])
+        else:
+            left = rooms[place]
+            pack = by_room[left].pop()
+            if not by_room[left]:
+                del by_room[left], rooms[place]
+        packs[pack].append(number)
+        if left := left - length:
+            if left not in by_room:
+                by_room[left] = []
+                insort(rooms, left)
+            by_room[left].append(pack)
+    return packs
+
+
+def sequences_of(
+    corpus: Corpus, seed: int, name: str, seq: int, whole: bool = True
+) -> Cuts | Packs:
+    """Return how a corpus fills sequences; ``whole``: it must fill one.
+
+    Raises:
+        DataError: where it does not fill one, or a document does not fit in one.
+    """
+    if not isinstance(corpus, Conversations):
+        if whole:
+            corpus.check_length(seq)
+        return Cuts(corpus, seed, name, seq)
+    longest = int(corpus.lengths.max(initial=0))
+    if longest > seq:
+        raise DataError(
+            f"source {corpus.name}: a conversation of {longest} tokens does not fit a sequence of "
+            f"{seq}; raise data.seq"
+        )
+    return Packs(corpus, seed, name, seq)

@@ -1,0 +1,228 @@
+"""Chat templates: a conversation to text, and which of its characters are answers.
+
+A template is a program of others and runs in jinja2's sandbox, with the names and options that
+``transformers`` gives it. Answers are what stands inside ``{% generation %}``. Where a template has
+none, an answer is what its message adds to the conversation before it; of a template that writes
+earlier turns otherwise once more turns follow, nothing can be told in that way.
+"""
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn
+
+from jinja2 import TemplateError, Undefined, UndefinedError, nodes
+from jinja2.exceptions import TemplateSyntaxError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from moefold.data.config import DataError
+from moefold.data.sources import BadDocument
+
+Message = Mapping[str, Any]
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Noncharacters: no text that is exchanged holds them (Unicode 16, section 23.7)."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+ANSWER = "assistant"
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and the spans of characters that are answers."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    marked: bool = False
+    """Whether the template says where answers are."""
+
+
+class _Lacking(Undefined):
+    """What a template prints although it is nowhere; asking whether it is there is allowed."""
+
+    def __str__(self) -> str:
+        name = str(self._undefined_name)
+        if name.endswith("_token"):  # a tokenizer without such a token
+            return ""
+        self._fail_with_undefined_error()
+
+
+class _Generation(Extension):
+    """``{% generation %}``: what stands inside is the model's to write."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Put a mark on either side of the block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class ChatTemplate:
+    """A folder's chat template.
+
+    Args:
+        text: the template.
+        special: texts of special tokens by their names, such as ``bos_token``.
+        source: how messages call it.
+        today: the date that it may write; None refuses it, since data would change with the day.
+
+    Raises:
+        DataError: where it is no template, with the line.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        special: Mapping[str, str],
+        source: str = "chat template",
+        today: datetime | None = None,
+    ) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, LoopControlExtension],
+            undefined=_Lacking,
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _raise, "strftime_now": self._date}
+        self._special, self._today, self._source = special, today, source
+        try:
+            self._inner = environment.from_string(text)
+        except TemplateSyntaxError as error:
+            said = f"{source}: line {error.lineno} of the chat template: {error.message}"
+            raise DataError(
+                f"{said}; mend it, or name another with tokenizer: {{template: …}}"
+            ) from error
+
+    def _date(self, form: str) -> str:
+        if self._today is None:
+            raise TemplateError(
+                "it writes the date of the day, so that data made again is other data"
+            )
+        return self._today.strftime(form)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt: bool = False,
+        **more: Any,
+    ) -> Rendered:
+        """Return a conversation's text, with the beginning of an answer where it is a ``prompt``.
+
+        Raises:
+            BadDocument: where the template fails on it, with the template's line.
+        """
+        held = {"messages": [_plain(m) for m in messages], "tools": tools, "documents": None}
+        try:
+            given = {**self._special, **held, **more, "add_generation_prompt": prompt}
+            marked = self._inner.render(given)
+        except RecursionError as error:
+            raise BadDocument("the template fails", "it does not end") from error
+        except Exception as error:  # whatever Python raises inside somebody's program
+            self._refuse(error)
+        spans, parts, begun = list[tuple[int, int]](), list[str](), 0
+        for number, part in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
+            if number % 2:
+                spans.append((begun, begun + len(part)))
+            parts.append(part)
+            begun += len(part)
+        full = tuple(span for span in spans if span[0] < span[1])
+        return Rendered("".join(parts), full, bool(spans))
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        lines = [
+            f.lineno
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename == "<template>"
+        ]
+        where = f" (line {lines[-1]} of {self._source})" if lines else ""
+        if isinstance(error, UndefinedError):
+            said = f"{error}{where}; give it, or mend the template"
+            raise BadDocument("the template asks for what is not there", said) from error
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise BadDocument("the template fails", f"{kind}{error}{where}") from error
+
+    def answers(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int, **more: Any
+    ) -> Rendered:
+        """Return a conversation's text and the spans of its answers from message ``first`` on.
+
+        Raises:
+            BadDocument: where the template fails, or spans cannot be told.
+        """
+        whole = self.render(messages, tools, **more)
+        if _OPEN in str(messages) or _CLOSE in str(messages):
+            raise BadDocument("broken text", "a noncharacter, U+FDD0 or U+FDD1")
+        if whole.marked:
+            begun = len(self._begin(whole.text, messages, tools, first, more)) if first else 0
+            return whole._replace(spans=tuple(s for s in whole.spans if s[0] >= begun))
+        spans = []
+        for number in range(first, len(messages)):
+            if messages[number]["role"] == ANSWER:
+                begun = len(self._begin(whole.text, messages, tools, number, more))
+                until = self.render(messages[: number + 1], tools, **more).text
+                if number + 1 == len(messages):
+                    until = whole.text
+                self._demand(whole.text, until, number)
+                spans.append((begun, len(until)))
+        return Rendered(whole.text, tuple(spans))
+
+    def _begin(
+        self,
+        whole: str,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        number: int,
+        more: Mapping[str, Any],
+    ) -> str:
+        """Return the text before the answer of message ``number``, with the answer's beginning."""
+        before = self.render(messages[:number], tools, prompt=True, **more).text
+        self._demand(whole, before, number)
+        return before
+
+    def _demand(self, whole: str, part: str, number: int) -> None:
+        """Refuse a part of a conversation that is not how the whole of it begins."""
+        if whole.startswith(part):
+            return
+        at = next(
+            (i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), len(whole)
+        )
+        raise BadDocument(
+            "the template rewrites history",
+            f"up to message {number} it writes {part[at : at + 40]!r} where the whole conversation "
+            f"has {whole[at : at + 40]!r}, so that what answer {number} follows is not in it; "
+            "mark answers in the template with {% generation %}, or train on the last answer "
+            "alone (answers: last)",
+        )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message without what is null; reasoning has several names in use."""
+    held = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((held[name] for name in _REASONING if name in held), None)
+    if reasoning is None:
+        return held
+    return {"thinking": reasoning} | held | {"reasoning_content": reasoning}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,0 +1,111 @@
+"""A stored model that writes: text, or answers in the form of its chat template."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moefold.checkpoint.errors import CheckpointError
+from moefold.config.plugins import import_plugins
+from moefold.convert.importer import import_folder
+from moefold.data.conversations import chat_template
+from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.layers.cache import KeyValueCache
+from moefold.model.config import Decoder
+from moefold.model.decoder import DecoderModel
+from moefold.model.generate import generate, stream
+from moefold.training.distributed import device_kind
+from moefold.training.model_checkpoint import StoredModel, fill
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+UNFINISHED = "\ufffd"
+"""What stands for the bytes of a character of which some are still to come."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its tokenizer, and how it is sampled."""
+
+    path: Path
+    decoder: Decoder
+    model: DecoderModel
+    tokenizer: Tokenizer
+    window: int | None
+    """Longer texts than it was trained on are new to the model."""
+    step: int | None = None
+    """Steps that it was trained for, None of a folder."""
+
+    @classmethod
+    def open(cls, source: str | Path, uses: Sequence[str | Path] = ()) -> "Speaker":
+        """Load a Hugging Face folder, a checkpoint, or a run's newest one.
+
+        Raises:
+            CheckpointError: where it has no tokenizer.
+        """
+        path, device = Path(source), device_kind()
+        if (path / "config.json").is_file():
+            import_plugins(uses)
+            has = (path / "tokenizer.json").is_file()
+            tokenizer = from_path(str(path)) if has else None
+            with import_folder(path) as found:
+                model = DecoderModel(found.decoder, "fp32", device=device)
+                fill(model, found.tensors)
+            decoder = found.decoder
+            return cls(path, decoder, model, _demanded(path, tokenizer), decoder.context)
+        with StoredModel.open(path, uses) as stored:
+            tokenizer = _demanded(stored.path, stored.tokenizer)
+            model, meta = stored.model(device=device), stored.meta
+        window = (meta.get("run") or {}).get("data", {}).get("seq") or stored.decoder.context
+        step = meta.get("progress", {}).get("step")
+        return cls(stored.path, stored.decoder, model, tokenizer, window, step)
+
+    def settings(self, **asked: Any) -> dict[str, Any]:
+        """Return how tokens are drawn: as asked for, else as the folder says, else as usual."""
+        said = self.tokenizer.files.generation(self.tokenizer.end_id)
+        found = {"temperature": said.get("temperature", TEMPERATURE), "top_k": said.get("top_k")}
+        found |= {"top_p": said.get("top_p", TOP_P)}
+        if said.get("do_sample") is False:
+            found["temperature"] = 0
+        found |= {name: value for name, value in asked.items() if value is not None}
+        vocab = self.tokenizer.size
+        return found | {"ends": self.tokenizer.ends, "vocab": vocab, "window": self.window}
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a conversation up to where the next answer begins, as tokens."""
+        template = chat_template(self.tokenizer, today=datetime.now())
+        text = template.render(messages, prompt=True).text
+        ((ids_N, _),) = self.tokenizer.encode_chats([text])
+        return ids_N.tolist()
+
+    def write(self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any) -> list[list[int]]:
+        """Return what follows each prompt, all of them in one pass a token."""
+        return generate(self._logits(), prompts, tokens, **self.settings(**how))
+
+    def answer(
+        self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
+    ) -> Iterator[str]:
+        """Yield the next answer of a conversation, piece by piece of whole characters."""
+        ids, shown = list[int](), ""
+        prompt = [self.prompt(messages)]
+        for written in stream(self._logits(), prompt, tokens, **self.settings(**how)):
+            ids += written.values()
+            text = self.tokenizer.decode(ids)
+            if not text.endswith(UNFINISHED):
+                yield text[len(shown) :]
+                shown = text
+        yield self.tokenizer.decode(ids)[len(shown) :]
+
+    def _logits(self) -> Any:
+        """Return the model with a cache of its own: none is kept across prompts."""
+        return partial(self.model.next_logits, cache=KeyValueCache.of(self.decoder))
+
+
+def _demanded(path: Path, tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise CheckpointError(
+            f"{path} holds no tokenizer, so text means nothing to it; import it from a folder that "
+            "has one"
+        )
+    return tokenizer

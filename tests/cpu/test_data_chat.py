@@ -1,0 +1,373 @@
+"""Conversations as data: ids and masks as transformers has them, whole packs, any step again."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefold.cli.main import main
+from moefold.config.load import load
+from moefold.data.batch import IGNORED, MicroBatch, from_ids
+from moefold.data.config import Data, DataError
+from moefold.data.loader import Loader
+from moefold.data.packing import Conversations, best_fit
+from moefold.data.prepare import Prepared, prepare
+from moefold.layers.kinds.dense import Dense
+from moefold.run import Run
+from moefold.training.trainer import Trainer
+from tests.chats import (
+    CHATML,
+    FAMILIES,
+    conversation,
+    drawn_example,
+    template_of,
+    write_chat_folder,
+)
+from tests.cpu.runs import equal, raw_run, weights
+from tests.cpu.small import GQA, decoder, model_of, moe
+
+EACH = 63
+"""Conversations of each of eight families."""
+
+
+def write_lines(file: Path, examples: Sequence[dict[str, Any]]) -> Path:
+    lines = [json.dumps(example, ensure_ascii=False) for example in examples]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def prepared_from(
+    folder: Path, tokenizer: Path, files: Path, seq: int = 512, **how: Any
+) -> Prepared:
+    source = {"source": "chat", "files": [str(files)], **how}
+    data = {"seq": seq, "tokenizer": {"kind": "file", "path": str(tokenizer)}, "train": [source]}
+    return prepare(load(Data, data).record, folder / "prepared")
+
+
+def documents(prepared: Prepared) -> list[tuple[list[int], list[int]]]:
+    """Ids and mask of each conversation, in order."""
+    corpus = prepared.train[0].corpus
+    assert isinstance(corpus, Conversations)
+    pieces = [corpus.piece(i) for i in range(corpus.documents)]
+    return [(p.ids_N.tolist(), p.trained_N.astype(int).tolist()) for p in pieces]  # type: ignore[union-attr]
+
+
+def theirs(folder: Path, examples: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for example in examples:
+        said = tokenizer.apply_chat_template(
+            example["messages"],
+            tools=example.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        found.append((said["input_ids"], said["assistant_masks"]))
+    return found
+
+
+def rewritten(family: str, example: dict[str, Any]) -> bool:
+    """Whether a later turn changes what the template writes of an answer."""
+    messages = example["messages"]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    last = max(i for i, m in enumerate(messages) if m["role"] == "user")
+    if family == "gpt_oss":
+        return len(answers) > 1
+    return family == "qwen3_moe" and any(
+        "reasoning_content" in messages[i] for i in answers if i < last
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b70_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    draws = Random(f"chat {family}")
+    examples = [drawn_example(draws, family) for _ in range(EACH)]
+    lines = write_lines(tmp_path / "chats.jsonl", examples)
+    folder = write_chat_folder(tmp_path / "marked", template_of(family), **FAMILIES[family])
+    expected = theirs(folder, examples)
+    assert documents(prepared_from(tmp_path, folder, lines)) == expected
+
+    without = write_chat_folder(
+        tmp_path / "unmarked", template_of(family, marked=False), **FAMILIES[family]
+    )
+    found = prepared_from(tmp_path, without, lines, bad="skip")
+    kept = [
+        e for e, example in zip(expected, examples, strict=True) if not rewritten(family, example)
+    ]
+    assert documents(found) == kept and len(kept) > EACH // 5
+    refused = found.skipped["chat"].get("the template rewrites history", {"count": 0})
+    assert refused["count"] == EACH - len(kept)
+
+
+def chats(folder: Path, examples: Sequence[dict[str, Any]], template: str | None = CHATML) -> Path:
+    """Write a ChatML folder and a file of examples; return the latter."""
+    write_chat_folder(folder / "model", template)
+    return write_lines(folder / "chats.jsonl", examples)
+
+
+def drawn(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    draws = Random(seed)
+    return [{"messages": conversation(draws)} for _ in range(count)]
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_packs_hold_each_document_once_and_none_has_room_for_the_next(lengths: list[int]) -> None:
+    packs = best_fit(lengths, 20)
+    assert sorted(n for pack in packs for n in pack) == list(range(len(lengths)))
+    sums = [sum(lengths[n] for n in pack) for pack in packs]
+    assert all(total <= 20 for total in sums)
+    for i, pack in enumerate(packs):  # what opens a pack fitted in none before it
+        first = (-lengths[pack[0]], pack[0])
+        earlier = ([n for n in p if (-lengths[n], n) < first] for p in packs[:i])
+        before = [sum(lengths[n] for n in p) for p in earlier]
+        assert all(total + lengths[pack[0]] > 20 for total in before)
+    assert len(packs) <= 11 / 9 * max(-(-sum(lengths) // 20), 1) + 20
+
+
+def pieces(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each document of a micro-batch."""
+    ends = np.cumsum(batch.lengths)
+    return [
+        (batch.ids_T[e - n : e].tolist(), batch.labels_T[e - n : e].tolist())
+        for n, e in zip(batch.lengths, ends, strict=True)
+    ]
+
+
+def labelled(found: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of documents with their masks."""
+    return [
+        (ids, [*(i if m else IGNORED for i, m in zip(ids[1:], mask[1:], strict=True)), IGNORED])
+        for ids, mask in found
+    ]
+
+
+def test_b71_every_conversation_is_in_an_epoch_once_and_whole(tmp_path: Path) -> None:
+    file = chats(tmp_path, drawn(80))
+    prepared = prepared_from(tmp_path, tmp_path / "model", file, seq=160)
+    loader, expected = Loader(prepared, 160, 1, seed=4), labelled(documents(prepared))
+    packs = round(1 / loader.epoch(1)["chat"])
+    epochs = [
+        [p for step in range(packs) for p in pieces(loader.step(start + step)[0])]
+        for start in (0, packs)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(expected)
+    assert epochs[0] != epochs[1] and len(expected) > packs > 9
+    # Any step again, on any number of ranks, at any place of the batch.
+    wide = [Loader(prepared, 160, 4, 2, seed=4, pad_to=64, rank=r, ranks=2) for r in range(2)]
+    for step in (3, 1):
+        batches = [wide[r].step(step)[0] for r in range(2)]
+        alone = [loader.step(4 * step + i)[0] for i in range(4)]
+        assert [p for b in batches for p in pieces(b)] == [p for b in alone for p in pieces(b)]
+        numbers = np.concatenate([b.token_T.numpy() for b in batches])
+        assert len(set(numbers.tolist())) == len(numbers)
+        for r, batch in enumerate(batches):
+            assert batch.n_labels == sum(b.n_labels for b in alone[2 * r : 2 * r + 2])
+            valid = batch.token_T[: batch.n_valid]
+            assert valid.tolist() == list(range(320 * r, 320 * r + batch.n_valid))
+    # Another length of a sequence is another set, and held-out conversations are labels once.
+    other = prepared_from(tmp_path, tmp_path / "model", file, seq=170, holdout=0.3)
+    held = [p for b in Loader(other, 170, 1).evaluation() for p in pieces(b)]
+    assert other.folder != prepared.folder
+    assert sorted(held + labelled(documents(other))) == sorted(expected) and 9 < len(held) < 60
+
+
+def test_packed_is_one_by_one(tmp_path: Path) -> None:
+    """Loss and gradients, where no balance term looks at what else is in a micro-batch."""
+    file = chats(tmp_path, drawn(9))
+    prepared = prepared_from(tmp_path, tmp_path / "model", file, seq=256)
+    record = decoder(GQA, Dense(width=24), moe(balance=()))
+    model = model_of(record.model_copy(update={"vocab": prepared.tokenizer.vocab}))
+    loader = Loader(prepared, 256, 2, 2, pad_to=8)
+    (packed,) = loader.step(0)
+    assert len(packed.lengths) > 4 and packed.rows > packed.n_valid
+    (model.loss_of(packed).lm_loss * packed.n_labels).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    loss = model.loss_of(packed).lm_loss.item()
+    model.zero_grad()
+    summed = 0.0
+    for ids, labels in pieces(packed):
+        alone = from_ids(torch.tensor([ids]), torch.tensor([labels]))
+        one = model.loss_of(alone).lm_loss * alone.n_labels
+        one.backward()
+        summed += one.item()
+    assert summed / packed.n_labels == pytest.approx(loss, rel=1e-10)
+    for name, p in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, "without an answer: it ends with user"),
+        ({"messages": []}, "without an answer: it has no messages"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "roles out of order: message 0 of assistant comes first",
+        ),
+        (
+            {"messages": [{"role": r, "content": "a"} for r in ("user", "user", "assistant")]},
+            "roles out of order: message 1 of user follows user",
+        ),
+        ({"messages": [{"role": "human", "content": "a"}]}, "unknown role: message 0 .*'human'"),
+        ({"messages": [{"role": "user"}]}, "no content: message 0 of user"),
+        ({"messages": "hello"}, "no conversation: messages are no list"),
+        ({"text": "hello"}, r"no conversation: it has \['text'\], not messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair: chosen and rejected"),
+        ({"prompt": "a", "completion": ""}, "without an answer: its completion"),
+        ({"prompt": "a", "completion": []}, "without an answer: its completion"),
+        ({"prompt": [], "completion": "b"}, "no conversation: prompt and completion are both"),
+    ],
+)
+def test_bad_examples_are_refused_by_line_or_left_out(
+    tmp_path: Path, example: dict[str, Any], said: str
+) -> None:
+    file = chats(tmp_path, [*drawn(2), example])
+    remedy = "mend it, or leave such out with bad: skip"
+    with pytest.raises(DataError, match=rf"chats\.jsonl:3: .*{said}(?s:.*){remedy}"):
+        prepared_from(tmp_path, tmp_path / "model", file)
+    left = prepared_from(tmp_path, tmp_path / "model", file, bad="skip")
+    assert left.train[0].corpus.documents == 2
+    ((_, note),) = left.skipped["chat"].items()
+    assert note == {"count": 1, "first": [f"{file.as_posix()}:3"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no system here') }}", r"chats\.jsonl:1: .*no system here"),
+        ("\n{{ messages[0].content + 3 }}", r"chats\.jsonl:1: .*TypeError.*\(line 2 of"),
+        ("{{ persona }}", r"chats\.jsonl:1: .*asks for what is not there: 'persona' is undefined"),
+        ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*date of the day"),
+        ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*without an answer: no token"),
+        ("{{ ''.__class__.__mro__ }}", r"chats\.jsonl:1: .*unsafe"),
+        ("{% for m in messages %}", r"line 1 of the chat template.*mend it, or name another"),
+        (None, "has no chat template.*name a file"),
+    ],
+)
+def test_templates_that_cannot_be_used(tmp_path: Path, template: str | None, said: str) -> None:
+    file = chats(tmp_path, drawn(2), template)
+    with pytest.raises(DataError, match=said):
+        prepared_from(tmp_path, tmp_path / "model", file)
+
+
+def test_conversations_longer_than_a_sequence(tmp_path: Path) -> None:
+    long = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 300}]
+    }
+    late = {
+        "messages": [{"role": "user", "content": "a" * 300}, {"role": "assistant", "content": "b"}]
+    }
+    file = chats(tmp_path, [*drawn(3), long, late])
+    with pytest.raises(DataError, match=r"chats\.jsonl:4: .* tokens does not fit.*raise data\.seq"):
+        prepared_from(tmp_path, tmp_path / "model", file, seq=160)
+    left = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="skip")
+    cut = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="cut")
+    assert max(len(ids) for ids, _ in documents(cut)) == 160
+    # Where nothing is left of the answer, the rest teaches nothing.
+    assert cut.train[0].corpus.documents == left.train[0].corpus.documents + 1
+    assert f"{file.as_posix()}:5" in str(cut.skipped["chat"])
+
+
+def test_an_empty_set_is_refused(tmp_path: Path) -> None:
+    file = chats(tmp_path, [])
+    with pytest.raises(DataError, match="source chat: gives no document"):
+        prepared_from(tmp_path, tmp_path / "model", file)
+
+
+def test_tables_and_folders_of_datasets_give_what_lines_give(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    examples = drawn(12)
+    file = chats(tmp_path, examples)
+    expected = documents(prepared_from(tmp_path, tmp_path / "model", file))
+    # Tables have every key in each row.
+    rows = [{"messages": [m | {"tool_calls": None} for m in e["messages"]]} for e in examples]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for number, part in enumerate((table.slice(0, 7), table.slice(7))):
+        name = folder / f"data-{number:05d}-of-00002.arrow"
+        with pyarrow.ipc.new_stream(name, table.schema) as writer:
+            writer.write_table(part)
+    for source in (tmp_path / "chats.parquet", folder):
+        assert documents(prepared_from(tmp_path, tmp_path / "model", source)) == expected
+    several = tmp_path / "several"
+    several.mkdir()
+    (several / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match="several sets"):
+        prepared_from(tmp_path, tmp_path / "model", several)
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    (said,) = drawn(1, 3)
+    messages = said["messages"]
+    examples: list[dict[str, Any]] = [
+        {"prompt": "the gate", "completion": " is open"},
+        {"prompt": messages[:-1], "completion": messages[-1:]},
+    ]
+    file = chats(tmp_path, [*examples, said])
+    prepared = prepared_from(tmp_path, tmp_path / "model", file)
+    text, pair, whole = documents(prepared)
+    tokenizer = prepared.tokenizer
+    answer = tokenizer.encode(" is open")
+    assert text[0] == [*tokenizer.encode("the gate"), *answer, tokenizer.end_id]
+    assert sum(text[1]) == len(answer) + 1 and text[1][-1] == 1
+    assert pair[0] == whole[0]
+    only = documents(prepared_from(tmp_path, tmp_path / "model", file, answers="last"))
+    assert pair[1] == only[2][1]
+    assert sum(pair[1]) == len(tokenizer.encode(messages[-1]["content"])) + 1
+
+
+def test_inspect_shows_a_conversation_with_its_mask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [("user", "the gate"), ("assistant", "is open")]
+    example = {"messages": [{"role": role, "content": text} for role, text in said]}
+    file = chats(tmp_path, [example])
+    prepared = prepared_from(tmp_path, tmp_path / "model", file)
+    prefix = str(prepared.folder / "chat.train")
+    assert main(["data", "inspect", prefix, "--document", "0"]) == 0
+    assert "assistant\n⟦is open<|im_end|>⟧\n" in capsys.readouterr().out
+    assert main(["data", "inspect", str(prepared.folder), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["files"]) == 1
+    mask = prepared.folder / "chat.train.mask.bin"
+    mask.write_bytes(bytes(len(mask.read_bytes())))
+    assert main(["data", "inspect", prefix]) == 1
+
+
+def test_a_run_goes_on_where_it_was_and_lowers_the_loss_of_answers(tmp_path: Path) -> None:
+    file = chats(tmp_path, drawn(60))
+    raw = raw_run(tmp_path, train={"steps": 12})
+    raw["data"] = {
+        "seq": 160,
+        "tokenizer": {"kind": "file", "path": str(tmp_path / "model")},
+        "train": [{"source": "chat", "files": [str(file)], "holdout": 0.2}],
+    }
+    run, cache = load(Run, raw).record, tmp_path / "prepared"
+    with Trainer(run, tmp_path / "whole", cache=cache) as job:
+        before = job.evaluate()
+        job.train()
+        after, expected = job.evaluate(), weights(job)
+    for name in ("val/chat/loss", "val/chat/bits_per_byte"):
+        assert after[name] < 0.95 * before[name], (before, after)
+    with Trainer(run, tmp_path / "parts", cache=cache) as job:
+        for _ in range(5):
+            job.step()
+        job.save()
+    with Trainer(run, tmp_path / "parts", cache=cache) as job:
+        assert job.step_number == 5
+        job.train()
+        assert equal(weights(job), expected) == []

@@ -1,0 +1,107 @@
+"""Plants of conversations: what of them is trained, how they are packed, what writes them on."""
+
+from tests.plants.plant import Plant
+
+CHAT = "tests/cpu/test_data_chat.py::"
+MASKS = CHAT + "test_b70_ids_and_masks_are_those_of_transformers"
+SPEAKING = "tests/cpu/test_convert_chat.py::"
+BACK = SPEAKING + "test_b72_template_settings_and_end_tokens_come_back"
+
+PLANTS = (
+    Plant(
+        "b70",
+        "the first token of an answer is not trained",
+        MASKS,
+        "data/conversations.py",
+        "trained_N[first:end] = True",
+        "trained_N[first + 1 : end] = True",
+    ),
+    Plant(
+        "b70",
+        "the header of an answer is trained with it",
+        MASKS,
+        "data/template.py",
+        "before = self.render(messages[:number], tools, prompt=True, **more).text",
+        "before = self.render(messages[:number], tools, **more).text",
+    ),
+    Plant(
+        "b70",
+        "the token that ends an answer is not trained",
+        MASKS,
+        "data/conversations.py",
+        "return first + int(last[-1]) + 1 if len(last) else end",
+        "return first + int(last[-1]) if len(last) else end",
+    ),
+    Plant(
+        "b71",
+        "the mask is shifted by one",
+        CHAT + "test_b71_every_conversation_is_in_an_epoch_once_and_whole",
+        "data/loader.py",
+        "np.append(piece.trained_N[1:], False)",
+        "np.append(piece.trained_N[:-1], False)",
+    ),
+    Plant(
+        "b71",
+        "padding inside a pack takes the numbers of the next micro-batch's",
+        CHAT + "test_b71_every_conversation_is_in_an_epoch_once_and_whole",
+        "data/loader.py",
+        "inside = len(cuts) * self.seq",
+        "inside = sum(lengths)",
+    ),
+    Plant(
+        "b72",
+        "a start token is invented",
+        SPEAKING + "test_b72_all_end_tokens_are_known_and_no_start_is_invented",
+        "data/tokenizer.py",
+        'content(beside.get("bos_token")) if start',
+        'content(beside.get("bos_token")) or end if start',
+    ),
+    Plant(
+        "b72",
+        "one end token of several is kept",
+        BACK,
+        "data/beside.py",
+        "    if end_id in several:\n        return ids\n",
+        "    if end_id in several:\n        return end_id\n",
+    ),
+    Plant(
+        "b72",
+        "settings of generation are left behind",
+        BACK,
+        "data/beside.py",
+        "said = self.json(GENERATION_CONFIG) if GENERATION_CONFIG in self else self.json(CONFIG)",
+        "said = self.json(CONFIG)",
+    ),
+    Plant(
+        "b73",
+        "the position of a row that goes on a text starts anew",
+        "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts",
+        "layers/cache.py",
+        "torch.tensor([len(text) - 1 for text in texts])",
+        "torch.tensor([0 for text in texts])",
+    ),
+    Plant(
+        "b73",
+        "keys and values go to the text before",
+        "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts",
+        "layers/cache.py",
+        "[kept[i] for i in found]",
+        "[kept[0] for i in found]",
+    ),
+    Plant(
+        "b73",
+        "a text stops at the token that ends documents alone",
+        "tests/cpu/test_cli_chat.py::test_b73_answers_are_those_of_transformers_and_stop_at_any_end",
+        "training/speaker.py",
+        '"ends": self.tokenizer.ends',
+        '"ends": self.tokenizer.ends[:1]',
+    ),
+    Plant(
+        "b73",
+        "keys and values are kept although all rows are computed anew",
+        "tests/cpu/test_model_generate.py::test_b73_a_window_that_is_full_goes_on_from_its_newest_half",
+        "layers/cache.py",
+        "            self._kept.clear()\n            return",
+        "            return",
+    ),
+)
