@@ -70,7 +70,7 @@ class Run(Record):
         try:
             misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in misfits)
-            if not misfits:
+            if not misfits and (self.train.freeze or self.train.quantise):
                 found = freeze_misfits(self._described(), self.train.freeze)
                 yield from (violation.under("train", "freeze") for violation in found)
                 if not any(self.layout.rules()):

@@ -8,10 +8,10 @@ from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Linear
-from moefold.layers.precision import Products
+from moefold.layers.precision import WeightProducts
 
 
-class SwiGlu(Products):
+class SwiGlu(WeightProducts):
     """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width.
 
     ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert).

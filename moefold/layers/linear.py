@@ -13,10 +13,10 @@ from moefold.kernels.lookup import fused as kernels
 from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.products import scaled_product
 from moefold.layers.flow import Flow
-from moefold.layers.precision import Products
+from moefold.layers.precision import WeightProducts
 
 
-class Linear(Products):
+class Linear(WeightProducts):
     """``y_TO = x_TI w_OI^T``, and a bias where asked; the weight is the master parameter.
 
     Where tensor ranks share its outputs each computes some of them; where they share its inputs

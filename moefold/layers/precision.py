@@ -22,7 +22,7 @@ class Narrow(NamedTuple):
     """Of the weight in the model, for stochastic rounding."""
 
 
-class Products(nn.Module):
+class WeightProducts(nn.Module):
     """A module that multiplies by its weights: a recipe may say that it does so on codes."""
 
     narrow: Mapping[str, Narrow] = {}

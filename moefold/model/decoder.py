@@ -18,21 +18,18 @@ from moefold.data.batch import MicroBatch, from_ids, pack
 from moefold.kernels.cross_entropy.chunked import cross_entropy_sum
 from moefold.kernels.linear.product import linear
 from moefold.kernels.operand import Operand
-from moefold.kernels.scaled.products import Recipe
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.config import Precision, Quantise
+from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
 from moefold.layers.linear import Embedding, Linear
 from moefold.layers.norm import RmsNorm
-from moefold.layers.precision import Narrow, PrecisionPolicy, Products
+from moefold.layers.precision import PrecisionPolicy
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
+from moefold.model.weights import settle_weights
 from moefold.moe.config import AllToAll
 from moefold.moe.layer import MoeFfn
-from moefold.spec.decoder import known_weights
-from moefold.spec.layer import Weight
-from moefold.spec.quantised import narrow_weights
 
 DISPATCH = AllToAll()
 LOSS_CHUNK = 1024
@@ -85,32 +82,7 @@ class DecoderModel(nn.Module):
             self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
-        for weight in known_weights(record):
-            if weight.frozen:
-                self._freeze(weight)
-        for name, number in narrow_weights(record).items():
-            self._quantise(name, number)
-
-    def _quantise(self, name: str, number: int) -> None:
-        """Let products of a weight read codes."""
-        path, _, leaf = name.rpartition(".")
-        owner, record = self.get_submodule(path), self.record.quantise
-        assert isinstance(record, Quantise)
-        if not isinstance(owner, Products):
-            raise ValueError(
-                f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
-                f"keep it wide with train.quantise.keep=[{name}]"
-            )
-        recipe = Recipe(record.kind, record.rule, record.wgrad == "narrow", record.block)
-        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number)}
-
-    def _freeze(self, weight: Weight) -> None:
-        """Leave a parameter without a gradient, in the format that it is read in."""
-        path, _, leaf = weight.name.rpartition(".")
-        owner = self.get_submodule(path)
-        values = owner.get_parameter(leaf).detach()
-        values = values.to(self.recipe.dtype) if weight.narrow else values
-        setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
+        settle_weights(self, record, self.recipe.dtype)
 
     @property
     def head_weight(self) -> nn.Parameter:

@@ -10,10 +10,10 @@ from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.layers.flow import Flow
-from moefold.layers.precision import Products
+from moefold.layers.precision import WeightProducts
 
 
-class Experts(Products):
+class Experts(WeightProducts):
     """E experts of width F, run at once by a grouped product or one after another."""
 
     def __init__(self, experts: int, hidden: int, width: int, kernel: str) -> None:

@@ -177,7 +177,7 @@ class States:
         """
         if not self.split.numbers.optimizer.elementwise:
             return self.held(held).away
-        parts = [(part, n) for part, n in inner_parts(held) if n]
+        parts: list[tuple[Part, int]] = [(part, n) for part, n in inner_parts(held) if n]
         parts += [(part, 1) for part in self._ends(held)]
         units = [self.of(part).away for part, n in parts for _ in range(min(n, 2))]
         return sum(sorted(units)[-2:])

@@ -1,5 +1,6 @@
 """The loss of held-out micro-batches, forward alone, in any layout."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -7,10 +8,34 @@ from torch import Tensor
 
 from moefold.comm.collectives import sum_
 from moefold.data.batch import MicroBatch
+from moefold.data.loader import Loader
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
 from moefold.parallel.pipeline.score import score
+
+
+def evaluate_sets(
+    placed: ModelParts, loader: Loader, tokens: int | None, loss_chunk: int
+) -> dict[str, float | int]:
+    """Return ``val_loss`` over all held-out sets, and loss and bits per byte of each.
+
+    Args:
+        placed: the model's parts on this rank.
+        loader: knows the sets.
+        tokens: about how many tokens of each set at most; None is all.
+        loss_chunk: rows whose logits exist at once.
+    """
+    metrics: dict[str, float | int] = {}
+    nats = labels = 0.0
+    for name in loader.evaluation_sets:
+        batches = loader.evaluation(name, tokens)
+        found, count, n_bytes = evaluate(placed, batches, loss_chunk)
+        metrics[f"val/{name}/loss"] = found / max(count, 1)
+        if n_bytes:
+            metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
+        nats, labels = nats + found, labels + count
+    return {"val_loss": nats / labels, **metrics} if labels else metrics
 
 
 @torch.no_grad()

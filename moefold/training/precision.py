@@ -1,10 +1,13 @@
 """Precision of a run: the number format of its products, settled once when the run is opened."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
@@ -105,3 +108,13 @@ class PrecisionChoice:
         """The rates, in words."""
         rates = (f"{name} {rate / 1e9:,.0f}" for name, rate in self.rates.items())
         return f"{', '.join(rates)} GFLOP/s"
+
+
+def prepare_products(run: Run) -> None:
+    """Let products be summed in fp32, to the same bits each time where the run asks for it."""
+    # Else parts of a sum may be rounded to bf16 before they are added.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if run.deterministic:
+        # What cuBLAS needs to be so too; it is read before the first product on a device.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -4,8 +4,6 @@ What is not the step is a hook; the trainer knows none of them by name.
 """
 
 import logging
-import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -41,14 +39,14 @@ from moefold.planner.count import count
 from moefold.planner.notes import notes
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import RankZeroRunner, device_kind, stopping_on_signals
-from moefold.training.evaluate import evaluate
+from moefold.training.evaluate import evaluate_sets
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
 from moefold.training.machine import Utilisation
 from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import NonFinitePolicy
 from moefold.training.oom import explaining_oom
-from moefold.training.precision import PrecisionChoice
+from moefold.training.precision import PrecisionChoice, prepare_products
 from moefold.training.recompute import settle_recompute
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
@@ -136,7 +134,7 @@ class Trainer:
         calls = {name: partial(method, self) for name, method in _TOGETHER.items()}
         self._rank_zero = RankZeroRunner(world, calls)
         self.parts = parts_from_outside(run)
-        _prepare_products(run)
+        prepare_products(run)
         self.lock = FolderLock(self.folder, run.name)
         claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
         on_first(claim, world.on_host)
@@ -398,17 +396,7 @@ class Trainer:
         if tokens is None and record is not None:
             ended = self.progress.step >= self.run.train.steps
             tokens = None if ended and record.at_end == "all" else record.tokens
-        metrics: Figures = {}
-        nats = labels = 0.0
-        for name in self.loader.evaluation_sets:
-            batches = self.loader.evaluation(name, tokens)
-            found, count_, n_bytes = evaluate(self.placed, batches, self.run.train.loss_chunk)
-            metrics[f"val/{name}/loss"] = found / max(count_, 1)
-            if n_bytes:
-                metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
-            nats, labels = nats + found, labels + count_
-        if labels:
-            metrics = {"val_loss": nats / labels, **metrics}
+        metrics = evaluate_sets(self.placed, self.loader, tokens, self.run.train.loss_chunk)
         self._tell("on_evaluate", metrics)
         return metrics
 
@@ -476,16 +464,6 @@ class Trainer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-
-def _prepare_products(run: Run) -> None:
-    """Let products be summed in fp32, to the same bits each time where the run asks for it."""
-    # Else parts of a sum may be rounded to bf16 before they are added.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    if run.deterministic:
-        # What cuBLAS needs to be so too; it is read before the first product on a device.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 def _loader(run: Run, prepared: Prepared, world: World) -> Loader:

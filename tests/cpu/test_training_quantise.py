@@ -37,6 +37,20 @@ def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
         assert all(torch.equal(again[name], narrow[name]) for name in narrow)
 
 
+PARTS = ("*.attention.*", "*.ffn.*", "*.moe.experts.*", "*.moe.shared.*")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_b52_each_part_of_a_block_reads_codes(part: str) -> None:
+    """Where the others are kept wide. Plant: experts stay wide."""
+    wide = decoder()
+    kept = tuple(other for other in PARTS if other != part)
+    narrow = wide.model_copy(update={"quantise": QUANTISE.kinds["mxfp8"](keep=kept)})
+    batch = padded_rows((9, 17), 6)
+    one, other = (gradients(model_of(r, "fp32"), [batch], None, 16) for r in (wide, narrow))
+    assert 1e-5 < abs(one.lm_loss / other.lm_loss - 1) < 0.1
+
+
 @pytest.mark.parametrize("at", [1, 3])
 def test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, at: int) -> None:
     """Draws are by seed and step. Plant: by how many steps this process made."""
