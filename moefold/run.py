@@ -24,12 +24,12 @@ from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
 from moefold.spec.quantised import quantise_misfits
-from moefold.spec.tuning import freeze, freeze_misfits
-from moefold.training.config import Train
+from moefold.spec.tuning import misfits_of, tuned
+from moefold.training.config import ADAPTER, Train
 from moefold.training.hooks.config import Watch
 
 RECIPES = Path(__file__).parent / "recipes"
-IDENTITY = ("seed", "model", "data", "optim", "train")
+IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
 """Fields that say what is computed; a folder of checkpoints continues only where they agree."""
 FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"))
 """Fields inside those that may change all the same. Not the micro-batch: balance terms and
@@ -51,6 +51,8 @@ class Run(Record):
     data: Data
     optim: Annotated[Optim, OPTIMIZER]
     train: Train
+    adapter: Annotated[Record, ADAPTER] | None = None
+    """What is trained in place of the model's own weights."""
     layout: Layout = Layout()
     watch: Watch = Watch()
     uses: tuple[Annotated[str, OnDisk()], ...] = ()
@@ -70,9 +72,8 @@ class Run(Record):
         try:
             misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
             yield from (violation.under("model") for violation in misfits)
-            if not misfits and (self.train.freeze or self.train.quantise):
-                found = freeze_misfits(self._described(), self.train.freeze)
-                yield from (violation.under("train", "freeze") for violation in found)
+            if not misfits and (self.train.freeze or self.adapter or self.train.quantise):
+                yield from misfits_of(self._described(), self.train.freeze, self.adapter)
                 if not any(self.layout.rules()):
                     yield from quantise_misfits(self.decoder(), self.layout.split)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
@@ -94,7 +95,7 @@ class Run(Record):
 
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
-        decoder = freeze(self._described(), self.train.freeze)
+        decoder = tuned(self._described(), self.train.freeze, self.adapter)
         if self.train.quantise is None:
             return decoder
         return decoder.model_copy(update={"quantise": self.train.quantise})

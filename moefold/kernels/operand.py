@@ -16,3 +16,16 @@ class Operand:
 
     master: Tensor
     value: Tensor
+    low_rank: "AdapterOperand | None" = None
+    """What is added to each of its products."""
+
+
+@dataclass(frozen=True)
+class AdapterOperand:
+    """A low-rank adapter of a weight: a product adds ``scale * B (A x)``."""
+
+    a: Operand
+    """[..., rank, in]"""
+    b: Operand
+    """[..., out, rank]"""
+    scale: float

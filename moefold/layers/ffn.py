@@ -7,11 +7,10 @@ from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.linear import Linear
-from moefold.layers.precision import WeightProducts
+from moefold.layers.linear import Adaptable, Linear
 
 
-class SwiGlu(WeightProducts):
+class SwiGlu(Adaptable):
     """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width.
 
     ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert).
@@ -32,7 +31,7 @@ class SwiGlu(WeightProducts):
                 both = [flow.narrow_operand(getattr(self, w), n) for w, n in self.narrow.items()]
                 y_TD = narrow_ffn(x_TD, *both, flow.rows.n_valid, flow.sink)  # type: ignore[arg-type]
                 return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
-            w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
+            w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
             products = dense_products(flow.whole.n_valid)
             y_TD = flow.scatter(gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink))
             return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()

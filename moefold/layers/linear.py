@@ -1,5 +1,6 @@
 """A linear layer, and the token embedding."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,45 @@ from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import add_bias, linear
 from moefold.kernels.lookup import fused as kernels
-from moefold.kernels.operand import Operand
+from moefold.kernels.operand import AdapterOperand, Operand
 from moefold.kernels.scaled.products import scaled_product
 from moefold.layers.flow import Flow
-from moefold.layers.precision import WeightProducts
+from moefold.layers.precision import PrecisionPolicy, WeightProducts
+from moefold.model.config import LowRank
+from moefold.spec.decoder import LORA_A, LORA_B
 
 
-class Linear(WeightProducts):
+class Adaptable(WeightProducts):
+    """A layer that reads its weights by :meth:`operand`, so that they may have adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters: dict[str, LowRank] = {}
+        """By the weight's name in this module; their matrices are parameters beside it."""
+
+    def add_adapter(self, name: str, record: LowRank, a: Tensor, b: Tensor) -> None:
+        """Put an adapter's matrices beside a weight."""
+        self.adapters[name] = record
+        self.register_parameter(name + LORA_A, nn.Parameter(a))
+        self.register_parameter(name + LORA_B, nn.Parameter(b))
+
+    def operand(self, name: str, flow: Flow, dtype: torch.dtype | None = None) -> Operand:
+        """Return a weight as products take it, with its adapter."""
+        return adapted(self, name, flow.recipe, dtype)
+
+
+def adapted(
+    owner: Adaptable, name: str, recipe: PrecisionPolicy, dtype: torch.dtype | None = None
+) -> Operand:
+    """Return a weight of a layer as products take it, with its adapter."""
+    weight, record = recipe.operand(owner.get_parameter(name), dtype), owner.adapters.get(name)
+    if record is None:
+        return weight
+    a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
+    return replace(weight, low_rank=AdapterOperand(a, b, record.scale))
+
+
+class Linear(Adaptable):
     """``y_TO = x_TI w_OI^T``, and a bias where asked; the weight is the master parameter.
 
     Where tensor ranks share its outputs each computes some of them; where they share its inputs
@@ -33,11 +66,12 @@ class Linear(WeightProducts):
         return self.shift(self.product(x_TI, flow), flow)
 
     def product(self, x_TI: Tensor, flow: Flow) -> Tensor:
-        """Return the rows times the weight alone."""
+        """Return the rows times the weight alone, with its adapter."""
         if (narrow := self.narrow.get("weight")) is not None:
-            weight = flow.narrow_operand(self.weight, narrow)
-            return scaled_product(x_TI, weight, flow.rows.n_valid, flow.sink)
-        return linear(x_TI, flow.operand(self.weight), n_valid=flow.n_valid, sink=flow.sink)
+            codes = flow.narrow_operand(self.weight, narrow)
+            return scaled_product(x_TI, codes, flow.rows.n_valid, flow.sink)
+        weight = self.operand("weight", flow)
+        return linear(x_TI, weight, n_valid=flow.n_valid, sink=flow.sink)
 
     def shift(self, y_TO: Tensor, flow: Flow) -> Tensor:
         """Return rows with the bias added, where there is one."""

@@ -7,6 +7,7 @@ are all that ranks exchange, so that the logits never exist as a whole. Own kern
 share's log-sum-exp in place of maximum and normaliser.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +18,8 @@ from moefold.comm.group import Group
 from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy import chunked
 from moefold.kernels.gradients import accumulate
-from moefold.kernels.operand import Operand
+from moefold.kernels.linear.product import weight_gradient
+from moefold.kernels.operand import AdapterOperand, Operand
 from moefold.layers.flow import Flow
 
 
@@ -36,6 +38,33 @@ def loss_and_gradients(
         scale: factor on the gradients.
         chunk: rows whose logits exist at once.
     """
+    if head.low_rank is not None:
+        wide_TD, wide = widened(x_TD, head)
+        total, dwide_TD = _loss_and_gradients(wide_TD, wide, flow, scale, chunk)
+        return total, _narrowed(dwide_TD, x_TD, head.low_rank, flow.n_valid)
+    return _loss_and_gradients(x_TD, head, flow, scale, chunk)
+
+
+def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
+    """Return rows and head side by side with those of the head's adapter: one product of both."""
+    low = head.low_rank
+    assert low is not None
+    inner_TR = (x_TD @ low.a.value.t()).mul_(low.scale)
+    value = torch.cat([head.value, low.b.value], 1)
+    return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
+
+
+def _narrowed(dwide_TD: Tensor, x_TD: Tensor, low: AdapterOperand, n_valid: int | None) -> Tensor:
+    """Return the gradient of the rows, and add that of A."""
+    dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
+    dinner_TR = dinner_TR * low.scale
+    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], x_TD[:n_valid]))
+    return dx_TD + dinner_TR @ low.a.value
+
+
+def _loss_and_gradients(
+    x_TD: Tensor, head: Operand, flow: Flow, scale: float | Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     labels = flow.whole.rows.labels_T
     ranks = flow.world.group("tp")
     if ranks.size == 1:
@@ -79,8 +108,7 @@ def _plain(
         dlogits_Cv.scatter_add_(1, label_C1, -weight_C1 * mine_C[:, None])
         dlogits_Cv = dlogits_Cv.to(head.value.dtype)
         dx_PD[rows] = dlogits_Cv @ head.value
-        if head.master.requires_grad:
-            accumulate(head.master, partial(chunked.head_gradient, dlogits_Cv, x_CD))
+        chunked.accumulate_head(head, dlogits_Cv, x_CD)
         del logp_Cv, dlogits_Cv  # or the next chunk's logits were made beside them
     return total, dx_PD
 
@@ -88,6 +116,8 @@ def _plain(
 @torch.no_grad()
 def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return this rank's share of the summed cross-entropy, without gradients."""
+    if head.low_rank is not None:
+        x_TD, head = widened(x_TD, head)
     labels = flow.whole.rows.labels_T
     ranks = flow.world.group("tp")
     if ranks.size == 1:

@@ -57,6 +57,11 @@ class Placement:
         """Whether each tensor rank holds it whole and a share of its gradient."""
         return not self.of_experts and "tp" not in self.cuts
 
+    @property
+    def shared_over_etp(self) -> bool:
+        """Whether each rank of experts' slices holds it whole and a share of its gradient."""
+        return self.of_experts and "etp" not in self.cuts
+
 
 WHOLE = Placement()
 

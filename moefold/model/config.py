@@ -20,6 +20,15 @@ Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 """A number of layers; each one is written out, so that the memory bounds it."""
 
 
+class LowRank(Record):
+    """A low-rank adapter: a weight's product adds ``scale * B (A x)`` (LoRA, arXiv 2106.09685)."""
+
+    weight: str
+    """The weight's name, as ``frozen`` has it."""
+    rank: Size
+    scale: float
+
+
 class Block(Record):
     """One layer: attention, then a dense or mixture-of-experts feed-forward."""
 
@@ -29,6 +38,7 @@ class Block(Record):
     """Factor on what each half adds to the residual."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by their names within the block."""
+    adapters: tuple[LowRank, ...] = ()
 
 
 class Stack(Record):
@@ -67,6 +77,8 @@ class Decoder(Record):
     """Parameters outside the blocks that are not trained."""
     quantise: Annotated[Record, QUANTISE] | None = None
     """Number format of weight products, as training sets it."""
+    adapters: tuple[LowRank, ...] = ()
+    """Of weights outside the blocks."""
     family: str | None = None
     """``model_type`` that it is written as where several families have its description."""
 

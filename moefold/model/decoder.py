@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, from_ids, pack
@@ -21,13 +22,13 @@ from moefold.kernels.operand import Operand
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
-from moefold.layers.linear import Embedding, Linear
+from moefold.layers.linear import Embedding, Linear, adapted
 from moefold.layers.norm import RmsNorm
 from moefold.layers.precision import PrecisionPolicy
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
-from moefold.model.weights import settle_weights
+from moefold.model.tuning import quantise, tune
 from moefold.moe.config import AllToAll
 from moefold.moe.layer import MoeFfn
 
@@ -82,7 +83,8 @@ class DecoderModel(nn.Module):
             self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
-        settle_weights(self, record, self.recipe.dtype)
+        tune(self, record, self.recipe.dtype)
+        quantise(self, record)
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -143,6 +145,8 @@ class DecoderModel(nn.Module):
 
     def head_operand(self) -> Operand:
         """Return the head as products take it."""
+        if self.head is not None:
+            return adapted(self.head, "weight", self.recipe)
         return self.recipe.operand(self.head_weight)
 
     def router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -194,7 +198,11 @@ class DecoderModel(nn.Module):
         for _, mixture in self.mixtures():
             mixture.balance.start_step()
         x_TD, terms = self(Flow(rows, self.recipe))
-        summed = cross_entropy_sum(x_TD, self.head_operand(), rows.labels_T, chunk=LOSS_CHUNK)
+        head = self.head_operand()
+        if head.low_rank is None:
+            summed = cross_entropy_sum(x_TD, head, rows.labels_T, chunk=LOSS_CHUNK)
+        else:
+            summed = cross_entropy(linear(x_TD, head), rows.labels_T, reduction="sum")
         lm_loss = summed / max(rows.n_labels, 1)
         values, weighted = self.router_terms(terms)
         return LossOutput(lm_loss, values, lm_loss if weighted is None else lm_loss + weighted)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefold.layers.placement import WHOLE, Shard
 from moefold.model.config import Decoder
+from moefold.spec.decoder import LORA_A, LORA_B
 
 BLOCK = 1 << 16
 """Elements drawn from one key."""
@@ -26,7 +27,8 @@ def initialise(
 ) -> None:
     """Fill parameters and buffers in place.
 
-    Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals.
+    Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals;
+    A of an adapter with the spread of PEFT's, B at zero.
     ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
     """
     with torch.no_grad():
@@ -40,6 +42,10 @@ def initialise(
 
 def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
     """Return a parameter's values before step one, those of one piece of it."""
+    if piece.name.endswith(LORA_B):  # so that adapters begin by adding nothing
+        return torch.zeros(piece.local_shape)
+    if piece.name.endswith(LORA_A):
+        return normal_piece(seed, piece, (3 * piece.shape[-1]) ** -0.5)
     if len(piece.shape) == 1:
         return torch.full(piece.local_shape, float(piece.name.endswith("norm.weight")))
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))

@@ -10,10 +10,10 @@ from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.layers.flow import Flow
-from moefold.layers.precision import WeightProducts
+from moefold.layers.linear import Adaptable
 
 
-class Experts(WeightProducts):
+class Experts(Adaptable):
     """E experts of width F, run at once by a grouped product or one after another."""
 
     def __init__(self, experts: int, hidden: int, width: int, kernel: str) -> None:
@@ -33,16 +33,23 @@ class Experts(WeightProducts):
         Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
         """
         if self.narrow:
-            w_in, w_out = (
+            codes_in, codes_out = (
                 flow.narrow_operand(getattr(self, name), narrow, groups=1)
                 for name, narrow in self.narrow.items()
             )
 
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
-                return narrow_ffn(x_RD, w_in, w_out, offs_E, flow.sink, probs_R)
+                return narrow_ffn(x_RD, codes_in, codes_out, offs_E, flow.sink, probs_R)
 
             return flow.recompute.run("experts", experts, x_RD, probs_R)
-        w_in, w_out = flow.operand(self.w_in), flow.operand(self.w_out)
+        w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
         again = flow.recompute.wants("experts")
-        return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again)
+        # A rank may be no width that the library's product takes.
+        asked = "auto" if self._kernel == "grouped" else self._kernel
+        dims = [
+            size for low in (w_in.low_rank, w_out.low_rank) if low for size in low.a.value.shape[1:]
+        ]
+        slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
+        low = None if slim is None else grouped_products(slim, offs_E)
+        return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low)

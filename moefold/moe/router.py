@@ -18,6 +18,7 @@ from moefold.comm.group import Group
 from moefold.data.batch import MicroBatch
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
+from moefold.layers.linear import Adaptable
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.scoring import scores, weights
@@ -103,7 +104,7 @@ class ExactBuffers(nn.Module):
         return self
 
 
-class Router(ExactBuffers):
+class Router(ExactBuffers, Adaptable):
     """Scores of tokens against experts, and the choice among them; base of every router.
 
     A router from outside replaces :meth:`scores`, :meth:`choose` or both. ``weight`` [E, D] is the
@@ -161,7 +162,7 @@ class Router(ExactBuffers):
     def _logits(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
-        weight = flow.operand(self.weight, dtype)
+        weight = self.operand("weight", flow, dtype)
         logits_TE = linear(x_TD, weight, n_valid=flow.n_valid, sink=flow.sink)
         if flow.valid_T is None:
             return logits_TE

@@ -9,10 +9,10 @@ published figures).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import embedding, halves, head
+from moefold.spec.decoder import LORA_A, LORA_B, embedding, halves, head, with_adapters
 from moefold.spec.layer import Attention, Scan
 
 
@@ -43,7 +43,8 @@ class Counts:
     """Counts of a whole decoder."""
 
     parts: Mapping[str, PartCounts] = field(default_factory=dict)
-    """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head."""
+    """By kind of part: embedding, attention, norms, ffn, experts, router, shared, head, and
+    adapters."""
     cores: Sequence[tuple[Attention | Scan, int]] = ()
     """Attention and scans over the sequence, and how many layers have each."""
 
@@ -98,6 +99,9 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
     fixed = (embedding(decoder) if decoder.tied else head(decoder)).frozen
     parts["head"] = PartCounts(0 if decoder.tied else matrix, 0, matrix, matrix * fixed)
+    of_head = sum(w.elements for w in with_adapters((head(decoder),), decoder.adapters)) - matrix
+    if of_head:
+        parts["adapters"] = PartCounts(of_head, 0, of_head)
     cores = Counter[Attention | Scan]()
     last = decoder.stacks[-1].blocks[-1]
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
@@ -123,16 +127,19 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
         at = spec.prefix or name
         found["norms"] = found.get("norms", PartCounts()) + PartCounts(hidden)
         operations = [one for one in spec.operations(hidden) if not one.wide]
-        multiplied = {name for one in operations for m in one.matmuls for name in m.weights}
+        read = (name for one in operations for m in one.matmuls for name in m.weights)
+        multiplied = {f"{at}.{name}" for name in read}
+        multiplied |= {name + end for name in multiplied for end in (LORA_A, LORA_B)}
         routing = spec.routing
-        for weight in spec.weights(hidden):
+        own = (replace(weight, name=f"{at}.{weight.name}") for weight in spec.weights(hidden))
+        for weight in with_adapters(own, block.adapters):
             size = used = weight.elements
             if weight.expert and routing is not None:
                 used = size // routing.experts * routing.top_k
             # The convention takes the norm of a latent, alone among norms, for one product.
             counted = weight.name in multiplied or weight.latent
             multiplied_here = used if counted else 0
-            fixed = multiplied_here * (f"{at}.{weight.name}" in block.frozen)
+            fixed = multiplied_here * (weight.name in block.frozen)
             part = PartCounts(size, size - used, multiplied_here, fixed)
             found[weight.counted] = found.get(weight.counted, PartCounts()) + part
     return found

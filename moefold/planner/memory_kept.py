@@ -95,7 +95,15 @@ def kept(
     """
     if stack == "moefold":
         saved = (described(record).saved(shape) for record in (block.attention, block.ffn))
-        return (Saved("input", shape.row), *(one for half in saved for one in half if one.kept))
+        # An adapter's inner rows; those of feed-forwards are made again.
+        size = shape.piece * shape.width
+        inner = (
+            Saved(f"{one.weight}.inner", size * one.rank, operand=True)
+            for one in block.adapters
+            if one.weight.endswith(".weight")
+        )
+        parts = (one for half in saved for one in half if one.kept)
+        return (Saved("input", shape.row), *parts, *inner)
     code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
     widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):

@@ -28,6 +28,7 @@ from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import LocalSlice, ShardedState
 from moefold.proof.case import ProofCase, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
+from moefold.spec.decoder import LORA_B
 from moefold.training.evaluate import evaluate
 from moefold.training.step import gradients
 
@@ -66,7 +67,7 @@ def fill(model: DecoderModel, subject: Subject, shards: Mapping[str, Shard]) -> 
     """Give this rank's pieces their values; vectors and selection biases differ by place too."""
     initialise(model, subject.decoder, subject.seed, shards)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith(LORA_B):  # which begins at zero elsewhere
             parameter.add_(normal_piece(subject.seed, shards[name], 0.1))
     for _, mixture in model.mixtures():
         bias_E = mixture.router.selection_bias

@@ -1,11 +1,15 @@
 """What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moefold.config.base import Record
-from moefold.model.config import Block, Decoder
+from moefold.model.config import Block, Decoder, LowRank
 from moefold.spec.layer import LayerSpec, Units, Weight, described, norm
+
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+"""Endings of the names of an adapter's weights, after that of the weight it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +98,18 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
     """
     blocks = enumerate(decoder.blocks)
     layers = (w for i, block in blocks for w in block_weights(block, decoder.hidden, i))
-    rest = () if decoder.tied else (head(decoder),)
+    rest = () if decoder.tied else with_adapters((head(decoder),), decoder.adapters)
     return (embedding(decoder), *layers, last_norm(decoder), *rest)
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:
     """Yield the parameters of a model without those of layers that describe nothing."""
-    yield from (embedding(decoder), last_norm(decoder), head(decoder))
+    yield from (embedding(decoder), last_norm(decoder))
+    yield from with_adapters((head(decoder),), decoder.adapters)
     for number, block in enumerate(decoder.blocks):
         for name, record in (("attention", block.attention), ("ffn", block.ffn)):
             if isinstance(record, LayerSpec):
-                yield from _half_weights(name, record, decoder.hidden, number, block.frozen)
+                yield from _half_weights(name, record, decoder.hidden, number, block)
 
 
 def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
@@ -123,18 +128,48 @@ def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
     """Return the parameters of one block; a half that is not there has no norm."""
     found: list[Weight] = []
     for name, spec in halves(block):
-        found += _half_weights(name, spec, hidden, layer, block.frozen)
+        found += _half_weights(name, spec, hidden, layer, block)
     return tuple(found)
 
 
 def _half_weights(
-    name: str, spec: LayerSpec, hidden: int, layer: int, frozen: Container[str]
+    name: str, spec: LayerSpec, hidden: int, layer: int, block: Block
 ) -> Iterator[Weight]:
     """Yield the parameters of one half by their global names, its norm first."""
     half, at = spec.prefix or name, f"layers.{layer}."
     own = (replace(weight, name=f"{half}.{weight.name}") for weight in spec.weights(hidden))
-    for weight in (norm(f"{name}_norm.weight", hidden), *own):
-        yield replace(weight, name=at + weight.name, frozen=weight.name in frozen)
+    for weight in with_adapters((norm(f"{name}_norm.weight", hidden), *own), block.adapters):
+        yield replace(weight, name=at + weight.name, frozen=weight.name in block.frozen)
+
+
+def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Iterator[Weight]:
+    """Yield weights, each followed by the two of its adapter where it has one."""
+    ranks = {adapter.weight: adapter.rank for adapter in adapters}
+    for weight in weights:
+        yield weight
+        if weight.name in ranks:
+            yield from low_rank(weight, ranks[weight.name])
+
+
+def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    """Return A and B of a weight's adapter, for ``[..., out, in]`` ``[..., rank, in]`` and
+    ``[..., out, rank]``.
+
+    Whatever cuts the inputs cuts A, whatever cuts the outputs cuts B, and experts have their own.
+    A product is linear, so that ranks need no exchange for either: what is whole has a share of
+    its gradient on each of them. Gate and up of an expert share A, as PEFT has it; those of other
+    feed-forwards have one each.
+    """
+    lead, last = weight.shape[: 1 if weight.expert else -2], len(weight.shape) - 1
+    kept = tuple((dim, units) for dim, units in weight.cuts if dim == last or dim < len(lead))
+    a_cuts = tuple((len(lead) + 1 if dim == last else dim, units) for dim, units in kept)
+    b_cuts = tuple((dim, units) for dim, units in weight.cuts if dim != last)
+    shape_a, shape_b = (*lead, rank, weight.shape[-1]), (*weight.shape[:-1], rank)
+    usual: dict[str, Any] = {"counted": "adapters", "product": weight.product}
+    return (
+        Weight(weight.name + LORA_A, shape_a, a_cuts, **usual),
+        Weight(weight.name + LORA_B, shape_b, b_cuts, **usual),
+    )
 
 
 def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:

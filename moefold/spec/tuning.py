@@ -1,15 +1,35 @@
-"""Which parameters of a decoder are trained, without torch.
+"""Which parameters of a decoder are trained, and its low-rank adapters, without torch.
 
 Patterns are those of a shell, of global names: ``layers.*.moe.router.*``, ``embed.weight``.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
-from moefold.model.config import Block, Decoder, patterns
+from moefold.model.config import Block, Decoder, LowRank, patterns
 from moefold.optim.config import matches
 from moefold.spec.decoder import model_weights
+from moefold.spec.layer import LayerSpec, Weight, rounded_up
+from moefold.training.config import LAYER_TARGETS, MORE_TARGETS, Lora
+
+
+def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Record | None) -> Decoder:
+    """Return a decoder as a run trains it; with adapters these alone."""
+    return adapt(decoder, adapter) if isinstance(adapter, Lora) else freeze(decoder, frozen)
+
+
+def misfits_of(
+    decoder: Decoder, frozen: Sequence[str], adapter: Record | None
+) -> Iterator[Violation]:
+    """Yield what of a run's ``train.freeze`` and ``adapter`` does not fit its model."""
+    for violation in freeze_misfits(decoder, frozen):
+        yield violation.under("train", "freeze")
+    if isinstance(adapter, Lora):
+        for violation in adapter_misfits(decoder, adapter):
+            yield violation.under("adapter")
 
 
 def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
@@ -22,23 +42,93 @@ def freeze(decoder: Decoder, frozen: Sequence[str]) -> Decoder:
         return decoder
     names = [w.name for w in model_weights(decoder) if matches(w.name, frozen)]
 
-    def tuned(number: int, block: Block) -> Block:
+    def changed_block(number: int, block: Block) -> Block:
         at = f"layers.{number}."
         held = tuple(name.removeprefix(at) for name in names if name.startswith(at))
         return block.model_copy(update={"frozen": held})
 
-    blocks = (tuned(number, block) for number, block in enumerate(decoder.blocks))
+    blocks = (changed_block(number, block) for number, block in enumerate(decoder.blocks))
     outside = tuple(name for name in names if not name.startswith("layers."))
     return decoder.model_copy(update={"stacks": patterns(blocks), "frozen": outside})
 
 
 def trainable(decoder: Decoder) -> Decoder:
-    """Return a decoder of which nothing is frozen, and no product quantised."""
+    """Return a decoder without adapters of which nothing is frozen, and no product quantised."""
     decoder = decoder.model_copy(update={"quantise": None}) if decoder.quantise else decoder
-    if not decoder.frozen and not any(block.frozen for block in decoder.blocks):
+    tuned = (decoder, *decoder.blocks)
+    if not any(one.frozen or one.adapters for one in tuned):
         return decoder
-    blocks = (block.model_copy(update={"frozen": ()}) for block in decoder.blocks)
-    return decoder.model_copy(update={"stacks": patterns(blocks), "frozen": ()})
+    plain: dict[str, Any] = {"frozen": (), "adapters": ()}
+    blocks = (block.model_copy(update=plain) for block in decoder.blocks)
+    return decoder.model_copy(update={"stacks": patterns(blocks)} | plain)
+
+
+def adapt(decoder: Decoder, lora: Lora) -> Decoder:
+    """Return a decoder whose targets have adapters, which alone are trained.
+
+    Raises:
+        ValueError: where a layer from outside describes nothing, so that it has no names.
+    """
+    decoder = freeze(decoder, ("*",))
+    chosen = [w for w in model_weights(decoder) if is_target(w, lora.targets)]
+
+    def adapters(at: str, top_k: int | None) -> tuple[LowRank, ...]:
+        found = []
+        for weight in chosen:
+            if weight.name.startswith(at) and (at or not weight.name.startswith("layers.")):
+                rank = lora.rank_of(top_k if weight.expert else None)
+                name = weight.name.removeprefix(at)
+                found.append(LowRank(weight=name, rank=rank, scale=lora.alpha / rank))
+        return tuple(found)
+
+    def changed_block(number: int, block: Block) -> Block:
+        routing = block.ffn.routing if isinstance(block.ffn, LayerSpec) else None
+        held = adapters(f"layers.{number}.", routing and routing.top_k)
+        return block.model_copy(update={"adapters": held})
+
+    blocks = (changed_block(number, block) for number, block in enumerate(decoder.blocks))
+    changed = {"stacks": patterns(blocks), "adapters": adapters("", None)}
+    return decoder.model_copy(update=changed)
+
+
+def adapter_scales(decoder: Decoder) -> dict[str, float]:
+    """Return what ``B A`` is multiplied by, by the global name of each weight with an adapter."""
+    found = {one.weight: one.scale for one in decoder.adapters}
+    for number, block in enumerate(decoder.blocks):
+        found |= {f"layers.{number}.{one.weight}": one.scale for one in block.adapters}
+    return found
+
+
+def is_target(weight: Weight, targets: Sequence[str]) -> bool:
+    """Return whether a weight gets an adapter: products' matrices that a word or a pattern names.
+
+    A gate, which has one output, is named by a pattern alone.
+    """
+    if len(weight.shape) < 2 or weight.looked_up:
+        return False
+    kind = "head" if weight.name == "head.weight" else weight.counted
+    gate = weight.shape[-2] == 1
+    words = {kind, "all"} if kind in LAYER_TARGETS else {kind}
+    return (not gate and bool(words & set(targets))) or matches(weight.name, targets)
+
+
+def adapter_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
+    """Yield targets that match no weight of a decoder, and a rank that experts cannot divide."""
+    weights = [w for w in model_weights(decoder) if is_target(w, ("*",))]
+    for place, target in enumerate(lora.targets):
+        if not any(is_target(weight, (target,)) for weight in weights):
+            words = [*LAYER_TARGETS, *MORE_TARGETS, "all"]
+            there = [w for w in words if any(is_target(weight, (w,)) for weight in weights)]
+            names = [weight.name for weight in weights]
+            nearest = closest(target, there) or nearest_name(target, names)
+            yield Violation(("targets", place), target, "must match a weight of products", nearest)
+    if not lora.divided:
+        return
+    specs = (block.ffn for block in decoder.blocks if isinstance(block.ffn, LayerSpec))
+    for top_k in dict.fromkeys(spec.routing.top_k for spec in specs if spec.routing):
+        if lora.rank % top_k:
+            nearest = rounded_up(lora.rank, top_k)
+            yield Violation(("rank",), lora.rank, f"must be a multiple of top_k ({top_k})", nearest)
 
 
 def freeze_misfits(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:

@@ -116,7 +116,20 @@ def _model(job: Trainer) -> Iterator[Row]:
             f"trained: {count(counts.parameters - fixed)} parameters; {count(fixed)} in "
             f"{plural(len(frozen), 'tensor')} are frozen, without gradient and optimizer state",
         )
+    yield from _adapters(job)
     yield "", f"layers: {layers}; hidden {decoder.hidden}, vocabulary {decoder.vocab}"
+
+
+def _adapters(job: Trainer) -> Iterator[Row]:
+    """Say which weights have adapters, of which rank and scale."""
+    found: dict[tuple[str, int, float], list[str]] = {}
+    for adapter in (one for each in (job.decoder, *job.decoder.blocks) for one in each.adapters):
+        path, _, leaf = adapter.weight.removesuffix(".weight").rpartition(".")
+        found.setdefault((path, adapter.rank, adapter.scale), []).append(leaf)
+    for number, ((path, rank, scale), leaves) in enumerate(found.items()):
+        each = ", ".join(f"{n} × {leaf}" for leaf, n in Counter(leaves).items())
+        where = f"{path}: " if path else ""
+        yield "" if number else "adapters", f"{where}{each}, rank {rank}, scale {scale:g}"
 
 
 def _cost(job: Trainer) -> Iterator[Row]:

@@ -11,6 +11,10 @@ from moefold.config.slot import Slot
 from moefold.layers.config import QUANTISE, Asked, Size
 
 NONFINITE = Slot("policy on a non-finite step")
+ADAPTER = Slot("adapter")
+LAYER_TARGETS = ("attention", "ffn", "shared", "experts")
+"""Words for the weights of layers that ``all`` names too."""
+MORE_TARGETS = ("router", "head")
 
 
 @NONFINITE.register
@@ -38,6 +42,25 @@ class Rewind(Record):
     kind: Literal["rewind"] = "rewind"
     replay: bool = False
     limit: Size = 3
+
+
+@ADAPTER.register
+class Lora(Record):
+    """Low-rank adapters (arXiv 2106.09685), which alone are trained; all else is frozen."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Size = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Each adapter's output is scaled by ``alpha`` over its rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
+    """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
+    those four that are there; ``router``, ``head``) and patterns of weights' global names."""
+    divided: bool = False
+    """Routed experts' adapters have rank / top_k: a token then passes as much rank as elsewhere."""
+
+    def rank_of(self, top_k: int | None) -> int:
+        """Return the rank of a weight's adapter; ``top_k`` of a routed expert's."""
+        return max(1, self.rank // top_k) if self.divided and top_k else self.rank
 
 
 class Train(Record):

@@ -23,13 +23,15 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.tokenizer import Tokenizer
 from moefold.layers.config import Precision
+from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder
 from moefold.model.init import start_value
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
-from moefold.spec.tuning import trainable
+from moefold.spec.decoder import LORA_A, LORA_B
+from moefold.spec.tuning import adapter_scales, trainable
 
 MODEL = "model."
 """Before the names of the model's tensors."""
@@ -43,7 +45,9 @@ def describe(decoder: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is not None:
         said = {name: getattr(tokenizer, name) for name in TOKENIZER}
         said["files"] = dict(tokenizer.files)
-    return {"decoder": to_dict(trainable(decoder)), "tokenizer": said}
+    found = {"decoder": to_dict(trainable(decoder)), "tokenizer": said}
+    adapters = adapter_scales(decoder)
+    return found | ({"adapters": adapters} if adapters else {})
 
 
 def precision_of(meta: Mapping[str, Any]) -> Precision | None:
@@ -90,7 +94,13 @@ class StoredModel:
                         f"{flags} (in Python: uses=[...])"
                     )
                 raise RunError(verdict.violations, meta["decoder"], str(path))
-            yield cls(path, meta, verdict.record, tokenizer_of(meta), ModelTensors(reader))
+            yield cls(
+                path,
+                meta,
+                verdict.record,
+                tokenizer_of(meta),
+                ModelTensors(reader, meta.get("adapters", {})),
+            )
 
     @property
     def precision(self) -> Precision:
@@ -107,15 +117,25 @@ class StoredModel:
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The model's part of a checkpoint, read tensor by tensor."""
+    """The model's part of a checkpoint, read tensor by tensor; adapters are in their weights.
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    Args:
+        reader: the checkpoint.
+        scales: of each weight that has an adapter, what ``B A`` is multiplied by.
+    """
+
+    def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
+        self._reader, self._scales = reader, scales
         stored = reader.manifest.tensors
-        self._names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
+        names = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
+        self._names = [name for name in names if not name.endswith((LORA_A, LORA_B))]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader.read(MODEL + name)
+        weight, scale = self._reader.read(MODEL + name), self._scales.get(name)
+        if scale is None:
+            return weight
+        a, b = (self._reader.read(MODEL + name + end) for end in (LORA_A, LORA_B))
+        return merged(weight, a, b, scale)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -125,6 +145,13 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ``weight + scale * B A`` in the adapter's dtype, which is the master's."""
+    # Gate and up of an expert share A.
+    a = a.unsqueeze(1) if b.dim() > a.dim() else a
+    return weight.to(a.dtype) + scale * (b @ a)
 
 
 @torch.no_grad()
@@ -147,7 +174,7 @@ def check_names(model: DecoderModel, tensors: Mapping[str, Tensor], whole: bool 
     Raises:
         CheckpointError: listing what is missing and what is not the model's.
     """
-    own = model.state_dict()
+    own = {n for n in model.state_dict() if not n.endswith((LORA_A, LORA_B))}
     problems = [f"missing: {name}" for name in own if name not in tensors]
     if whole:
         problems += [f"unexpected: {name}" for name in tensors if name not in own]
@@ -177,5 +204,12 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     with import_folder(source.path) as imported:
         tensors = imported.tensors
         check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
-        data.fill(lambda piece: tensors.part(piece.name, piece.box), buffers=True)
+
+        def value(piece: Shard) -> Tensor:
+            """Return what the folder has of a piece; an adapter is the run's own."""
+            if piece.name.endswith((LORA_A, LORA_B)):
+                return start_value(decoder, run.seed, piece)
+            return tensors.part(piece.name, piece.box)
+
+        data.fill(value, buffers=True)
     return imported.left_out

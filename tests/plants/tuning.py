@@ -1,4 +1,4 @@
-"""Plants B60: frozen weights."""
+"""Plants B60 and B61: frozen weights, adapters."""
 
 from tests.plants.plant import Plant
 
@@ -9,6 +9,12 @@ B60_GRADIENTS = FROZEN + "test_b60_frozen_weights_have_no_gradient_and_others_th
 B60_LAYOUTS = (
     "tests/gloo/test_training_frozen.py::"
     "test_b60_layouts_with_frozen_weights_compute_what_one_rank_computes"
+)
+
+ADAPTERS = "tests/cpu/test_adapters.py::"
+B61_MERGED = ADAPTERS + "test_b61_adapters_compute_what_their_merged_weights_do"
+B61_LAYOUTS = (
+    "tests/gloo/test_adapters.py::test_b61_layouts_with_adapters_compute_what_one_rank_computes"
 )
 
 PLANTS = (
@@ -24,8 +30,8 @@ PLANTS = (
         "b60",
         "frozen weights are masters",
         B60_BYTES,
-        "model/decoder.py",
-        "values = values.to(self.recipe.dtype) if weight.narrow else values",
+        "model/tuning.py",
+        "values = values.to(dtype) if weight.narrow else values",
         "values = values.clone()",
     ),
     Plant(
@@ -40,7 +46,7 @@ PLANTS = (
         "b60",
         "a frozen parameter is trained",
         B60_GRADIENTS,
-        "model/decoder.py",
+        "model/tuning.py",
         "setattr(owner, leaf, nn.Parameter(values, requires_grad=False))",
         "setattr(owner, leaf, nn.Parameter(values))",
     ),
@@ -51,5 +57,45 @@ PLANTS = (
         "layers/linear.py",
         "return table if table.requires_grad else torch.empty(0, requires_grad=True)",
         "return table",
+    ),
+    Plant(
+        "b61",
+        "the scale of an adapter is applied twice",
+        B61_MERGED,
+        "kernels/swiglu/ffn.py",
+        "            y.add_(self.products.product(inner.contiguous(), b))\n",
+        "            y.add_(self.products.product(inner.contiguous(), b), alpha=self.low.scale)\n",
+    ),
+    Plant(
+        "b61",
+        "the gradient of an adapter's rows is missing",
+        B61_MERGED,
+        "kernels/swiglu/ffn.py",
+        "            dx_ND = inner.add_gradient_(dx_ND, inner_back)\n",
+        "",
+    ),
+    Plant(
+        "b61",
+        "an adapter's gradient is that of one slice of the experts",
+        B61_LAYOUTS,
+        "parallel/data/sharding.py",
+        '        _sum(sliced, self.placed.world.group("etp"))\n',
+        "",
+    ),
+    Plant(
+        "b61",
+        "copies of an adapter over slices of experts count once each in the norm",
+        B61_LAYOUTS,
+        "parallel/data/sharding.py",
+        "            place, count = place * etp + world.experts.etp, count * etp\n",
+        "            pass\n",
+    ),
+    Plant(
+        "b61",
+        "an exported weight has its adapter in it twice",
+        ADAPTERS + "test_b61_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it",
+        "training/model_checkpoint.py",
+        "return weight.to(a.dtype) + scale * (b @ a)",
+        "return weight.to(a.dtype) + 2 * scale * (b @ a)",
     ),
 )

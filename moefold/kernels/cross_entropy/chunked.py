@@ -62,8 +62,7 @@ def loss_and_gradients(
             loss, dlogits_CV = _chunk(x_CD, value, labels_C, counted_C, scale)
             total += loss
             dx_TD[rows] = dlogits_CV @ value
-            if head.master.requires_grad:
-                accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
+            accumulate_head(head, dlogits_CV, x_CD)
             del dlogits_CV  # or the next chunk's logits were made beside it
     return total, dx_TD
 
@@ -100,8 +99,7 @@ def through_kernels(
         stats.append(combine(kernels.statistics(logits_CV, labels_C, first)))
         kernels.gradient(logits_CV, labels_C, stats[-1][0], weight_T[rows], first)
         torch.mm(logits_CV, value, out=dx_TD[rows])
-        if head.master.requires_grad:
-            accumulate(head.master, partial(head_gradient, logits_CV, x_TD[rows]))
+        accumulate_head(head, logits_CV, x_TD[rows])
         del logits_CV
     normaliser_T, picked_T = torch.cat(stats, 1)
     return torch.where(counted_T, normaliser_T - picked_T, 0).sum(), dx_TD
@@ -144,6 +142,15 @@ def _chunk(
     dlogits_CV = logp_CV.exp_().mul_(weight_C1)
     dlogits_CV.scatter_(1, safe_C1, dlogits_CV.gather(1, safe_C1) - weight_C1)
     return loss, dlogits_CV.to(value_VD.dtype)
+
+
+def accumulate_head(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) -> None:
+    """Add the chunk's gradient to the head's; to B's, whose rows stand last in ``x_CD``."""
+    if head.master.requires_grad:
+        accumulate(head.master, partial(head_gradient, dlogits_CV, x_CD))
+    if head.low_rank is not None:
+        last = x_CD[:, -head.low_rank.b.value.shape[1] :]
+        accumulate(head.low_rank.b.master, partial(head_gradient, dlogits_CV, last))
 
 
 def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ def linear(
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
-    """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype.
+    """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype, its adapter's added.
 
     Args:
         x_TI: rows, in the operand's dtype or narrower (then widened inside and kept narrow).
@@ -29,7 +29,12 @@ def linear(
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)
+    y_TO: Tensor = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)  # type: ignore[assignment]
+    low = weight.low_rank
+    if low is None:
+        return y_TO
+    inner_TR = linear(x_TI, low.a, n_valid=n_valid, sink=sink)
+    return y_TO.add(linear(inner_TR, low.b, n_valid=n_valid, sink=sink), alpha=low.scale)
 
 
 def add_bias(

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.linear.product import weight_gradient
-from moefold.kernels.operand import Operand
+from moefold.kernels.operand import AdapterOperand, Operand
 from moefold.kernels.swiglu import pieces
 
 
@@ -55,6 +55,7 @@ def gated_ffn(
     sink: GradientSink,
     p_N: Tensor | None = None,
     again: bool = False,
+    low_products: Products | None = None,
 ) -> Tensor:
     """Return ``y_ND``.
 
@@ -66,10 +67,108 @@ def gated_ffn(
         sink: where the weights' gradients go.
         p_N: weight of each row (fp32 or wider), or None.
         again: backward makes the pre-activation again from the rows instead of keeping it.
+        low_products: products of adapters where they are others.
     """
+    low = low_products or products
+    adapters = Adapter.of(w_in, low, gated=True), Adapter.of(w_out, low)
     return _GatedFfn.apply(
-        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, again
-    )
+        x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, again,
+        adapters, *(matrix for one in adapters for matrix in one.masters),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one of the two weights, in terms of products; None adds nothing.
+
+    N rows, I in, O out, r rank; J is 2 where gate and up have matrices A of their own, else 1.
+    """
+
+    low: AdapterOperand | None
+    products: Products
+    parts: int = 1
+    """J."""
+    gated: bool = False
+    """Whether B is [..., 2, F, r]."""
+
+    @classmethod
+    def of(cls, weight: Operand, products: Products, gated: bool = False) -> "Adapter":
+        """Return a weight's."""
+        low = weight.low_rank
+        apart = low is not None and gated and low.a.value.dim() == weight.value.dim()
+        return cls(low, products, 2 if apart else 1, gated)
+
+    @property
+    def masters(self) -> tuple[Tensor | None, Tensor | None]:
+        """A and B as autograd knows them."""
+        return (None, None) if self.low is None else (self.low.a.master, self.low.b.master)
+
+    def _a(self, a: Tensor) -> Tensor:
+        """Return A as one matrix of each group."""
+        return a.flatten(0, 1) if self.parts > 1 else a
+
+    def _b(self, b: Tensor) -> tuple[Tensor, ...]:
+        """Return B as one matrix of each group and part, as views."""
+        if self.parts > 1:
+            return b.unbind(0)
+        return (b.view(*b.shape[:-3], -1, b.shape[-1]) if self.gated else b,)
+
+    def _inner(self, x_NI: Tensor) -> Tensor:
+        """Return ``scale * A x``, [N, J * r]."""
+        assert self.low is not None
+        return self.products.product(x_NI, self._a(self.low.a.value)).mul_(self.low.scale)
+
+    def back(self, dy_NO: Tensor) -> Tensor | None:
+        """Return the gradient of ``A x``, [N, J * r]."""
+        if self.low is None:
+            return None
+        pairs = zip(dy_NO.chunk(self.parts, 1), self._b(self.low.b.value), strict=True)
+        parts = [self.products.input_gradient(dy.contiguous(), b) for dy, b in pairs]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.low.scale)
+
+    def add_(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """Add ``scale * B (A x)`` to the weight's product, in place."""
+        if self.low is None:
+            return y_NO
+        inners = self._inner(x_NI).chunk(self.parts, 1)
+        outs = zip(y_NO.chunk(self.parts, 1), inners, self._b(self.low.b.value), strict=True)
+        for y, inner, b in outs:
+            y.add_(self.products.product(inner.contiguous(), b))
+        return y_NO
+
+    def add_gradient_(self, dx_NI: Tensor, back: Tensor | None) -> Tensor:
+        """Add the gradient of the rows, in place."""
+        if self.low is None or back is None:
+            return dx_NI
+        return dx_NI.add_(self.products.input_gradient(back, self._a(self.low.a.value)))
+
+    def deliver(
+        self, dy_NO: Tensor, x_NI: Tensor, back: Tensor | None, sink: GradientSink
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Hand the gradients of A and B to the sink."""
+        if self.low is None or back is None:
+            return None, None
+        # Not in the products: when these run, the matrices may be on other ranks again.
+        inners = self._inner(x_NI).chunk(self.parts, 1)
+
+        def product_a(into: Tensor | None) -> Tensor:
+            flat = None if into is None else self._a(into)
+            made = self.products.weight_gradient(back, x_NI, flat)
+            return made.unflatten(0, (self.parts, -1)) if self.parts > 1 else made
+
+        def product_b(into: Tensor | None) -> Tensor:
+            flats = (None,) * self.parts if into is None else self._b(into)
+            given = zip(dy_NO.chunk(self.parts, 1), inners, flats, strict=True)
+            made = [
+                self.products.weight_gradient(dy.contiguous(), inner.contiguous(), flat)
+                for dy, inner, flat in given
+            ]
+            if self.parts > 1:
+                return torch.stack(made)
+            return made[0].unflatten(-2, (2, -1)) if self.gated else made[0]
+
+        a, b = self.low.a.master, self.low.b.master
+        return sink.deliver(a, product_a), sink.deliver(b, product_b)
 
 
 class _GatedFfn(torch.autograd.Function):
@@ -85,11 +184,15 @@ class _GatedFfn(torch.autograd.Function):
         products: Products,
         sink: GradientSink,
         again: bool,
+        adapters: tuple[Adapter, Adapter],
+        *masters: Tensor | None,
     ) -> Tensor:
-        h_N2F = products.product(x_ND, w_in.flatten(-3, -2))
+        h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
         ctx.save_for_backward(x_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
-        return products.product(pieces.forward(h_N2F, p_N), w_out)
+        ctx.adapters = adapters
+        a_NF = pieces.forward(h_N2F, p_N)
+        return adapters[1].add_(products.product(a_NF, w_out), a_NF)
 
     @staticmethod
     @once_differentiable
@@ -97,9 +200,11 @@ class _GatedFfn(torch.autograd.Function):
         x_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
+        inner, outer = ctx.adapters
         if h_N2F is None:
-            h_N2F = products.product(x_ND, w_in.flatten(-3, -2))
-        da_NF = products.input_gradient(dy_ND, w_out)
+            h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
+        outer_back = outer.back(dy_ND)
+        da_NF = outer.add_gradient_(products.input_gradient(dy_ND, w_out), outer_back)
         dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
 
         def product_in(into: Tensor | None) -> Tensor:
@@ -110,11 +215,14 @@ class _GatedFfn(torch.autograd.Function):
         def product_out(into: Tensor | None) -> Tensor:
             return products.weight_gradient(dy_ND, a_NF, into)
 
-        dx_ND = (
-            products.input_gradient(dh_N2F, w_in.flatten(-3, -2))
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        dx_ND, inner_back = None, inner.back(dh_N2F)
+        if ctx.needs_input_grad[0]:
+            dx_ND = products.input_gradient(dh_N2F, w_in.flatten(-3, -2))
+            dx_ND = inner.add_gradient_(dx_ND, inner_back)
         dw_in = sink.deliver(master_in, product_in) if ctx.needs_input_grad[1] else None
         dw_out = sink.deliver(master_out, product_out) if ctx.needs_input_grad[2] else None
-        return dx_ND, dw_in, dw_out, dp_N, None, None, None, None, None
+        low = (
+            *inner.deliver(dh_N2F, x_ND, inner_back, sink),
+            *outer.deliver(dy_ND, a_NF, outer_back, sink),
+        )
+        return dx_ND, dw_in, dw_out, dp_N, *(None,) * 6, *low

@@ -280,8 +280,11 @@ class ShardedState:
                 parameter.grad = bucket.own(bucket.slots[name], bucket.summed_L).view_as(parameter)
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        whole = [p for n, p in trained.items() if self._shards[n].placement.shared_over_tp]
+        placed = {name: self._shards[name].placement for name in trained}
+        whole = [p for n, p in trained.items() if placed[n].shared_over_tp]
         _sum(whole, self.placed.world.group("tp"))
+        sliced = [p for n, p in trained.items() if placed[n].shared_over_etp]
+        _sum(sliced, self.placed.world.group("etp"))
         if self._ends is not None and TABLE in trained:
             _sum([trained[TABLE]], self._ends)
         for kind, (_, across) in self._levels.items():
@@ -331,6 +334,9 @@ class ShardedState:
         if placement.shared_over_tp:
             tp = world.folding.sizes.tp
             place, count = place * tp + world.attention.tp, count * tp
+        if placement.shared_over_etp:
+            etp = world.folding.sizes.etp
+            place, count = place * etp + world.experts.etp, count * etp
         if name == TABLE:
             stages = self.placed.embedding_stages
             place, count = place + count * stages.index(world.attention.pp), count * len(stages)

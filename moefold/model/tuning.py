@@ -1,0 +1,79 @@
+"""A model as its description says it is trained: adapters, frozen weights, products on codes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from moefold.kernels.scaled.products import Recipe
+from moefold.layers.config import Quantise
+from moefold.layers.linear import Adaptable
+from moefold.layers.precision import Narrow, WeightProducts
+from moefold.model.config import Decoder, LowRank
+from moefold.spec.decoder import LORA_A, LORA_B, known_weights
+from moefold.spec.layer import Weight
+from moefold.spec.quantised import narrow_weights
+
+
+def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
+    """Add the adapters of a decoder, without values, and freeze what is not trained.
+
+    A frozen parameter is left in the format that it is read in.
+
+    Args:
+        model: whose parameters are masters.
+        record: its description.
+        dtype: of products.
+
+    Raises:
+        ValueError: where a layer does not read a weight with adapters.
+    """
+    weights = {weight.name: weight for weight in known_weights(record)}
+    for number, block in enumerate(record.blocks):
+        _adapt(model, f"layers.{number}.", block.adapters, weights)
+    _adapt(model, "", record.adapters, weights)
+    for weight in weights.values():
+        if weight.frozen:
+            path, _, leaf = weight.name.rpartition(".")
+            owner = model.get_submodule(path)
+            values = owner.get_parameter(leaf).detach()
+            values = values.to(dtype) if weight.narrow else values
+            setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
+
+
+def _adapt(
+    model: nn.Module, at: str, adapters: Sequence[LowRank], weights: Mapping[str, Weight]
+) -> None:
+    """Put the matrices of adapters beside their weights."""
+    for adapter in adapters:
+        path, _, leaf = (at + adapter.weight).rpartition(".")
+        owner = model.get_submodule(path)
+        if not isinstance(owner, Adaptable):
+            raise ValueError(
+                f"{at}{adapter.weight}: {type(owner).__name__} reads its weights without "
+                "adapters; inherit from moefold.layers.linear.Adaptable and read them by its "
+                "operand(), or leave it out of adapter.targets"
+            )
+        like = owner.get_parameter(leaf)
+        shapes = (weights[at + adapter.weight + end].shape for end in (LORA_A, LORA_B))
+        a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
+        owner.add_adapter(leaf, adapter, a, b)
+
+
+def quantise(model: nn.Module, record: Decoder) -> None:
+    """Let products of weights read codes of few bits, as a decoder's description says.
+
+    Raises:
+        ValueError: where a layer cannot multiply by codes.
+    """
+    for name, number in narrow_weights(record).items():
+        path, _, leaf = name.rpartition(".")
+        owner, asked = model.get_submodule(path), record.quantise
+        assert isinstance(asked, Quantise)
+        if not isinstance(owner, WeightProducts):
+            raise ValueError(
+                f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
+                f"keep it wide with train.quantise.keep=[{name}]"
+            )
+        recipe = Recipe(asked.kind, asked.rule, asked.wgrad == "narrow", asked.block)
+        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number)}
