@@ -74,8 +74,7 @@ class Run(Record):
             yield from (violation.under("model") for violation in misfits)
             if not misfits and (self.train.freeze or self.adapter or self.train.quantise):
                 yield from misfits_of(self._described(), self.train.freeze, self.adapter)
-                if not any(self.layout.rules()):
-                    yield from quantise_misfits(self.decoder(), self.layout.split)
+                yield from quantise_misfits(self.decoder(), self.layout)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))
@@ -96,8 +95,6 @@ class Run(Record):
     def decoder(self) -> Decoder:
         """Return the full description of the model, with the tokenizer's vocabulary."""
         decoder = tuned(self._described(), self.train.freeze, self.adapter)
-        if self.train.quantise is None:
-            return decoder
         return decoder.model_copy(update={"quantise": self.train.quantise})
 
     def _described(self) -> Decoder:

@@ -9,7 +9,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.products import Draw, NarrowOperand, NarrowWeight, Recipe
-from moefold.layers.config import Precision
+from moefold.layers.config import Precision, Quantise
+from moefold.model.config import Decoder
+from moefold.spec.quantised import narrow_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -27,6 +29,27 @@ class WeightProducts(nn.Module):
 
     narrow: Mapping[str, Narrow] = {}
     """Of its parameters, by their names in it."""
+
+
+def quantise_products(model: nn.Module, decoder: Decoder) -> None:
+    """Let products of a model's weights read codes, those that its description quantises.
+
+    Raises:
+        ValueError: where a layer from outside multiplies by a weight itself.
+    """
+    record = decoder.quantise
+    if not isinstance(record, Quantise):
+        return
+    recipe = Recipe(record.kind, record.rule, record.wgrad == "narrow", record.block)
+    for name, number in narrow_weights(decoder).items():
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if not isinstance(owner, WeightProducts):
+            raise ValueError(
+                f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
+                f"keep it wide with train.quantise.keep=[{name}]"
+            )
+        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number)}
 
 
 class PrecisionPolicy:

@@ -24,11 +24,11 @@ from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
 from moefold.layers.linear import Embedding, Linear, adapted
 from moefold.layers.norm import RmsNorm
-from moefold.layers.precision import PrecisionPolicy
+from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
-from moefold.model.tuning import quantise, tune
+from moefold.model.tuning import tune
 from moefold.moe.config import AllToAll
 from moefold.moe.layer import MoeFfn
 
@@ -84,7 +84,7 @@ class DecoderModel(nn.Module):
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
         tune(self, record, self.recipe.dtype)
-        quantise(self, record)
+        quantise_products(self, record)
 
     @property
     def head_weight(self) -> nn.Parameter:

@@ -1,18 +1,14 @@
-"""A model as its description says it is trained: adapters, frozen weights, products on codes."""
+"""A model as its description says it is trained: adapters beside weights, others frozen."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from moefold.kernels.scaled.products import Recipe
-from moefold.layers.config import Quantise
 from moefold.layers.linear import Adaptable
-from moefold.layers.precision import Narrow, WeightProducts
 from moefold.model.config import Decoder, LowRank
 from moefold.spec.decoder import LORA_A, LORA_B, known_weights
 from moefold.spec.layer import Weight
-from moefold.spec.quantised import narrow_weights
 
 
 def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
@@ -58,22 +54,3 @@ def _adapt(
         shapes = (weights[at + adapter.weight + end].shape for end in (LORA_A, LORA_B))
         a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
         owner.add_adapter(leaf, adapter, a, b)
-
-
-def quantise(model: nn.Module, record: Decoder) -> None:
-    """Let products of weights read codes of few bits, as a decoder's description says.
-
-    Raises:
-        ValueError: where a layer cannot multiply by codes.
-    """
-    for name, number in narrow_weights(record).items():
-        path, _, leaf = name.rpartition(".")
-        owner, asked = model.get_submodule(path), record.quantise
-        assert isinstance(asked, Quantise)
-        if not isinstance(owner, WeightProducts):
-            raise ValueError(
-                f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
-                f"keep it wide with train.quantise.keep=[{name}]"
-            )
-        recipe = Recipe(asked.kind, asked.rule, asked.wgrad == "narrow", asked.block)
-        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number)}

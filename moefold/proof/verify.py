@@ -132,7 +132,7 @@ def cases_of(
         ranks = world or max(2, record.split.smallest_world)
         found = list(record.misfits(model))
         found = found or violations(record.split, model, ranks, record.order, record.stages)
-        found = found or list(quantise_misfits(run.decoder(), record.split))
+        found = found or list(quantise_misfits(run.decoder(), record))
         if found:
             raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))

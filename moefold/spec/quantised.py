@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from moefold.config.errors import Violation
+from moefold.config.errors import REMOVE, Violation
 from moefold.layers.config import Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.optim.config import matches
+from moefold.parallel.config import Layout
 from moefold.spec.decoder import halves
 from moefold.spec.tuning import nearest_name
 
@@ -40,7 +41,7 @@ def _products(decoder: Decoder) -> Iterator[tuple[int, str]]:
                     yield from ((number, at + weight) for weight in product.weights)
 
 
-def quantise_misfits(decoder: Decoder, sizes: Sizes) -> Iterator[Violation]:
+def quantise_misfits(decoder: Decoder, layout: Layout) -> Iterator[Violation]:
     """Yield what the recipe keeps that is not there, and axes of a layout that it does not go with.
 
     Blocks and the scales of matrices are of the numbers on one rank, so that a layout which cuts
@@ -50,6 +51,7 @@ def quantise_misfits(decoder: Decoder, sizes: Sizes) -> Iterator[Violation]:
     if not isinstance(record, Quantise):
         return
     kind = record.kind
+    sizes = Sizes() if any(layout.rules()) else layout.split
     for axis in CUTS:
         if getattr(sizes, axis) > 1:
             rule = f"must leave out {axis} where train.quantise is {kind}: it would change blocks"
@@ -57,6 +59,8 @@ def quantise_misfits(decoder: Decoder, sizes: Sizes) -> Iterator[Violation]:
             yield Violation(("layout", "sizes"), sizes.text, rule, nearest)
             break
     at = ("train", "quantise")
+    if any(one.adapters for one in (decoder, *decoder.blocks)):
+        yield Violation(at, kind, "reads codes of weights, to which no adapter adds", REMOVE)
     names = [name for _, name in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):

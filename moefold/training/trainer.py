@@ -314,8 +314,6 @@ class Trainer:
         metrics = self._metrics(figures, lr_factor, seconds)
         if decision == "skip":
             metrics["skipped"] = 1
-        if figures.needed_rows:
-            metrics["needed_rows"] = figures.needed_rows
         self._tell("on_step", metrics)
         self._keep()
         return metrics
@@ -334,6 +332,7 @@ class Trainer:
             **self.utilisation.figures(per_second * flops),
             "step_time_s": seconds,
         }
+        metrics |= {"needed_rows": figures.needed_rows} if figures.needed_rows else {}
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 

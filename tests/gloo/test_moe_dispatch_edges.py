@@ -194,7 +194,7 @@ def made_again(rank: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_b50_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one() -> None:
+def test_b65_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one() -> None:
     """Gradients, figures and counters, on every rank alike, whichever of them lacked room."""
     answers = run_ranks(made_again, 4, time_out_s=60)
     for found in zip(*answers, strict=True):

@@ -1,11 +1,11 @@
-"""Plants B01, B02, B13, B14, B21, B30, B32, B40 and B50: rows on their way to other ranks."""
+"""Plants B01, B02, B13, B14, B21, B30, B32, B40 and B65: rows on their way to other ranks."""
 
 from tests.plants.plant import Plant
 
 STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
 EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
-ROOM = EDGES + "test_b50_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one"
+ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one"
 GRADIENTS = STEPS + "test_b01_b02_gradients_are_those_of_one_rank"
 
 PLANTS = (
@@ -54,7 +54,7 @@ PLANTS = (
         "    return slots_XM.flatten().clamp(max=ends_Xe.shape[1] - 1)\n",
     ),
     Plant(
-        "b50",
+        "b65",
         "the ranks that lacked room alone make the step again",
         ROOM,
         "training/step.py",
@@ -62,7 +62,7 @@ PLANTS = (
         "missing if missing > 0 else None",
     ),
     Plant(
-        "b50",
+        "b65",
         "the second try goes on with the first one's counters",
         ROOM,
         "training/step.py",
@@ -78,9 +78,9 @@ PLANTS = (
         "        self.summed_L = None\n",
     ),
     Plant(
-        "b50",
+        "b65",
         "room is rounded down",
-        "tests/pure/test_moe_dispatch_config.py::test_b50_spread_has_room_for_every_routing",
+        "tests/pure/test_moe_dispatch_config.py::test_b65_spread_has_room_for_every_routing",
         "moe/config.py",
         "return -(-self.max_rows // ranks)",
         "return self.max_rows // ranks",
