@@ -177,9 +177,9 @@ class States:
         """
         if not self.split.numbers.optimizer.elementwise:
             return self.held(held).away
-        parts: list[tuple[Part, int]] = [(part, n) for part, n in inner_parts(held) if n]
-        parts += [(part, 1) for part in self._ends(held)]
+        parts: list[tuple[Part, int]] = [*inner_parts(held)]
         units = [self.of(part).away for part, n in parts for _ in range(min(n, 2))]
+        units += [self.of(part).away for part in self._ends(held)]
         return sum(sorted(units)[-2:])
 
     def _ends(self, held: Held) -> Iterator[Part]:
