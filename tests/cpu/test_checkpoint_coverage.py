@@ -22,8 +22,8 @@ from moefold.training.trainer import Trainer
 from tests.cpu.checkpoint_tools import bits
 from tests.cpu.runs import job_of
 
-ANEW = re.compile(r"\.counters\b")
-"""Counts of one step, which begin at zero in the next."""
+ANEW = re.compile(r"\.counters\b|\.recipe\.(seed|step)$")
+"""Counts of a step, which begin at zero in the next, and what draws by chance go by."""
 BIASED = {
     "family": "deepseek_v3",
     "shape": {"hidden": 16, "layers": 2, "heads": 2, "experts": 4, "top_k": 2, "expert_width": 6}

@@ -15,6 +15,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.schedule.config import SCHEDULE, Schedule
 from moefold.training import step
+from moefold.training.evaluate import evaluate
 from moefold.training.distributed import RankZeroRunner
 from moefold.training.saving import Saver
 from tests.gloo import dispatching
@@ -70,7 +71,7 @@ def train(rank: int, case: Case) -> float:
     for held in data.gradients():
         piece = gradients[held.name][tuple(slice(start, end) for start, end in held.box)]
         errors.append(float((held.tensor - piece).norm() / gradients[held.name].norm()))
-    step.evaluate(data.placed, mine, 16)
+    evaluate(data.placed, mine, 16)
     assert max(errors) < 1e-10, f"rank {rank}: {max(errors)}"
     return max(errors)
 

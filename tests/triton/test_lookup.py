@@ -7,6 +7,7 @@ from torch import Tensor
 from moefold.kernels.fused import forced
 from moefold.kernels.gradients import Accumulated
 from moefold.kernels.lookup import fused
+from moefold.kernels.operand import Operand
 from moefold.layers.linear import _Lookup
 from tests.triton.values import DTYPES, assert_rounded, watched
 
@@ -45,7 +46,8 @@ def test_the_embedding_goes_through_the_kernel_where_rows_do() -> None:
         table = table_VD.clone().requires_grad_()
         with forced(way):
             for _ in range(2):
-                out_TD = _Lookup.apply(table, table.detach(), ids_T, 10, Accumulated())
+                held = Operand(table, table.detach())
+                out_TD = _Lookup.apply(table, held, ids_T, 10, Accumulated())
                 out_TD.backward(rows_TD)
         found.append(table.grad)
     torch.testing.assert_close(*found)
