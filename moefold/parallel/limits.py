@@ -39,14 +39,16 @@ def repeats(placed: ModelParts) -> bool:
     return isinstance(dispatch, FixedRoom) and dispatch.on_overflow == "again"
 
 
-def ran_short(placed: ModelParts, short: float) -> bool:
-    """Return whether rows lacked room, where the ranks that say so are ``short`` in number."""
-    return isinstance(placed.layout.dispatch, FixedRoom) and short > 0
+def ran_short(ranks: float) -> bool:
+    """Return whether any rank said that its rows lacked room."""
+    return ranks > 0
 
 
-def missing_room(overflow: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the most rows, int64, that any dispatch of a rank lacked room for; 0 for none."""
-    none = torch.zeros((), dtype=torch.int64, device=device)
+def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
+    """Return the most rows, int64, that any dispatch here lacked room for; None without a bound."""
+    if not isinstance(placed.layout.dispatch, FixedRoom):
+        return None
+    none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
     return torch.stack([none, *overflow]).amax()
 
 

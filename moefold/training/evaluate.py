@@ -11,7 +11,7 @@ from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts, flow_of
-from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
+from moefold.parallel.limits import enough_room, missing_room, no_room, ran_short, repeats
 from moefold.parallel.pipeline.score import score
 
 
@@ -59,11 +59,12 @@ def evaluate(
         if spot.pp == spot.cp == spot.tp == 0:
             figures[1] += batch.n_labels
             figures[2] += batch.n_bytes
-    missing = missing_room(overflow, placed.world.device)
-    figures[3] = missing > 0
+    missing = missing_room(placed, overflow)
+    if missing is not None:
+        figures[3] = missing > 0
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
     total, labels, n_bytes, short = read_scalars(*figures.unbind())
-    if short:
+    if missing is not None and ran_short(short):
         raise no_room(placed, enough_room(placed, missing))
     return total, round(labels), n_bytes

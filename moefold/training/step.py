@@ -125,7 +125,7 @@ def _pass(
     balances = [mixture.balance for _, mixture in model.mixtures()]
     with module("counters"):
         sum_counters(balances, world.group("stage"))
-    missing = missing_room([count for flow in flows for count in flow.overflow], world.device)
+    missing = missing_room(placed, [count for flow in flows for count in flow.overflow])
     with module("figures"):
         return _figures(placed, ran, totals, norm_squared, stop, missing)
 
@@ -157,12 +157,14 @@ def _figures(
     totals: _Totals,
     norm_squared: Tensor,
     stop: bool,
-    missing: Tensor,
+    missing: Tensor | None,
 ) -> tuple[StepFigures, Tensor | None]:
     """Add up every rank's share of the figures, and read them from the device once."""
     mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
-    values = norm_squared.new_zeros(4 + len(names))
-    values[0], values[-2], values[-1] = norm_squared, missing > 0, float(stop)
+    values = norm_squared.new_zeros(3 + len(names) + (missing is not None))
+    values[0], values[-1] = norm_squared, float(stop)
+    if missing is not None:
+        values[-2] = missing > 0
     if ran.losses:
         values[1] = torch.stack(ran.losses).sum()
     share_M = totals.share_M.unbind()
@@ -176,10 +178,10 @@ def _figures(
             terms, shares = (torch.stack(part) for part in zip(*found, strict=True))
             values[at] = (terms * shares).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
-    squared, loss, *terms, short, stops, labels, tokens = read_scalars(
+    squared, loss, *terms, stops, labels, tokens = read_scalars(
         *summed.unbind(), *totals.counts.unbind()
     )
     norm = math.sqrt(squared) if squared >= 0 else squared
-    by_name = dict(zip(names, terms, strict=True))
+    by_name = dict(zip(names, terms, strict=False))  # Whether rows lacked room comes last.
     figures = StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)
-    return figures, missing if ran_short(placed, short) else None
+    return figures, missing if missing is not None and ran_short(terms[-1]) else None

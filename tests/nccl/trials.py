@@ -15,8 +15,8 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.schedule.config import SCHEDULE, Schedule
 from moefold.training import step
-from moefold.training.evaluate import evaluate
 from moefold.training.distributed import RankZeroRunner
+from moefold.training.evaluate import evaluate
 from moefold.training.saving import Saver
 from tests.gloo import dispatching
 from tests.gloo.pipelines import Case, alone, batches

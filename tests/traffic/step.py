@@ -232,7 +232,7 @@ def control(case: Case, rank: int, step: Step = BALANCED) -> Iterator[Call]:
             yield Call("stage", "all_reduce", sums(size, stage), 1, part="counters")
     if folding.world > 1:
         # Norm, loss, one for each term, whether rows lacked room, and whether to stop.
-        size = (4 + len(_terms(case))) * FIGURE
+        size = (3 + len(_terms(case)) + (case.dispatch in ("padded", "spread"))) * FIGURE
         yield Call("world", "all_reduce", sums(size, folding.world), 1, part="figures")
 
 
