@@ -204,7 +204,7 @@ def _print_error(error: Exception) -> None:
     elif isinstance(error, OSError):
         where = "" if error.filename is None else f": {os.fsdecode(error.filename)}"
         remedy = REMEDIES.get(error.errno or 0)
-        text = f"{error.strerror}{where}" + (f"; {remedy}" if remedy else "")
+        text = f"{error.strerror or text}{where}" + (f"; {remedy}" if remedy else "")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text("error", style="bold red"), Text(text or type(error).__name__), sep=": ")
     console.print(f"({type(error).__name__}; {TRACEBACK} shows where it came from)", style="dim")

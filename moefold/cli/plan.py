@@ -176,6 +176,9 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         _bars("time, s", dict(layout.time.parts), _three),
     )
     yield grid
+    away = [f"{size / GB:,.1f} GB on {at}" for at, size in layout.memory.away.items()]
+    if away:
+        yield Text(f"activations elsewhere, for each device: {', '.join(away)}")
 
 
 def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> Table:
@@ -210,6 +213,8 @@ def _policies(layout: PlannedLayout) -> str:
         said.append(f"recompute {'+'.join(sorted(keeping.recompute))}")
     if keeping.offload:
         said.append(f"offload {'+'.join(sorted(keeping.offload))}")
+    if keeping.disk:
+        said.append(f"{'+'.join(sorted(keeping.disk))} on disk")
     if keeping.optimizer_offload:
         said.append(f"optimizer on the {'disk' if keeping.state_on_disk else 'host'}")
     if keeping.state_step:

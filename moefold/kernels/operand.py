@@ -19,6 +19,13 @@ class Operand:
     low_rank: "AdapterOperand | None" = None
     """What is added to each of its products."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameter and what products read, its adapter's too."""
+        low = self.low_rank
+        inner = () if low is None else (*low.a.tensors, *low.b.tensors)
+        return (self.master, self.value, *inner)
+
 
 @dataclass(frozen=True)
 class AdapterOperand:

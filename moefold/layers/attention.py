@@ -58,7 +58,9 @@ class GroupedQueryAttention(nn.Module):
         x_THd, rope = rows.unflatten(1, (-1, self.record.head_dim)), self.record.rope
         if rope is None or self.record.norm_after_rope:
             x_THd = x_THd if rope is None else _turned(x_THd, rope, flow)
-            return x_THd if norm is None else norm(x_THd, flow)
+            x_THd = x_THd if norm is None else norm(x_THd, flow)
+            flow.keeper.owns("attention", x_THd)  # what attention reads, whatever made it last
+            return x_THd
         return _turned(x_THd, rope, flow, norm)
 
 
@@ -98,7 +100,7 @@ class LatentAttention(nn.Module):
         def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._expand(q, kv, k_rope, whole)
 
-        q_THd, k_THd, v_THv = flow.recompute.run("mla_up", up, q, kv, k_rope)
+        q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
         factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
         out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
@@ -165,4 +167,4 @@ def attended(
     def core(q: Tensor, k: Tensor, v: Tensor, *sinks_H: Tensor) -> Tensor:
         return attend(q, k, v, scale, flow, window, *sinks_H)
 
-    return flow.recompute.run("attention", core, *given)
+    return flow.keeper.run("attention", core, *given)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
+from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.mesh.config import Sizes
 
@@ -286,6 +287,85 @@ class Nvfp4(Quantise):
     """E2M1 in blocks of 1 x 16, and 16 x 16 of weights; gradients of rows rounded by chance."""
 
     kind: Literal["nvfp4"] = "nvfp4"
+
+
+Offloaded = Literal["block", "norms", "attention", "ffn", "shared", "experts"]
+"""Kinds of module whose activations can leave the device; ``block`` is the residual rows."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def leaving(share: float, layers: int) -> int:
+    """Return how many of a chunk's layers, its first ones, a share of all but the last is."""
+    return round(share * max(layers - 1, 0))
+
+
+class OffloadToHost(Record):
+    """Activations that lie in the host's memory between forward and backward."""
+
+    modules: Annotated[tuple[Offloaded, ...], Field(min_length=1)]
+    share: Share = 1.0
+    """Of a chunk's layers, its last one apart, whose backward comes too soon: the first of them."""
+
+    def leaving(self, layers: int) -> int:
+        """Return how many of so many layers, the first of a chunk, send activations away."""
+        return leaving(self.share, layers)
+
+
+class OffloadToDisk(OffloadToHost):
+    """Activations that lie in a file between forward and backward; it is gone when a run ends."""
+
+    folder: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()]
+    """Of a disk of this machine; each rank has a file there."""
+
+
+class Offload(Record):
+    """Where activations lie between forward and backward, if not on the device."""
+
+    host: OffloadToHost | None = None
+    disk: OffloadToDisk | None = None
+    in_flight: Size = 2
+    """Layers whose activations are on their way at once, out and back."""
+
+    def rules(self) -> Iterator[Violation]:
+        """Something goes somewhere, and to one place."""
+        if self.host is None and self.disk is None:
+            rule = "host or disk is stated; to keep all on the device leave layout.offload out"
+            yield Violation(("host",), None, rule, {"modules": ["experts"]})
+        if self.host is None or self.disk is None:
+            return
+        twice = [name for name in self.disk.modules if name in self.host.modules]
+        if twice:
+            rule = f"a kind goes to one place, and {', '.join(twice)} to the host already"
+            rest = [name for name in self.disk.modules if name not in twice]
+            free = [name for name in get_args(Offloaded) if name not in self.host.modules]
+            yield Violation(("disk", "modules"), list(self.disk.modules), rule, rest or free[:1])
+
+    @property
+    def stated(self) -> dict[str, OffloadToHost]:
+        """What goes where, by the name of the place."""
+        return {name: to for name, to in (("host", self.host), ("disk", self.disk)) if to}
+
+    def misfits(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
+        """Yield kinds of which a model, or what is recomputed, leaves nothing to send away.
+
+        Args:
+            present: the kinds that the model has.
+            again: what is recomputed.
+        """
+        for name, to in self.stated.items():
+            absent = [kind for kind in to.modules if kind not in present]
+            if absent:
+                rule = f"the model has no {', '.join(absent)}"
+                rest = [kind for kind in to.modules if kind in present] or ["attention"]
+                yield Violation((name, "modules"), list(to.modules), rule, rest)
+            gone = ["norms"] if isinstance(again, Selective) and "norms" in again.modules else []
+            if isinstance(again, Full):
+                gone = [kind for kind in get_args(Offloaded) if kind != "block"]
+            gone = [kind for kind in to.modules if kind in gone]
+            if gone:
+                rule = f"layout.recompute makes {', '.join(gone)} again, so that nothing is kept"
+                rest = [kind for kind in to.modules if kind not in gone] or ["block"]
+                yield Violation((name, "modules"), list(to.modules), rule, rest)
 
 
 Precision = Literal["bf16", "fp32", "fp64"]

@@ -36,7 +36,7 @@ class SwiGlu(Adaptable):
             y_TD = flow.scatter(gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink))
             return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
 
-        return flow.recompute.run(self._kind, ffn, x_TD)
+        return flow.keeper.run(self._kind, ffn, x_TD)
 
 
 def dense_ffn(record: Dense, hidden: int) -> SwiGlu:

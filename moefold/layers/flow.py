@@ -25,8 +25,8 @@ from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.products import NarrowOperand
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
+from moefold.layers.keeper import Decisions, Keeper
 from moefold.layers.precision import Narrow, PrecisionPolicy
-from moefold.layers.recompute import Decisions, Recompute
 from moefold.layers.rope import Angles
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 
@@ -39,7 +39,7 @@ class Flow:
         rows: the rows of the micro-batch that are here.
         recipe: number formats; makes operands of weights.
         sink: where weight gradients go.
-        recompute: what is computed again in backward.
+        keeper: what is kept for backward, and where.
         decisions: routing decisions of this micro-batch; a second run of a layer replays them.
         training: whether counters count.
         world: the groups of ranks that share the micro-batch, the experts and the global batch.
@@ -55,7 +55,7 @@ class Flow:
     rows: MicroBatch
     recipe: PrecisionPolicy
     sink: GradientSink = RETURNED
-    recompute: Recompute = field(default_factory=Recompute)
+    keeper: Keeper = field(default_factory=Keeper)
     decisions: Decisions = field(default_factory=Decisions)
     training: bool = True
     world: World = field(default_factory=World.single)
@@ -70,7 +70,8 @@ class Flow:
 
     def begun(self, sink: GradientSink, unshard: UnshardHooks) -> "Flow":
         """Return the pass through one chunk; its decisions and angles are let go with it."""
-        return replace(self, sink=sink, unshard=unshard, decisions=Decisions(), _angles={})
+        mine = {"keeper": self.keeper.begun(), "decisions": Decisions(), "_angles": {}}
+        return replace(self, sink=sink, unshard=unshard, **mine)
 
     def end_backward(self) -> None:
         """Let go of decisions and angles: products of weights that still wait read neither."""
@@ -118,7 +119,7 @@ class Flow:
             rows = parts_TX[0] if len(parts_TX) == 1 else torch.cat(parts_TX, 1)
             return all_gather(rows, self.world.group("tp"))
 
-        return self.recompute.run("gather", gather, *parts_TX)
+        return self.keeper.run("gather", gather, *parts_TX)
 
     def scatter(self, y_TD: Tensor) -> Tensor:
         """Sum the tensor group's shares of all its rows, and return this rank's rows of them."""
@@ -126,7 +127,9 @@ class Flow:
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return a parameter as products take it, or in ``dtype``: no layer opens one itself."""
-        return self.recipe.operand(weight, dtype)
+        operand = self.recipe.operand(weight, dtype)
+        self.keeper.stays(*operand.tensors)
+        return operand
 
     def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> NarrowOperand:
         """Return a parameter as products on codes take it; see :class:`PrecisionPolicy`."""
@@ -137,7 +140,9 @@ class Flow:
         key = (rope, dim)
         if key not in self._angles:
             self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
-        return self._angles[key]
+        angles = self._angles[key]
+        self.keeper.stays(angles.cos_Tp, angles.sin_Tp)
+        return angles
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

@@ -35,7 +35,9 @@ class Adaptable(WeightProducts):
 
     def operand(self, name: str, flow: Flow, dtype: torch.dtype | None = None) -> Operand:
         """Return a weight as products take it, with its adapter."""
-        return adapted(self, name, flow.recipe, dtype)
+        found = adapted(self, name, flow.recipe, dtype)
+        flow.keeper.stays(*found.tensors)
+        return found
 
 
 def adapted(

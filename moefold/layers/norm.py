@@ -31,16 +31,19 @@ class RmsNorm(nn.Module):
             weight = flow.operand(self.weight, self.weight.dtype)
             return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
-        return flow.recompute.run("norms", normed, x)
+        return flow.keeper.run("norms", normed, x)
 
     def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
         """Return ``x + more``, the residual rows, and their norm."""
         # What makes normed rows again starts from the sum, which is kept where they are dropped.
-        if "norms" in flow.recompute.kinds or not fused(x):
+        if "norms" in flow.keeper.kinds or not fused(x):
             total = x + more
             return total, self(total, flow)
         weight = flow.operand(self.weight, self.weight.dtype)
-        return sum_and_norm(x, more, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
+        how = {"n_valid": flow.n_valid, "sink": flow.sink}
+        total, normed = sum_and_norm(x, more, weight, self.epsilon, **how)
+        flow.keeper.owns("norms", normed)
+        return total, normed
 
     def turned(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
         """Return normed heads, rotated by their rows' angles."""
@@ -49,7 +52,8 @@ class RmsNorm(nn.Module):
         # Nothing keeps a normed head that is not turned, so recompute has nothing to drop.
         weight = flow.operand(self.weight, self.weight.dtype)
         turn = (angles.cos_Tp, angles.sin_Tp, layout, flow.n_valid, flow.sink)
-        return norm_and_turn(x_THd, weight, self.epsilon, *turn)
+        with flow.keeper.scope("norms", x_THd):
+            return norm_and_turn(x_THd, weight, self.epsilon, *turn)
 
 
 class RmsNormAcross(RmsNorm):
@@ -70,7 +74,7 @@ class RmsNormAcross(RmsNorm):
             scaled = _Scaled.apply(wide, scale_T1, *more)
             return scaled.to(x.dtype)  # type: ignore[union-attr]
 
-        return flow.recompute.run("norms", normed, x)
+        return flow.keeper.run("norms", normed, x)
 
 
 class _Scaled(torch.autograd.Function):

@@ -60,10 +60,7 @@ class DecoderBlock(nn.Module):
             return BlockOutput(x_TD + added_TD, x_TD.new_zeros(0))
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the steps of ``forward``, from rows to :class:`BlockOutput`.
-
-        A block without experts is one segment.
-        """
+        """Return the steps of ``forward``, from rows to :class:`BlockOutput`; dense: one step."""
         if self.moe is None:
             return (self.forward,)
         route, *rest = self.moe.segments()
@@ -77,4 +74,6 @@ class DecoderBlock(nn.Module):
 
     def _attend(self, x_TD: Tensor, flow: Flow) -> Tensor:
         with flow.world.recorder.module(f"{self._name}.attention"):
-            return scaled(self.attention(self.attention_norm(x_TD, flow), flow), self._scale)
+            normed_TD = self.attention_norm(x_TD, flow)
+            with flow.keeper.scope("attention"):
+                return scaled(self.attention(normed_TD, flow), self._scale)

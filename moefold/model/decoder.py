@@ -121,25 +121,25 @@ class DecoderModel(nn.Module):
         self, flow: Flow, x_TD: Tensor, numbers: Iterable[str]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run some of the layers; returns the rows and the router terms [N] by layer number."""
-        terms = dict[int, Tensor]()
-        with flow.recompute.keeping():
-            for number in numbers:
+        terms, numbers = dict[int, Tensor](), tuple(numbers)
+        for at, number in enumerate(numbers):
 
-                def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
-                    return layer(x_TD, flow)
+            def block(x_TD: Tensor, layer: nn.Module = self.layers[number]) -> Any:
+                return layer(x_TD, flow)
 
+            with flow.keeper.keeping(at, len(numbers)):
                 (x_TD,) = begin_unit(flow.unshard, f"layers.{number}", x_TD)
-                outputs = flow.recompute.run("block", block, x_TD)
+                outputs = flow.keeper.run("block", block, x_TD)
                 x_TD, terms_N = end_unit(flow.unshard, f"layers.{number}", *outputs)
-                if terms_N.numel():
-                    terms[int(number)] = terms_N
+            if terms_N.numel():
+                terms[int(number)] = terms_N
         return x_TD, terms
 
     def finish(self, flow: Flow, x_TD: Tensor) -> Tensor:
         """Return the normed rows ``x_TD`` that the head takes."""
         assert self.norm is not None, "the last norm is not on this rank"
         (x_TD,) = begin_unit(flow.unshard, "norm", x_TD)
-        with flow.recompute.keeping():
+        with flow.keeper.keeping():
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
 

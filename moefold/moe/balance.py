@@ -289,9 +289,11 @@ class Balance(nn.Module):
             update(router, self.counters)
 
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
-        # Made once, with its graph where terms may read it too.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.terms)):
-            _ = observed.probability_TE
+        seen = observed
+        if self._populations:
+            _ = observed.probability_TE  # made once, with its graph: terms read it too
+        else:  # a second run, which counts nothing, would save less than one that made a graph
+            seen = Observed(routed, routed.decision, flow.rows, self.record)
         counters, decision = self.counters, routed.decision
         experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
         with torch.no_grad():
@@ -305,7 +307,7 @@ class Balance(nn.Module):
             if "global_batch" in self._populations:
                 # Data ranks run micro-batches of one round: those of lower ranks come before this.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
-            so_far_E = counters.add(observed, routed, load_E, by_rank_DE, ranks.index)
+            so_far_E = counters.add(seen, routed, load_E, by_rank_DE, ranks.index)
         if so_far_E is not None:
             counts["global_batch"] = so_far_E[None]
         return replace(decision, counts=counts)

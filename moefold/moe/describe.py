@@ -139,7 +139,7 @@ class MoeSpec(LayerSpec):
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         yield Saved("experts.input", rows_in, dropped, module="experts", operand=True)
-        yield Saved("experts.weights", received * STATISTIC)
+        yield Saved("experts.weights", received * STATISTIC, module="experts")
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
             yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
@@ -148,25 +148,25 @@ class MoeSpec(LayerSpec):
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
         # Apart, the way back runs once even where the block runs again, and keeps where rows go.
-        yield Saved("combine.tokens", received * INDEX, saved=not shape.apart)
-        yield Saved("dispatch.rows", shape.rows * top_k * INDEX)
+        yield Saved("combine.tokens", received * INDEX, saved=not shape.apart, module="moe")
+        yield Saved("dispatch.rows", shape.rows * top_k * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
         """Yield scores, weights and choices of the router, and what its loss terms read."""
         router = self.router
         chosen, scores = shape.rows * router.top_k, shape.rows * router.experts * STATISTIC
-        yield Saved("router.scores", scores)
-        yield Saved("router.chosen", chosen * INDEX)
+        yield Saved("router.scores", scores, module="moe")
+        yield Saved("router.chosen", chosen * INDEX, module="moe")
         if router.renormalise and router.order == "score_first":
-            yield Saved("router.total", shape.rows * STATISTIC)
-            yield Saved("router.weights", chosen * STATISTIC)
-        yield Saved("decision", chosen * INDEX, saved=False)
-        yield Saved("offsets", router.experts * 4, saved=shape.apart, operand=True)
+            yield Saved("router.total", shape.rows * STATISTIC, module="moe")
+            yield Saved("router.weights", chosen * STATISTIC, module="moe")
+        yield Saved("decision", chosen * INDEX, saved=False, module="moe")
+        yield Saved("offsets", router.experts * 4, saved=shape.apart, module="moe", operand=True)
         if self.counts_tokens:
-            yield Saved("balance.counts", router.experts * INDEX, saved=False)
-            yield Saved("balance.share", router.experts * 8)
+            yield Saved("balance.counts", router.experts * INDEX, saved=False, module="moe")
+            yield Saved("balance.share", router.experts * 8, module="moe")
         if self.keeps_logits:
-            yield Saved("balance.logits", scores + shape.rows * STATISTIC)
+            yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few experts of a small width, in as few groups, and a small shared one."""

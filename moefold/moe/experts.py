@@ -41,10 +41,10 @@ class Experts(Adaptable):
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
                 return narrow_ffn(x_RD, codes_in, codes_out, offs_E, flow.sink, probs_R)
 
-            return flow.recompute.run("experts", experts, x_RD, probs_R)
+            return flow.keeper.run("experts", experts, x_RD, probs_R)
         w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
-        again = flow.recompute.wants("experts")
+        again = flow.keeper.wants("experts")
         # A rank may be no width that the library's product takes.
         asked = "auto" if self._kernel == "grouped" else self._kernel
         dims = [
@@ -52,4 +52,5 @@ class Experts(Adaptable):
         ]
         slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         low = None if slim is None else grouped_products(slim, offs_E)
-        return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low)
+        with flow.keeper.scope("experts"):
+            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low)

@@ -117,8 +117,9 @@ class MoeFfn(nn.Module):
 
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
         """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
-        routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
-        flow.decisions[self._key], terms = self.balance(routed, flow)
+        with flow.keeper.scope("moe", *rows):
+            routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
+            flow.decisions[self._key], terms = self.balance(routed, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
         terms_N = torch.cat(values) if len(values) > 1 else values[0]
         return RoutedRows(*rows, terms_N, routed.weights_TK, routed.sent_TK)
@@ -134,7 +135,7 @@ class MoeFfn(nn.Module):
             flow.overflow.append(sent.overflow)
         if sent.source is not None:
             rows_TD, copied = sent.source
-            flow.recompute.discard("permute", (sent.x_RD,), copied, rows_TD)
+            flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
         sent = sent._replace(overflow=None, source=None)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 

@@ -45,6 +45,7 @@ class DiskFile:
         folder: where; it is made where it is not there. ``$NAME`` stands for a value of the
             machine's environment.
         rank: for messages.
+        called: what it is, for messages.
 
     Attributes:
         bytes: of slots in use.
@@ -54,9 +55,9 @@ class DiskFile:
         OffloadError: where no file can be made.
     """
 
-    def __init__(self, folder: str, rank: int) -> None:
+    def __init__(self, folder: str, rank: int, called: str = "the state's file") -> None:
         path = os.path.expandvars(folder)
-        self._where, self._lock = f"rank {rank}, the state's file in {path}", threading.Lock()
+        self._where, self._lock = f"rank {rank}, {called} in {path}", threading.Lock()
         if "$" in path:
             raise OffloadError(f"rank {rank}: no value for what the folder {path} names")
         try:

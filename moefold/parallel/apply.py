@@ -15,8 +15,9 @@ from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, cut
+from moefold.layers.keeper import Keeper
+from moefold.layers.offload import Offloading
 from moefold.layers.placement import Shard, placements, shard
-from moefold.layers.recompute import Recompute
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
@@ -75,6 +76,8 @@ class ModelParts:
     """How many layers of the whole model have each router term."""
     beside: World | None
     """This world with groups for the exchanges of pairs, where the schedule has any."""
+    offload: Offloading | None
+    """Where activations go that do not stay on the device."""
     hooks_for: HooksFor = resident
 
 
@@ -114,9 +117,10 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     for each in filter(None, (world, beside)):
         for kind, inner in layout.split_groups:
             each.split(kind, inner)
-    embedding = tuple(sorted(holders))
+    embedding, to = tuple(sorted(holders)), layout.offload
+    offload = None if to is None else Offloading(to, world.device, world.rank)
     return ModelParts(
-        model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside
+        model, world, layout, chunks, shards, table, embedding, dict(term_layers), beside, offload
     )
 
 
@@ -170,7 +174,7 @@ def flow_of(
     return Flow(
         rows.to(device),
         model.recipe,
-        recompute=Recompute(layout.recompute),
+        keeper=Keeper(layout.recompute, placed.offload),
         training=training,
         world=world,
         context=layout.context,

@@ -12,7 +12,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Ring
+from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
@@ -71,6 +71,8 @@ class Layout(Record):
     """Where master weights and moments lie between steps."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
     recompute: Annotated[Record, RECOMPUTE] | None = None
+    offload: Offload | None = None
+    """Activations that lie in the host's memory or on disk between forward and backward."""
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
     """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
 
@@ -92,6 +94,9 @@ class Layout(Record):
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
+        if self.offload is not None:
+            misfits = self.offload.misfits(model.modules, self.recompute)
+            yield from (broken.under("offload") for broken in misfits)
         yield from self._schedule_misfits()
 
     def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
@@ -171,6 +176,6 @@ class Layout(Record):
 
     @property
     def is_split(self) -> bool:
-        """Whether anything could misfit: an axis is split, or stages or a schedule are named."""
-        named = self.stages is not None or self.schedule is not None
+        """Whether anything could misfit: an axis is split, or a choice is named that could."""
+        named = any(one is not None for one in (self.stages, self.schedule, self.offload))
         return bool(self.sizes.strip()) or named

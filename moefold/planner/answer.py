@@ -314,6 +314,13 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     if keeping.state_step is not None:
         at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}
         said["state"] = {**at, "step": keeping.state_step, "share": keeping.optimizer_offload}
+    if keeping.offload:
+        host: dict[str, Any] = {"modules": sorted(keeping.offload)}
+        said["offload"] = {"host": host | _unless_all(keeping.offload_share)}
+    if keeping.disk:
+        disk: dict[str, Any] = {"modules": sorted(keeping.disk), "folder": "./scratch"}
+        both = said.setdefault("offload", {})
+        both["disk"] = disk | _unless_all(keeping.disk_share)
     return {
         "train": {
             "batch": layout.case.batch,
@@ -322,3 +329,7 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         },
         "layout": said,
     }
+
+
+def _unless_all(share: float) -> dict[str, float]:
+    return {} if share == 1 else {"share": share}

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Auto, Context, Full, Kind, Ring, Selective
+from moefold.layers.config import Auto, Context, Full, Kind, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.folding import Folding
 from moefold.mesh.pipeline import Place, Stages, Way
@@ -74,7 +74,12 @@ class Keeping:
     offload: frozenset[Module] = frozenset()
     """Modules whose activations go to the host between forward and backward."""
     offload_share: float = 1.0
-    """Share of their bytes that goes."""
+    """Share of the layers of a chunk from which they go, the last one apart."""
+    disk: frozenset[Module] = frozenset()
+    """Modules whose activations go to a file."""
+    disk_share: float = 1.0
+    in_flight: int = 2
+    """Layers whose activations are on their way at once."""
     optimizer_offload: float = 0.0
     """Share of master weights and moments that lies on the host, or on disk."""
     state_step: Literal["device", "host"] | None = None
@@ -85,11 +90,13 @@ class Keeping:
         """Refuse what is no stage, no module or no share."""
         if self.zero not in ZERO_STAGES:
             raise ValueError(f"zero {self.zero}: one of {ZERO_STAGES}")
-        for name, modules in (("recompute", self.recompute), ("offload", self.offload)):
+        for name, modules in (
+            ("recompute", self.recompute), ("offload", self.offload), ("disk", self.disk)
+        ):  # fmt: skip
             unknown = sorted(modules - MODULES)
             if unknown:
                 raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
-        for name in ("offload_share", "optimizer_offload"):
+        for name in ("offload_share", "disk_share", "optimizer_offload"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: a share from 0 to 1")
 
@@ -315,3 +322,16 @@ def recomputed(record: Record | None) -> frozenset[Module]:
     if isinstance(record, Auto):  # not settled: all that could be chosen
         return frozenset(get_args(Kind))
     raise ValueError(f"recompute {type(record).__name__} is not planned: Full or Selective")
+
+
+def offloaded(record: Offload | None) -> dict[str, Any]:
+    """Return what :class:`Keeping` says of a run file's activations on host and disk."""
+    if record is None:
+        return {}
+    found: dict[str, Any] = {"in_flight": record.in_flight}
+    for name, share, to in (
+        ("offload", "offload_share", record.host), ("disk", "disk_share", record.disk)
+    ):  # fmt: skip
+        if to is not None:
+            found |= {name: frozenset(to.modules), share: to.share}
+    return found

@@ -12,7 +12,16 @@ from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import Auto, Context, Full, Kind, Quantise, Selective, faster
+from moefold.layers.config import (
+    Auto,
+    Context,
+    Full,
+    Kind,
+    Offloaded,
+    Quantise,
+    Selective,
+    faster,
+)
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
@@ -28,6 +37,7 @@ from moefold.planner.case import (
     Recipe,
     Software,
     kinds,
+    offloaded,
     recomputed,
 )
 from moefold.planner.hardware import Cluster
@@ -171,10 +181,10 @@ class Choice:
             found.append(f"dispatch {self.dispatch}")
         known = {*get_args(Kind), "block"}
         found += [f"recompute {name}" for name in sorted(self.keeping.recompute - known)]
-        if self.keeping.offload or (
-            self.keeping.optimizer_offload and self.keeping.state_step is None
-        ):
-            found.append("offload")
+        away = self.keeping.offload | self.keeping.disk
+        found += [f"offload {name}" for name in sorted(away - {*get_args(Offloaded)})]
+        if self.keeping.optimizer_offload and self.keeping.state_step is None:
+            found.append("optimizer on the host")
         return tuple(found)
 
 
@@ -259,6 +269,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
             optimizer_offload=layout.state.share if layout.state.away else 0.0,
             state_step=layout.state.step if layout.state.away else None,
             state_on_disk=layout.state.at == "disk",
+            **offloaded(layout.offload),
         ),
         stages=None if layout.stages is None else Stages.parse(layout.stages),
         context=context,

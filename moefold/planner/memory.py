@@ -6,23 +6,22 @@ rank is planned: the one whose experts get the most rows. A table repeats itself
 thousands of steps few differ, and of those fewer can be the fullest.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from operator import ge, mul
+from operator import add, ge, mul
 from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
 from moefold.mesh.grid import Grid
-from moefold.model.config import Block, Decoder
-from moefold.planner.case import Case, Held, Keeping, kinds, settled, table_of
-from moefold.planner.memory_kept import CODES, kept, operands, shape_of
-from moefold.planner.memory_state import Split, State, states_of
+from moefold.planner.case import Case, kinds, settled, table_of
+from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes
+from moefold.planner.memory_kept import shape_of
+from moefold.planner.memory_state import Split, State
 from moefold.planner.remember import remembered
 from moefold.schedule.config import Schedule
 from moefold.schedule.table import Line, actions_of
-from moefold.spec.layer import INDEX, STATISTIC, Shape, activation_width, described
 
 MIB = 2**20
 
@@ -62,6 +61,9 @@ class Moment:
     """What the action itself works with."""
     gradients: float
     """Those that are there already."""
+    host: float = 0.0
+    """Activations in the host's memory, beside what the device holds."""
+    disk: float = 0.0
 
     @property
     def total(self) -> float:
@@ -108,6 +110,14 @@ class Memory:
         return self.allocated * (1 + self.fragments) + self.overheads
 
     @property
+    def away(self) -> dict[str, float]:
+        """The most activations that lie elsewhere, by place, where any do."""
+        most = {
+            "host": max(m.host for m in self.moments), "disk": max(m.disk for m in self.moments)
+        }  # fmt: skip
+        return {name: size for name, size in most.items() if size}
+
+    @property
     def parts(self) -> dict[str, float]:
         """The total by part."""
         moment = self.fullest
@@ -130,7 +140,7 @@ def memory(case: Case) -> tuple[Memory, ...]:
 def _memory(case: Case, rank: int) -> Memory:
     stage, line = stage_of(case, rank), case.table.lines[rank]
     moments = [
-        Moment(str(step), *stage.needs(running))
+        Moment(str(step), *stage.needs(running), *stage.away_during(running))
         for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
     ]
     moments.append(Moment("step", 0.0, 0.0, stage.coming, stage.state.gradients))
@@ -149,7 +159,7 @@ def totals(case: Case, room: float = inf) -> Iterator[float]:
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
     running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
     for rank, steps in enumerate(running):
-        stage = chunks.stage(case, rank)
+        stage = stage_of(case, rank, chunks)
         lasting = stage.state.total - stage.state.gradients
         most = stage.state.gradients + stage.coming
         enough = (room - outside) / (1 + fragments) - lasting
@@ -299,29 +309,14 @@ def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
     return tuple(sorted(found, key=lambda one: -sum(one.kept + one.waiting)))
 
 
-# ----------------------------------------------------------------------------- chunks
-
-
-class _Chunk(NamedTuple):
-    """Bytes of a pipeline rank's chunk for one micro-batch."""
-
-    kept: float
-    waiting: float
-    """What the products of its weights wait with."""
-    forward: float
-    """What its forward works with."""
-    backward: float
-    layer: float
-    """Kept by its fullest layer."""
-    coming: float
-    """Gradients that come with its first backward."""
+# ----------------------------------------------------------------------------- stages
 
 
 class Stage(NamedTuple):
     """What a pipeline rank holds."""
 
     state: State
-    chunks: list[_Chunk]
+    chunks: list[ChunkBytes]
     kept: list[float]
     """What each chunk keeps."""
     waiting: list[float]
@@ -333,7 +328,21 @@ class Stage(NamedTuple):
 
     def there_before(self, step: Running) -> tuple[float, float]:
         """Return the activations before a step, and what products of weights wait with."""
-        return sum(map(mul, step.kept, self.kept)), sum(map(mul, step.waiting, self.waiting))
+        here = sum(map(mul, step.kept, self.kept))
+        waiting = sum(map(mul, step.waiting, self.waiting))
+        if step.backward is not None and step.frees:
+            here += self.chunks[step.backward].ahead
+        return here, waiting
+
+    def away_during(self, step: Running) -> tuple[float, float]:
+        """Return the activations on the host and on disk, at most, while a step runs."""
+        began = (number == step.forward for number in range(len(self.chunks)))
+        return self.away([*map(add, step.kept, began)])
+
+    def away(self, kept: Sequence[int]) -> tuple[float, float]:
+        """Return the activations on host and disk of so many micro-batches in each chunk."""
+        host, disk = zip(*(chunk.away for chunk in self.chunks), strict=True)
+        return sum(map(mul, kept, host)), sum(map(mul, kept, disk))
 
     def needs(self, step: Running) -> tuple[float, float, float, float]:
         """Return activations, operands, what the step works with, and gradients while it runs."""
@@ -349,112 +358,20 @@ class Stage(NamedTuple):
             if step.kind == "I":
                 waiting += max(back.waiting - freed, 0.0)
                 freed = max(freed - back.waiting, 0.0)
-            used = back.backward if step.kind != "W" else 0.0
+            if step.kind != "W":
+                used = back.backward + back.moving - back.ahead
         if step.forward is not None:
             ahead = chunks[step.forward]
-            used = max(used, ahead.forward)
+            used = max(used, ahead.forward + ahead.moving)
             # Layer by layer one pass keeps and the other frees: they are never both whole.
             alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
         return alive, waiting, used, there
 
 
-class _Chunks:
-    """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        shape: Shape,
-        split: Split,
-        keeping: Keeping,
-        graphs: float,
-        rows: int,
-        logit: int,
-    ) -> None:
-        """Take what decides; logits of ``rows`` exist at once, each of so many bytes."""
-        self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
-        self.blocks, order = kinds(decoder)
-        self.last, self.loss_rows, self.logit = order[-1], min(rows, shape.piece), logit
-        self.stack, self.recipe = split.stack, split.numbers.recipe
-        self.states = states_of(decoder, split)
-        self._known: dict[Held, _Chunk] = {}
-
-    def stage(self, case: Case, rank: int) -> Stage:
-        """Return what a pipeline rank holds."""
-        chunks = [self.of(held) for held in case.chunks[rank]]
-        state = self.states.held(case.held[rank])
-        there = state.gradients - sum(chunk.coming for chunk in chunks)
-        kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
-        by_device = self.keeping.state_step == "device"
-        coming = self.states.coming(case.held[rank]) if by_device else 0.0
-        return Stage(state, chunks, kept, waiting, there, coming)
-
-    def of(self, held: Held) -> _Chunk:
-        """Return the bytes of a chunk that holds this."""
-        if held not in self._known:
-            self._known[held] = self._made(held)
-        return self._known[held]
-
-    def _made(self, held: Held) -> _Chunk:
-        shape, logits = self.shape, self._logits()
-        layers = [(self._layer(kind), count) for kind, count in held.layers]
-        widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
-        layer, forward, backward = widest
-        total = sum(one[0] * count for one, count in layers)
-        waiting = sum(one[3] * count for one, count in layers)
-        if held.embedding:
-            # Under tp the places of its share, which rows are among them, and all rows' gradients.
-            places = shape.piece * INDEX if shape.tp > 1 else 0
-            total += places + (shape.piece if shape.tp > 1 else 0)
-            waiting += places + shape.piece * shape.hidden * STATISTIC
-        # The gradient of the last norm's weight.
-        waiting += shape.hidden * STATISTIC if held.loss else 0.0
-        if held.multi_token:
-            last = self._layer(self.last)
-            # The joined pair of rows and the norms before and after it.
-            total += held.multi_token * (last[0] + 5 * shape.row + logits)
-            waiting += held.multi_token * (last[3] + 3 * shape.row)
-        if held.loss:
-            total += shape.row + shape.rows * STATISTIC + logits
-        if held.loss and self.stack == "moefold":
-            columns = self.decoder.vocab / shape.tp
-            forward = max(forward, self.loss_rows * columns * self.logit)
-        kept = total * (1 + self.graphs)
-        return _Chunk(kept, waiting, forward, backward, layer, self._gradients(held))
-
-    def _gradients(self, held: Held) -> float:
-        """Return the bytes of a chunk's gradients that come with its first backward.
-
-        Moefold drops gradients as a step begins; other stacks keep their buffers.
-        """
-        if self.stack != "moefold" or self.keeping.zero > 1:
-            return 0.0
-        embeds = held.embedding and not self.decoder.tied
-        found = self.states.of("embedding").gradients if embeds else 0.0
-        return found + self.states.inner(held).gradients
-
-    def _logits(self) -> float:
-        """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
-        if self.stack == "moefold":
-            return self.shape.row
-        columns = self.decoder.vocab / self.shape.tp
-        return self.shape.piece * columns * (self.shape.width + 4)
-
-    def _layer(self, kind: int) -> tuple[float, float, float, float]:
-        """Return what a block keeps, what its passes work with, and what its products wait with."""
-        block = self.blocks[kind]
-        return _layer(block, self.shape, self.stack, self.recipe, self.keeping)
+_chunks = remembered(1 << 12)(ChunkSizes)
 
 
-_chunks = remembered(1 << 12)(_Chunks)
-
-
-def stage_of(case: Case, rank: int) -> Stage:
-    """Return what a pipeline rank holds."""
-    return _chunks_of(case).stage(case, rank)
-
-
-def _chunks_of(case: Case) -> _Chunks:
+def _chunks_of(case: Case) -> ChunkSizes:
     graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
     split, rows = Split.of(case), case.software.loss_chunk
     shape = shape_of(case)
@@ -463,27 +380,24 @@ def _chunks_of(case: Case) -> _Chunks:
     return _chunks(case.decoder, shape, split, case.keeping, graphs, rows, logit)
 
 
-@remembered(1 << 12)
-def _layer(
-    block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
-) -> tuple[float, float, float, float]:
-    """Return what a block keeps, what its forward and its backward work with (activation and
-    output, the gradients in a feed-forward, and what is made again), and what the products of its
-    weights wait with.
-    """
-    parts = kept(block, shape, stack, recipe)
-    stays = [part for part in parts if part.stays(keeping.recompute)]
-    here = sum(part.bytes for part in stays)
-    away = sum(part.bytes for part in stays if part.module in keeping.offload)
-    again = sum(part.bytes for part in parts) - here
-    spec = described(block.ffn)
-    rows, features = shape.piece, shape.hidden
-    if spec.routing is not None:
-        rows, features = shape.received(spec.routing.top_k), spec.routing.width or shape.hidden
-    sent = rows * features * shape.width
-    inner = rows * activation_width(spec, shape) * shape.width
-    forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
-    waiting = sum(part.bytes for part in operands(block, shape))
-    if stack != "moefold":
-        waiting *= CODES.get(recipe, shape.width) / shape.width
-    return here - away * keeping.offload_share, forward, backward + max(again, 0), waiting
+def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
+    """Return the kinds of a rank's layers, chunk by chunk in order; none where no layer leaves."""
+    if not case.keeping.offload | case.keeping.disk:
+        return [()] * len(case.chunks[rank])
+    order = kinds(case.decoder)[1]
+    return [
+        tuple(order[place.index] for place in chunk if place.kind == "layer")
+        for chunk in case.places[rank]
+    ]
+
+
+def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
+    """Return what a pipeline rank holds; ``sizes`` where a case's chunks are known already."""
+    sizes, held = sizes or _chunks_of(case), case.chunks[rank]
+    chunks = [sizes.of(*one) for one in zip(held, orders(case, rank), strict=True)]
+    state = sizes.states.held(case.held[rank])
+    there = state.gradients - sum(chunk.coming for chunk in chunks)
+    kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
+    by_device = case.keeping.state_step == "device"
+    coming = sizes.states.coming(case.held[rank]) if by_device else 0.0
+    return Stage(state, chunks, kept, waiting, there, coming)

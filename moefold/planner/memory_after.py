@@ -4,10 +4,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from moefold.layers.config import leaving
 from moefold.planner.case import Case, Held, kinds
-from moefold.planner.memory import stage_of, steps_of
+from moefold.planner.memory import orders, stage_of, steps_of
+from moefold.planner.memory_chunk import departing
 from moefold.planner.memory_kept import layer_kept
 
+FETCHED = "fetched"
+"""The row of what is on its way back to the next step's backward from host and disk."""
 ENDS = "ends"
 """The row of what is kept beside layers: between the last of them and the loss, above all."""
 
@@ -16,10 +20,12 @@ class After(NamedTuple):
     """Bytes after a step."""
 
     rows: dict[str, float]
-    """Activations by the rows that layers keep, and ``ends``."""
+    """Activations by the rows that layers keep, ``fetched`` and ``ends``."""
     operands: float
     """What products of weights wait with."""
     gradients: float
+    away: tuple[float, float] = (0.0, 0.0)
+    """Activations on the host and on disk."""
 
     @property
     def activations(self) -> float:
@@ -30,24 +36,37 @@ class After(NamedTuple):
 def after_each(case: Case, rank: int) -> Iterator[After]:
     """Yield what is there after each step of a rank's line."""
     stage, held = stage_of(case, rank), case.chunks[rank]
-    rows = [_rows(case, one, whole) for one, whole in zip(held, stage.kept, strict=True)]
+    given = zip(held, orders(case, rank), stage.kept, strict=True)
+    rows = [_rows(case, *one) for one in given]
     steps = list(steps_of(case.table.lines[rank], case.sizes.vpp))
     nothing = (0,) * len(rows)
     # What is there after a step is there before the next one, and nothing after the last.
-    for step in [*steps[1:], steps[-1]._replace(kept=nothing, waiting=nothing)]:
+    last = steps[-1]._replace(backward=None, kind="", kept=nothing, waiting=nothing)
+    for step in [*steps[1:], last]:
         found = Counter[str]()
         for number, row in zip(step.kept, rows, strict=True):
             found.update({name: size * number for name, size in row.items()})
+        made, away = dict[str, float](found), stage.away(step.kept)
+        if step.backward is not None and step.frees and stage.chunks[step.backward].ahead:
+            made[FETCHED] = stage.chunks[step.backward].ahead
         coming = sum(stage.chunks[number].coming for number in step.begun)
-        yield After(dict(found), stage.there_before(step)[1], stage.there + coming)
+        operands = stage.there_before(step)[1]
+        yield After(made, operands, stage.there + coming, away)
 
 
-def _rows(case: Case, held: Held, whole: float) -> Counter[str]:
-    """Return what a chunk keeps of a micro-batch, by row; ``whole`` bytes in all."""
-    found, blocks = Counter[str](), kinds(case.decoder)[0]
+def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Counter[str]:
+    """Return what a chunk keeps of a micro-batch, by row; ``whole`` bytes in all.
+
+    Layers are in ``order`` if any leave.
+    """
+    found, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
     for kind, count in held.layers:
         for part in layer_kept(case, blocks[kind]):
-            if part.stays(case.keeping.recompute):
+            if part.stays(keeping.recompute):
                 found[part.name] += part.bytes * count
+    for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
+        for kind in order[: leaving(share, len(order))]:
+            for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:
+                found[part.name] -= part.bytes
     found[ENDS] = round(whole) - found.total()
     return found

@@ -32,6 +32,7 @@ from moefold.spec.layer import (
     Attention,
     Axis,
     LayerSpec,
+    Module,
     Modules,
     Rows,
     Saved,
@@ -98,7 +99,7 @@ def kept(
         # An adapter's inner rows; those of feed-forwards are made again.
         size = shape.piece * shape.width
         inner = (
-            Saved(f"{one.weight}.inner", size * one.rank, operand=True)
+            Saved(f"{one.weight}.inner", size * one.rank, module=_owner(one.weight), operand=True)
             for one in block.adapters
             if one.weight.endswith(".weight")
         )
@@ -110,6 +111,14 @@ def kept(
         found.append(Saved("residual" if found else "input", shape.row))
         found += _half(spec, shape, widths)
     return tuple(found)
+
+
+def _owner(weight: str) -> Module:
+    """Return what rows within a weight's adapter belong to; the router's stay with its choice."""
+    path = weight.split(".")
+    if "shared" in path:
+        return "shared"
+    return "attention" if path[0] == "attention" else "moe"
 
 
 def layer_kept(case: Case, block: Block) -> tuple[Saved, ...]:

@@ -105,6 +105,8 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "zero": keeping.zero,
         "recompute": sorted(keeping.recompute),
         "offload": sorted(keeping.offload),
+        "disk": sorted(keeping.disk),
+        "away_gb": {name: value / GB for name, value in one.memory.away.items()},
         "optimizer_offload": keeping.optimizer_offload,
         "uncertainty": took.uncertainty,
         "not_yet": list(one.not_yet),

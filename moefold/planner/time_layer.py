@@ -126,13 +126,16 @@ class LayerPolicy(NamedTuple):
     recompute: frozenset[str] = frozenset()
     offload: frozenset[str] = frozenset()
     offload_share: float = 1.0
+    disk: frozenset[str] = frozenset()
+    disk_share: float = 1.0
     context: Context = RING
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return a case's."""
         kept = case.keeping
-        return cls(case.dispatch, kept.recompute, kept.offload, kept.offload_share, case.context)
+        host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
+        return cls(case.dispatch, kept.recompute, *host, *disk, case.context)
 
 
 @dataclass
@@ -185,7 +188,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         ahead, back = context_seconds(sent, core, share, setting, policy.context)
         again = ahead if policy.recompute & {"block", "attention"} else 0.0
         made.put("cp", ahead, back + again)
-    if policy.offload:
+    if policy.offload or policy.disk:
         _offload(made, block, share, setting, policy)
     made.put("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
     return made
@@ -344,18 +347,27 @@ def _tensor_seconds(block: Block, share: RankShare, setting: Setting) -> tuple[f
     return 2 * shown, 3 * shown
 
 
+DISK_BANDWIDTH = 3e9
+"""Bytes a second of a rank's file, each way: assumed, about what one PCIe 3.0 x4 disk can do."""
+
+
 def _offload(
     made: Time, block: Block, share: RankShare, setting: Setting, policy: LayerPolicy
 ) -> None:
-    """Add what sending to the host and back costs: memory traffic, and what does not hide."""
+    """Add what sending to host and disk and back costs: memory traffic, and what does not hide."""
     device = setting.cluster.device
     parts = half(block.attention, share) | half(block.ffn, share)
-    moved = offload_bytes(parts, policy.offload) * policy.offload_share
+    host = offload_bytes(parts, policy.offload) * policy.offload_share
+    disk = offload_bytes(parts, policy.disk) * policy.disk_share
+    moved = host + disk
     if not moved:
         return
+    # A CPU's host is the device: a copy goes at the rate of its memory.
+    rate = device.host_bandwidth or device.memory_bandwidth
     for seconds in (made.forward, made.backward):
         work = sum(seconds.values())
-        seconds["offload"] = max(0.0, moved / device.host_bandwidth - 0.8 * work)
+        copying = max(moved / rate, disk / DISK_BANDWIDTH)
+        seconds["offload"] = max(0.0, copying - 0.8 * work)
         seconds["memory"] += memory_seconds(moved, setting.rates, device.memory_bandwidth)
 
 

@@ -7,11 +7,24 @@ and models from the recipes too: what is registered later is in the matrix witho
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from tempfile import gettempdir
 from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
-from moefold.layers.config import CONTEXT, RECOMPUTE, Kind, Rope, Selective, Yarn
+from moefold.layers.config import (
+    CONTEXT,
+    RECOMPUTE,
+    Full,
+    Kind,
+    Offload,
+    Offloaded,
+    OffloadToDisk,
+    OffloadToHost,
+    Rope,
+    Selective,
+    Yarn,
+)
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -205,6 +218,8 @@ def case(of: str | tuple[str, Subject], sizes: str, world: int, **layout: Any) -
 def _word(value: Any) -> str:
     """Name a layout's choice: a record by its kind and what of it is not by default."""
     kind = getattr(value, "kind", None)
+    if isinstance(value, Offload):
+        return ", ".join(f"{to} {'+'.join(it.modules)}" for to, it in value.stated.items())
     if kind is None:
         return str(value)
     return " ".join([kind, *(f"{k} {v}" for k, v in value if k != "kind" and v is not None)])
@@ -344,6 +359,34 @@ def recomputes() -> Iterator[ProofCase]:
         yield from _each(["gqa", "mla"], layouts, recompute=policy)
     every = Selective(modules=get_args(Kind))
     yield from _each(["gqa", "mla"], [("tp2", 2), *layouts], recompute=every)
+
+
+@rule
+def offloads() -> Iterator[ProofCase]:
+    """Activations on host and disk in every schedule, beside recompute and with all axes."""
+    deeper = "deeper", subject(decoder(GQA, *(DENSE, SHARED, moe(), moe()) * 2))
+    latent = "latent", subject(decoder(MLA, *(DENSE, BIASED) * 2))
+    file = OffloadToDisk(modules=("experts", "attention"), folder=gettempdir())
+    every = Offload(host=OffloadToHost(modules=get_args(Offloaded)))
+    host = OffloadToHost(modules=("block", "norms", "ffn", "shared"))
+    away = Offload(host=host, disk=file, in_flight=1)
+    layouts = [("tp2 ep4", 4), ("cp2 ep2", 4), ("ep2 etp2", 4), ("tp2 pp2 ep2", 8)]
+    for record in (every, away):
+        yield from _each([deeper, latent], layouts, offload=record)
+        for zero in (0, 2, 3):
+            yield from _each([deeper], [("ep2", 2), ("tp2 pp2", 8)], offload=record, zero=zero)
+    for schedule, sizes in product(kinds(SCHEDULE), ("pp2", "pp2 vpp2")):
+        yield from _each([deeper], [(sizes, 2)], offload=away, schedule=schedule)
+    for again in (
+        Selective(modules=("mla_up", "permute")),
+        Selective(modules=("experts", "attention", "gather")),
+        Selective(modules=("ffn", "shared")),
+    ):
+        yield from _each([latent], layouts, offload=away, recompute=again)
+    inputs = Offload(host=OffloadToHost(modules=("block",)))
+    for schedule in kinds(SCHEDULE):
+        more = {"offload": inputs, "schedule": schedule, "recompute": Full()}
+        yield from _each([deeper], [("pp2", 2), ("pp2 vpp2", 2)], **more)
 
 
 @rule

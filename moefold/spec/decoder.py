@@ -6,7 +6,7 @@ from typing import Any
 
 from moefold.config.base import Record
 from moefold.model.config import Block, Decoder, LowRank
-from moefold.spec.layer import LayerSpec, Units, Weight, described, norm
+from moefold.spec.layer import LayerSpec, Shape, Units, Weight, described, norm
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """Endings of the names of an adapter's weights, after that of the weight it belongs to."""
@@ -20,6 +20,14 @@ class ModelNeeds:
     """What the axes of a layout share, each once: an axis divides their number."""
     mixtures: tuple[bool, ...]
     """For each layer, whether it has experts."""
+    specs: tuple[LayerSpec, ...] = ()
+    """The different layers that are described."""
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The kinds of module of which layers save something for backward."""
+        one = Shape(hidden=1, rows=1)
+        return frozenset({"block", *(part.module for s in self.specs for part in s.saved(one))})
 
     @property
     def layers(self) -> int:
@@ -52,16 +60,18 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if seq is not None:
         rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
         found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
-    mixtures: list[bool] = []
+    mixtures, specified = list[bool](), dict[LayerSpec, None]()
     for stack in decoder.stacks:
         for block in stack.blocks:
             specs = (r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec))
-            found += [units for spec in specs for units in spec.units(decoder.hidden)]
+            for spec in specs:
+                found += spec.units(decoder.hidden)
+                specified[spec] = None
         mixtures += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
     if not any(mixtures):
         found.append(Units("ep", 1, "experts", said="ep needs layers with experts"))
         found.append(Units("etp", 1, "experts", said="etp needs layers with experts"))
-    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures))
+    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures), tuple(specified))
 
 
 def has_routing(record: Record) -> bool:

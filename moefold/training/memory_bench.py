@@ -83,9 +83,8 @@ def planned(case: Case, run: Run, pp: int) -> list[tuple[dict[str, float], dict[
     crossing = messages_after(plan(run.layout, pp, case.micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(after_each(case, pp), crossing, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
-        found.append(
-            (dict(zip(PARTS, (*values, after.operands, messages * row), strict=True)), after.rows)
-        )
+        values = (*values, after.operands, messages * row, *after.away)
+        found.append((dict(zip((*PARTS, "host", "disk"), values, strict=True)), after.rows))
     return found
 
 
@@ -127,7 +126,7 @@ def drawn(found: list[ActionBytes], title: str) -> Figure:
             high = [one.executed[part] / 1e6 for one in steps]
             panel.bar(range(len(steps)), high, 0.9, base, color=colour, label=part)
             base = [low + more for low, more in zip(base, high, strict=True)]
-        total = [sum(one.planned.values()) / 1e6 for one in steps]
+        total = [sum(one.planned[part] for part in PARTS) / 1e6 for one in steps]
         panel.step(range(len(steps)), total, where="mid", color="black", label="planned")
         panel.set_xticks(range(len(steps)), [one.action for one in steps], rotation=90, fontsize=6)
         panel.set_ylabel(f"stage {pp}, MB")

@@ -31,7 +31,8 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""By part: weights, master, moments, gradients, activations, operands and messages."""
+"""By part: weights, master, moments, gradients, activations, operands and messages; and activations
+on ``host`` and ``disk``."""
 STAGE = ("tp", "cp", "dp_cp", "edp", *EXCHANGED)
 """Kinds of group that a pipeline stage's ranks speak over in a step."""
 THREADS = 4
@@ -62,7 +63,9 @@ class Made(TorchDispatchMode):
 
 
 class Weighing(Executor):
-    """An executor that weighs, after each step of its line, what is there; into ``left``."""
+    """An executor that weighs what is there after each step of its line, and what that fetches for
+    the next one; into ``left``.
+    """
 
     def __init__(self, data: ShardedState, left: list[Bytes], *given: Any) -> None:
         super().__init__(*given)
@@ -91,6 +94,13 @@ class Weighing(Executor):
     def _step(self, step: Step, lanes: Lanes) -> None:
         super()._step(step, lanes)
         lanes.settle()
+
+    def _fetch_for(self, at: int) -> None:
+        super()._fetch_for(at)
+        if at != len(self.executed):
+            return
+        for held in self._held.values():
+            held.flow.keeper.departed.settle()
         self._let_go(self._placed.world, STAGE)
         if self._beside is not None:
             self._let_go(self._beside, EXCHANGED)
@@ -123,7 +133,9 @@ class Weighing(Executor):
         found["operands"] = sum(size for key, size in operands.items() if key not in apart)
         found["activations"] = self._made.alive(apart) - found["operands"]
         found["messages"] = self._made.alive(self._made.storages.keys() - messages)
-        return found
+        offload = self._placed.offload
+        places = {} if offload is None else offload.places
+        return found | {name: place.figures.held for name, place in places.items()}
 
 
 def _exchanges(task: Any) -> bool:

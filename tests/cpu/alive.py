@@ -9,7 +9,7 @@ from moefold.config.base import Record
 from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Deferred
 from moefold.layers.flow import Flow
-from moefold.layers.recompute import Recompute
+from moefold.layers.keeper import Keeper
 from moefold.layers.unshard import UnshardHooks
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
@@ -38,7 +38,7 @@ def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Modu
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
-    flow = Flow(rows, model.recipe, recompute=Recompute(policy))
+    flow = Flow(rows, model.recipe, keeper=Keeper(policy))
     layer = model.get_submodule("layers.0")
     x_TD = torch.randn(rows.rows, HIDDEN, dtype=model.recipe.dtype, requires_grad=True)
     layer(x_TD, flow)
@@ -57,8 +57,8 @@ def bytes_alive(block: Block, policy: Record | None, precision: str) -> int:
     layer, flow, x_TD = set_up(block, policy, precision)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
     made = Made()
-    with made, flow.recompute.keeping():
-        out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
+    with made, flow.keeper.keeping():
+        out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)
     old |= {one.untyped_storage()._cdata for one in out}
     return x_TD.untyped_storage().nbytes() + made.alive(old)
 
@@ -69,8 +69,8 @@ def bytes_held(block: Block, policy: Record | None, precision: str) -> int:
     sink = Deferred()
     flow = flow.begun(sink, UnshardHooks())
     made = Made()
-    with made, flow.recompute.keeping():
-        out = flow.recompute.run("block", lambda x: layer(x, flow), x_TD)
+    with made, flow.keeper.keeping():
+        out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)
         graded = [one for one in out if one.requires_grad]
         torch.autograd.backward(graded, [torch.randn_like(one) for one in graded])
     del out, graded

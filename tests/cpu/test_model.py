@@ -15,8 +15,8 @@ from moefold.data.batch import from_ids
 from moefold.kernels.gradients import Accumulated, Deferred
 from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
+from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.recompute import Recompute
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import BLOCK, normal
@@ -116,7 +116,7 @@ def test_discarded_norms_hold_no_output() -> None:
 
     handle = model.layers["0"].attention_norm.register_forward_hook(note)
     for policy, kept in ((None, True), (Selective(modules=("norms",)), False)):
-        x_TD, _ = model(Flow(rows, model.recipe, recompute=Recompute(policy)))
+        x_TD, _ = model(Flow(rows, model.recipe, keeper=Keeper(policy)))
         assert (alive[-1]() is not None) == kept
         x_TD.sum().backward()
     handle.remove()

@@ -15,8 +15,8 @@ from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.kernels.rows import row_pieces
 from moefold.kernels.swiglu.ffn import Products
 from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
-from moefold.layers.recompute import Recompute
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe import experts as experts_room
@@ -127,7 +127,7 @@ def test_compute_copies_follow_weights_that_are_swapped() -> None:
 
 
 def test_what_is_changed_in_place_is_kept_not_made_again() -> None:
-    recompute = Recompute(Selective(modules=("norms",)))
+    recompute = Keeper(Selective(modules=("norms",)))
     x = torch.randn(4, requires_grad=True)
     with recompute.keeping():
         y = recompute.run("norms", lambda x: x * 2, x)
@@ -138,7 +138,7 @@ def test_what_is_changed_in_place_is_kept_not_made_again() -> None:
 
 
 def test_discarded_outputs_are_made_again_for_each_backward() -> None:
-    found, recompute = [], Recompute(SOME)
+    found, recompute = [], Keeper(SOME)
     x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
     with recompute.keeping():
         total = (recompute.run("norms", torch.tanh, x) ** 3).sum()
@@ -183,7 +183,7 @@ def test_dispatch_sorts_any_number_of_experts(experts: int) -> None:
 
 def test_an_output_is_discarded_though_its_tensor_ends_before_its_reader() -> None:
     """A segment of a block hands on its rows as another tensor of the same memory."""
-    recompute = Recompute(Selective(modules=("norms",)))
+    recompute = Keeper(Selective(modules=("norms",)))
     x_TD, weight_D = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     with recompute.keeping():
         made = recompute.run("norms", torch.neg, x_TD)
@@ -222,13 +222,13 @@ def test_recomputed_experts_repeat_their_first_product_alone(
 def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind that no module answers to would save nothing and say nothing."""
     seen: set[str] = set()
-    plain = Recompute.wants
+    plain = Keeper.wants
 
-    def wants(self: Recompute, kind: str) -> bool:
+    def wants(self: Keeper, kind: str) -> bool:
         seen.add(kind)
         return plain(self, kind)
 
-    monkeypatch.setattr(Recompute, "wants", wants)
+    monkeypatch.setattr(Keeper, "wants", wants)
     mixture = moe(shared=Shared(width=16))
     gradients(model_of(decoder(MLA, Dense(width=24), mixture)), [padded_rows((8,), 0)], None, 16)
     # Tensor ranks alone gather: `tests/gloo/test_planner_notes.py` looks at those.

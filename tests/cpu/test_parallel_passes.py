@@ -10,7 +10,7 @@ from moefold.comm.world import World
 from moefold.kernels.gradients import Deferred
 from moefold.layers.config import Full
 from moefold.layers.flow import Flow
-from moefold.layers.recompute import Recompute
+from moefold.layers.keeper import Keeper
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask
 from moefold.parallel.pipeline.passes import ChunkPass
@@ -28,7 +28,7 @@ def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
 def ways(recompute: Full | None = None, apart: bool = True) -> tuple[ChunkPass, Deferred]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), Deferred()
-    flow = Flow(ROWS, model.recipe, sink, Recompute(recompute))
+    flow = Flow(ROWS, model.recipe, sink, Keeper(recompute))
     chunk = Chunk(("0", "1"), embeds=True, scores=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 

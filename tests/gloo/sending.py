@@ -11,9 +11,9 @@ import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
+from moefold.layers.keeper import Decisions
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
-from moefold.layers.recompute import Decisions
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise

@@ -45,7 +45,7 @@ def alive(block: Block, policy: Record | None, world: World, planned: int = 0) -
     layer(x_TD, flow)  # makes what passes share: angles, and copies of weights
     flow.decisions.clear()
     made = Made()
-    with made, flow.recompute.keeping():
+    with made, flow.keeper.keeping():
         out = layer(x_TD, flow)
     given, until = {one.untyped_storage()._cdata for one in out}, time.monotonic() + PATIENCE_S
     flow.decisions.clear()

@@ -136,8 +136,9 @@ class Gqa(LayerSpec):
                 wide = shape.tp > 1 and self.qk_norm == "projection"
                 width = max(shape.width, STATISTIC) if wide else shape.width
                 projected = shape.piece * heads * self.head_dim * width
-                yield Saved(f"{name}.projected", projected)
-                yield Saved(f"{name}_norm.statistic", shape.piece * per_row * STATISTIC)
+                yield Saved(f"{name}.projected", projected, module="attention")
+                statistic = shape.piece * per_row * STATISTIC
+                yield Saved(f"{name}_norm.statistic", statistic, module="norms")
         yield from saved_attention(self.core, shape)
 
     def shrunk(self, by: Sizes) -> Self:

@@ -108,7 +108,8 @@ class Mla(LayerSpec):
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
-                yield Saved(name, shape.rows * rank * shape.width)
+                size = shape.rows * rank * shape.width
+                yield Saved(name, size, module="attention")
         yield from self._saved_latents(shape)
         yield from saved_attention(self.core, shape, UP)
 
@@ -121,7 +122,7 @@ class Mla(LayerSpec):
         if shape.tp > 1:
             latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
             size = shape.piece * latent * shape.width
-            yield Saved("latents.gathered", size, GATHER, operand=True)
+            yield Saved("latents.gathered", size, GATHER, module="attention", operand=True)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few heads of four dims, values of six, and latents of rank eight."""

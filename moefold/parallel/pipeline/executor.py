@@ -73,11 +73,24 @@ class Executor:
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._messages.post(at)
+                # Before a step that fetches nothing of its own, else behind what it fetches.
+                takes = any(action.kind in "BI" for action in actions_of(step))
+                if not takes:
+                    self._fetch_for(at + 1)
                 self._step(step, lanes)
                 self.executed.append(step)
+                self._fetch_for(at + 1)
         self._messages.close()
         assert not self._held, "passes without their backward"
         return self._ran
+
+    def _fetch_for(self, at: int) -> None:
+        """Begin to bring back what the backward of a step takes first, if it has left already."""
+        for step in self.plan.line[at : at + 1]:
+            for action in actions_of(step):
+                held = self._held.get(self._spot(action))
+                if held is not None and action.kind in "BI":
+                    held.flow.keeper.departed.fetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         """Run one action, or two side by side; the backward of a pair has the first turn."""
@@ -127,7 +140,7 @@ class Executor:
         held = self._held[stage, micro]
         if action.kind == "F":
             way = held.way
-            self._flows[micro].recompute.end_forward()
+            held.flow.keeper.end_forward()
             self._ran.terms += [(micro, layer, values) for layer, values in way.terms]
             if way.summed is not None:
                 self._ran.losses.append(way.summed)

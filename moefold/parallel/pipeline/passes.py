@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from moefold.comm.world import World
 from moefold.layers.flow import Exchange, Flow, Segment
+from moefold.layers.keeper import Keeper, take
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
@@ -68,8 +69,8 @@ class ChunkPass:
         tasks: list[LaneTask] = []
         if chunk.embeds:
             tasks += self._alone(lambda: (self._model.start(self._flow),))
-        for number in chunk.layers:
-            tasks += self._block(number)
+        for at, number in enumerate(chunk.layers):
+            tasks += self._block(number, (at, len(chunk.layers)))
         if chunk.scores:
             tasks += self._alone(lambda x_TD: (self._model.finish(self._flow, x_TD),))
             tasks.append(LaneTask(self._end))
@@ -119,14 +120,15 @@ class ChunkPass:
         self._back.append([LaneTask(part.backward)])
         return [LaneTask(part.forward)]
 
-    def _block(self, number: str) -> list[LaneTask]:
+    def _block(self, number: str, place: tuple[int, int]) -> list[LaneTask]:
         """Return the tasks of one layer; the last one also notes its router terms."""
-        parts = self._parts(self._model.layers[number].segments())  # type: ignore[operator]
+        segments = self._model.layers[number].segments()  # type: ignore[operator]
+        parts = self._parts(segments, place)
         hooks, unit = self._flow.unshard, f"layers.{number}"
         forward = [LaneTask(part.forward, part.exchanges) for part in parts]
         backward = [LaneTask(part.backward, part.exchanges) for part in reversed(parts)]
-        if self._flow.recompute.block:
-            forward, backward = _recomputed(parts)
+        if self._flow.keeper.block:
+            forward, backward = _recomputed(parts, self._flow.keeper, place)
         before, after = _tell(hooks.pre_backward, unit), _tell(hooks.post_backward, unit)
         self._back.append([before, *backward, after])
 
@@ -137,13 +139,13 @@ class ChunkPass:
 
         return [_tell(hooks.pre_forward, unit), *forward, LaneTask(close)]
 
-    def _parts(self, segments: Sequence[Segment]) -> list[Subgraph]:
+    def _parts(self, segments: Sequence[Segment], place: tuple[int, int]) -> list[Subgraph]:
         """Return segments as parts: what is a record in a layer is its tensors between parts."""
         assert self._beside is not None
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(at: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
-            with flow.recompute.keeping():
+            with flow.keeper.keeping(*place):
                 state = segments[at](tree_unflatten(values, forms[at]), flow)
             flat, forms[at + 1] = tree_flatten(state)
             return tuple(flat)
@@ -176,7 +178,9 @@ def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
     return LaneTask(run)
 
 
-def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[LaneTask], list[LaneTask]]:
+def _recomputed(
+    parts: Sequence[Subgraph], keeper: Keeper, place: tuple[int, int]
+) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the tasks forward and backward of a block of which only the input is kept.
 
     Its parts run again in backward. Where it ends with an exchange, that one runs once, as a part
@@ -184,16 +188,23 @@ def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[LaneTask], list[LaneTas
     """
     once = [part for part in parts[1:][-1:] if part.exchanges]
     again = parts[: len(parts) - len(once)]
-    kept: list[State] = []
+    kept: list[tuple[Any, bool]] = []
     held: list[State] = []
 
-    def keep(*given: Any) -> State:
-        kept.append(given)
-        return given
+    def keep(x_TD: Tensor) -> State:
+        with keeper.keeping(*place):
+            kept.append((keeper.keep(x_TD), x_TD.requires_grad))
+        return (x_TD,)
 
     def begin(*gradients: Any) -> State:
         held.append(gradients)
-        return kept.pop()
+        x_TD, live = kept.pop()
+        keeper.again = True
+        return (take(x_TD).detach().requires_grad_(live),)
+
+    def resume(*_: Any) -> State:
+        keeper.again = False
+        return held.pop()
 
     forward = [LaneTask(keep), *(LaneTask(part.bare, part.exchanges) for part in again)]
     forward += [LaneTask(part.forward, True) for part in once]
@@ -201,6 +212,6 @@ def _recomputed(parts: Sequence[Subgraph]) -> tuple[list[LaneTask], list[LaneTas
         *(LaneTask(part.backward, True) for part in once),
         LaneTask(begin),
         *(LaneTask(part.forward, part.exchanges) for part in again),
-        LaneTask(lambda *_: held.pop()),
+        LaneTask(resume),
         *(LaneTask(part.backward, part.exchanges) for part in reversed(again)),
     ]

@@ -1,0 +1,258 @@
+"""Places for activations between forward and backward that are not the device.
+
+A storage goes away once, whatever shows it, and is fetched before its layer's backward runs. Copies
+run beside computing: on threads, and on CUDA on a stream of their own. What is freed on the device
+is free once the copy has ended.
+"""
+
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost
+from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
+
+
+class StoreFigures:
+    """What a place holds of one rank, and how often what was taken was there already."""
+
+    def __init__(self) -> None:
+        self.held = self.peak = self.moved = 0
+        """Bytes that lie there, the most that have, and all that have gone there."""
+        self.takes = self.present = 0
+        """How often something was taken back, and was fetched by then."""
+        # Freed where the last keeper goes: on any thread, and within an allocation here too.
+        self._lock = threading.RLock()
+
+    def add(self, size: int) -> None:
+        """Count what goes (above zero) or has been taken back."""
+        with self._lock:
+            self.held += size
+            self.moved += max(size, 0)
+            self.peak = max(self.peak, self.held)
+
+    def taken(self, there: bool) -> None:
+        """Count a take."""
+        with self._lock:
+            self.takes += 1
+            self.present += there
+
+
+class _Copier:
+    """Copies bytes between a device and the host in the order of what computes on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def ready(self) -> Any:
+        """Return a mark behind what the calling thread has issued."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    def copy(self, into: Tensor, source: Tensor, ready: Any) -> None:
+        """Copy once the device has come to the mark; returns when it is done."""
+        if self._stream is None:
+            into.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            into.copy_(source, non_blocking=True)
+        self._stream.record_event().synchronize()
+
+
+class HostStore:
+    """The host's memory, pinned for a GPU; base of every place.
+
+    A job for each copy runs on the place's threads, in the order in which they were asked for.
+    """
+
+    threads = 1
+
+    def __init__(self, record: OffloadToHost, device: torch.device) -> None:
+        self.record, self._device = record, device
+        self.figures = StoreFigures()
+        self._copier = _Copier(device)
+        self._jobs = ThreadPoolExecutor(self.threads, thread_name_prefix="offload")
+
+    def send(self, data_N: Tensor) -> "Future[Any]":
+        """Begin to copy the bytes of a storage; the future says where they lie."""
+        self.figures.add(data_N.numel())
+        held = [data_N]  # what a job holds it lets go of a moment after its future is done
+        ready = self._copier.ready()
+        return self._jobs.submit(lambda: self._send(held.pop(), ready))
+
+    def bring(self, sent: "Future[Any]", into_N: Tensor) -> "Future[None]":
+        """Begin to copy bytes back, once they have gone."""
+        held, ready = [into_N], self._copier.ready()
+        return self._jobs.submit(lambda: self._bring(sent, held.pop(), ready))
+
+    def drop(self, sent: "Future[Any]", size: int) -> None:
+        """Forget bytes that nothing will take."""
+        self.figures.add(-size)
+        sent.add_done_callback(self._free)
+
+    def _send(self, data_N: Tensor, ready: Any) -> Any:
+        kept_N = torch.empty(data_N.numel(), dtype=torch.uint8, pin_memory=data_N.is_cuda)
+        self._copier.copy(kept_N, data_N, ready)
+        return kept_N
+
+    def _bring(self, sent: "Future[Any]", into_N: Tensor, ready: Any) -> None:
+        self._copier.copy(into_N, sent.result(), ready)
+
+    def _free(self, sent: "Future[Any]") -> None:
+        """Let what was sent be overwritten: memory goes with the future."""
+
+
+class FileStore(HostStore):
+    """A file of a rank. Slots are of few sizes, at most an eighth larger than what they hold."""
+
+    threads = 2
+
+    def __init__(self, record: OffloadToDisk, device: torch.device, rank: int) -> None:
+        super().__init__(record, device)
+        self._file = DiskFile(record.folder, rank, "the activations' file")
+        self._own = threading.local()
+        tried = self._send(torch.ones(BLOCK, dtype=torch.uint8), None)
+        self._file.read(tried, memoryview(self._staged(tried.room)))
+        self._file.free(tried)
+
+    def _send(self, data_N: Tensor, ready: Any) -> DiskSlot:
+        staged = self._staged(room := _room(data_N.numel()))
+        held_N = torch.frombuffer(staged, dtype=torch.uint8, count=data_N.numel())
+        self._copier.copy(held_N, data_N, ready)
+        slot = self._file.slot("activations", room)
+        self._file.write(slot, memoryview(staged))
+        return slot
+
+    def _bring(self, sent: "Future[Any]", into_N: Tensor, ready: Any) -> None:
+        slot: DiskSlot = sent.result()
+        staged = self._staged(slot.room)
+        self._file.read(slot, memoryview(staged))
+        read_N = torch.frombuffer(staged, dtype=torch.uint8, count=into_N.numel())
+        self._copier.copy(into_N, read_N, ready)
+
+    def _free(self, sent: "Future[Any]") -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            self._file.free(sent.result())
+
+    def _staged(self, room: int) -> mmap.mmap:
+        """Return this thread's aligned memory, of at least so many bytes."""
+        held: mmap.mmap | None = getattr(self._own, "memory", None)
+        if held is None or len(held) < room:
+            held = self._own.memory = mmap.mmap(-1, room)
+        return held
+
+
+def _room(size: int) -> int:
+    """Return the bytes of a slot: one of eight sizes between two powers of two."""
+    step = max(BLOCK, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
+
+
+class Offloading:
+    """Where activations of one rank go, by the kind of module they belong to."""
+
+    def __init__(self, record: Offload, device: torch.device, rank: int = 0) -> None:
+        self.record = record
+        self.places: dict[str, HostStore] = {}
+        if record.host is not None:
+            self.places["host"] = HostStore(record.host, device)
+        if record.disk is not None:
+            self.places["disk"] = FileStore(record.disk, device, rank)
+
+    def place_of(self, kind: str, at: int, of: int) -> HostStore | None:
+        """Return where a kind's activations go from layer ``at`` of the ``of`` of a chunk."""
+        for place in self.places.values():
+            if kind in place.record.modules and at < place.record.leaving(of):
+                return place
+        return None
+
+
+class Away:
+    """A storage that has left the device, as long as something will take it back."""
+
+    def __init__(self, place: HostStore, sent: "Future[Any]", data_N: Tensor) -> None:
+        self._place, self._sent = place, sent
+        self._size, self._device = data_N.numel(), data_N.device
+        self._back: tuple[Tensor, Future[None]] | None = None
+
+    def __del__(self) -> None:
+        """Let go of it."""
+        self._place.drop(self._sent, self._size)
+
+    def left(self) -> None:
+        """Wait until the device's memory is free."""
+        self._sent.result()
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._back is None:
+            into_N = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            self._back = into_N, self._place.bring(self._sent, into_N)
+
+    def arrived(self) -> Tensor | None:
+        """Return its bytes on the device, waiting for them; None where nobody has sent for it."""
+        if self._back is None:
+            return None
+        into_N, done = self._back
+        done.result()
+        return into_N
+
+    def take(self, departed: "Departed", layer: int) -> Tensor:
+        """Return its bytes on the device, and send for the layers that are taken next."""
+        self._place.figures.taken(self._back is not None and self._back[1].done())
+        departed.fetch(layer)
+        self.fetch()
+        into_N = self.arrived()
+        assert into_N is not None
+        return into_N
+
+
+class Departed:
+    """What has left from a chunk's layers for one micro-batch; backward takes the last ones first.
+
+    Holds nothing itself: what nobody will take is gone.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self._in_flight, self._lowest = in_flight, 1 << 62
+        self._layers: defaultdict[int, list[ref[Away]]] = defaultdict(list)
+
+    def add(self, layer: int, away: Away) -> None:
+        """Note what leaves from a layer."""
+        self._layers[layer].append(ref(away))
+
+    def enter(self, layer: int) -> None:
+        """Wait, as a layer's forward begins, until few enough layers are on their way."""
+        for away in self._of(layer - self._in_flight):
+            away.left()
+
+    def fetch(self, layer: int | None = None) -> None:
+        """Begin to bring back a layer that is taken now, and those after it in backward.
+
+        Without a layer: those that backward will take first.
+        """
+        first = max(self._layers, default=-1) if layer is None else layer
+        last = max(first - self._in_flight + (layer is None), 0)
+        if last < self._lowest:  # what was sent for is not looked at again
+            for number in range(min(first, self._lowest - 1), last - 1, -1):
+                for away in self._of(number):
+                    away.fetch()
+            self._lowest = last
+
+    def settle(self) -> None:
+        """Wait until all is where it is on its way to."""
+        for layer in list(self._layers):
+            for away in self._of(layer):
+                away.left()
+                away.arrived()
+
+    def _of(self, layer: int) -> Iterator[Away]:
+        found = (one() for one in reversed(self._layers.get(layer, ())))
+        return (away for away in found if away is not None)

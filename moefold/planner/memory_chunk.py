@@ -1,0 +1,179 @@
+"""What a chunk of a pipeline holds of one micro-batch, in bytes: here, elsewhere, and at work."""
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import NamedTuple
+
+from moefold.layers.config import leaving
+from moefold.model.config import Block, Decoder
+from moefold.planner.case import Held, Keeping, kinds
+from moefold.planner.memory_kept import CODES, kept, operands
+from moefold.planner.memory_state import Split, states_of
+from moefold.planner.remember import remembered
+from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, activation_width, described
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes of a pipeline rank's chunk for one micro-batch."""
+
+    kept: float
+    waiting: float
+    """What the products of its weights wait with."""
+    forward: float
+    """What its forward works with."""
+    backward: float
+    layer: float
+    """Kept by its fullest layer."""
+    coming: float
+    """Gradients that come with its first backward."""
+    away: tuple[float, float] = (0.0, 0.0)
+    """What lies on the host and on disk between its forward and its backward."""
+    ahead: float = 0.0
+    """Of that what is fetched before its backward begins."""
+    moving: float = 0.0
+    """Of that what is on the device at most, on its way out or back."""
+
+
+def departing(parts: Iterable[Saved], keeping: Keeping) -> tuple[list[Saved], list[Saved]]:
+    """Return of what a block keeps that which goes to the host and to disk, where it leaves."""
+    stays = [part for part in parts if part.stays(keeping.recompute) and part.saved]
+    host, disk = (
+        [part for part in stays if part.module in modules]
+        for modules in (keeping.offload, keeping.disk)
+    )
+    return host, disk
+
+
+class ChunkSizes:
+    """Bytes of chunks for one micro-batch, each made once for all cases that share what decides."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        shape: Shape,
+        split: Split,
+        keeping: Keeping,
+        graphs: float,
+        rows: int,
+        logit: int,
+    ) -> None:
+        """Take what decides; logits of ``rows`` exist at once, each of so many bytes."""
+        self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
+        self.blocks, order = kinds(decoder)
+        self.last, self.loss_rows, self.logit = order[-1], min(rows, shape.piece), logit
+        self.stack, self.recipe = split.stack, split.numbers.recipe
+        self.states = states_of(decoder, split)
+        self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
+
+    def of(self, held: Held, order: tuple[int, ...] = ()) -> ChunkBytes:
+        """Return the bytes of a chunk that holds this, layers in this order if any leave."""
+        if (held, order) not in self._known:
+            self._known[held, order] = self._made(held, order)
+        return self._known[held, order]
+
+    def _made(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
+        shape, logits = self.shape, self._logits()
+        layers = [(self._layer(kind), count) for kind, count in held.layers]
+        widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
+        layer, forward, backward = widest
+        total = sum(one[0] * count for one, count in layers)
+        waiting = sum(one[3] * count for one, count in layers)
+        if held.embedding:
+            # Under tp the places of its share, which rows are among them, and all rows' gradients.
+            places = shape.piece * INDEX if shape.tp > 1 else 0
+            total += places + (shape.piece if shape.tp > 1 else 0)
+            waiting += places + shape.piece * shape.hidden * STATISTIC
+        # The gradient of the last norm's weight.
+        waiting += shape.hidden * STATISTIC if held.loss else 0.0
+        if held.multi_token:
+            last = self._layer(self.last)
+            # The joined pair of rows and the norms before and after it.
+            total += held.multi_token * (last[0] + 5 * shape.row + logits)
+            waiting += held.multi_token * (last[3] + 3 * shape.row)
+        if held.loss:
+            total += shape.row + shape.rows * STATISTIC + logits
+        if held.loss and self.stack == "moefold":
+            columns = self.decoder.vocab / shape.tp
+            forward = max(forward, self.loss_rows * columns * self.logit)
+        away, ahead, moving = self._leaving(held, order)
+        kept = (total - sum(away)) * (1 + self.graphs)
+        made = ChunkBytes(kept, waiting, forward, backward, layer, self._gradients(held))
+        return made._replace(away=away, ahead=ahead, moving=moving)
+
+    def _leaving(
+        self, held: Held, order: tuple[int, ...]
+    ) -> tuple[tuple[float, float], float, float]:
+        """Return what leaves to host and disk, and what of that is fetched ahead or on its way.
+
+        Other stacks send a share of each layer.
+        """
+        keeping = self.keeping
+        shares = keeping.offload_share, keeping.disk_share
+        if self.stack != "moefold" or not order:
+            layers = (*held.layers, (self.last, held.multi_token))
+            sent = [(self._sent(kind), count) for kind, count in layers]
+            host, disk = (
+                share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
+            )
+            return (host, disk), 0.0, 0.0
+        gone = [leaving(share, len(order)) for share in shares]
+        sent = [self._sent(kind) for kind in order]
+        host, disk = ([one[i] for one in sent[: gone[i]]] for i in range(2))
+        sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]
+        ahead = sum(sizes[max(len(sizes) - keeping.in_flight, 0) :])
+        moving = min(keeping.in_flight + 1, len(sizes)) * max(sizes, default=0.0)
+        return (sum(host), sum(disk)), ahead, moving
+
+    def _sent(self, kind: int) -> tuple[float, float]:
+        """Return what a block that sends activations away sends to host and disk."""
+        parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
+        host, disk = (sum(part.bytes for part in to) for to in departing(parts, self.keeping))
+        return host, disk
+
+    def _gradients(self, held: Held) -> float:
+        """Return the bytes of a chunk's gradients that come with its first backward.
+
+        Moefold drops gradients as a step begins; other stacks keep their buffers.
+        """
+        if self.stack != "moefold" or self.keeping.zero > 1:
+            return 0.0
+        embeds = held.embedding and not self.decoder.tied
+        found = self.states.of("embedding").gradients if embeds else 0.0
+        return found + self.states.inner(held).gradients
+
+    def _logits(self) -> float:
+        """Bytes of logits between forward and backward: whole in Megatron, and again in fp32."""
+        if self.stack == "moefold":
+            return self.shape.row
+        columns = self.decoder.vocab / self.shape.tp
+        return self.shape.piece * columns * (self.shape.width + 4)
+
+    def _layer(self, kind: int) -> tuple[float, float, float, float]:
+        """Return what a block keeps, what its passes work with, and what its products wait with."""
+        block = self.blocks[kind]
+        return _layer(block, self.shape, self.stack, self.recipe, self.keeping)
+
+
+@remembered(1 << 12)
+def _layer(
+    block: Block, shape: Shape, stack: str, recipe: str, keeping: Keeping
+) -> tuple[float, float, float, float]:
+    """Return what a block keeps, what its forward and its backward work with (activation and
+    output, the gradients in a feed-forward, and what is made again), and what the products of its
+    weights wait with.
+    """
+    parts = kept(block, shape, stack, recipe)
+    stays = [part for part in parts if part.stays(keeping.recompute)]
+    here = sum(part.bytes for part in stays)
+    again = sum(part.bytes for part in parts) - here
+    spec = described(block.ffn)
+    rows, features = shape.piece, shape.hidden
+    if spec.routing is not None:
+        rows, features = shape.received(spec.routing.top_k), spec.routing.width or shape.hidden
+    sent = rows * features * shape.width
+    inner = rows * activation_width(spec, shape) * shape.width
+    forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
+    waiting = sum(part.bytes for part in operands(block, shape))
+    if stack != "moefold":
+        waiting *= CODES.get(recipe, shape.width) / shape.width
+    return here, forward, backward + max(again, 0), waiting

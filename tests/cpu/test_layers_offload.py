@@ -1,0 +1,208 @@
+"""Activations on host and disk: the same bits, what is fetched when, and what disks do wrong."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from moefold.config.base import Record
+from moefold.data.batch import MicroBatch, from_ids
+from moefold.layers.config import Full, Kind, Offload, Offloaded, Selective
+from moefold.layers.flow import Flow
+from moefold.layers.keeper import Keeper
+from moefold.layers.offload import BLOCK, Away, Departed, FileStore, Offloading
+from moefold.model.config import Decoder, Stack
+from moefold.model.decoder import DecoderModel
+from moefold.offload import disk as disk_room
+from moefold.offload.disk import OffloadError
+from moefold.planner.case import recomputed
+from moefold.planner.memory_kept import kept
+from moefold.spec.layer import Shape
+from tests.cpu.alive import HIDDEN, Made, there
+from tests.cpu.test_planner_kept import BLOCKS
+
+CPU, LAYERS = torch.device("cpu"), 4
+EVERY = get_args(Offloaded)
+Gradients = dict[str, torch.Tensor]
+
+
+def offload(folder: Path, host: Any = (), disk: Any = (), **more: Any) -> Offloading:
+    stated: dict[str, Any] = {"host": {"modules": host}} if host else {}
+    if disk:
+        stated["disk"] = {"modules": disk, "folder": str(folder)}
+    return Offloading(Offload.model_validate(stated | more), CPU)
+
+
+def model_of(block: str, precision: Any = "fp32") -> tuple[DecoderModel, MicroBatch]:
+    torch.manual_seed(0)
+    stacks = (Stack(repeat=LAYERS, blocks=(BLOCKS[block],)),)
+    model = DecoderModel(Decoder(vocab=50, hidden=HIDDEN, stacks=stacks), precision)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model, from_ids(torch.randint(0, 50, (2, 32)))
+
+
+def gradients(
+    model: DecoderModel,
+    rows: MicroBatch,
+    policy: Record | None = None,
+    to: Offloading | None = None,
+) -> Gradients:
+    """Return all gradients of a pass through the layers; nothing is away after it."""
+    model.zero_grad()
+    for _, mixture in model.mixtures():
+        mixture.balance.start_step()
+    flow = Flow(rows, model.recipe, keeper=Keeper(policy, to))
+    draw = torch.Generator().manual_seed(1)
+    x_TD = torch.randn(rows.rows, HIDDEN, generator=draw, dtype=model.recipe.dtype)
+    y_TD, terms = model.run(flow, x_TD.requires_grad_(), model.layers)
+    flow.keeper.end_forward()
+    flow.keeper.departed.fetch()
+    y_TD.float().square().mean().backward()
+    del y_TD, terms, flow
+    for place in () if to is None else to.places.values():
+        assert place.figures.held == 0 and place.figures.takes > 0
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return found | {"x": x_TD.grad}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("block", "precision"), [*zip(BLOCKS, ["fp32", "bf16"] * 3, strict=True)])
+def test_gradients_are_those_of_keeping_everything(
+    block: str, precision: str, tmp_path: Path
+) -> None:
+    """To the bit, of every kind on host and disk, beside everything that is made again."""
+    model, rows = model_of(block, precision)
+    wanted = gradients(model, rows)
+    some, rest = EVERY[::2], EVERY[1::2]
+    for policy, host, disk in (
+        (None, EVERY, ()),
+        (None, (), EVERY),
+        (Full(), ("block",), ()),
+        (Selective(modules=("norms", "experts")), some, rest),
+        (Selective(modules=("mla_up", "permute", "attention")), rest, some),
+        (Selective(modules=get_args(Kind)), EVERY, ()),
+    ):
+        found = gradients(model, rows, policy, offload(tmp_path, host, disk))
+        assert found.keys() == wanted.keys()
+        unequal = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+        assert not unequal, (policy, host, disk)
+
+
+@pytest.mark.parametrize(
+    ("block", "policy"),
+    [
+        ("norms on heads, shared", None),
+        ("latents, sigmoid", Selective(modules=("norms", "mla_up", "permute"))),
+        ("norms on projections, gate", Selective(modules=("norms",))),
+    ],
+)
+def test_b60_what_leaves_and_what_stays_is_what_is_planned(
+    block: str, policy: Record | None, tmp_path: Path
+) -> None:
+    """Each storage once, whatever shows it, weights never; nothing made again pins its input."""
+    model, rows = model_of(block)
+    gradients(model, rows)
+    modules = tuple(kind for kind in EVERY if policy is None or kind != "norms")
+    to = offload(tmp_path, modules)
+    flow = Flow(rows, model.recipe, keeper=Keeper(policy, to))
+    leaf_TD = torch.randn(rows.rows, HIDDEN).requires_grad_()
+    with Made() as made:
+        y_TD, terms = model.run(flow, leaf_TD * 1.0, model.layers)
+    flow.keeper.departed.settle()
+    flow.keeper.end_forward()
+    others = {t.untyped_storage()._cdata for t in (y_TD, *terms.values())}
+    again = recomputed(policy)
+    kept_ = [part for part in kept(BLOCKS[block], Shape(HIDDEN, 64, width=4)) if part.stays(again)]
+    away = (LAYERS - 1) * sum(part.bytes for part in kept_ if part.module in modules)
+    figures = to.places["host"].figures
+    assert figures.held == figures.peak == figures.moved == away
+    here = LAYERS * sum(part.bytes for part in kept_) - away
+    assert made.alive(there(model, flow) | others) == here
+
+
+def test_b62_layers_are_sent_for_before_they_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is on its way when backward comes to it, and few more than that are on the device."""
+    model, rows = model_of("grouped heads, dense")
+    late, most, here = [], 0, set[int]()
+    taken, fetched = Away.take, Away.fetch
+
+    def take(self: Away, departed: Departed, layer: int) -> torch.Tensor:
+        late.extend([layer] if self._back is None else [])
+        return taken(self, departed, layer)
+
+    def fetch(self: Away) -> None:
+        nonlocal most
+        fetched(self)
+        here.add(id(self))
+        most = max(most, len(here))
+
+    def gone(self: Away) -> None:
+        here.discard(id(self))
+        self._place.drop(self._sent, self._size)
+
+    monkeypatch.setattr(Away, "take", take)
+    monkeypatch.setattr(Away, "fetch", fetch)
+    monkeypatch.setattr(Away, "__del__", gone)
+    to = offload(tmp_path, ("ffn",), in_flight=1)
+    gradients(model, rows, None, to)
+    assert not late and to.places["host"].figures.takes == LAYERS - 1
+    assert most == 2, "the layer that runs and the one that comes"
+
+
+# ------------------------------------------------------------------------------------- disks
+
+
+def file_of(folder: Path) -> FileStore:
+    record = Offload.model_validate({"disk": {"modules": ["ffn"], "folder": str(folder)}})
+    assert record.disk is not None
+    return FileStore(record.disk, CPU, rank=3)
+
+
+def data(size: int, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw)
+
+
+def test_a_file_holds_rows_of_any_size_and_does_not_grow_for_what_fits(tmp_path: Path) -> None:
+    """In any order, on two threads; sizes that differ little share slots."""
+    store = file_of(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    grown = []
+    for turn in range(3):
+        rows = [data(size + turn, turn) for size in (1, BLOCK - 3, BLOCK + 1, 100_000, 1_000_001)]
+        sent = [store.send(one) for one in rows]
+        for one, where in reversed(list(zip(rows, sent, strict=True))):
+            into = torch.empty_like(one)
+            store.bring(where, into).result()
+            assert torch.equal(into, one)
+            store.drop(where, one.numel())
+        grown.append(os.fstat(store._file._fd).st_size)
+    assert len(set(grown)) == 1 and store.figures.held == 0 == store._file.bytes
+
+
+def test_a_full_disk_stops_the_pass_that_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the rank, the file, the bytes and what they were."""
+    model, rows = model_of("grouped heads, dense")
+    to = offload(tmp_path, disk=("ffn",))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_room.os, "pwrite", full)
+    said = rf"rank 0, the activations' file in {tmp_path}: \d+ bytes of activations at .*No space"
+    with pytest.raises(OffloadError, match=said):
+        gradients(model, rows, None, to)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    """Before the first step: where the parts of a model are built."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"rank 3, the activations' file in .* cannot be made"):
+        file_of(tmp_path / "file")
