@@ -29,6 +29,7 @@ from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
@@ -157,7 +158,7 @@ def measured(bench: Bench, trial: Trial, machine: Machine) -> dict[str, Any]:
     """Return the figures of a trial's step."""
     ranks = trial.layout.split.smallest_world
     with apart() if ranks > 1 else nullcontext():
-        step = stepping(trial, ranks, bench.device)
+        step = stepping(trial, drawn(trial, ranks, bench.device))
         rounds = 1 if bench.smoke else ROUNDS
         took = timed({"step": step}, bench.device, rounds)["step"]
         on_device = bench.device.type == "cuda"
@@ -177,8 +178,8 @@ def measured(bench: Bench, trial: Trial, machine: Machine) -> dict[str, Any]:
         }
 
 
-def stepping(trial: Trial, ranks: int, device: torch.device) -> Callable[[], None]:
-    """Return a call that makes one optimizer step of a trial, on drawn weights."""
+def drawn(trial: Trial, ranks: int, device: torch.device) -> ShardedState:
+    """Return a trial's parts with drawn weights."""
     torch.manual_seed(0)
     data = data_of(trial.decoder, trial.layout, ranks, device=device)
     with torch.no_grad():
@@ -188,6 +189,11 @@ def stepping(trial: Trial, ranks: int, device: torch.device) -> Callable[[], Non
         for buffer in data.placed.model.buffers():
             buffer.zero_()
     data.renew()
+    return data
+
+
+def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
+    """Return a call that makes one optimizer step of a trial."""
     optimizer, batches = data.optimizer(OPTIMIZER), drawn_rows(trial)
 
     def step() -> None:
@@ -202,8 +208,8 @@ def stepping(trial: Trial, ranks: int, device: torch.device) -> Callable[[], Non
 
 def drawn_rows(trial: Trial) -> list[MicroBatch]:
     """Return a step's micro-batches, each one document of drawn tokens, on the host."""
-    drawn, shape = np.random.default_rng(0), (trial.micro_batches, trial.rows)
-    ids = drawn.integers(0, trial.decoder.vocab, shape)
+    draw, shape = np.random.default_rng(0), (trial.micro_batches, trial.rows)
+    ids = draw.integers(0, trial.decoder.vocab, shape)
     return [assemble(row, row, [trial.rows]) for row in ids]
 
 
