@@ -61,12 +61,11 @@ def gradients(
     batches: Sequence[MicroBatch],
     loss_chunk: int,
     stop: bool = False,
-    executor: Callable[..., Executor] = Executor,
+    executor: Callable[..., Executor] | None = None,
 ) -> StepFigures:
     """Compute the gradients of the step's loss; every trained parameter gets one.
 
-    A step in which rows lacked a dispatcher's stated room is made once more without such a bound,
-    from the start: counters, decisions and sums of the first try are forgotten.
+    A step in which rows lacked a dispatcher's stated room is made once more without such a bound.
 
     Args:
         data: the model's parts on this rank; their gradients are dropped first.
@@ -88,8 +87,8 @@ def gradients(
     needed = enough_room(placed, missing)
     if not repeats(placed):
         raise no_room(placed, needed)
-    figures, _ = _pass(data, batches, totals, loss_chunk, stop, executor, exact=True)
-    return replace(figures, needed_rows=needed)
+    exact, _ = _pass(data, batches, totals, loss_chunk, stop, executor, exact=True)
+    return replace(exact, needed_rows=needed)
 
 
 def _pass(
@@ -98,7 +97,7 @@ def _pass(
     totals: "_Totals",
     loss_chunk: int,
     stop: bool,
-    executor: Callable[..., Executor],
+    executor: Callable[..., Executor] | None,
     exact: bool = False,
 ) -> tuple[StepFigures, Tensor | None]:
     """Run forward and backward of all micro-batches, from gradients and counters of zero.
@@ -119,7 +118,7 @@ def _pass(
 
     flows = [flow_of(placed, batch, exact=exact) for batch in batches]
     with module("pipeline"):
-        ran = executor(placed, flows, totals.share_M.unbind(), loss).run()
+        ran = (executor or Executor)(placed, flows, totals.share_M.unbind(), loss).run()
     with module("gradients"):
         norm_squared = data.finish()
     balances = [mixture.balance for _, mixture in model.mixtures()]
@@ -178,9 +177,8 @@ def _figures(
             terms, shares = (torch.stack(part) for part in zip(*found, strict=True))
             values[at] = (terms * shares).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
-    squared, loss, *terms, stops, labels, tokens = read_scalars(
-        *summed.unbind(), *totals.counts.unbind()
-    )
+    said = read_scalars(*summed.unbind(), *totals.counts.unbind())
+    squared, loss, *terms, stops, labels, tokens = said
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=False))  # Whether rows lacked room comes last.
     figures = StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)

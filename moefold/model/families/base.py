@@ -271,7 +271,10 @@ class Family(Record):
         """The router's rules at the family's own paths; each balance term once; rotary layout."""
         router = self.chosen_router
         for broken in router.rules():
-            if self.router is None or broken.path == ("top_k",):
+            if self.router is None and broken.path in self._settled:
+                size = "experts" if self.shape.experts == 1 else "top_k"
+                yield Violation(("shape", size), 1, broken.rule, 2)
+            elif self.router is None or broken.path == ("top_k",):
                 path = self.router_paths.get(broken.path, broken.path)
                 yield Violation(path, broken.value, broken.rule, broken.nearest)
             else:
@@ -291,6 +294,12 @@ class Family(Record):
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
+
+    @property
+    def _settled(self) -> Iterator[tuple[PathPart, ...]]:
+        """Fields of the own router that the family settles, so that a run file cannot mend them."""
+        fields = {*type(self).model_fields}
+        return ((name,) for name in ("order", "renormalise") if name not in fields)
 
     @property
     def partial_rotary(self) -> bool:
