@@ -243,8 +243,8 @@ class Quantise(Record):
 
     @property
     def rule(self) -> str | None:
-        """The rule for scales; None is the kind's only one."""
-        return None
+        """The rule for scales, where a kind has ``scales`` to choose from; else None."""
+        return getattr(self, "scales", None)
 
 
 @QUANTISE.register
@@ -262,11 +262,6 @@ class Fp8Block(Quantise):
     scales: Literal["power", "fp32"] = "power"
     """Powers of two, or as they are."""
 
-    @property
-    def rule(self) -> str:
-        """The rule for scales."""
-        return self.scales
-
 
 @QUANTISE.register
 class Mxfp8(Quantise):
@@ -275,11 +270,6 @@ class Mxfp8(Quantise):
     kind: Literal["mxfp8"] = "mxfp8"
     scales: Literal["up", "floor"] = "up"
     """How a scale becomes a power of two: rounded up, or by OCP's rule."""
-
-    @property
-    def rule(self) -> str:
-        """The rule for scales."""
-        return self.scales
 
 
 @QUANTISE.register

@@ -39,11 +39,6 @@ def repeats(placed: ModelParts) -> bool:
     return isinstance(dispatch, FixedRoom) and dispatch.on_overflow == "again"
 
 
-def ran_short(ranks: float) -> bool:
-    """Return whether any rank said that its rows lacked room."""
-    return ranks > 0
-
-
 def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
     """Return the most rows, int64, that any dispatch here lacked room for; None without a bound."""
     if not isinstance(placed.layout.dispatch, FixedRoom):

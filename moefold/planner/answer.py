@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moefold.moe.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.from_run import (
     LOAD,
@@ -304,7 +305,7 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     if choice.sizes.ep * choice.sizes.etp > 1:
         each = choice.sizes.ep // layout.case.expert_domains
         node = {"node": each} if choice.dispatch == "two_level" else {}
-        fixed = choice.dispatch in ("padded", "spread")
+        fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedRoom)
         room = {"max_rows": choice.max_rows} if fixed else {}
         said["dispatch"] = {"kind": choice.dispatch, **node, **room}
     if "block" in keeping.recompute:

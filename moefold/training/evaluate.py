@@ -11,7 +11,7 @@ from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts, flow_of
-from moefold.parallel.limits import enough_room, missing_room, no_room, ran_short, repeats
+from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
 from moefold.parallel.pipeline.score import score
 
 
@@ -65,6 +65,6 @@ def evaluate(
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
     total, labels, n_bytes, short = read_scalars(*figures.unbind())
-    if missing is not None and ran_short(short):
+    if missing is not None and short > 0:
         raise no_room(placed, enough_room(placed, missing))
     return total, round(labels), n_bytes

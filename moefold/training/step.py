@@ -26,7 +26,6 @@ from moefold.parallel.limits import (
     enough_room,
     missing_room,
     no_room,
-    ran_short,
     repeats,
 )
 from moefold.parallel.pipeline.executor import Executor, StepResult
@@ -182,4 +181,4 @@ def _figures(
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=False))  # Whether rows lacked room comes last.
     figures = StepFigures(loss / max(labels, 1), norm, by_name, round(tokens), stops > 0)
-    return figures, missing if missing is not None and ran_short(terms[-1]) else None
+    return figures, missing if missing is not None and terms[-1] > 0 else None

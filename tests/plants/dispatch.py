@@ -58,7 +58,7 @@ PLANTS = (
         "the ranks that lacked room alone make the step again",
         ROOM,
         "training/step.py",
-        "missing if missing is not None and ran_short(terms[-1]) else None",
+        "missing if missing is not None and terms[-1] > 0 else None",
         "missing if missing is not None and missing > 0 else None",
     ),
     Plant(
