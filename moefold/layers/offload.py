@@ -9,7 +9,7 @@ import mmap
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from weakref import ref
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost
 from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
+from moefold.offload.slots import Copies, finish
 
 
 class StoreFigures:
@@ -45,27 +46,6 @@ class StoreFigures:
             self.present += there
 
 
-class _Copier:
-    """Copies bytes between a device and the host in the order of what computes on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def ready(self) -> Any:
-        """Return a mark behind what the calling thread has issued."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
-
-    def copy(self, into: Tensor, source: Tensor, ready: Any) -> None:
-        """Copy once the device has come to the mark; returns when it is done."""
-        if self._stream is None:
-            into.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            into.copy_(source, non_blocking=True)
-        self._stream.record_event().synchronize()
-
-
 class HostStore:
     """The host's memory, pinned for a GPU; base of every place.
 
@@ -77,33 +57,33 @@ class HostStore:
     def __init__(self, record: OffloadToHost, device: torch.device) -> None:
         self.record, self._device = record, device
         self.figures = StoreFigures()
-        self._copier = _Copier(device)
-        self._jobs = ThreadPoolExecutor(self.threads, thread_name_prefix="offload")
+        self._copies = Copies(device, self.threads)
 
     def send(self, data_N: Tensor) -> "Future[Any]":
         """Begin to copy the bytes of a storage; the future says where they lie."""
         self.figures.add(data_N.numel())
         held = [data_N]  # what a job holds it lets go of a moment after its future is done
-        ready = self._copier.ready()
-        return self._jobs.submit(lambda: self._send(held.pop(), ready))
+        return self._copies.begin(lambda: self._send(held.pop()))
 
     def bring(self, sent: "Future[Any]", into_N: Tensor) -> "Future[None]":
         """Begin to copy bytes back, once they have gone."""
-        held, ready = [into_N], self._copier.ready()
-        return self._jobs.submit(lambda: self._bring(sent, held.pop(), ready))
+        held = [into_N]
+        return self._copies.begin(lambda: self._bring(sent, held.pop()))
 
     def drop(self, sent: "Future[Any]", size: int) -> None:
         """Forget bytes that nothing will take."""
         self.figures.add(-size)
         sent.add_done_callback(self._free)
 
-    def _send(self, data_N: Tensor, ready: Any) -> Any:
+    def _send(self, data_N: Tensor) -> Any:
         kept_N = torch.empty(data_N.numel(), dtype=torch.uint8, pin_memory=data_N.is_cuda)
-        self._copier.copy(kept_N, data_N, ready)
+        kept_N.copy_(data_N, non_blocking=True)
+        finish(data_N)
         return kept_N
 
-    def _bring(self, sent: "Future[Any]", into_N: Tensor, ready: Any) -> None:
-        self._copier.copy(into_N, sent.result(), ready)
+    def _bring(self, sent: "Future[Any]", into_N: Tensor) -> None:
+        into_N.copy_(sent.result(), non_blocking=True)
+        finish(into_N)
 
     def _free(self, sent: "Future[Any]") -> None:
         """Let what was sent be overwritten: memory goes with the future."""
@@ -118,24 +98,26 @@ class FileStore(HostStore):
         super().__init__(record, device)
         self._file = DiskFile(record.folder, rank, "the activations' file")
         self._own = threading.local()
-        tried = self._send(torch.ones(BLOCK, dtype=torch.uint8), None)
+        tried = self._send(torch.ones(BLOCK, dtype=torch.uint8))
         self._file.read(tried, memoryview(self._staged(tried.room)))
         self._file.free(tried)
 
-    def _send(self, data_N: Tensor, ready: Any) -> DiskSlot:
+    def _send(self, data_N: Tensor) -> DiskSlot:
         staged = self._staged(room := _room(data_N.numel()))
         held_N = torch.frombuffer(staged, dtype=torch.uint8, count=data_N.numel())
-        self._copier.copy(held_N, data_N, ready)
+        held_N.copy_(data_N, non_blocking=True)
+        finish(data_N)
         slot = self._file.slot("activations", room)
         self._file.write(slot, memoryview(staged))
         return slot
 
-    def _bring(self, sent: "Future[Any]", into_N: Tensor, ready: Any) -> None:
+    def _bring(self, sent: "Future[Any]", into_N: Tensor) -> None:
         slot: DiskSlot = sent.result()
         staged = self._staged(slot.room)
         self._file.read(slot, memoryview(staged))
         read_N = torch.frombuffer(staged, dtype=torch.uint8, count=into_N.numel())
-        self._copier.copy(into_N, read_N, ready)
+        into_N.copy_(read_N, non_blocking=True)
+        finish(into_N)
 
     def _free(self, sent: "Future[Any]") -> None:
         if not sent.cancelled() and sent.exception() is None:

@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from moefold.offload.disk import BLOCK, DiskFile
 
 THREADS = 2
 """One that reads while the other writes."""
+Made = TypeVar("Made")
 
 
 class HostPool:
@@ -51,14 +53,15 @@ class HostPool:
 class Copies:
     """Copies beside other work, begun by one thread and made by others."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, threads: int = THREADS) -> None:
         self._device = device
-        self._threads = ThreadPoolExecutor(THREADS, "moefold offload")
+        self._threads = ThreadPoolExecutor(threads, "moefold offload")
 
-    def begin(self, copy: Callable[[], object]) -> Future[None]:
-        """Begin a copy of what the device has been told to compute so far.
+    def begin(self, copy: Callable[[], Made]) -> "Future[Made]":
+        """Begin a copy of what the device has been told to compute so far, in the order of calls.
 
-        Its ``result`` returns when every byte is where it belongs, or raises what went wrong.
+        Its ``result`` returns what ``copy`` does when every byte is where it belongs, or raises
+        what went wrong.
         """
         if self._device.type != "cuda":
             return self._threads.submit(self._made, copy)
@@ -67,15 +70,15 @@ class Copies:
         return self._threads.submit(self._made, copy, told)
 
     @torch.no_grad()
-    def _made(self, copy: Callable[[], object], told: torch.cuda.Event | None = None) -> None:
+    def _made(self, copy: Callable[[], Made], told: torch.cuda.Event | None = None) -> Made:
         if told is None:
-            copy()
-            return
+            return copy()
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             stream.wait_event(told)
-            copy()
+            made = copy()
             stream.synchronize()
+        return made
 
 
 class OffloadSlot(ABC):
@@ -111,7 +114,7 @@ class HostSlot(OffloadSlot):
     def put(self, values: Tensor) -> None:
         """Copy bytes here."""
         self._values.copy_(values, non_blocking=True)
-        _finish(values)
+        finish(values)
 
     def get(self, into: Tensor) -> None:
         """Copy what is here."""
@@ -141,7 +144,7 @@ class FileSlot(OffloadSlot):
         self._close()
         passing = self._pool.take(self._slot.room)
         passing[: self._slot.size].copy_(values, non_blocking=True)
-        _finish(values)
+        finish(values)
         self._file.write(self._slot, passing.numpy().data)
         self._pool.give(passing)
 
@@ -151,7 +154,7 @@ class FileSlot(OffloadSlot):
         passing = self._pool.take(self._slot.room)
         self._file.read(self._slot, passing.numpy().data)
         into.copy_(passing[: self._slot.size], non_blocking=True)
-        _finish(into)
+        finish(into)
         self._pool.give(passing)
 
     def held(self) -> Tensor:
@@ -178,7 +181,7 @@ class FileSlot(OffloadSlot):
             self._open = None
 
 
-def _finish(tensor: Tensor) -> None:
+def finish(tensor: Tensor) -> None:
     """Wait until the device has copied from or to a tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()

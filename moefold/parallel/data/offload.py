@@ -106,7 +106,7 @@ class StateOffload:
 
         return wait
 
-    def begin(self, copy: Callable[[], object]) -> Future[None]:
+    def begin(self, copy: Callable[[], object]) -> Future[object]:
         """Begin a copy of what is there when it is begun."""
         return self._copies.begin(copy)
 
@@ -203,7 +203,7 @@ class OffloadedOptimizer(Optimizer):
         there = offload.come(part.tensors)
         if not (offload.by_host and part.buckets):
             return there
-        passing, copies = dict[str, Tensor](), list[Future[None]]()
+        passing, copies = dict[str, Tensor](), list[Future[object]]()
         for name in part.optimizer.params:
             grad = self.params[name].grad
             assert grad is not None
@@ -254,7 +254,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _wait(under_way: Sequence[Future[None]]) -> None:
+def _wait(under_way: Sequence[Future[object]]) -> None:
     for copy in under_way:
         copy.result()
 
