@@ -12,6 +12,7 @@ import torch
 import yaml
 from gpu.device import Bench
 from gpu.steps import Trial, drawn_rows, stepping, trials, waits
+from gpu.steps import drawn as drawn_state
 from lone_rank import apart, data_of
 from torch import Tensor, nn
 
@@ -139,7 +140,8 @@ def test_a_whole_step_waits_once_for_the_device() -> None:
     """Loss, norm and counts are read together; experts here are all on this rank."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("older devices run grouped products one by one, and read the offsets for it")
-    step = stepping(small_trial(), 1, torch.device("cuda"))
+    trial = small_trial()
+    step = stepping(trial, drawn_state(trial, 1, torch.device("cuda")))
     for _ in range(3):  # loads kernels, makes room
         step()
     found = waits(step)

@@ -1,15 +1,15 @@
 """The gradient of looked-up rows of a table, as one Triton kernel: sums of runs of equal ids.
 
-T rows, D width, V rows of the table. The sums are fp32, made in the order of the rows: the same
-bits each time, and nothing of the table's size but the table's gradient is touched.
+T rows, D width, V rows of the table. The sums are fp32, made in one order: the same bits each time,
+and nothing of the table's size but the table's gradient is touched.
 """
 
 from torch import Tensor
 
 from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
 
-COLUMNS = 512
-"""Of a program at most."""
+ROWS, COLUMNS = 8, 256
+"""Of a program at once, columns at most: a frequent id has a run of thousands of rows."""
 
 
 @jit
@@ -20,23 +20,30 @@ def _add_runs(
     into,
     count,
     width,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     at = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     name = tl.load(ids + at)
-    running = tl.load(ids + at - 1, mask=at > 0, other=-1) != name
-    if running:
-        total = tl.zeros((COLUMNS,), tl.float32)
-        while running:
-            row = tl.load(order + at).to(tl.int64)
-            total += tl.load(rows + row * width + column, mask=inside, other=0.0).to(tl.float32)
-            at += 1
-            running = tl.load(ids + at, mask=at < count, other=-1) == name
+    if tl.load(ids + at - 1, mask=at > 0, other=-1) != name:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        # A condition that is carried from turn to turn breaks Triton 3.6, so it is asked anew.
+        while tl.load(ids + at, mask=at < count, other=-1) == name:
+            of = at + tl.arange(0, ROWS)
+            mine = tl.load(ids + of, mask=of < count, other=-1) == name
+            row = tl.load(order + of, mask=mine, other=0).to(tl.int64)
+            found = tl.load(
+                rows + row[:, None] * width + column[None, :],
+                mask=mine[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total += found.to(tl.float32)
+            at += ROWS
         place = into + name.to(tl.int64) * width + column
         before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (before + total).to(into.dtype.element_ty), mask=inside)
+        tl.store(place, (before + tl.sum(total, 0)).to(into.dtype.element_ty), mask=inside)
 
 
 def lookup_gradient(rows_TD: Tensor, ids_T: Tensor, order_T: Tensor, into_VD: Tensor) -> None:
@@ -52,7 +59,7 @@ def lookup_gradient(rows_TD: Tensor, ids_T: Tensor, order_T: Tensor, into_VD: Te
     columns = min(COLUMNS, power_of_2(width))
     if rows_TD.numel():
         _add_runs[(count, blocks(width, columns))](
-            rows_TD.contiguous(), ids_T, order_T, into_VD, count, width, columns
+            rows_TD.contiguous(), ids_T, order_T, into_VD, count, width, ROWS, columns
         )
 
 
