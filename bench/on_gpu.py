@@ -5,6 +5,7 @@
     python bench/on_gpu.py steps        # whole steps of four models, and one rank of ep8
     python bench/on_gpu.py state        # steps whose masters and moments lie on the host or on disk
     python bench/on_gpu.py offload      # activations on host and disk: bytes, step, what hides
+    python bench/on_gpu.py memory       # bytes by part and at the peak, planned beside executed
     python bench/on_gpu.py tables       # the tables of docs/gpu.md and their picture
 
 In this order: ``operations`` needs the ceilings, ``steps`` writes the file that ``moefold plan``
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-PARTS = ("ceilings", "operations", "steps", "state", "offload", "tables")
+PARTS = ("ceilings", "operations", "steps", "state", "offload", "memory", "tables")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from moefold.layers.config import leaving
 from moefold.planner.case import Case, Held, kinds
-from moefold.planner.memory import orders, stage_of, steps_of
+from moefold.planner.memory import Running, orders, stage_of, steps_of
 from moefold.planner.memory_chunk import departing
 from moefold.planner.memory_kept import layer_kept
 
@@ -41,7 +41,8 @@ def after_each(case: Case, rank: int) -> Iterator[After]:
     steps = list(steps_of(case.table.lines[rank], case.sizes.vpp))
     nothing = (0,) * len(rows)
     # What is there after a step is there before the next one, and nothing after the last.
-    last = steps[-1]._replace(backward=None, kind="", kept=nothing, waiting=nothing)
+    begun = frozenset(range(len(rows)))
+    last = Running(None, None, "", nothing, nothing, begun)
     for step in [*steps[1:], last]:
         found = Counter[str]()
         for number, row in zip(step.kept, rows, strict=True):

@@ -16,6 +16,7 @@ from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.model.init import initialise
 from moefold.parallel.apply import build
+from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import messages_after, plan
 from moefold.planner.case import Case
@@ -70,17 +71,17 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_spot(rank).pp
         for action, (wanted, rows), had in zip(
-            case.table.lines[pp], planned(case, run, pp), steps, strict=True
+            case.table.lines[pp], planned(case, run.layout, pp), steps, strict=True
         ):
             found.append(ActionBytes(rank, pp, str(action), wanted, rows, had))
     return found
 
 
-def planned(case: Case, run: Run, pp: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Return the planned bytes of a pipeline rank after each action, and its rows."""
     state, found = stage_of(case, pp).state, []
     row = case.rows * case.decoder.hidden * (4 if case.numbers.recipe == "fp32" else 2)
-    crossing = messages_after(plan(run.layout, pp, case.micro_batches))  # type: ignore[arg-type]
+    crossing = messages_after(plan(layout, pp, case.micro_batches))  # type: ignore[arg-type]
     for after, messages in zip(after_each(case, pp), crossing, strict=True):
         values = (state.weights, state.master, state.moments, after.gradients, after.activations)
         values = (*values, after.operands, messages * row, *after.away)

@@ -18,7 +18,8 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import Memory, fullest, memory, totals
+from moefold.planner.memory import Memory, fullest, memory, stage_of, totals
+from moefold.planner.memory_after import after_each
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.search_space import SCHEDULES
@@ -248,6 +249,15 @@ def test_a_step_ends_with_nothing_kept() -> None:
         for one in memory(small(schedule=schedule, sizes=Sizes(pp=4, vpp=vpp, ep=2))):
             assert one.moments[-1].label == "step" and one.moments[-1].activations == 0
             assert all(moment.activations > 0 for moment in one.moments[:-1])
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_once_a_step_has_ended_all_gradients_are_there_and_nothing_else(m: int) -> None:
+    """After a single backward too, which is the first and the last."""
+    case = small(pp=1, m=m)
+    last = list(after_each(case, 0))[-1]
+    assert last.gradients == stage_of(case, 0).state.gradients
+    assert last.activations == last.operands == 0
 
 
 def test_gpipe_keeps_all_and_merged_passes_share() -> None:
