@@ -275,6 +275,9 @@ class Balance(nn.Module):
         if not flow.training:
             return routed.decision, {}
         observed = Observed(routed, routed.decision, flow.rows, self.record)
+        if self._populations:
+            # Made once, with its graph, and before any term: a second run saves in the same order.
+            _ = observed.probability_TE
         if observed.decision.counts is None:
             observed.decision = self._count(routed, observed, flow)
         return observed.decision, {term.name: term(observed) for term in self.terms}
@@ -289,11 +292,9 @@ class Balance(nn.Module):
             update(router, self.counters)
 
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
-        seen = observed
-        if self._populations:
-            _ = observed.probability_TE  # made once, with its graph: terms read it too
-        else:  # a second run, which counts nothing, would save less than one that made a graph
-            seen = Observed(routed, routed.decision, flow.rows, self.record)
+        # Where no term reads it: a second run, which counts nothing, would save less.
+        fresh = Observed(routed, routed.decision, flow.rows, self.record)
+        seen = observed if self._populations else fresh
         counters, decision = self.counters, routed.decision
         experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
         with torch.no_grad():

@@ -194,9 +194,9 @@ class Moe(MoeSpec):
         return f"MoE ({sizes}{shared}, {drop})"
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether a term of the loss reads how many tokens each expert has."""
-        return any(isinstance(term, Aux) for term in self.balance)
+    def populations(self) -> frozenset[str]:
+        """The populations of tokens whose choices of each expert a term of the loss reads."""
+        return frozenset(term.over for term in self.balance if isinstance(term, Aux))
 
     @property
     def keeps_logits(self) -> bool:

@@ -60,9 +60,9 @@ class MoeSpec(LayerSpec):
         return None
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether a term of the loss reads how many tokens each expert has."""
-        return False
+    def populations(self) -> frozenset[str]:
+        """The populations of tokens whose choices of each expert a term of the loss reads."""
+        return frozenset()
 
     @property
     def keeps_logits(self) -> bool:
@@ -157,16 +157,32 @@ class MoeSpec(LayerSpec):
         chosen, scores = shape.rows * router.top_k, shape.rows * router.experts * STATISTIC
         yield Saved("router.scores", scores, module="moe")
         yield Saved("router.chosen", chosen * INDEX, module="moe")
-        if router.renormalise and router.order == "score_first":
+        if router.order == "topk_first":
+            yield Saved("router.weights", chosen * STATISTIC, module="moe")
+        elif router.renormalise:
             yield Saved("router.total", shape.rows * STATISTIC, module="moe")
             yield Saved("router.weights", chosen * STATISTIC, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
         yield Saved("offsets", router.experts * 4, saved=shape.apart, module="moe", operand=True)
-        if self.counts_tokens:
-            yield Saved("balance.counts", router.experts * INDEX, saved=False, module="moe")
-            yield Saved("balance.share", router.experts * 8, module="moe")
+        if self.populations:
+            yield from self._saved_balance(shape)
         if self.keeps_logits:
             yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
+
+    def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
+        """Yield what terms read of tokens' plain choices, each population one sequence."""
+        router, populations = self.router, self.populations
+        if router.selection_bias or router.groups:
+            plain = shape.rows * router.top_k * INDEX
+            yield Saved("decision.plain", plain, saved=False, module="moe")
+        counts = router.experts * INDEX * (1 + ("global_batch" in populations))
+        yield Saved("balance.counts", counts, saved=False, module="moe")
+        yield Saved("balance.share", router.experts * 8 * len(populations), module="moe")
+        if router.score != "softmax":
+            yield Saved("balance.total", 2 * shape.rows * STATISTIC, module="moe")
+        elif router.order == "topk_first":
+            scores = shape.rows * router.experts * STATISTIC
+            yield Saved("balance.probability", scores, module="moe")
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few experts of a small width, in as few groups, and a small shared one."""

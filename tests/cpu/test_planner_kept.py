@@ -13,7 +13,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
-from moefold.moe.config import Aux, Moe, Router, Shared, Z
+from moefold.moe.config import Aux, Bias, Moe, Router, Shared, Z
 from moefold.planner.memory_kept import kept, kept_bytes, operands
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
@@ -36,12 +36,20 @@ BLOCKS = {
     "norms on heads, shared": Block(attention=GQA.model_copy(update={"qk_norm": "head"}), ffn=MOE),
     "norms on projections, gate": Block(
         attention=GQA.model_copy(update={"qk_norm": "projection"}),
-        ffn=MOE.model_copy(update={"shared": Shared(width=40, gate=True), "balance": ()}),
+        ffn=MOE.model_copy(
+            update={
+                "router": Router(experts=8, top_k=2, order="topk_first"),
+                "shared": Shared(width=40, gate=True),
+                "balance": (Aux(over="global_batch"),),
+            }
+        ),
     ),
     "window, sinks": Block(
         attention=Windowed(heads=4, kv_heads=2, head_dim=16, window=8), ffn=Dense(width=48)
     ),
-    "latents, sigmoid": Block(attention=MLA, ffn=Moe(width=24, router=BIASED, balance=(Z(),))),
+    "latents, sigmoid": Block(
+        attention=MLA, ffn=Moe(width=24, router=BIASED, balance=(Z(), Aux(), Bias()))
+    ),
     "latents without a query's, wide values": Block(
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)
     ),
