@@ -1,7 +1,7 @@
 """Keys and values of texts that are being written, so that a token costs one row and not a text.
 
-T rows, P texts, L tokens of a text so far, H query heads, G key-value heads with R = H / G query
-heads each, d query-key dims and v value dims per head.
+T rows, P texts, C columns of which the newest L are seen, H query heads, G key-value heads with
+R = H / G query heads each, d query-key dims and v value dims per head.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefold.data.batch import MicroBatch, pack
@@ -24,7 +25,9 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
-        self._kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._kept: dict[nn.Module, _Kept] = {}
+        self._alike = True
+        """Whether all texts have one length, so that no column of any is before its start."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self | None:
@@ -37,14 +40,19 @@ class KeyValueCache:
         """Return the rows that the next pass has to compute: of each text the last, or all."""
         places = {tuple(text): i for i, text in enumerate(self._texts)}
         found = [places.get(tuple(text[:-1])) for text in texts]
+        there = list(range(len(self._texts)))
         self._texts = [list(text) for text in texts]
+        lengths = [len(text) for text in texts]
+        self._alike = len(set(lengths)) == 1
         if None in found:
             self._kept.clear()
             return pack(texts, pad_to)
-        self._kept = {layer: [kept[i] for i in found] for layer, kept in self._kept.items()}  # type: ignore[index]
+        if found != there:
+            for kept in self._kept.values():
+                kept.choose(found)  # type: ignore[arg-type]
         rows = pack([text[-1:] for text in texts], pad_to)
         positions_T = rows.positions_T.clone()
-        positions_T[: len(texts)] = torch.tensor([len(text) - 1 for text in texts])
+        positions_T[: len(texts)] = torch.tensor(lengths) - 1
         return replace(rows, positions_T=positions_T)
 
     def attend(
@@ -62,32 +70,66 @@ class KeyValueCache:
         Rows see the last ``window`` of a text; ``sinks_H`` is a logit of each head whose value is
         zero. Returns None in a pass of whole texts, whose rows see no others.
         """
+        lengths, texts = [len(text) for text in self._texts], len(self._texts)
         kept = self._kept.get(layer)
-        lengths = [len(text) if kept is None else 1 for text in self._texts]
-        parts = [x[: sum(lengths)].split(lengths) for x in (k_TGd, v_TGv)]
-        new = list(zip(*parts, strict=True))
         if kept is None:
-            self._kept[layer] = new
+            self._kept[layer] = _Kept.of(k_TGd, v_TGv, lengths)
             return None
-        self._kept[layer] = [
-            (_joined(k, k_1, window), _joined(v, v_1, window))
-            for (k, v), (k_1, v_1) in zip(kept, new, strict=True)
-        ]
-        out_THv = q_THd.new_zeros(*q_THd.shape[:2], v_TGv.shape[2])
-        for row, (k_LGd, v_LGv) in enumerate(self._kept[layer]):
-            q_GRd = q_THd[row].unflatten(0, (k_LGd.shape[1], -1))
-            logits_GRL = torch.einsum("grd,lgd->grl", q_GRd, k_LGd) * scale
-            if sinks_H is not None:
-                sinks_GR1 = sinks_H.to(logits_GRL.dtype).view(*logits_GRL.shape[:2], 1)
-                logits_GRL = torch.cat([logits_GRL, sinks_GR1], -1)
-            wide = torch.promote_types(logits_GRL.dtype, torch.float32)
-            weights_GRL = logits_GRL.softmax(-1, dtype=wide).to(v_LGv.dtype)
-            seen_GRL = weights_GRL[..., : len(v_LGv)]
-            out_THv[row] = torch.einsum("grl,lgv->grv", seen_GRL, v_LGv).flatten(0, 1)
-        return out_THv
+        k_PGLd, v_PGLv = kept.grown(k_TGd[:texts], v_TGv[:texts], window)
+        q_PGRd = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1))
+        logits_PGRL = (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale)
+        if not self._alike:
+            ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
+            length_P = torch.tensor(lengths).to(q_THd.device, non_blocking=True)
+            before_PL = ago_L >= length_P[:, None]
+            logits_PGRL.masked_fill_(before_PL[:, None, None], -torch.inf)
+        if sinks_H is not None:
+            sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
+            logits_PGRL = torch.cat([logits_PGRL, sinks_GR1.expand(texts, -1, -1, -1)], -1)
+        wide = torch.promote_types(logits_PGRL.dtype, torch.float32)
+        weights_PGRL = logits_PGRL.softmax(-1, dtype=wide).to(v_PGLv.dtype)
+        out_PHv = (weights_PGRL[..., : v_PGLv.shape[2]] @ v_PGLv).flatten(1, 2)
+        # Padding, which tensor ranks share too, sees nothing.
+        padding = len(q_THd) - texts
+        return F.pad(out_PHv, (0, 0, 0, 0, 0, padding)) if padding else out_PHv
 
 
-def _joined(old_LGd: Tensor, new_LGd: Tensor, window: int | None) -> Tensor:
-    """Return a text's keys or values with those of its new row, of a window the last ones."""
-    joined = torch.cat([old_LGd, new_LGd])
-    return joined if window is None else joined[-window:]
+class _Kept:
+    """A layer's keys and values, a column a row of each text; the newest of all stand last."""
+
+    def __init__(self, k_PGCd: Tensor, v_PGCv: Tensor, columns: int) -> None:
+        self._both = [k_PGCd, v_PGCv]
+        self._columns = columns
+
+    @classmethod
+    def of(cls, k_TGd: Tensor, v_TGv: Tensor, lengths: Sequence[int]) -> "_Kept":
+        """Return those of whole texts, which end in one column; before them there are zeros."""
+        columns, both = max(lengths), list[Tensor]()
+        for x_TGd in (k_TGd, v_TGv):
+            x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
+            for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
+                x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
+            both.append(x_PGCd)
+        return cls(both[0], both[1], columns)
+
+    def choose(self, texts: list[int]) -> None:
+        """Keep some of the texts, in this order."""
+        self._both = [x[torch.tensor(texts, device=x.device)] for x in self._both]
+
+    def grown(self, k_PGd: Tensor, v_PGv: Tensor, window: int | None) -> list[Tensor]:
+        """Add a column, and return those that its rows see, [P, G, L, d]."""
+        if self._columns == self._both[0].shape[2]:
+            # Columns that a window has left behind make room; else there is twice as much.
+            columns = min(self._columns, window or self._columns)
+            self._both = [_roomy(x[:, :, self._columns - columns :]) for x in self._both]
+            self._columns = columns
+        for x_PGCd, new_PGd in zip(self._both, (k_PGd, v_PGv), strict=True):
+            x_PGCd[:, :, self._columns] = new_PGd
+        self._columns += 1
+        first = 0 if window is None else max(self._columns - window, 0)
+        return [x[:, :, first : self._columns] for x in self._both]
+
+
+def _roomy(x_PGLd: Tensor) -> Tensor:
+    """Return columns, and as many zeros after them."""
+    return F.pad(x_PGLd, (0, 0, 0, x_PGLd.shape[2]))

@@ -102,6 +102,8 @@ class Keeper:
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
+        if not torch.is_grad_enabled():
+            return function(*tensors)
         with self.scope(kind, *tensors):
             if self.wants(kind) and kind not in DISCARDED:
                 again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

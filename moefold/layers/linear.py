@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.linear.product import add_bias, linear
@@ -116,7 +117,7 @@ def _anchor(table: Tensor) -> Tensor:
     return table if table.requires_grad else torch.empty(0, requires_grad=True)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(Function):
     @staticmethod
     def forward(
         ctx: Any,

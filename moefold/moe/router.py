@@ -8,6 +8,7 @@ is given it and computes only scores and weights anew, so the router's gradient 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -54,10 +55,13 @@ class Routed:
     """``decision.experts_TK`` with E for dropped copies too: what dispatch sends."""
     weights_TK: Tensor
     """Weights of the experts' outputs, in the scores' dtype, differentiable; 0 for the unsent."""
-    counts_E: Tensor
-    """int64 copies that each expert is sent."""
     logits_TE: Tensor
     scores_TE: Tensor
+
+    @cached_property
+    def counts_E(self) -> Tensor:
+        """int64 copies that each expert is sent."""
+        return count(self.sent_TK, self.scores_TE.shape[1])
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,7 @@ class Router(ExactBuffers, Adaptable):
 
     def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__()
-        self.record = record
-        self.capacity = capacity
+        self.record, self.capacity = record, capacity
         self.weight = nn.Parameter(torch.empty(record.experts, hidden))
         bias_E = torch.zeros(record.experts, dtype=torch.float32) if record.selection_bias else None
         self.selection_bias: Tensor | None
@@ -139,8 +142,7 @@ class Router(ExactBuffers, Adaptable):
             sent_TK = torch.where(decision.kept_TK, sent_TK, experts)
         if decision.kept_TK is not None or flow.valid_T is not None:
             weights_TK = torch.where(sent_TK < experts, weights_TK, 0)
-        counts_E = count(sent_TK, experts)
-        return Routed(decision, sent_TK, weights_TK, counts_E, logits_TE, scores_TE)
+        return Routed(decision, sent_TK, weights_TK, logits_TE, scores_TE)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores [T, E] that experts are chosen and weighed by."""
@@ -173,8 +175,7 @@ class Router(ExactBuffers, Adaptable):
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
         bias_E, ranks = self.selection_bias, flow.world.group("tp_cp")
         experts_TK = self.choose(scores_TE, RoutingContext(self.record, bias_E, flow.rows, ranks))
-        by_scores_alone = type(self).choose is Router.choose and self.record.groups is None
-        plain = by_scores_alone and bias_E is None
+        plain = type(self).choose is Router.choose and self.record.groups is None and bias_E is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:

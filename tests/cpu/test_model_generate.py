@@ -84,6 +84,13 @@ def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
     assert kept.rows[3] == 4 + 4 + 5 + 5
 
 
+def test_b73_a_cache_knows_another_prompt() -> None:
+    """Which is as long as the text that was written, and one token more."""
+    model, cache = model_of(MODELS["gqa"]), KeyValueCache.of(MODELS["gqa"])
+    for text in ([1, 2, 3], [3, 2, 1, 4], [3, 2, 1, 4, 5]):
+        torch.testing.assert_close(model.next_logits([text], cache), model.next_logits([text]))
+
+
 def test_experts_drop_nothing_of_what_is_written() -> None:
     """So that a text does not depend on those beside it."""
     model = model_of(MODELS["capacity"])

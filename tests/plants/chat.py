@@ -77,16 +77,16 @@ PLANTS = (
         "the position of a row that goes on a text starts anew",
         "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts",
         "layers/cache.py",
-        "torch.tensor([len(text) - 1 for text in texts])",
-        "torch.tensor([0 for text in texts])",
+        "torch.tensor(lengths) - 1",
+        "torch.tensor(lengths) * 0",
     ),
     Plant(
         "b73",
         "keys and values go to the text before",
         "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts",
         "layers/cache.py",
-        "[kept[i] for i in found]",
-        "[kept[0] for i in found]",
+        "kept.choose(found)",
+        "kept.choose(found[:1] * len(found))",
     ),
     Plant(
         "b73",
@@ -95,6 +95,16 @@ PLANTS = (
         "training/speaker.py",
         '"ends": self.tokenizer.ends',
         '"ends": self.tokenizer.ends[:1]',
+    ),
+    Plant(
+        "b73",
+        "keys and values of another prompt are taken for one's own",
+        "tests/cpu/test_model_generate.py::test_b73_a_cache_knows_another_prompt",
+        "layers/cache.py",
+        "places = {tuple(text): i for i, text in enumerate(self._texts)}\n"
+        "        found = [places.get(tuple(text[:-1])) for text in texts]",
+        "places = {len(text): i for i, text in enumerate(self._texts)}\n"
+        "        found = [places.get(len(text[:-1])) for text in texts]",
     ),
     Plant(
         "b73",

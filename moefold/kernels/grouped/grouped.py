@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.kernels.grouped import loop
+
 UNPROVEN = ("cuda",)
 """Kinds of devices on some of which empty groups are not written (pytorch#172439, #193633)."""
 
@@ -34,6 +36,9 @@ def fits(dtype: torch.dtype, *dims: int) -> bool:
 
 def product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``."""
+    if x_RI.device.type == "cpu" and x_RI.shape[0] < w_EOI.shape[0]:
+        # The library multiplies empty groups too there, of which there are most.
+        return loop.product(x_RI, w_EOI, offs_E)
     return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=offs_E)
 
 

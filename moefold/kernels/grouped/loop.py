@@ -12,7 +12,8 @@ def product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
     """Return ``y_RO`` with ``y[r] = w[group of r] x[r]``."""
     y_RO = x_RI.new_empty(x_RI.shape[0], w_EOI.shape[1])
     for e, start, end in spans(offs_E):
-        torch.mm(x_RI[start:end], w_EOI[e].t(), out=y_RO[start:end])
+        if start < end:
+            torch.mm(x_RI[start:end], w_EOI[e].t(), out=y_RO[start:end])
     return y_RO
 
 

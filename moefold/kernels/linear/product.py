@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 
@@ -67,7 +68,7 @@ def sums_in_fp32(device: str) -> bool:
     return device == "meta" or (device == "cuda" and not torch.version.hip)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -99,7 +100,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-class _AddBias(torch.autograd.Function):
+class _AddBias(Function):
     @staticmethod
     def forward(
         ctx: Any,

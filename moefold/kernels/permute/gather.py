@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.permute import fused as kernels
 
@@ -79,7 +80,7 @@ def _sum(y_RD: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
     return sum_TD.to(y_RD.dtype)
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
         ctx.complete = complete
@@ -93,7 +94,7 @@ class _Spread(torch.autograd.Function):
         return _sum(dx_RD, row_TK, ctx.complete), None, None, None
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, complete: bool) -> Tensor:
         ctx.complete = complete

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.rope import fused as kernels
 
@@ -47,7 +48,7 @@ def expand(
     return k_THd, v_THv.contiguous()
 
 
-class _Expand(torch.autograd.Function):
+class _Expand(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -81,7 +82,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     return out
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x_THd: Tensor, cos_Tp: Tensor, sin_Tp: Tensor, layout: str) -> Tensor:
         ctx.save_for_backward(cos_Tp, sin_Tp)

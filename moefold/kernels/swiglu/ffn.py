@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moefold.kernels.function import Function
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.linear.product import weight_gradient
@@ -171,7 +172,7 @@ class Adapter:
         return sink.deliver(a, product_a), sink.deliver(b, product_b)
 
 
-class _GatedFfn(torch.autograd.Function):
+class _GatedFfn(Function):
     @staticmethod
     def forward(
         ctx: Any,
