@@ -66,9 +66,29 @@ class Deferred:
         return count
 
 
+class AtOnce:
+    """Runs the products of a queue at once, so that no rows wait there, and queues each sum."""
+
+    def __init__(self, queue: Deferred) -> None:
+        self._queue, self._sums = queue, dict[Tensor, Tensor]()
+
+    def deliver(self, weight: Tensor, product: Product) -> None:
+        """Run the product and add it to the sum, which waits from the first one on."""
+        with torch.no_grad():
+            if weight in self._sums:
+                product(self._sums[weight])
+                return
+            self._sums[weight] = product(None).to(weight.dtype)
+        self._queue.deliver(weight, made(self._sums[weight]))
+
+
 def _summed(product: Product) -> Product:
     with torch.no_grad():
-        gradient = product(None)
+        return made(product(None))
+
+
+def made(gradient: Tensor) -> Product:
+    """Return the product that gives a gradient which is there already."""
     return lambda into: gradient if into is None else into.add_(gradient)
 
 

@@ -321,7 +321,8 @@ class FixedRoom(Dispatch):
     max_rows: Size
     on_overflow: Literal["again", "stop"] = "again"
     """What follows a step whose rows did not fit, before it changes anything: it is made once more
-    by ``alltoall``, or the run ends with an error that says how much room is enough."""
+    by ``alltoall``, each mixture in rounds that fill no more room, or the run ends with an error
+    that says how much is enough."""
 
     def between(self, ranks: int) -> int:
         """Return the rows of each of the equal parts that a rank receives from ``ranks``."""
@@ -330,6 +331,10 @@ class FixedRoom(Dispatch):
     def arriving(self, sizes: Sizes) -> int:
         """Return the rows that a rank holds after dispatch, filled or not."""
         return sizes.etp * sizes.ep * self.between(sizes.ep)
+
+    def filled(self, sizes: Sizes) -> int:
+        """Return the rows that a rank is sent at most: those that its room is stated for."""
+        return self.arriving(sizes)
 
 
 @DISPATCH.register
@@ -368,6 +373,10 @@ class Spread(FixedRoom):
     def between(self, ranks: int) -> int:
         """Return the most copies for one rank that another was dealt, one left over of each."""
         return self.dealt(ranks) + ranks
+
+    def filled(self, sizes: Sizes) -> int:
+        """Return the stated room of all slices of an expert's rank."""
+        return sizes.etp * self.max_rows
 
 
 class Foreign(Dispatch):

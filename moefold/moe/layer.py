@@ -14,9 +14,11 @@ from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
 from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment, scaled
 from moefold.moe.balance import Balance
-from moefold.moe.config import AllToAll, FixedRoom, Moe
-from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
+from moefold.moe.config import Moe
+from moefold.moe.dispatch.base import Dispatched, Handle
+from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
+from moefold.moe.layer_dispatch import LayerDispatch
 from moefold.moe.router import Router
 
 
@@ -48,8 +50,8 @@ class DispatchedRows(NamedTuple):
     x_TD: Tensor
     """Rows of this rank, which the shared expert reads."""
     terms_N: Tensor
-    sent: Dispatched
-    """Rows of the experts here, from all ranks."""
+    sent: Dispatched | RoutedTokens
+    """Rows of the experts here, from all ranks; or this rank's, to be sent in rounds."""
 
 
 class ExpertRows(NamedTuple):
@@ -92,12 +94,8 @@ class MoeFfn(nn.Module):
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
         self.balance = Balance(record)
-        exact = AllToAll() if isinstance(dispatch, FixedRoom) else dispatch
-        self._exact: Dispatcher = build(exact, record.router.experts)
-        self._dispatcher = (
-            self._exact if exact is dispatch else build(dispatch, record.router.experts)
-        )
         self._key = f"layers.{layer}"
+        self._dispatch = LayerDispatch(dispatch, record.router.experts, self._key)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -127,40 +125,23 @@ class MoeFfn(nn.Module):
     def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
-        with flow.world.recorder.module(f"{self._key}.moe.dispatch"):
-            sent = self._way(flow).dispatch(
-                x_TD, weights_TK, experts_TK, self._no_drop(flow), flow.world
-            )
-        if sent.overflow is not None:
-            flow.overflow.append(sent.overflow)
-        if sent.source is not None:
-            rows_TD, copied = sent.source
-            flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
-        sent = sent._replace(overflow=None, source=None)
-        return DispatchedRows(residual_TD, x_TD, terms_N, sent)
+        tokens = RoutedTokens(x_TD, weights_TK, experts_TK, self._no_drop(flow))
+        return DispatchedRows(residual_TD, x_TD, terms_N, self._dispatch.send(tokens, flow))
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run the experts that are here, and the shared one on the rows that are here."""
-        residual_TD, sent = rows.residual_TD, rows.sent
+        residual_TD = rows.residual_TD
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
-            y_RD = self.experts(sent.x_RD, sent.offs_E, sent.probs_R, flow)
+            y_RD, handle = self._dispatch.run(rows.sent, self.experts, flow)
             if self.shared is not None:
                 shared_TD = self.shared(rows.x_TD, flow)
                 residual_TD = residual_TD + scaled(shared_TD, self.residual_scale)
-        return ExpertRows(residual_TD, rows.terms_N, y_RD, sent.handle)
+        return ExpertRows(residual_TD, rows.terms_N, y_RD, handle)
 
     def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput:
         """Bring the experts' results back to their rows, and add them up."""
-        with flow.world.recorder.module(f"{self._key}.moe.combine"):
-            out_TD = self._way(flow).combine(
-                rows.y_RD, rows.handle, self._no_drop(flow), flow.world
-            )
-        added_TD = scaled(out_TD, self.residual_scale)
-        return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
-
-    def _way(self, flow: Flow) -> Dispatcher:
-        """Return what sends a pass's rows."""
-        return self._exact if flow.exact else self._dispatcher
+        out_TD = self._dispatch.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
+        return BlockOutput(rows.residual_TD + scaled(out_TD, self.residual_scale), rows.terms_N)
 
     def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""

@@ -5,7 +5,8 @@ from tests.plants.plant import Plant
 STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
 EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
-ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_to_the_bit_of_the_exact_one"
+ROUNDS = "tests/gloo/test_moe_rounds.py::"
+ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_as_the_exact_one"
 GRADIENTS = STEPS + "test_b01_b02_gradients_are_those_of_one_rank"
 
 PLANTS = (
@@ -68,6 +69,32 @@ PLANTS = (
         "training/step.py",
         "        mixture.balance.start_step()\n",
         "        if not exact:\n            mixture.balance.start_step()\n",
+    ),
+    Plant(
+        "b65",
+        "a round takes no notice of what other ranks send",
+        ROUNDS + "test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed",
+        "moe/rounds.py",
+        'before_P = counts_XP[: world.group("tp_ep").index].sum(0) - starts_P',
+        "before_P = -starts_P",
+    ),
+    Plant(
+        "b65",
+        "the rows of every round are kept for backward",
+        ROUNDS + "test_b65_no_rank_has_more_rows_than_its_room_whatever_is_routed",
+        "moe/rounds.py",
+        "            part_TD = checkpoint(\n"
+        "                one, *tokens[:2], number, use_reentrant=False, preserve_rng_state=False\n"
+        "            )\n",
+        "            part_TD = one(*tokens[:2], number)\n",
+    ),
+    Plant(
+        "b65",
+        "products of all rounds wait with their rows",
+        ROUNDS + "test_b65_products_of_rounds_leave_no_rows_waiting",
+        "kernels/gradients.py",
+        "        self._queue.deliver(weight, made(self._sums[weight]))\n",
+        "        self._queue.deliver(weight, product)\n",
     ),
     Plant(
         "b30",

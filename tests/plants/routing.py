@@ -253,8 +253,8 @@ PLANTS = (
         "a half of a block is added without its factor",
         B23,
         "moe/layer.py",
-        "added_TD = scaled(out_TD, self.residual_scale)",
-        "added_TD = out_TD",
+        "rows.residual_TD + scaled(out_TD, self.residual_scale)",
+        "rows.residual_TD + out_TD",
     ),
     Plant(
         "b23",
