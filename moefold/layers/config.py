@@ -203,6 +203,22 @@ class Selective(Record):
     kind: Literal["selective"] = "selective"
     modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
 
+    def misfits(self, known: Collection[str], tp: int) -> Iterator[Violation]:
+        """Yield kinds of which there are none.
+
+        Args:
+            known: the kinds of which the model has any, where tensor ranks share it.
+            tp: tensor ranks.
+        """
+        there = [kind for kind in self.modules if kind in known]
+        rest = [kind for kind in there if kind != "gather" or tp > 1]
+        if absent := [kind for kind in self.modules if kind not in known]:
+            rule = f"the model has no {', '.join(absent)}"
+            yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
+        if len(there) > len(rest):
+            rule = "there are no tensor ranks to gather rows from"
+            yield Violation(("modules",), list(self.modules), rule, rest or ["norms"])
+
 
 @RECOMPUTE.register
 class Auto(Record):
@@ -348,12 +364,14 @@ class Offload(Record):
                 rule = f"the model has no {', '.join(absent)}"
                 rest = [kind for kind in to.modules if kind in present] or ["attention"]
                 yield Violation((name, "modules"), list(to.modules), rule, rest)
-            gone = ["norms"] if isinstance(again, Selective) and "norms" in again.modules else []
+            chosen = again.modules if isinstance(again, Selective) else ()
+            gone = ["norms"] if isinstance(again, Auto) or "norms" in chosen else []
             if isinstance(again, Full):
                 gone = [kind for kind in get_args(Offloaded) if kind != "block"]
             gone = [kind for kind in to.modules if kind in gone]
             if gone:
-                rule = f"layout.recompute makes {', '.join(gone)} again, so that nothing is kept"
+                may = "may make" if isinstance(again, Auto) else "makes"
+                rule = f"layout.recompute {may} {', '.join(gone)} again, so that nothing is kept"
                 rest = [kind for kind in to.modules if kind not in gone] or ["block"]
                 yield Violation((name, "modules"), list(to.modules), rule, rest)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring
+from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
@@ -97,6 +97,9 @@ class Layout(Record):
         if self.offload is not None:
             misfits = self.offload.misfits(model.modules, self.recompute)
             yield from (broken.under("offload") for broken in misfits)
+        if isinstance(self.recompute, Selective) and not model.outside:
+            misfits = self.recompute.misfits(model.made_again(tp=2), self.split.tp)
+            yield from (broken.under("recompute") for broken in misfits)
         yield from self._schedule_misfits()
 
     def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
@@ -177,5 +180,6 @@ class Layout(Record):
     @property
     def is_split(self) -> bool:
         """Whether anything could misfit: an axis is split, or a choice is named that could."""
-        named = any(one is not None for one in (self.stages, self.schedule, self.offload))
+        chosen = self.stages, self.schedule, self.offload, self.recompute
+        named = any(one is not None for one in chosen)
         return bool(self.sizes.strip()) or named

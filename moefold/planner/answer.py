@@ -34,6 +34,7 @@ from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
 from moefold.run import Run, load_run, recipes
+from moefold.spec.decoder import needs
 
 GB = 1e9
 MEMORY_ERROR = 0.1
@@ -310,8 +311,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         said["dispatch"] = {"kind": choice.dispatch, **node, **room}
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
-    elif keeping.recompute:
-        said["recompute"] = {"kind": "selective", "modules": sorted(keeping.recompute)}
+    elif again := keeping.recompute & needs(layout.case.decoder).made_again(choice.sizes.tp):
+        said["recompute"] = {"kind": "selective", "modules": sorted(again)}
     if keeping.state_step is not None:
         at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}
         said["state"] = {**at, "step": keeping.state_step, "share": keeping.optimizer_offload}

@@ -33,21 +33,18 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     if not isinstance(record, Selective):
         return
     try:
-        alone, shared, here = (_layers(decoder, s) for s in (Sizes(), Sizes(tp=2), sizes))
+        here = _layers(decoder, sizes)
     except ValueError:  # a kind of layer from outside: what it keeps is not known
         return
     every: Modules = frozenset(record.modules)
+    axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
+    split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
     for name in dict.fromkeys(record.modules):
-        wanted: Modules = frozenset((name,))
-        if not any(_saves(layers, frozenset(), wanted) for layers in (alone, shared)):
-            what = "this model has none"
-        elif not _saves(here, every - {name}, every):
-            axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
-            split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
-            what = f"they keep nothing of their own {f'under {split}' if split else 'without tp'}"
-        else:
-            continue
-        yield f"layout.recompute: {name} saves no memory, {what}; leave it out"
+        if not _saves(here, every - {name}, every):
+            yield (
+                f"layout.recompute: {name} saves no memory, they keep nothing of their own "
+                f"{f'under {split}' if split else 'beside the others'}; leave it out"
+            )
 
 
 def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Saved, ...]]:

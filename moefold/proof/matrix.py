@@ -357,8 +357,15 @@ def recomputes() -> Iterator[ProofCase]:
     for record in RECOMPUTE.kinds.values():
         policy = record(**(some if "modules" in record.model_fields else {}))
         yield from _each(["gqa", "mla"], layouts, recompute=policy)
-    every = Selective(modules=get_args(Kind))
-    yield from _each(["gqa", "mla"], [("tp2", 2), *layouts], recompute=every)
+    kinds_of = {"mla": get_args(Kind), "gqa": tuple(k for k in get_args(Kind) if k != "mla_up")}
+    for (name, every), (sizes, world) in product(kinds_of.items(), [("tp2", 2), *layouts]):
+        yield from _each([name], [(sizes, world)], recompute=_again(sizes, *every))
+
+
+def _again(sizes: str, *kinds: Kind) -> Selective:
+    """Return the policy of some kinds; rows are gathered from tensor ranks alone."""
+    alone = Sizes.parse(sizes).tp == 1
+    return Selective(modules=tuple(kind for kind in kinds if not (alone and kind == "gather")))
 
 
 @rule
@@ -377,12 +384,11 @@ def offloads() -> Iterator[ProofCase]:
             yield from _each([deeper], [("ep2", 2), ("tp2 pp2", 8)], offload=record, zero=zero)
     for schedule, sizes in product(kinds(SCHEDULE), ("pp2", "pp2 vpp2")):
         yield from _each([deeper], [(sizes, 2)], offload=away, schedule=schedule)
-    for again in (
-        Selective(modules=("mla_up", "permute")),
-        Selective(modules=("experts", "attention", "gather")),
-        Selective(modules=("ffn", "shared")),
-    ):
-        yield from _each([latent], layouts, offload=away, recompute=again)
+    sets: list[tuple[Kind, ...]]
+    sets = [("mla_up", "permute"), ("experts", "attention", "gather"), ("ffn", "shared")]
+    for some, (sizes, world) in product(sets, layouts):
+        more = {"offload": away, "recompute": _again(sizes, *some)}
+        yield from _each([latent], [(sizes, world)], **more)
     inputs = Offload(host=OffloadToHost(modules=("block",)))
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}

@@ -22,12 +22,21 @@ class ModelNeeds:
     """For each layer, whether it has experts."""
     specs: tuple[LayerSpec, ...] = ()
     """The different layers that are described."""
+    outside: bool = False
+    """Whether there are layers from outside that describe nothing."""
 
     @property
     def modules(self) -> frozenset[str]:
         """The kinds of module of which layers save something for backward."""
         one = Shape(hidden=1, rows=1)
         return frozenset({"block", *(part.module for s in self.specs for part in s.saved(one))})
+
+    def made_again(self, tp: int) -> frozenset[str]:
+        """The kinds of module whose recompute drops something that layers save, cut over tp."""
+        shape = Shape(hidden=1, rows=1, tp=tp)
+        return frozenset(
+            kind for s in self.specs for part in s.saved(shape) for kind in part.dropped
+        )
 
     @property
     def layers(self) -> int:
@@ -60,10 +69,11 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if seq is not None:
         rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
         found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
-    mixtures, specified = list[bool](), dict[LayerSpec, None]()
+    mixtures, specified, outside = list[bool](), dict[LayerSpec, None](), False
     for stack in decoder.stacks:
         for block in stack.blocks:
-            specs = (r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec))
+            specs = [r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec)]
+            outside |= len(specs) < 2
             for spec in specs:
                 found += spec.units(decoder.hidden)
                 specified[spec] = None
@@ -71,7 +81,7 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if not any(mixtures):
         found.append(Units("ep", 1, "experts", said="ep needs layers with experts"))
         found.append(Units("etp", 1, "experts", said="etp needs layers with experts"))
-    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures), tuple(specified))
+    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures), tuple(specified), outside)
 
 
 def has_routing(record: Record) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from moefold.config.base import to_dict
+from moefold.config.errors import RunError
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model.config import Block, Decoder, Stack
@@ -49,14 +50,20 @@ def named(lines: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("sizes", ["", "tp2", "pp2"])
 @pytest.mark.parametrize("model", MODELS)
-def test_kinds_that_a_model_lacks_are_said(model: str, sizes: str) -> None:
-    """Asked for one by one and all together; those that it has are not."""
-    for modules in (*((kind,) for kind in KINDS), KINDS):
-        lines = [line for line in said(model, modules, sizes) if "has none" in line]
-        without = [line for line in said(model, modules, sizes) if "without tp" in line]
-        alone = "tp" not in sizes
-        assert named(without) == ({"gather"} & {*modules} if alone else set())
-        assert named(lines) == LACKS[model] & {*modules}
+def test_kinds_that_a_model_or_a_layout_lacks_are_refused(model: str, sizes: str) -> None:
+    """Asked for one by one and all together, with those that there are; these are accepted."""
+    lacks = LACKS[model] | (set[str]() if "tp" in sizes else {"gather"})
+    there = tuple(kind for kind in KINDS if kind not in lacks)
+    assert named(said(model, there, sizes)) <= {"norms"}
+    for modules in (*((kind,) for kind in lacks), *([KINDS] if lacks else [])):
+        with pytest.raises(RunError) as refused:
+            said(model, modules, sizes)
+        (found,) = refused.value.violations
+        none, gathers, _ = found.rule.partition("there are no tensor ranks")
+        absent = none.strip("; ").removeprefix("the model has no ").split(", ")
+        assert {*absent} - {""} == LACKS[model] & {*modules}
+        assert bool(gathers) == ("gather" in modules and "tp" not in sizes)
+        assert tuple(found.nearest) == (there if len(modules) > 1 else ("norms",))
 
 
 def test_norms_that_all_tensor_ranks_gather_save_nothing() -> None:
