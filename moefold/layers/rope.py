@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,10 +23,15 @@ class Angles:
 
         Angles are fp32 whatever the compute dtype, as in every published model.
         """
-        frequencies = inverse_frequencies(rope, dim).to(positions_T.device, non_blocking=True)
-        angles_Tp = positions_T.float()[:, None] * frequencies
+        angles_Tp = positions_T.float()[:, None] * _frequencies(rope, dim, positions_T.device)
         magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
         return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope, dim: int, device: torch.device) -> Tensor:
+    """Return the frequencies on a device, copied there once."""
+    return inverse_frequencies(rope, dim).to(device)
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:

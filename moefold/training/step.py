@@ -142,11 +142,11 @@ class _Totals(NamedTuple):
 def _totals(batches: Sequence[MicroBatch], world: World) -> _Totals:
     """Sum the data ranks' counts of their micro-batches."""
     here = [sum(b.n_labels for b in batches), *(b.population for b in batches)]
-    said = torch.tensor(here).to(world.device, non_blocking=True)
-    rows_M = said[1:]
-    counts = sum_(torch.stack([said[0], rows_M.sum()]), world.group("dp"))
+    pinned = world.device.type == "cuda"  # or the host would wait for the copy
+    said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
+    counts = sum_(torch.stack([said[0], said[1:].sum()]), world.group("dp"))
     wide = counts.clamp(min=1).to(widest(world.device))
-    return _Totals(counts, wide[0].reciprocal(), rows_M / wide[1])
+    return _Totals(counts, wide[0].reciprocal(), said[1:] / wide[1])
 
 
 def _figures(

