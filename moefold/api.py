@@ -19,6 +19,7 @@ from moefold.convert.stream import BUCKET_BYTES, TensorBatch, stream
 from moefold.files import free_folder
 from moefold.layers.config import Precision
 from moefold.model.decoder import DecoderModel
+from moefold.model.families.peft import is_hub_folder
 from moefold.proof.verify import Proof, cases_of, prove, within_spread
 from moefold.run import Run, demand_fit
 from moefold.training.distributed import WORDS, device_kind, world_of
@@ -111,6 +112,8 @@ def load_model(
 ) -> DecoderModel:
     """Load a model with its weights, from a Hugging Face folder, a checkpoint, or a run's folder.
 
+    An adapter's folder, as PEFT writes it, is its base with the adapter in it.
+
     Args:
         source: the folder.
         dtype: type of the products; ``bfloat16`` keeps fp32 weights and multiplies bf16 copies.
@@ -124,7 +127,7 @@ def load_model(
         raise ValueError(f"dtype {dtype!r}: one of {', '.join(PRECISIONS)}")
     path = Path(source)
     import_plugins(uses)
-    if (path / "config.json").is_file():
+    if is_hub_folder(path):
         with import_folder(path) as imported:
             model = DecoderModel(imported.decoder, PRECISIONS[dtype], device=device)
             fill(model, imported.tensors)
@@ -141,8 +144,11 @@ def export(
     dtype: Literal["float32", "bfloat16"] = "float32",
     layout: Literal["per_expert", "packed"] = "per_expert",
     uses: Sequence[str | Path] = (),
+    merged: bool = False,
 ) -> list[str]:
     """Write a checkpoint's model as a folder that ``transformers`` loads; return notes.
+
+    Of a run that trains adapters these alone, as a folder that ``peft`` loads onto their base.
 
     Args:
         checkpoint: a checkpoint, or a run's folder (its newest one).
@@ -150,11 +156,15 @@ def export(
         dtype: type of the weights on disk.
         layout: experts each on their own, or all in one tensor.
         uses: Python files that bring the parts from outside which the model is made of.
+        merged: write the whole model of a run with adapters, ``weight + scale * B A``.
 
     Raises:
-        ValueError: where there is no checkpoint, or no known family has this model.
+        ValueError: where there is no checkpoint, or no known family has this model; or where the
+            base of adapters is no folder, or another one by now.
     """
     with StoredModel.open(checkpoint, uses) as stored:
+        if stored.tensors.scales and not merged:
+            return stored.write_adapter(Path(folder), dtype)
         return export_folder(
             stored.decoder,
             stored.tensors,
@@ -185,7 +195,8 @@ def export_stream(
         bucket_bytes: most bytes of a bucket.
 
     Raises:
-        ValueError: where no known family has this model, or a bucket holds no row of a tensor.
+        ValueError: where no known family has this model, a bucket holds no row of a tensor, or
+            the run trains adapters.
     """
     return stream(job.data, dtype, layout, bucket_bytes)
 

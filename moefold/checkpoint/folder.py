@@ -124,7 +124,7 @@ def checkpoint_in(source: Path) -> Path:
     """
     path = source if (source / manifest.FILE).is_file() else newest(source)
     if path is None:
-        hub = (source / "config.json").is_file()
+        hub = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
         hint = "moefold import makes a checkpoint of this Hugging Face folder"
         hint = hint if hub else "give a run's folder or step-…"
         raise CheckpointError(f"{source} is no checkpoint and holds none; {hint}")

@@ -181,9 +181,9 @@ def spans(manifest: Manifest) -> list[list[Row]]:
     return [sorted(rows, key=lambda row: row[:2]) for rows in found]
 
 
-def shard_header(entries: Mapping[str, HeaderEntry]) -> bytes:
+def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
     """Return a shard's bytes before its data, for entries in the order of the file."""
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     for name, e in entries.items():
         offsets = [e.start, e.stop]
         fields[name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": offsets}

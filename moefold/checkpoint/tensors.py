@@ -148,7 +148,12 @@ def pack(slices: Iterable[Named], shard_bytes: int) -> list[list[Named]]:
 
 
 def write_shard(
-    disk: Disk, path: Path, slices: Sequence[Named], chunk_bytes: int, shard: int
+    disk: Disk,
+    path: Path,
+    slices: Sequence[Named],
+    chunk_bytes: int,
+    shard: int,
+    **metadata: str,
 ) -> tuple[ShardFile, list[StoredSlice]]:
     """Write one shard, on the medium when this returns; hold one block of it at a time.
 
@@ -162,7 +167,7 @@ def write_shard(
         entries[entry_name(name, part.shape, part.at, shape)] = entry
         end += part.size
     assert len(entries) == len(slices), "each entry has a name of its own"
-    head = shard_header(entries)
+    head = shard_header(entries, **metadata)
     written = []
     fd = disk.create(path)
     try:

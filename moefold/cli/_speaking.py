@@ -6,11 +6,12 @@ from typing import Any
 
 from moefold.checkpoint.folder import checkpoint_in
 from moefold.cli._common import add_plugins
+from moefold.model.families.peft import is_hub_folder
 
 
 def add_speaker(parser: argparse.ArgumentParser) -> None:
     """Add the model's folder and how its tokens are drawn."""
-    text = "a checkpoint, a run's folder, or a Hugging Face folder"
+    text = "a checkpoint, a run's folder, a Hugging Face folder, or an adapter's"
     parser.add_argument("checkpoint", metavar="FOLDER", help=text)
     text = "what the model is told before the conversation (default: nothing)"
     parser.add_argument("--system", metavar="TEXT", help=text)
@@ -36,7 +37,7 @@ def speaking(args: argparse.Namespace) -> Path:
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k {args.top_k}: at least 1")
     path = Path(args.checkpoint)
-    return path if (path / "config.json").is_file() else checkpoint_in(path)
+    return path if is_hub_folder(path) else checkpoint_in(path)
 
 
 def drawing(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``moefold export``: turn a checkpoint into a Hugging Face folder.
 
-Writes config.json, safetensors and the tokenizer's files.
+Writes config.json, safetensors and the tokenizer's files. Of a run that trained adapters it writes
+these alone, in PEFT's format; with --merged the whole model with the adapters in its weights.
 """
 
 import argparse
@@ -20,6 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "experts each on their own, which most programs read, or all in one tensor"
     layouts = ("per_expert", "packed")
     parser.add_argument("--layout", choices=layouts, default="per_expert", help=text)
+    text = "of a run with adapters the whole model, with them in its weights"
+    parser.add_argument("--merged", action="store_true", help=text)
     add_plugins(parser)
     add_json(parser)
 
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     from moefold.api import export
 
-    notes = export(path, args.folder, args.dtype, args.layout, args.uses)
+    notes = export(path, args.folder, args.dtype, args.layout, args.uses, args.merged)
     size = sum(path.stat().st_size for path in args.folder.glob("*.safetensors"))
     facts = {"folder": str(args.folder), "dtype": args.dtype, "layout": args.layout, "bytes": size}
     print_conversion(facts | {"notes": notes}, args.json)

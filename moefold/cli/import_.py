@@ -15,6 +15,7 @@ from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, on_stderr, print_conversion, progress_bars
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.model.families.folder import read_config
+from moefold.model.families.peft import base_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "source", metavar="HF_FOLDER", type=Path, help="the folder with config.json"
+        "source",
+        metavar="HF_FOLDER",
+        type=Path,
+        help="folder with config.json, or an adapter's",
     )
     text = "a new folder for the checkpoint"
     parser.add_argument("folder", metavar="CHECKPOINT", type=Path, help=text)
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder's model as a checkpoint of step 0; say what was left out."""
     if newest(args.folder) is not None:
         raise ValueError(f"{args.folder} holds a checkpoint already; name a new folder")
-    read_config(args.source)  # what is wrong with it is said before torch is loaded
+    read_config(base_of(args.source))  # what is wrong with it is said before torch is loaded
 
     from moefold.checkpoint.save import save
     from moefold.checkpoint.tensors import LazyTensor
@@ -86,9 +90,11 @@ def _tokenizer(args: argparse.Namespace, found: "Imported") -> Tokenizer | None:
     Raises:
         ValueError: where no token ends a document, or tokens have no row of the embedding.
     """
-    if not (args.source / "tokenizer.json").is_file():
+    own = (args.source / "tokenizer.json").is_file()
+    at = args.source if own else base_of(args.source)
+    if not (at / "tokenizer.json").is_file():
         return None
-    tokenizer = from_path(str(args.source), args.end, args.start)
+    tokenizer = from_path(str(at), args.end, args.start)
     if tokenizer.size > found.decoder.vocab:
         raise ValueError(
             f"{args.source}: the tokenizer has ids up to {tokenizer.size - 1}, "

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,7 @@ def export_folder(
         ValueError: where no known family has this decoder.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConvertError(folder, ["is there already; name a new folder"])
+    demand_new(folder)
     family = family_of(decoder)
     wanted = targets(decoder)
     reader = _Reader(folder, tensors, wanted)
@@ -65,10 +65,7 @@ def export_folder(
         lazy = LazyTensor(sent.dtype, sent.shape, partial(reader.read, sent))
         named[sent.name] = TensorSlice.whole(lazy)
     files = pack(list(named.items()), shard_bytes)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    staged.mkdir()
-    try:
+    with staged_for(folder) as staged:
         config = family.to_hf(decoder) | {"torch_dtype": dtype}
         tokens = {k: v for k, v in (special_tokens or {}).items() if k in SPECIAL}
         if tokenizer is not None:
@@ -78,13 +75,29 @@ def export_folder(
             write_json(staged / GENERATION_CONFIG, tokens)
         write_json(staged / "config.json", config | tokens)
         _write_weights(staged, files)
+    return left_out(decoder)
+
+
+def demand_new(folder: Path) -> None:
+    """Raise ``ConvertError`` where a folder to write is there already and holds anything."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConvertError(folder, ["is there already; name a new folder"])
+
+
+@contextmanager
+def staged_for(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which becomes ``folder`` where nothing fails within."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staged = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    staged.mkdir()
+    try:
+        yield staged
         if folder.exists():
             folder.rmdir()
         staged.rename(folder)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    return left_out(decoder)
 
 
 def _write_weights(folder: Path, files: Sequence[Sequence[Named]]) -> None:

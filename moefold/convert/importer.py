@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moefold.convert.adapter import AdapterTensors
 from moefold.convert.pickled import PickledWeights
 from moefold.convert.plan import ImportPlan, make_plan, targets
 from moefold.convert.source import ConvertError, SafetensorsWeights, Weights
@@ -21,6 +22,9 @@ from moefold.model.config import Decoder
 from moefold.model.families.base import Family
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 from moefold.model.families.names import TensorPiece
+from moefold.model.families.peft import base_of, read_adapter
+from moefold.model.tuning import merged
+from moefold.spec.decoder import LORA_A, LORA_B
 
 _HEAD, _EMBED = "head.weight", "embed.weight"
 
@@ -28,8 +32,15 @@ _HEAD, _EMBED = "head.weight", "embed.weight"
 class FolderTensors(Mapping[str, Tensor]):
     """Our tensors by name, each read from the folder when it is asked for, and never kept."""
 
-    def __init__(self, source: Weights, plan: ImportPlan, tied_head: str | None) -> None:
+    def __init__(
+        self,
+        source: Weights,
+        plan: ImportPlan,
+        tied_head: str | None,
+        adapter: AdapterTensors | None = None,
+    ) -> None:
         self._source, self._plan, self._tied_head = source, plan, tied_head
+        self._adapter = adapter
         self.targets = plan.targets
         """Shape and type of each tensor, without its values."""
 
@@ -48,6 +59,8 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def part(self, name: str, box: Box) -> Tensor:
         """Read a box of one tensor in the type of the model's parameter, and nothing beside it.
+
+        Where the folder is an adapter's, it is that of the weight with its adapter in it.
 
         Raises:
             ConvertError: where NaN is left in it, from the folder or because a part was not
@@ -73,7 +86,13 @@ class FolderTensors(Mapping[str, Tensor]):
             if not torch.equal(head.to(wanted.dtype), wanted):
                 said = "differs from the embedding, but config.json says tie_word_embeddings"
                 raise ConvertError(self._source.folder, [f"{self._tied_head} {said}"])
-        return wanted
+        low = None if self._adapter is None else self._adapter.found.adapters.get(name)
+        if self._adapter is None or low is None:
+            return wanted
+        a, b = (self._adapter[name + end] for end in (LORA_A, LORA_B))
+        a = a[tuple(slice(*at) for at in (*box[: a.dim() - 2], (0, low.rank), box[-1]))]
+        b = b[tuple(slice(*at) for at in box[:-1])]
+        return merged(wanted, a, b, low.scale)
 
     def _read(self, piece: TensorPiece, shape: tuple[int, ...], box: Box) -> Tensor:
         """Return a box of the tensor on disk ``piece``, which has ``shape`` with us."""
@@ -113,6 +132,8 @@ class Imported:
     """Those of the notes that are about files and tensors left out, each with the folder."""
     source: Weights
     """Keeps the files open."""
+    adapter: AdapterTensors | None = None
+    """Of an adapter's folder."""
 
     def __enter__(self) -> Self:
         return self
@@ -123,19 +144,22 @@ class Imported:
     def close(self) -> None:
         """Close the files; tensors already read stay."""
         self.source.close()
+        if self.adapter is not None:
+            self.adapter.close()
 
 
 def import_folder(folder: str | Path, weights: str | Path | None = None) -> Imported:
     """Open a Hugging Face folder and account for everything in it; no weight is read yet.
 
-    ``weights`` names a pickled checkpoint to take them from instead, see ``pickled.py``. What is
-    returned is a context manager, and closed when the tensors are no longer needed.
+    An adapter's folder is its base's, with the adapter in the weights. ``weights`` names a pickled
+    checkpoint to take them from instead, see ``pickled.py``. What is returned is a context manager,
+    and closed when the tensors are no longer needed.
 
     Raises:
         ValueError: where ``config.json`` has anything that is not supported.
         ConvertError: listing every tensor that is missing, unexpected, or of another shape.
     """
-    folder = Path(folder)
+    own, folder = Path(folder), base_of(Path(folder))
     reading = read_config(folder)
     names = {row.ours: row.theirs[0] for row in reading.model.tensors}
     source: Weights
@@ -162,13 +186,15 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
             block=reading.quantised,
         )
         said = list(_about_tokenizer(folder))
+        base = FolderTensors(source, plan, tied_head)
+        adapter = None if own == folder else _adapter(own, folder, reading.decoder, base)
     except BaseException:
         source.close()
         raise
     left_out = (*source.notes, *_left_out(plan))
     scaled = f"{len(plan.scales)} FP8 tensors multiplied out with their block scales"
     notes = (*reading.notes, *left_out, *([scaled] if plan.scales else []), *said)
-    tensors = FolderTensors(source, plan, tied_head)
+    tensors = FolderTensors(source, plan, tied_head, adapter)
     return Imported(
         reading.decoder,
         reading.model,
@@ -177,7 +203,24 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
         notes,
         tuple(f"{folder}: {note}" for note in left_out),
         source,
+        adapter,
     )
+
+
+def base_shapes(targets: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by which a base is told from others."""
+    return {name: tuple(tensor.shape) for name, tensor in targets.items()}
+
+
+def _adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
+    """Open an adapter's folder; refuse the adapter of another base."""
+    found = AdapterTensors(read_adapter(own, decoder))
+    try:
+        found.demand_base(base, base_shapes(tensors.targets), tensors.part)
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def _about_tokenizer(folder: Path) -> Iterator[str]:

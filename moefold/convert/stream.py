@@ -26,6 +26,7 @@ from moefold.convert.source import ConvertError
 from moefold.layers.placement import Box, inside, shared_box
 from moefold.model.families.names import Layout
 from moefold.parallel.data.sharding import ShardedState
+from moefold.spec.tuning import adapter_scales
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNED = 16
@@ -107,9 +108,14 @@ def stream(
         bucket_bytes: most bytes of a bucket.
 
     Raises:
-        ValueError: where a row of a tensor is larger than a bucket.
+        ValueError: where a row of a tensor is larger than a bucket, or the run trains adapters.
     """
-    ranks = data.placed.world.on_host
+    ranks, decoder = data.placed.world.on_host, data.placed.model.record
+    if adapter_scales(decoder):
+        raise ValueError(
+            "a run with adapters hands no weights on, because a weight and its adapter lie apart; "
+            "save it, and moefold export writes the adapter, or with --merged the whole model"
+        )
     held = {(each.name, each.box): each.tensor.detach() for each in data.weights() if each.first}
     mine = list(held)
     boxes = [
@@ -117,7 +123,7 @@ def stream(
         for said in tell_first(mine, ranks)
     ]
     buffer = torch.empty(bucket_bytes if ranks.index == 0 else 0, dtype=torch.uint8)
-    for spans in buckets(contract(data.placed.model.record, dtype, layout), bucket_bytes):
+    for spans in buckets(contract(decoder, dtype, layout), bucket_bytes):
         own = _packed(_shared(spans, mine), held)
         if ranks.index:
             if own.numel():

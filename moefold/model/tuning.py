@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.layers.linear import Adaptable
 from moefold.model.config import Decoder, LowRank
@@ -54,3 +54,10 @@ def _adapt(
         shapes = (weights[at + adapter.weight + end].shape for end in (LORA_A, LORA_B))
         a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
         owner.add_adapter(leaf, adapter, a, b)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ``weight + scale * B A`` in the adapter's dtype, which is the master's."""
+    # Gate and up of an expert share A.
+    a = a.unsqueeze(1) if b.dim() > a.dim() else a
+    return weight.to(a.dtype) + scale * (b @ a)

@@ -4,14 +4,17 @@ Patterns are those of a shell, of global names: ``layers.*.moe.router.*``, ``emb
 """
 
 from collections.abc import Iterator, Sequence
+from math import isclose
+from pathlib import Path
 from typing import Any
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.suggest import closest
 from moefold.model.config import Block, Decoder, LowRank, patterns
+from moefold.model.families.peft import read_adapter
 from moefold.optim.config import matches
-from moefold.spec.decoder import model_weights
+from moefold.spec.decoder import LORA_B, model_weights
 from moefold.spec.layer import LayerSpec, Weight, rounded_up
 from moefold.training.config import LAYER_TARGETS, MORE_TARGETS, Lora
 
@@ -28,7 +31,9 @@ def misfits_of(
     for violation in freeze_misfits(decoder, frozen):
         yield violation.under("train", "freeze")
     if isinstance(adapter, Lora):
-        for violation in adapter_misfits(decoder, adapter):
+        found = list(adapter_misfits(decoder, adapter))
+        found += [] if found or adapter.start is None else first_misfits(decoder, adapter)
+        for violation in found:
             yield violation.under("adapter")
 
 
@@ -129,6 +134,39 @@ def adapter_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
         if lora.rank % top_k:
             nearest = rounded_up(lora.rank, top_k)
             yield Violation(("rank",), lora.rank, f"must be a multiple of top_k ({top_k})", nearest)
+
+
+def first_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
+    """Yield where adapters are not as those that they begin as: other weights, rank or scale."""
+    assert lora.start is not None
+    try:
+        first = read_adapter(Path(lora.start), decoder).adapters
+    except (ValueError, OSError) as error:
+        rule = f"must be an adapter of this model: {error}"
+        yield Violation(("from",), lora.start, rule)
+        return
+    adapted = adapt(decoder, lora)
+    scales = adapter_scales(adapted)
+    if first.keys() != scales.keys():
+        matched = [w for w in model_weights(decoder) if w.name in first]
+        words = (*LAYER_TARGETS, *MORE_TARGETS)
+        named = [w for w in words if any(is_target(weight, (w,)) for weight in matched)]
+        same = {w.name for w in model_weights(decoder) if is_target(w, named)} == first.keys()
+        nearest = named if same else list(first)
+        rule = f"must name the weights that {lora.start} adapts"
+        yield Violation(("targets",), list(lora.targets), rule, nearest)
+        return
+    ranks = {w.name: w.shape[-1] for w in model_weights(adapted) if w.name.endswith(LORA_B)}
+    for name, own in first.items():
+        rank = ranks[name + LORA_B]
+        if own.rank != rank:
+            rule = f"gives {name} rank {rank}, and {lora.start} has rank {own.rank}"
+            yield Violation(("rank",), lora.rank, rule, max(1, lora.rank * own.rank // rank))
+            return
+        if not isclose(own.scale, scales[name], rel_tol=1e-6):
+            rule = f"over rank {rank} must be the scale of {lora.start}, {own.scale:g}"
+            yield Violation(("alpha",), lora.alpha, rule, own.scale * rank)
+            return
 
 
 def freeze_misfits(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
+from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.layers.config import QUANTISE, Asked, Size
 
@@ -55,6 +56,8 @@ class Lora(Record):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
     those four that are there; ``router``, ``head``) and patterns of weights' global names."""
+    start: Annotated[str, OnDisk()] | None = Field(None, alias="from")
+    """Folder of an adapter in PEFT's format that training goes on from; none: from nothing."""
     divided: bool = False
     """Routed experts' adapters have rank / top_k: a token then passes as much rank as elsewhere."""
 

@@ -16,22 +16,29 @@ from torch import Tensor
 from moefold.checkpoint.errors import CheckpointError
 from moefold.checkpoint.folder import checkpoint_in
 from moefold.checkpoint.load import Reader
-from moefold.config.base import to_dict
+from moefold.checkpoint.tensors import DTYPES
+from moefold.config.base import Record, to_dict
 from moefold.config.check import check
 from moefold.config.errors import RunError
 from moefold.config.plugins import import_plugins
-from moefold.convert.importer import import_folder
+from moefold.convert.adapter import AdapterTensors, identity, write_adapter
+from moefold.convert.importer import Imported, base_shapes, import_folder
+from moefold.convert.plan import Dtype
+from moefold.convert.source import ConvertError
 from moefold.data.tokenizer import Tokenizer
 from moefold.layers.config import Precision
-from moefold.layers.placement import Shard
-from moefold.model.config import Decoder
+from moefold.layers.placement import Box, Shard
+from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder
+from moefold.model.families.peft import read_adapter
 from moefold.model.init import start_value
+from moefold.model.tuning import merged
 from moefold.parallel.data.sharding import ShardedState
 from moefold.run import Run
 from moefold.spec.decoder import LORA_A, LORA_B
 from moefold.spec.tuning import adapter_scales, trainable
+from moefold.training.config import Lora
 
 MODEL = "model."
 """Before the names of the model's tensors."""
@@ -103,9 +110,41 @@ class StoredModel:
             )
 
     @property
+    def adapters(self) -> dict[str, LowRank]:
+        """The adapters of a run that trains them, by the names of their weights."""
+        scales = self.tensors.scales.items()
+        return {n: LowRank(weight=n, rank=self.tensors.rank(n), scale=s) for n, s in scales}
+
+    @property
     def precision(self) -> Precision:
         """The format that the run computed in; fp32 for weights without a run."""
         return precision_of(self.meta) or "fp32"
+
+    def write_adapter(self, folder: Path, dtype: Dtype = "float32") -> list[str]:
+        """Write the adapters alone, see :func:`moefold.convert.adapter.write_adapter`.
+
+        Returns notes.
+
+        Raises:
+            ConvertError: where their base is no folder, or another one by now.
+        """
+        said = (self.meta.get("run") or {}).get("model", {})
+        base, remedy = said.get("from"), "; --merged writes the base with the adapters in it"
+        if said.get("family") != "folder" or not isinstance(base, str):
+            raise ConvertError(folder, ["the run's base is no Hugging Face folder" + remedy])
+        shapes = {name: self.tensors.shape(name) for name in self.tensors}
+        own, notes = identity(shapes, self.tensors.part), [f"an adapter alone; its base: {base}"]
+        if (Path(base) / "config.json").is_file():
+            with import_folder(base) as found:
+                if own != identity(base_shapes(found.tensors.targets), found.tensors.part):
+                    what = f"{base} does not hold the weights that the run was trained on"
+                    raise ConvertError(folder, [what + remedy])
+        else:
+            notes.append("the base is not here, so that nothing was compared with it")
+        write_adapter(
+            self.decoder, self.adapters, self.tensors, folder, (base, own), self.tokenizer, dtype
+        )
+        return notes
 
     def model(
         self, precision: Precision | None = None, device: torch.device | str | None = None
@@ -125,17 +164,37 @@ class ModelTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, reader: Reader, scales: Mapping[str, float]) -> None:
-        self._reader, self._scales = reader, scales
+        self._reader, self.scales = reader, scales
         stored = reader.manifest.tensors
         names = (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL))
         self._names = [name for name in names if not name.endswith((LORA_A, LORA_B))]
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, scale = self._reader.read(MODEL + name), self._scales.get(name)
+        """Read a weight with its adapter in it; or A or B, which are not counted among weights."""
+        weight, scale = self.stored(name), self.scales.get(name)
         if scale is None:
             return weight
-        a, b = (self._reader.read(MODEL + name + end) for end in (LORA_A, LORA_B))
+        a, b = (self.stored(name + end) for end in (LORA_A, LORA_B))
         return merged(weight, a, b, scale)
+
+    def stored(self, name: str) -> Tensor:
+        """Read a tensor as it stands there: a weight without its adapter, or A or B."""
+        return self._reader.read(MODEL + name)
+
+    def part(self, name: str, box: Box) -> Tensor:
+        """Read a box of a weight without its adapter."""
+        stored = self._reader.manifest.tensors[MODEL + name]
+        found = torch.empty([end - start for start, end in box], dtype=DTYPES[stored.dtype])
+        self._reader.read_into(MODEL + name, found, tuple(start for start, _ in box))
+        return found
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a weight's adapter."""
+        return self.shape(name + LORA_B)[-1]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._reader.manifest.tensors[MODEL + name].shape
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -145,13 +204,6 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``weight + scale * B A`` in the adapter's dtype, which is the master's."""
-    # Gate and up of an expert share A.
-    a = a.unsqueeze(1) if b.dim() > a.dim() else a
-    return weight.to(a.dtype) + scale * (b @ a)
 
 
 @torch.no_grad()
@@ -204,12 +256,24 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     with import_folder(source.path) as imported:
         tensors = imported.tensors
         check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
+        first = _first_adapter(run.adapter, imported)
 
         def value(piece: Shard) -> Tensor:
-            """Return what the folder has of a piece; an adapter is the run's own."""
-            if piece.name.endswith((LORA_A, LORA_B)):
+            """Return what the folder has of a piece; an adapter is another's, or begins anew."""
+            if not piece.name.endswith((LORA_A, LORA_B)):
+                return tensors.part(piece.name, piece.box)
+            if first is None:
                 return start_value(decoder, run.seed, piece)
-            return tensors.part(piece.name, piece.box)
+            return piece.of(first[piece.name])
 
         data.fill(value, buffers=True)
     return imported.left_out
+
+
+def _first_adapter(record: Record | None, base: Imported) -> AdapterTensors | None:
+    """Open the adapter that a run's adapters begin as, where it names one."""
+    if not isinstance(record, Lora) or record.start is None:
+        return None
+    found = AdapterTensors(read_adapter(Path(record.start), base.decoder))
+    found.demand_base(base.source.folder, base_shapes(base.tensors.targets), base.tensors.part)
+    return found

@@ -15,6 +15,7 @@ from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.layers.cache import KeyValueCache
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
+from moefold.model.families.peft import base_of, is_hub_folder
 from moefold.model.generate import generate, stream
 from moefold.training.distributed import device_kind
 from moefold.training.model_checkpoint import StoredModel, fill
@@ -45,10 +46,11 @@ class Speaker:
             CheckpointError: where it has no tokenizer.
         """
         path, device = Path(source), device_kind()
-        if (path / "config.json").is_file():
+        if is_hub_folder(path):
             import_plugins(uses)
-            has = (path / "tokenizer.json").is_file()
-            tokenizer = from_path(str(path)) if has else None
+            at = path if (path / "tokenizer.json").is_file() else base_of(path)
+            has = (at / "tokenizer.json").is_file()
+            tokenizer = from_path(str(at)) if has else None
             with import_folder(path) as found:
                 model = DecoderModel(found.decoder, "fp32", device=device)
                 fill(model, found.tensors)

@@ -172,7 +172,7 @@ def test_b61_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it(tmp_path: Pa
     with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
         assert job.resumed_from is not None
         assert torch.equal(want, job.model.logits(ids))
-    api.export(tmp_path / "out", tmp_path / "tuned")
+    api.export(tmp_path / "out", tmp_path / "tuned", merged=True)
     base, tuned = (api.load_model(tmp_path / name).logits(ids) for name in ("hub", "tuned"))
     torch.testing.assert_close(tuned, want, rtol=1e-4, atol=1e-5)
     assert (base - want).norm() > 100 * (tuned - want).norm()

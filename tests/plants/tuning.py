@@ -1,4 +1,4 @@
-"""Plants B60 and B61: frozen weights, adapters."""
+"""Plants B60, B61 and B78: frozen weights, adapters, their format in files."""
 
 from tests.plants.plant import Plant
 
@@ -16,6 +16,10 @@ B61_MERGED = ADAPTERS + "test_b61_adapters_compute_what_their_merged_weights_do"
 B61_LAYOUTS = (
     "tests/gloo/test_adapters.py::test_b61_layouts_with_adapters_compute_what_one_rank_computes"
 )
+
+PEFT = "tests/cpu/test_adapters_peft.py::"
+B78_BITS = PEFT + "test_b78_adapters_go_to_peft_bit_for_bit"
+B78_LOGITS = PEFT + "test_b78_an_adapter_of_peft_gives_its_logits"
 
 PLANTS = (
     Plant(
@@ -94,8 +98,48 @@ PLANTS = (
         "b61",
         "an exported weight has its adapter in it twice",
         ADAPTERS + "test_b61_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it",
-        "training/model_checkpoint.py",
+        "model/tuning.py",
         "return weight.to(a.dtype) + scale * (b @ a)",
         "return weight.to(a.dtype) + 2 * scale * (b @ a)",
+    ),
+    Plant(
+        "b78",
+        "experts are fastest in A",
+        B78_BITS,
+        "convert/adapter.py",
+        "found = ours.flatten(0, 1)",
+        "found = ours.transpose(0, 1).flatten(0, 1)",
+    ),
+    Plant(
+        "b78",
+        "experts are slowest in B",
+        B78_LOGITS,
+        "convert/adapter.py",
+        "raw.unflatten(1, (rank, site.experts)).permute(2, 0, 1)",
+        "raw.unflatten(1, (site.experts, rank)).permute(1, 0, 2)",
+    ),
+    Plant(
+        "b78",
+        "the first parameter that is wrapped is the outer one",
+        B78_LOGITS,
+        "model/families/peft.py",
+        "for place, site in enumerate(reversed(held)):",
+        "for place, site in enumerate(held):",
+    ),
+    Plant(
+        "b78",
+        "an adapter in a folder's weight is scaled twice",
+        PEFT + "test_b78_an_adapters_folder_is_its_base_and_the_scaled_product_in_it",
+        "convert/importer.py",
+        "return merged(wanted, a, b, low.scale)",
+        "return merged(wanted, a, b, low.scale**2)",
+    ),
+    Plant(
+        "b78",
+        "an adapter of another base is taken",
+        PEFT + "test_b78_adapters_of_another_base_rank_or_target_are_refused",
+        "convert/adapter.py",
+        "if self.found.identity not in (None, identity(shapes, part)):",
+        "if self.found.identity not in (None, self.found.identity):",
     ),
 )

@@ -1,0 +1,179 @@
+"""Adapters alone in PEFT's format, in and out; which base they are of.
+
+E experts, r rank. A of experts is ``[E, r, in]`` with us and ``[E * r, in]`` there, B is
+``[E, out, r]`` with us (gate above up) and ``[out, r * E]`` there, experts fastest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from moefold.checkpoint.disk import DISK
+from moefold.checkpoint.manifest import CHUNK_BYTES
+from moefold.checkpoint.tensors import LazyTensor, TensorSlice, write_shard
+from moefold.convert.exporter import demand_new, staged_for
+from moefold.convert.plan import KINDS, Dtype
+from moefold.convert.source import ConvertError
+from moefold.data.tokenizer import Tokenizer
+from moefold.files import write_json
+from moefold.layers.placement import Box
+from moefold.model.config import Decoder, LowRank
+from moefold.model.families.peft import (
+    CONFIG,
+    IDENTITY,
+    TENSORS,
+    AdapterSite,
+    PeftFolder,
+    Stored,
+    prefixes,
+    settings,
+)
+from moefold.spec.decoder import LORA_A, LORA_B
+
+IDENTITY_ROWS = 8
+"""Rows of each matrix that tell one base from another."""
+Part = Callable[[str, Box], Tensor]
+"""Reads a box of a tensor."""
+
+
+def identity(shapes: Mapping[str, tuple[int, ...]], part: Part) -> str:
+    """Return the digest of a base: of some rows from the middle of each of its matrices.
+
+    They are rounded to bf16, so that it is the same in whatever of its types a base is kept.
+    """
+    digest = sha256()
+    for name, shape in sorted(shapes.items()):
+        if len(shape) > 1:
+            *lead, rows, columns = shape
+            first = max(0, (rows - IDENTITY_ROWS) // 2)
+            cut = (first, min(rows, first + IDENTITY_ROWS))
+            box = (*((0, size) for size in lead), cut, (0, columns))
+            values = part(name, box).to(torch.bfloat16).contiguous().view(torch.uint8)
+            digest.update(f"{name} {list(shape)}\0".encode())
+            digest.update(values.numpy().data)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def write_adapter(
+    decoder: Decoder,
+    adapters: Mapping[str, LowRank],
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    base: tuple[str, str],
+    tokenizer: Tokenizer | None = None,
+    dtype: Dtype = "float32",
+) -> None:
+    """Write a folder that PEFT loads onto the base, with its tokenizer and chat template.
+
+    Args:
+        decoder: the base.
+        adapters: by the names of their weights.
+        tensors: A and B by the names of their weights and an ending.
+        folder: a new or empty folder.
+        base: its folder, and its identity.
+        tokenizer: written beside the adapter.
+        dtype: of A and B on disk.
+
+    Raises:
+        ConvertError: where the folder is not empty.
+        ValueError: where PEFT cannot adapt a weight as it is adapted here.
+    """
+    demand_new(folder)
+    said, chosen = settings(decoder, adapters, base[0])
+    named: list[tuple[str, TensorSlice]] = []
+    for prefix, (site, _) in prefixes(chosen).items():
+        rank = adapters[site.weight.name].rank * site.experts
+        for end, shape in ((LORA_A, (rank, site.inputs)), (LORA_B, (site.outputs, rank))):
+            read = partial(_theirs, tensors, site, end, KINDS[dtype])
+            name = f"{prefix}.lora_{'A' if end == LORA_A else 'B'}.weight"
+            named.append((name, TensorSlice.whole(LazyTensor(KINDS[dtype], shape, read))))
+    with staged_for(folder) as staged:
+        if tokenizer is not None:
+            (staged / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
+            tokenizer.files.write(staged, tokenizer.end_id, decoder.context)
+        write_json(staged / CONFIG, said)
+        metadata = {IDENTITY: base[1]}
+        write_shard(DISK, staged / TENSORS, sorted(named), CHUNK_BYTES, 0, **metadata)
+
+
+def _theirs(
+    tensors: Mapping[str, Tensor], site: AdapterSite, end: str, dtype: torch.dtype
+) -> Tensor:
+    """Return A or B of a site as PEFT stores it."""
+    ours = tensors[site.weight.name + end].detach().cpu()
+    if not site.weight.expert:
+        found = ours[site.index]
+    elif end == LORA_A:
+        found = ours.flatten(0, 1)
+    else:
+        found = ours.flatten(1, -2).permute(1, 2, 0).flatten(1)
+    return found.to(dtype).contiguous()
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+class AdapterTensors(Mapping[str, Tensor]):
+    """A and B of an adapter's folder by our names; each is read when it is asked for."""
+
+    def __init__(self, found: PeftFolder) -> None:
+        self.found = found
+        self._opened = safe_open(found.path / TENSORS, framework="pt")
+        self._file = self._opened.__enter__()
+
+    def __iter__(self) -> Iterator[str]:
+        return (name + end for name in self.found.adapters for end in (LORA_A, LORA_B))
+
+    def __len__(self) -> int:
+        return 2 * len(self.found.adapters)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name[: -len(LORA_A)] in self.found.adapters
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one of the two, whole, in fp32.
+
+        Raises:
+            ConvertError: where it holds NaN.
+        """
+        weight, end = name[: -len(LORA_A)], name[-len(LORA_A) :]
+        parts = [self._ours(stored, end) for stored in self.found.stored[weight]]
+        whole = torch.stack(parts) if self.found.stored[weight][0].site.index else parts[0]
+        if bool(whole.isnan().any()):
+            raise ConvertError(self.found.path, [f"the adapter of {weight} holds NaN"])
+        return whole
+
+    def _ours(self, stored: Stored, end: str) -> Tensor:
+        """Return A or B of one site as we hold it."""
+        site, rank = stored.site, self.found.adapters[stored.site.weight.name].rank
+        wants_a = end == LORA_A
+        raw = self._file.get_tensor(stored.a if wants_a != stored.turned else stored.b).float()
+        if not site.weight.expert:
+            return raw
+        if wants_a != stored.turned:
+            each = raw.unflatten(0, (site.experts, rank))
+        else:
+            each = raw.unflatten(1, (rank, site.experts)).permute(2, 0, 1)
+        each = each.transpose(1, 2) if stored.turned else each
+        return (each if wants_a else each.reshape(*site.weight.shape[:-1], rank)).contiguous()
+
+    def demand_base(self, base: Path, shapes: Mapping[str, tuple[int, ...]], part: Part) -> None:
+        """Raise ``ConvertError`` where the adapter says that it is of another base."""
+        if self.found.identity not in (None, identity(shapes, part)):
+            problem = (
+                f"was trained on another base than {base}, whose weights are others; take that "
+                f"base, or train an adapter of this one"
+            )
+            raise ConvertError(self.found.path, [problem])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._opened.__exit__(None, None, None)

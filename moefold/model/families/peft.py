@@ -1,0 +1,331 @@
+"""Low-rank adapters as PEFT names and stores them, by headers and settings alone.
+
+PEFT names an adapter by the module of ``transformers`` that it wraps. Matrices of all experts are
+one parameter of one module, and a module with two adapted parameters is wrapped twice: the name of
+the first one's adapter has ``base_layer`` in it. E experts, r rank: A is ``[E * r, in]``, experts
+slowest, and B ``[out, r * E]``, experts fastest. Releases before 0.19 took ``[E, out, in]`` for
+``[E, in, out]``: there A and B of experts are those of the transposed matrix.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moefold.files import named, read_json
+from moefold.model.config import Decoder, LowRank
+from moefold.model.families.names import find, pieces
+from moefold.model.families.registry import family_of
+from moefold.spec.decoder import LORA_A, LORA_B, model_weights
+from moefold.spec.layer import Weight
+
+CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+BASE = "base_model_name_or_path"
+IDENTITY = "base_identity"
+"""Key of the identity of the base among the tensors' metadata."""
+ORIENTED = "0.19.0"
+"""The first release of PEFT that took experts' matrices for ``[E, out, in]``."""
+HEADER_LIMIT = 64 * 2**20
+_AT = "base_model.model."
+_INNER = ".base_layer"
+_PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
+"""Settings with which an adapter adds ``scale * B A`` and nothing else."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter alone."""
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Return whether a folder holds a Hugging Face model, or an adapter of one."""
+    return (folder / "config.json").is_file() or is_adapter(folder)
+
+
+def base_of(folder: Path) -> Path:
+    """Return the folder of the model that an adapter is of; a model's folder is its own.
+
+    Raises:
+        ValueError: where there is no such folder here.
+    """
+    if not is_adapter(folder):
+        return folder
+    said = read_json(folder / CONFIG, limit=HEADER_LIMIT).get(BASE)
+    if isinstance(said, str) and (Path(said) / "config.json").is_file():
+        return Path(said)
+    raise ValueError(
+        f"{folder / CONFIG}: its base, {said!r}, is no Hugging Face folder here; write the base's "
+        f"folder under {BASE}"
+    )
+
+
+@dataclass(frozen=True)
+class AdapterSite:
+    """One matrix of ``transformers``, or those of all experts, and which part of ours it is."""
+
+    weight: Weight
+    index: tuple[int, ...]
+    """The part: gate or up of a feed-forward that is dense there."""
+    module: str
+    parameter: str | None
+    """The module's parameter that PEFT is to be told of; None of a linear layer."""
+    outputs: int
+    inputs: int
+
+    @property
+    def experts(self) -> int:
+        """E, or one."""
+        return self.weight.shape[0] if self.weight.expert else 1
+
+    @property
+    def target(self) -> str:
+        """The whole name by which PEFT's settings know it."""
+        return self.module if self.parameter is None else f"{self.module}.{self.parameter}"
+
+
+def sites(decoder: Decoder) -> list[AdapterSite]:
+    """Return where PEFT can adapt a decoder, a module's parameters in their order.
+
+    Feed-forwards and routers are told of as parameters: where a model's experts once were linear
+    layers, PEFT takes names such as ``gate_proj`` for theirs.
+    """
+    weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
+    weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
+    found: list[AdapterSite] = []
+    for name, (row, layer) in find(family_of(decoder).tensors, weights).items():
+        weight = weights[name]
+        linear = name == "head.weight" or weight.counted == "attention"
+        for piece in pieces(row, layer, weight.shape, "packed"):
+            module, _, leaf = piece.name.rpartition(".")
+            *lead, outputs, inputs = piece.shape
+            whole = weight.shape[: 1 if weight.expert else 0]
+            if tuple(lead) == whole and (weight.expert or len(weight.shape) - len(piece.index) < 3):
+                parameter = None if linear else leaf
+                found.append(AdapterSite(weight, piece.index, module, parameter, outputs, inputs))
+    return found
+
+
+def prefixes(chosen: Iterable[AdapterSite]) -> dict[str, tuple[AdapterSite, str]]:
+    """Return by the beginning of an adapter's tensor names its site, and that site's target."""
+    by_module: dict[str, list[AdapterSite]] = {}
+    for site in chosen:
+        by_module.setdefault(site.module, []).append(site)
+    found = {}
+    for module, held in by_module.items():
+        for place, site in enumerate(reversed(held)):
+            found[_AT + module + _INNER * place] = (site, site.target)
+    return found
+
+
+# ------------------------------------------------------------------------------------- writing
+
+
+def settings(
+    decoder: Decoder, adapters: Mapping[str, LowRank], base: str
+) -> tuple[dict[str, Any], list[AdapterSite]]:
+    """Return ``adapter_config.json`` of adapters by the names of their weights, and their sites.
+
+    Raises:
+        ValueError: naming each weight that PEFT cannot adapt as it is adapted here.
+    """
+    every = sites(decoder)
+    known = {site.weight.name for site in every}
+    if foreign := [name for name in adapters if name not in known]:
+        raise ValueError(
+            f"{', '.join(foreign)}: PEFT has one A for gate and up of it, this run one for each; "
+            "leave it out of adapter.targets, or write the merged weights"
+        )
+    chosen = [site for site in every if site.weight.name in adapters]
+    sizes = {name: (one.rank, one.scale) for name, one in adapters.items()}
+    counted = [sizes[site.weight.name] for site in chosen]
+    rank, scale = max(sizes.values(), key=counted.count)
+    said: dict[str, Any] = {"target_modules": [], "target_parameters": []}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for target, site in _targets(every, adapters).items():
+        said["target_modules" if site.parameter is None else "target_parameters"].append(target)
+        own = sizes[site.weight.name]
+        if own != (rank, scale):
+            ranks[target], alphas[target] = own[0], _alpha(*own)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "peft_version": ORIENTED,
+        BASE: base,
+        "r": rank,
+        "lora_alpha": _alpha(rank, scale),
+        "lora_dropout": 0.0,
+        **said,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "use_rslora": False,
+        "inference_mode": True,
+        **_PLAIN,
+    }, chosen
+
+
+def _targets(
+    every: Sequence[AdapterSite], adapters: Mapping[str, LowRank]
+) -> dict[str, AdapterSite]:
+    """Return the names that choose the adapted sites and no other: short ones where all are."""
+    found: dict[str, AdapterSite] = {}
+    for site in every:
+        own = adapters.get(site.weight.name)
+        if own is None:
+            continue
+        words = site.target.split(".")
+        start = -1 if site.parameter is None else min(3, len(words) - 1)
+        short = ".".join(words[start:])
+        alike = [s for s in every if s.target.endswith("." + short) or s.target == short]
+        same = {_sizes(adapters.get(s.weight.name)) for s in alike} == {_sizes(own)}
+        found.setdefault(short if same else site.target, site)
+    return found
+
+
+def _sizes(adapter: LowRank | None) -> tuple[int, float] | None:
+    return adapter and (adapter.rank, adapter.scale)
+
+
+def _alpha(rank: int, scale: float) -> float:
+    """Return what divided by the rank is the scale."""
+    alpha = scale * rank
+    return round(alpha) if abs(alpha - round(alpha)) < 1e-9 else alpha
+
+
+# ------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One adapted site in a folder: its tensors' names there, and how they lie."""
+
+    site: AdapterSite
+    a: str
+    b: str
+    turned: bool
+    """Whether A and B are those of the transposed matrix, and in each other's place."""
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """A folder that PEFT or ``moefold export`` wrote, by its settings and headers."""
+
+    path: Path
+    adapters: Mapping[str, LowRank]
+    """By the names of their weights."""
+    stored: Mapping[str, tuple[Stored, ...]]
+    identity: str | None
+    """Of its base, where it was written down."""
+
+
+def read_adapter(folder: Path, decoder: Decoder) -> PeftFolder:
+    """Account for everything in an adapter's folder; no value is read yet.
+
+    Raises:
+        ValueError: listing each tensor that has no place in ``decoder``, or another size, and each
+            setting under which an adapter is more than a product of two matrices.
+    """
+    said = read_json(folder / CONFIG, limit=HEADER_LIMIT)
+    shapes, metadata = _header(folder)
+    problems = [
+        f"{CONFIG}: {key} is {said[key]!r}, which is not supported; train without it"
+        for key, plain in _PLAIN.items()
+        if said.get(key, plain) not in (plain, None)
+    ]
+    if said.get("peft_type", "LORA") != "LORA":
+        problems.append(f"{CONFIG}: peft_type {said['peft_type']!r} is no low-rank adapter")
+    known = prefixes(_adapted(sites(decoder), said, shapes))
+    left = set(shapes)
+    found: dict[str, LowRank] = {}
+    stored: dict[str, list[Stored]] = {}
+    for prefix, (site, target) in known.items():
+        a, b = (f"{prefix}.lora_{which}.weight" for which in "AB")
+        if a not in shapes or b not in shapes:
+            continue
+        left -= {a, b, prefix + _INNER + ".weight"}  # PEFT may write the frozen head once more
+        name, (rank, alpha) = site.weight.name, _said_sizes(said, target)
+        scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
+        sizes = shapes[a][1], shapes[b][0], shapes[a][0], shapes[b][1]
+        plain, ranks = (site.inputs, site.outputs), (site.experts * rank,) * 2
+        turned = site.experts > 1 and _turned(sizes[:2], plain, said)
+        if sizes[2:] != ranks or sizes[:2] != (plain[::-1] if turned else plain):
+            wanted = [ranks[0], plain[0]], [plain[1], ranks[0]]
+            problems.append(f"{a}, B: {list(shapes[a])}, {list(shapes[b])}, expected {wanted}")
+        own = LowRank(weight=name, rank=rank, scale=scale)
+        if found.setdefault(name, own) != own:
+            problems.append(f"{prefix}: another rank or scale than its gate has")
+        stored.setdefault(name, []).append(Stored(site, a, b, turned))
+    problems += [f"{name}: no weight of this base has it" for name in sorted(left)]
+    problems += [
+        f"{held[0].a}: PEFT adapts gate and up each, and one of them is missing"
+        for held in stored.values()
+        if held[0].site.index and len(held) < 2
+    ]
+    if problems or not found:
+        raise ValueError("\n  ".join([f"{folder}:", *(problems or ["holds no adapter"])]))
+    return PeftFolder(
+        folder, found, {n: tuple(held) for n, held in stored.items()}, metadata.get(IDENTITY)
+    )
+
+
+def _adapted(
+    every: Sequence[AdapterSite], said: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[AdapterSite]:
+    """Yield the sites of which there can be tensors: where a module has two, those adapted."""
+    targets = [t for t in said.get("target_parameters") or () if isinstance(t, str)]
+    for site in every:
+        twice = f"{_AT}{site.module}{_INNER}.lora_A.weight" in shapes
+        told = any(f".{site.target}".endswith(f".{target}") for target in targets)
+        if site.experts == 1 or twice or told or not targets:
+            yield site
+
+
+def _turned(sizes: tuple[int, int], plain: tuple[int, int], said: Mapping[str, Any]) -> bool:
+    """Return whether A and B of experts are of the transposed matrix: by sizes, else by release."""
+    if plain[0] != plain[1]:
+        return sizes == plain[::-1]
+    release = str(said.get("peft_version") or "0.18").split(".")[:2]
+    return all(n.isdigit() for n in release) and [*map(int, release)] < [0, 19]
+
+
+def _said_sizes(said: Mapping[str, Any], target: str) -> tuple[int, float]:
+    """Return rank and alpha of a target: those of the first pattern for it, else the usual.
+
+    Raises:
+        ValueError: where there are none.
+    """
+
+    def of(usual: str, patterns: str) -> Any:
+        own = said.get(patterns) or {}
+        found = (value for key, value in own.items() if re.match(rf"(.*\.)?({key})$", target))
+        return next(found, said.get(usual))
+
+    try:
+        rank, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+    except re.error as error:
+        raise ValueError(f"{CONFIG}: {error.pattern!r} is no pattern of names") from None
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(f"{CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; expected numbers")
+    return rank, alpha
+
+
+def _header(folder: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, str]]:
+    """Return the shapes of an adapter's tensors, and the file's metadata.
+
+    Raises:
+        ValueError: where there are none, or the header is not sound.
+    """
+    file = folder / TENSORS
+    if not file.is_file() and (folder / PICKLED).is_file():
+        raise ValueError(f"{folder / PICKLED} is pickled, and never read; save it as {TENSORS}")
+    with named(file), file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        raw = opened.read(size) if size <= HEADER_LIMIT else b""
+    try:
+        found = json.loads(raw)
+        metadata = found.pop("__metadata__", {})
+        return {name: tuple(each["shape"]) for name, each in found.items()}, metadata
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{file} is no safetensors file that is whole; copy it again") from None
