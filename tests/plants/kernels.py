@@ -235,8 +235,8 @@ PLANTS = (
         "the fp32 sum of a weight's gradient is rounded underway",
         GROUPED + "test_b44_a_sum_over_many_rows_keeps_what_bf16_would_lose",
         "kernels/grouped/fused.py",
-        'total = tl.dot(dy_or, x_ri, total, input_precision="ieee")',
-        'total = tl.dot(dy_or, x_ri, total, input_precision="ieee").to(dy_or.dtype).to(tl.float32)',
+        'total, input_precision="ieee")\n        at_dy',
+        'total, input_precision="ieee").to(dy_or.dtype).to(tl.float32)\n        at_dy',
     ),
     Plant(
         "b44",
