@@ -9,6 +9,7 @@ from moefold.model.families.sizes import (
     AnySharedSizes,
     DenseFirst,
     DenseListed,
+    DenseTurnSizes,
     FamilySizes,
     LatentSizes,
     SharedSizes,
@@ -17,6 +18,12 @@ from moefold.model.families.sizes import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = "| model_type | attention | router | feed-forward |"
+FACTORS = {"residual_scale": "residual", "embed_scale": "embedding", "logits_divisor": "logits"}
+NORMS = {
+    "after": "norms after each half",
+    "both": "norms before and after each half",
+    "shared": "one norm for both halves",
+}
 
 
 def _shape(family: type[Family]) -> type[FamilySizes]:
@@ -32,11 +39,13 @@ def attention(family: type[Family]) -> str:
     said += ["biases"] if "bias" in family.attention_fields else []
     said += ["q/k norm or none"] if "qk_norm" in family.attention_fields else []
     said += ["norm after rotary"] if own.get("norm_after_rope") else []
+    said += ["gate on the output"] if own.get("gate") else []
     said += ["factor on scores"] if "scale" in family.attention_fields else []
     partial = any(isinstance(f, Rotary) and f.fraction is not None for f in family.fields)
     said += ["partial rotary"] if partial else []
     if issubclass(shape, WindowSizes):
         said.append("windows" if shape.full_turn else "windows, full layers without positions")
+        said += ["dense ones with"] if issubclass(shape, DenseTurnSizes) else []
     if family.fixed_rope != "half":
         said.append("interleaved or half rotary" if family.fixed_rope is None else "interleaved")
     return ", ".join(said)
@@ -45,7 +54,7 @@ def attention(family: type[Family]) -> str:
 def router(family: type[Family]) -> str:
     """Name what a family's router computes."""
     own = family.router_own
-    said = [own.get("score", "softmax")]
+    said = [" or ".join(family.router_kinds) or own.get("score", "softmax")]
     said += ["selection bias"] if own.get("selection_bias") else []
     said += ["over the chosen"] if own.get("order") == "topk_first" else []
     said += ["least sum"] if "floor" in family.router_fields else []
@@ -61,7 +70,11 @@ def feed_forward(family: type[Family]) -> str:
     said += ["shared expert"] if issubclass(shape, SharedSizes) else []
     said += ["gated shared expert"] if family.shared_gate else []
     said += ["shared expert or none"] if issubclass(shape, AnySharedSizes) else []
-    said += ["factors on residual, embedding and logits"] if family.block_fields else []
+    names = (*family.block_fields, *family.decoder_fields)
+    factors = [word for name, word in FACTORS.items() if name in names]
+    said += [f"factor on {', '.join(factors)}"] if factors else []
+    said += [NORMS[family.block_own["norms"]]] if family.block_own.get("norms") else []
+    said += ["LayerNorm or RMSNorm"] if "norm" in names else []
     said += ["first layers dense"] if issubclass(shape, DenseFirst) else []
     said += ["listed layers dense"] if issubclass(shape, DenseListed) else []
     return ", ".join(said)

@@ -28,6 +28,8 @@ class GroupedQueryAttention(nn.Module):
         self.k = Linear(hidden, record.kv_heads * record.head_dim, biased)
         self.v = Linear(hidden, record.kv_heads * record.head_dim, biased)
         self.o = Linear(record.heads * record.head_dim, hidden, record.bias == "all")
+        width = record.heads * record.head_dim
+        self.out_gate = Linear(hidden, width) if record.gate else None
         self.q_norm = self.k_norm = None
         if record.qk_norm != "none":
             whole = record.qk_norm == "projection"
@@ -37,8 +39,11 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
-        out_THd = self.heads(flow.gather(x_TD), flow.whole)
-        return self.o.shift(flow.scatter(self.o.product(out_THd.flatten(1), flow.whole)), flow)
+        x_TD, whole = flow.gather(x_TD), flow.whole
+        out_TO = self.heads(x_TD, whole).flatten(1)
+        if self.out_gate is not None:
+            out_TO = out_TO * self.out_gate(x_TD, whole).sigmoid()
+        return self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)
 
     def heads(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""

@@ -1,5 +1,6 @@
 """RMSNorm as a layer. T rows, D width."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,23 @@ class RmsNorm(nn.Module):
         turn = (angles.cos_Tp, angles.sin_Tp, layout, flow.n_valid, flow.sink)
         with flow.keeper.scope("norms", x_THd):
             return norm_and_turn(x_THd, weight, self.epsilon, *turn)
+
+
+class LayerNorm(RmsNorm):
+    """RMSNorm of rows less their mean; keeps those in place of the rows."""
+
+    def forward(self, x: Tensor, flow: Flow) -> Tensor:
+        """Return the normed rows."""
+        return super().forward(x - x.mean(-1, keepdim=True), flow)
+
+    def summed(self, x: Tensor, more: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+        """Return ``x + more``, the residual rows, and their norm."""
+        total = x + more
+        return total, self(total, flow)
+
+
+NORMS: Mapping[str, type[RmsNorm]] = {"rms": RmsNorm, "layer": LayerNorm}
+"""Norms of rows by kind."""
 
 
 class RmsNormAcross(RmsNorm):

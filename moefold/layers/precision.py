@@ -1,7 +1,7 @@
 """What number format products run in, and the compute copies of the weights."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,24 @@ class WeightProducts(nn.Module):
 
     narrow: Mapping[str, Narrow] = {}
     """Of its parameters, by their names in it."""
+
+
+class ExactBuffers(nn.Module):
+    """A module whose own buffers keep their dtype when the model is cast.
+
+    Counts that became bfloat16 no longer tell 40,841 from 40,840, and a selection bias no longer
+    moves by 1e-3. Devices change as usual; the buffers of submodules are theirs to keep.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                # From the old values: the cast has already lost digits.
+                self._buffers[name] = old.to(new.device)
+        return self
 
 
 def quantise_products(model: nn.Module, decoder: Decoder) -> None:

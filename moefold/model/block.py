@@ -5,9 +5,10 @@ from torch import Tensor, nn
 from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.layers.flow import BlockOutput, Flow, Segment, scaled
-from moefold.layers.norm import RmsNorm
+from moefold.layers.norm import NORMS, RmsNorm
 from moefold.model.config import Block
-from moefold.moe.layer import MoeFfn, MoeInput
+from moefold.moe.layer import MoeFfn
+from moefold.moe.rows import Apart, MoeInput
 from moefold.spec.decoder import has_routing
 
 
@@ -24,6 +25,7 @@ class DecoderBlock(nn.Module):
         layer: its number.
         dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
+        norm: ``rms`` or ``layer``.
     """
 
     def __init__(
@@ -34,30 +36,35 @@ class DecoderBlock(nn.Module):
         layer: int,
         dispatch: Record,
         expert_kernel: str,
+        norm: str = "rms",
     ) -> None:
         super().__init__()
-        self.attention_norm = RmsNorm(hidden, epsilon)
+
+        def norms(half: str) -> list[RmsNorm | None]:
+            return [NORMS[norm](hidden, epsilon) if one else None for one in record.normed(half)]
+
+        self.attention_norm, self.attention_out_norm = norms("attention")
         self.attention = build(record.attention, hidden, epsilon)
-        self.ffn_norm = RmsNorm(hidden, epsilon)
+        self.ffn_norm, self.ffn_out_norm = norms("ffn")
         self.moe: MoeFfn | None = None
         if has_routing(record.ffn):
             self.moe = build(record.ffn, hidden, layer, dispatch, expert_kernel)
         else:
             self.ffn = build(record.ffn, hidden)
-        self._scale = record.residual_scale
+        self._scale, self._shared = record.residual_scale, record.norms == "shared"
         if self.moe is not None:
-            self.moe.residual_scale = record.residual_scale
+            self.moe.apart = self.ffn_out_norm is not None
+            self.moe.residual_scale *= 1.0 if self.moe.apart else record.residual_scale
         self._name = f"layers.{layer}"
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
         """Return the rows after both halves, and the router's terms."""
-        attended_TD = self._attend(x_TD, flow)
+        rows = self._attended(x_TD, flow)
         with flow.world.recorder.module(f"{self._name}.{'ffn' if self.moe is None else 'moe'}"):
-            x_TD, normed_TD = self.ffn_norm.summed(x_TD, attended_TD, flow)
-            if self.moe is not None:
-                return self.moe(MoeInput(x_TD, normed_TD), flow)
-            added_TD = scaled(self.ffn(normed_TD, flow), self._scale)
-            return BlockOutput(x_TD + added_TD, x_TD.new_zeros(0))
+            if self.moe is None:
+                added_TD = self._added(self.ffn_out_norm, self.ffn(rows.x_TD, flow), flow)
+                return BlockOutput(rows.residual_TD + added_TD, x_TD.new_zeros(0))
+            return self._finish(self.moe(rows, flow), flow)
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the steps of ``forward``, from rows to :class:`BlockOutput`; dense: one step."""
@@ -66,14 +73,30 @@ class DecoderBlock(nn.Module):
         route, *rest = self.moe.segments()
 
         def start(x_TD: Tensor, flow: Flow) -> Tensor:
-            attended_TD = self._attend(x_TD, flow)
+            rows = self._attended(x_TD, flow)
             with flow.world.recorder.module(f"{self._name}.moe"):
-                return route(MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow)), flow)
+                return route(rows, flow)
 
-        return (start, *rest)
+        return (start, *rest, self._finish) if self.moe.apart else (start, *rest)
 
-    def _attend(self, x_TD: Tensor, flow: Flow) -> Tensor:
+    def _attended(self, x_TD: Tensor, flow: Flow) -> MoeInput:
+        """Return the rows after attention, and what the feed-forward reads of them."""
         with flow.world.recorder.module(f"{self._name}.attention"):
-            normed_TD = self.attention_norm(x_TD, flow)
+            normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD, flow)
             with flow.keeper.scope("attention"):
-                return scaled(self.attention(normed_TD, flow), self._scale)
+                attended_TD = self.attention(normed_TD, flow)
+            attended_TD = self._added(self.attention_out_norm, attended_TD, flow)
+        if self.ffn_norm is not None:
+            return MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow))
+        total_TD = x_TD + attended_TD
+        return MoeInput(total_TD, normed_TD if self._shared else total_TD)
+
+    def _added(self, norm: RmsNorm | None, out_TD: Tensor, flow: Flow) -> Tensor:
+        """Return what a half's output adds to the residual."""
+        return scaled(out_TD if norm is None else norm(out_TD, flow), self._scale)
+
+    def _finish(self, rows: BlockOutput | Apart, flow: Flow) -> BlockOutput:
+        if isinstance(rows, BlockOutput):
+            return rows
+        added_TD = self._added(self.ffn_out_norm, rows.added_TD, flow)
+        return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)

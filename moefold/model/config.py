@@ -6,7 +6,7 @@ and the checkpoint converters all read the description and never the family.
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -34,11 +34,19 @@ class Block(Record):
 
     attention: Annotated[Record, ATTENTION]
     ffn: Annotated[Record, FFN]
+    norms: Literal["before", "after", "both", "shared"] = "before"
+    """Where norms stand: before each half, after it, both, or one before both halves, which then
+    read the same rows."""
     residual_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on what each half adds to the residual."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by their names within the block."""
     adapters: tuple[LowRank, ...] = ()
+
+    def normed(self, half: str) -> tuple[bool, bool]:
+        """Return whether ``attention`` or ``ffn`` has a norm of its own before it, and after it."""
+        before = self.norms in ("before", "both") or (self.norms, half) == ("shared", "attention")
+        return before, self.norms in ("after", "both")
 
 
 class Stack(Record):
@@ -55,12 +63,14 @@ def patterns(blocks: Iterable[Block]) -> tuple[Stack, ...]:
 
 
 class Decoder(Record):
-    """A decoder-only transformer with RMSNorm before each half of a block."""
+    """A decoder-only transformer."""
 
     vocab: Annotated[int, Field(ge=2)]
     hidden: Size
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
     """Patterns of blocks, in order."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Kind of the norms of rows; ``layer`` takes the mean away first, and has no bias."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     tied: bool = False
     """Whether the head is the embedding."""

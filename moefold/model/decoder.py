@@ -23,7 +23,7 @@ from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, scaled
 from moefold.layers.linear import Embedding, Linear, adapted
-from moefold.layers.norm import RmsNorm
+from moefold.layers.norm import NORMS, RmsNorm
 from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
@@ -73,14 +73,14 @@ class DecoderModel(nn.Module):
         self.recipe = PrecisionPolicy(precision)
         with torch.device(device or torch.get_default_device()):
             self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
-            epsilon, more = record.norm_epsilon, (dispatch, expert_kernel)
+            epsilon, more = record.norm_epsilon, (dispatch, expert_kernel, record.norm)
             self.layers = nn.ModuleDict(
                 {
                     str(i): DecoderBlock(block, record.hidden, epsilon, i, *more)
                     for i, block in enumerate(record.blocks)
                 }
             )
-            self.norm: RmsNorm | None = RmsNorm(record.hidden, record.norm_epsilon)
+            self.norm: RmsNorm | None = NORMS[record.norm](record.hidden, epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
         tune(self, record, self.recipe.dtype)

@@ -31,8 +31,9 @@ from moefold.data.batch import MicroBatch
 from moefold.kernels.fused import fused
 from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
+from moefold.layers.precision import ExactBuffers
 from moefold.moe.config import Aux, Bias, Moe, Z
-from moefold.moe.router import Decision, ExactBuffers, Routed, Router
+from moefold.moe.router import Decision, Routed, Router
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 

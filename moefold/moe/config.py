@@ -180,6 +180,8 @@ class Moe(MoeSpec):
     capacity: Capacity | None = None
     """None is dropless."""
     balance: tuple[Annotated[Record, BALANCE], ...] = ()
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on what all experts give together, the shared one's output among it."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True

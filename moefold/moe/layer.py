@@ -4,10 +4,8 @@ T rows, D hidden, K experts per token, E experts, R rows after dispatch, N route
 travels from one part to the next is a record; the names of its tensors say their dims.
 """
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
@@ -15,53 +13,11 @@ from moefold.layers.ffn import SwiGlu
 from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment, scaled
 from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
-from moefold.moe.dispatch.base import Dispatched, Handle
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
 from moefold.moe.layer_dispatch import LayerDispatch
 from moefold.moe.router import Router
-
-
-class MoeInput(NamedTuple):
-    """What the layer takes."""
-
-    residual_TD: Tensor
-    """What the layer's output is added to."""
-    x_TD: Tensor
-    """Normed rows, which router and experts read."""
-
-
-class RoutedRows(NamedTuple):
-    """What ``route`` hands to ``dispatch``."""
-
-    residual_TD: Tensor
-    x_TD: Tensor
-    terms_N: Tensor
-    """Values of the router's loss terms, without coefficients."""
-    weights_TK: Tensor
-    experts_TK: Tensor
-    """int64; E for copies that are not sent."""
-
-
-class DispatchedRows(NamedTuple):
-    """What ``dispatch`` hands to the experts."""
-
-    residual_TD: Tensor
-    x_TD: Tensor
-    """Rows of this rank, which the shared expert reads."""
-    terms_N: Tensor
-    sent: Dispatched | RoutedTokens
-    """Rows of the experts here, from all ranks; or this rank's, to be sent in rounds."""
-
-
-class ExpertRows(NamedTuple):
-    """What the experts hand to ``combine``."""
-
-    residual_TD: Tensor
-    """With the shared expert's output."""
-    terms_N: Tensor
-    y_RD: Tensor
-    handle: Handle
+from moefold.moe.rows import Apart, DispatchedRows, ExpertRows, MoeInput, RoutedRows
 
 
 class MoeFfn(nn.Module):
@@ -79,12 +35,14 @@ class MoeFfn(nn.Module):
     """A router in place of the one that the record names."""
     residual_scale = 1.0
     """Factor on what the layer adds to the residual; its block sets it."""
+    apart = False
+    """Whether the block adds to the residual, after a norm."""
 
     def __init__(
         self, record: Moe, hidden: int, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.residual_scale = record, record.scale
         make = self.router_type or build
         self.router: Router = make(record.router, hidden, record.capacity)
         self.experts = Experts(record.router.experts, hidden, record.width, expert_kernel)
@@ -102,8 +60,8 @@ class MoeFfn(nn.Module):
         """Coefficient of each router term by its name, in the order of ``terms_N``."""
         return self.balance.coefficients
 
-    def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput:
-        """Return the residual with the experts' output added, and the router's terms."""
+    def forward(self, rows: MoeInput, flow: Flow) -> BlockOutput | Apart:
+        """Return the residual and the experts' output, in one or apart, and the router's terms."""
         routed = self.route(rows, flow)
         dispatched = self.dispatch(routed, flow)
         done = self.run_experts(dispatched, flow)
@@ -130,18 +88,24 @@ class MoeFfn(nn.Module):
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run the experts that are here, and the shared one on the rows that are here."""
-        residual_TD = rows.residual_TD
+        residual_TD, shared_TD = rows.residual_TD, None
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
             y_RD, handle = self._dispatch.run(rows.sent, self.experts, flow)
             if self.shared is not None:
                 shared_TD = self.shared(rows.x_TD, flow)
-                residual_TD = residual_TD + scaled(shared_TD, self.residual_scale)
-        return ExpertRows(residual_TD, rows.terms_N, y_RD, handle)
+                if not self.apart:
+                    residual_TD = residual_TD + scaled(shared_TD, self.residual_scale)
+                    shared_TD = None
+        return ExpertRows(residual_TD, shared_TD, rows.terms_N, y_RD, handle)
 
-    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput:
+    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
         """Bring the experts' results back to their rows, and add them up."""
         out_TD = self._dispatch.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
-        return BlockOutput(rows.residual_TD + scaled(out_TD, self.residual_scale), rows.terms_N)
+        out_TD = out_TD if rows.shared_TD is None else out_TD + rows.shared_TD
+        added_TD = scaled(out_TD, self.residual_scale)
+        if self.apart:
+            return Apart(rows.residual_TD, added_TD, rows.terms_N)
+        return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
 
     def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""

@@ -6,10 +6,9 @@ The *decision* (experts and drops) is made once per micro-batch and kept; a seco
 is given it and computes only scores and weights anew, so the router's gradient is the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from moefold.data.batch import MicroBatch
 from moefold.kernels.linear.product import linear
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
+from moefold.layers.precision import ExactBuffers
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
 from moefold.moe.scoring import scores, weights
@@ -88,24 +88,6 @@ class RoutingContext:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks that share the micro-batch; all of them have to ask."""
         return sum_(values.clone(), self.ranks)
-
-
-class ExactBuffers(nn.Module):
-    """A module whose own buffers keep their dtype when the model is cast.
-
-    Counts that became bfloat16 no longer tell 40,841 from 40,840, and a selection bias no longer
-    moves by 1e-3. Devices change as usual; the buffers of submodules are theirs to keep.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Any], recurse: bool = True) -> Self:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = self._buffers[name]
-            if old is not None and new is not None and new.dtype != old.dtype:
-                # From the old values: the cast has already lost digits.
-                self._buffers[name] = old.to(new.device)
-        return self
 
 
 class Router(ExactBuffers, Adaptable):

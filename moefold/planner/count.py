@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import LORA_A, LORA_B, embedding, halves, head, with_adapters
+from moefold.spec.decoder import LORA_A, LORA_B, embedding, halves, head, norms_of, with_adapters
 from moefold.spec.layer import Attention, Scan
 
 
@@ -124,8 +124,8 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by what its weights are counted under."""
     found: dict[str, PartCounts] = {}
     for name, spec in halves(block):
-        at = spec.prefix or name
-        found["norms"] = found.get("norms", PartCounts()) + PartCounts(hidden)
+        at, norms = spec.prefix or name, PartCounts(hidden * len(norms_of(block, name)))
+        found["norms"] = found.get("norms", PartCounts()) + norms
         operations = [one for one in spec.operations(hidden) if not one.wide]
         read = (name for one in operations for m in one.matmuls for name in m.weights)
         multiplied = {f"{at}.{name}" for name in read}

@@ -22,7 +22,7 @@ from moefold.moe.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
 from moefold.schedule.config import DualPipeV, Merged
-from moefold.spec.decoder import halves
+from moefold.spec.decoder import block_saved, halves, norms_of
 from moefold.spec.layer import (
     CORE,
     NORMS,
@@ -38,7 +38,6 @@ from moefold.spec.layer import (
     Saved,
     Scan,
     Shape,
-    described,
 )
 
 CODES = {"fp8_tensor": 1.0, "fp8_block": 1.03125, "mxfp8": 1.03125, "nvfp4": 0.5625}
@@ -95,7 +94,6 @@ def kept(
         ValueError: where a layer from outside describes nothing.
     """
     if stack == "moefold":
-        saved = (described(record).saved(shape) for record in (block.attention, block.ffn))
         # An adapter's inner rows; those of feed-forwards are made again.
         size = shape.piece * shape.width
         inner = (
@@ -103,8 +101,7 @@ def kept(
             for one in block.adapters
             if one.weight.endswith(".weight")
         )
-        parts = (one for half in saved for one in half if one.kept)
-        return (Saved("input", shape.row), *parts, *inner)
+        return (*(one for one in block_saved(block, shape) if one.kept), *inner)
     code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
     widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):
@@ -135,22 +132,23 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     """Return what a block holds between I and W, where a schedule puts weights' products off.
 
     Rows that products read, whether they were kept or backward made them; the gradients of what
-    products gave; and gradients of vectors, made at once.
+    products gave; and gradients of vectors, made at once. Of halves that share a norm, the gradient
+    of both outputs counts twice where it is one tensor.
     """
-    found = list[Saved]()
-    for _, spec in halves(block):
+    found = [part for part in block_saved(block, shape) if part.operand]
+    for name, spec in halves(block):
         weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
         sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
-        found += [part for part in spec.saved(shape) if part.operand]
         for one in spec.operations(shape.hidden):
             for matmul in one.matmuls:
                 rows = _rows(matmul.rows, spec, shape)
-                for name in matmul.weights:
-                    width = shape.width if weights[name].product else STATISTIC
-                    outputs = weights[name].matrix(sizes)[0]
-                    found.append(_part(f"{name}.gradient", rows * outputs * width))
+                for one_name in matmul.weights:
+                    width = shape.width if weights[one_name].product else STATISTIC
+                    outputs = weights[one_name].matrix(sizes)[0]
+                    found.append(_part(f"{one_name}.gradient", rows * outputs * width))
         vectors = sum(w.part(shape.tp, 1, 1) for w in weights.values() if len(w.shape) == 1)
-        found.append(_part("vectors", (vectors + shape.hidden) * STATISTIC))
+        vectors += shape.hidden * len(norms_of(block, name))
+        found.append(_part("vectors", vectors * STATISTIC))
     return tuple(found)
 
 

@@ -34,7 +34,7 @@ from moefold.planner.time_work import (
     norms,
     offload_bytes,
 )
-from moefold.spec.decoder import halves
+from moefold.spec.decoder import halves, norms_of
 from moefold.spec.layer import Attention, RoutingSpec, described
 
 PARTS: tuple[str, ...] = (
@@ -199,13 +199,13 @@ def _once(
     block: Block, share: RankShare, setting: Setting, dispatch: str
 ) -> tuple[Time, Mapping[str, Time], float]:
     """Return a block's computing with nothing made again, its parts, and seconds of exchanges."""
-    present = [spec for _, spec in halves(block)]
+    present = sum(len(norms_of(block, name)) for name, _ in halves(block))
     parts: dict[str, Time] = {}
     for name, record in halves(block):
         at = f"{record.prefix or name}."
         frozen = frozenset(one.removeprefix(at) for one in block.frozen if one.startswith(at))
         parts |= _half(record, share.of_half(record), setting, frozen)
-    parts |= _norms(share.dense, len(present), setting)
+    parts |= _norms(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
         sent = 2 * dispatch_seconds(rows_sent(routing, share), share, setting, dispatch)
@@ -258,8 +258,8 @@ def _half(
 
 
 @remembered(1 << 12)
-def _norms(share: RankShare, halves: int, setting: Setting) -> dict[str, Time]:
-    return _parts(norms(share, halves), setting)
+def _norms(share: RankShare, number: int, setting: Setting) -> dict[str, Time]:
+    return _parts(norms(share, number), setting)
 
 
 def _parts(parts: Mapping[str, Work], setting: Setting) -> dict[str, Time]:

@@ -150,11 +150,11 @@ def _description(spec: LayerSpec, hidden: int) -> tuple[dict[str, Weight], tuple
     return weights, tuple(spec.operations(hidden))
 
 
-def norms(share: RankShare, halves: int) -> Parts:
-    """Return the norms of a block and its residual sums."""
-    row = share.r * share.hidden * BF16 * halves / 2
+def norms(share: RankShare, number: int) -> Parts:
+    """Return so many norms of a block, each with a residual sum."""
+    row = share.r * share.hidden * BF16 * number / 2
     moved, back = NORM_PASSES * row, NORM_PASSES_BACKWARD * row
-    return {"norms": Work(moved=moved, moved_backward=back, launches=2 * halves)}
+    return {"norms": Work(moved=moved, moved_backward=back, launches=2 * number)}
 
 
 def head(vocab: int, share: RankShare, chunk: int | None = None) -> Parts:

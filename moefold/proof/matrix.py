@@ -119,6 +119,15 @@ def scaled_decoder() -> Decoder:
     return made.model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
+def normed_decoder() -> Decoder:
+    """Return one whose norms stand in each other way, with gates on attention's output."""
+    gated, mixture = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
+    places = (("both", DENSE), ("after", mixture), ("shared", mixture), ("both", mixture))
+    given = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
+    blocks = tuple(Block.model_validate(one) for one in given)
+    return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
+
+
 BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
@@ -130,6 +139,7 @@ SUBJECTS: dict[str, Subject] = {
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "biased": subject(decoder(BIASES, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
+    "normed": subject(normed_decoder()),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -171,7 +181,7 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         yield record(**required)
 
 
-UNCOMMON = ("biased", "scaled")
+UNCOMMON = ("biased", "scaled", "normed")
 """Subjects of parts that only some families have."""
 
 # ----------------------------------------------------------------------------------- the rules

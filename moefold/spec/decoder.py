@@ -6,7 +6,17 @@ from typing import Any
 
 from moefold.config.base import Record
 from moefold.model.config import Block, Decoder, LowRank
-from moefold.spec.layer import LayerSpec, Shape, Units, Weight, described, norm
+from moefold.spec.layer import (
+    NOTHING,
+    STATISTIC,
+    LayerSpec,
+    Saved,
+    Shape,
+    Units,
+    Weight,
+    described,
+    norm,
+)
 
 LORA_A, LORA_B = "_lora_a", "_lora_b"
 """Endings of the names of an adapter's weights, after that of the weight it belongs to."""
@@ -145,7 +155,7 @@ def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
 
 
 def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
-    """Return the parameters of one block; a half that is not there has no norm."""
+    """Return the parameters of one block; a half that is not there has no norms."""
     found: list[Weight] = []
     for name, spec in halves(block):
         found += _half_weights(name, spec, hidden, layer, block)
@@ -155,11 +165,52 @@ def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
 def _half_weights(
     name: str, spec: LayerSpec, hidden: int, layer: int, block: Block
 ) -> Iterator[Weight]:
-    """Yield the parameters of one half by their global names, its norm first."""
+    """Yield the parameters of one half by their global names, its norms first."""
     half, at = spec.prefix or name, f"layers.{layer}."
     own = (replace(weight, name=f"{half}.{weight.name}") for weight in spec.weights(hidden))
-    for weight in with_adapters((norm(f"{name}_norm.weight", hidden), *own), block.adapters):
+    norms = (norm(f"{one}.weight", hidden) for one in norms_of(block, name))
+    for weight in with_adapters((*norms, *own), block.adapters):
         yield replace(weight, name=at + weight.name, frozen=weight.name in block.frozen)
+
+
+def norms_of(block: Block, half: str) -> tuple[str, ...]:
+    """Return the names of the norms of ``attention`` or ``ffn``."""
+    there = zip((f"{half}_norm", f"{half}_out_norm"), block.normed(half), strict=True)
+    return tuple(name for name, present in there if present)
+
+
+def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
+    """Yield what a block saves for backward: its input and what its halves list, as norms stand.
+
+    Kinds of layer list what each half saves with a norm before it. Without one its products read
+    the residual rows, which are kept; halves that share a norm keep its output once. A norm after
+    a half keeps that half's output.
+    """
+    kinds = (("attention", block.attention), ("ffn", block.ffn))
+    parts = {name: tuple(described(record).saved(shape)) for name, record in kinds}
+    parts["attention"] = (Saved("input", shape.row), *parts["attention"])
+    outputs = {one.name: one for half in parts.values() for one in half if one.name in _OUTPUTS}
+    shared = block.norms == "shared" and outputs.get("ffn_norm.output")
+    for name, (before, after) in ((name, block.normed(name)) for name in parts):
+        output = outputs.get(f"{name}_norm.output")
+        for part in parts[name]:
+            if not before and part.name.startswith(f"{name}_norm."):
+                continue
+            if shared and part.name == "residual":
+                continue
+            if shared and part is output:
+                only = part.only | shared.only if part.only and shared.only else NOTHING
+                part = replace(part, only=only, operand=part.operand or shared.operand)
+            elif block.norms == "after" and part.name in ("input", "residual") and output:
+                part = replace(part, operand=output.operand)
+            yield part
+        if after:
+            yield Saved(f"{name}_out_norm.input", shape.row)
+            statistic = shape.rows * STATISTIC
+            yield Saved(f"{name}_out_norm.statistic", statistic, module="norms")
+
+
+_OUTPUTS = ("attention_norm.output", "ffn_norm.output")
 
 
 def with_adapters(weights: Iterable[Weight], adapters: Sequence[LowRank]) -> Iterator[Weight]:

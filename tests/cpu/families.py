@@ -86,7 +86,9 @@ def reference(model_type: str, config: dict[str, Any], seed: int | None = None) 
 
 def gate_of(block: Any) -> Any:
     """Return the module that chooses experts in a layer of transformers."""
-    return block.mlp.gate if hasattr(block, "mlp") else block.block_sparse_moe.router
+    if not hasattr(block, "mlp"):
+        return block.block_sparse_moe.router
+    return block.mlp.gate if hasattr(block.mlp, "gate") else block.mlp.router
 
 
 def total_of(decoder: Decoder) -> int:

@@ -234,9 +234,7 @@ def _exaone(random: Random, config: Fields) -> Fields:
     own = sigmoid(random, config) | dense_kinds(random, config)
     own["num_experts"] = own.pop("n_routed_experts")
     own["num_shared_experts"] = own.pop("n_shared_experts")
-    seen = windows(random, config)
-    seen["layer_types"][random.randrange(config["num_hidden_layers"])] = "sliding_attention"
-    return own | seen
+    return own | some_window(random, config)
 
 
 @of("hunyuan_v1_moe")
@@ -269,9 +267,68 @@ def _granite_shared(random: Random, config: Fields) -> Fields:
     return _granite(random, config) | {"shared_intermediate_size": random.choice((0, 7))}
 
 
+@of("flex_olmo")
+def _flex_olmo(random: Random, config: Fields) -> Fields:
+    return _olmoe(random, config) | {"attention_bias": _coin(random)}
+
+
+def some_window(random: Random, config: Fields) -> Fields:
+    """Draw windows, of at least one layer."""
+    seen = windows(random, config)
+    seen["layer_types"][random.randrange(config["num_hidden_layers"])] = "sliding_attention"
+    return seen
+
+
+@of("afmoe")
+def _afmoe(random: Random, config: Fields) -> Fields:
+    return some_window(random, config) | {
+        "num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "intermediate_size": random.choice(WIDE),
+        "num_dense_layers": random.choice((0, 1)),
+        "num_shared_experts": random.choice((1, 2)),
+        "route_scale": random.choice((1.0, 2.5)),
+        "mup_enabled": _coin(random),
+        "head_dim": random.choice((6, 8)),
+        "attention_bias": _coin(random),
+    }
+
+
+@of("cohere2_moe")
+def _cohere(random: Random, config: Fields) -> Fields:
+    epsilon = config.pop("rms_norm_eps")
+    return (
+        some_window(random, config)
+        | dense_kinds(random, config)
+        | {
+            "num_experts": random.choice(EXPERTS),
+            "intermediate_size": random.choice(WIDTHS),
+            "prefix_dense_intermediate_size": random.choice((None, 12)),
+            "prefix_dense_sliding_window_pattern": random.choice((1, 2)),
+            "num_shared_experts": random.choice((0, 1, 2)),
+            "shared_expert_combination_strategy": random.choice(("average", "sum")),
+            "expert_selection_fn": random.choice(("softmax", "sigmoid")),
+            "norm_topk_prob": _coin(random),
+            "logit_scale": random.choice((0.0625, 0.3)),
+            "head_dim": random.choice((6, 8)),
+            "attention_bias": _coin(random),
+            "rms_norm_eps": random.choice((None, epsilon)),
+            "layer_norm_eps": random.choice((1e-5, 1e-3)),
+        }
+    )
+
+
 FAMILIES = tuple(OWN)
-EXCLUDING = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
-"""Groups of which some are left out, which drawn ones seldom are."""
+SEEN: dict[str, Fields] = {
+    "deepseek_v3": {
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
+    "cohere2_moe": {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"},
+}
+"""What every other draw has: groups of which some are left out, a mean of two experts."""
 DEFAULTS: dict[str, Fields] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},

@@ -10,7 +10,8 @@ from moefold.kernels.gradients import Accumulated
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.config import Capacity, Moe, Shared
-from moefold.moe.layer import MoeFfn, MoeInput
+from moefold.moe.layer import MoeFfn
+from moefold.moe.rows import MoeInput
 from tests.cpu.small import DEEP, moe
 
 MIXTURES: dict[str, Moe] = {

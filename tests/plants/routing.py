@@ -221,8 +221,8 @@ PLANTS = (
         "tests/gloo/test_proof_verify.py::"
         "test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does",
         "layers/attention.py",
-        "self.o.shift(flow.scatter(self.o.product(out_THd.flatten(1), flow.whole)), flow)",
-        "flow.scatter(self.o(out_THd.flatten(1), flow.whole))",
+        "self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)",
+        "flow.scatter(self.o(out_TO, whole))",
     ),
     Plant(
         "b23",
@@ -237,7 +237,7 @@ PLANTS = (
         "full layers turn where they have no positions",
         B23,
         "model/families/sizes.py",
-        "placed = None if self.window and not self.full_turn else rope",
+        "placed = rope if self.window is None or self.turns(layer) else None",
         "placed = rope",
     ),
     Plant(
@@ -253,8 +253,8 @@ PLANTS = (
         "a half of a block is added without its factor",
         B23,
         "moe/layer.py",
-        "rows.residual_TD + scaled(out_TD, self.residual_scale)",
-        "rows.residual_TD + out_TD",
+        "added_TD = scaled(out_TD, self.residual_scale)",
+        "added_TD = out_TD",
     ),
     Plant(
         "b23",

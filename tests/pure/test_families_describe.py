@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoe": {"shape": SIZES | {"kv_heads": 2}, "scale": 0.5, "embed_scale": 3.0},
     "granitemoeshared": {"shape": SIZES | {"kv_heads": 2, "shared_width": 9}},
     "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
+    "flex_olmo": {"shape": SIZES | {"kv_heads": 2}},
+    "afmoe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [2]}},
+    "cohere2_moe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "dense_layers": [0]}},
 }
 
 

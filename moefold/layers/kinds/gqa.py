@@ -1,6 +1,7 @@
 """Grouped-query attention: its record and what it is."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
@@ -47,6 +48,8 @@ class Gqa(LayerSpec):
     """Factor on the scores; None is one over the root of ``head_dim``."""
     bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have one: none, those to heads, or the output's too."""
+    gate: bool = False
+    """Whether a sigmoid of the row scales each feature of the heads' output."""
 
     owner = "moefold.layers.attention:GroupedQueryAttention"
     caches = True
@@ -99,6 +102,8 @@ class Gqa(LayerSpec):
         yield Weight("o.weight", (hidden, self.heads * self.head_dim), ((1, heads),))
         if self.bias == "all":
             yield Weight("o.bias", (hidden,), product=False)
+        if self.gate:
+            yield Weight("out_gate.weight", (self.heads * self.head_dim, hidden), ((0, heads),))
         if self.qk_norm == "none":
             return
         for name, units in each[:2]:
@@ -117,6 +122,9 @@ class Gqa(LayerSpec):
             for units, passes in ((heads, turned + 1), (groups, turned + 1), (groups, 1))
         )
         products = (Matmul(("q.weight", "k.weight", "v.weight")), Matmul(("o.weight",)))
+        if self.gate:
+            products += (Matmul(("out_gate.weight",)),)
+            traffic += (Traffic(heads.number * self.head_dim, 4, 6, units=heads),)
         yield Operation("attention", products, traffic=traffic, launches=12)
         yield Operation("core", core=self.core, launches=1)
 
@@ -139,7 +147,14 @@ class Gqa(LayerSpec):
                 yield Saved(f"{name}.projected", projected, module="attention")
                 statistic = shape.piece * per_row * STATISTIC
                 yield Saved(f"{name}_norm.statistic", statistic, module="norms")
-        yield from saved_attention(self.core, shape)
+        if not self.gate:
+            yield from saved_attention(self.core, shape)
+            return
+        for part in saved_attention(self.core, shape):
+            yield replace(part, operand=False)
+        size = shape.piece * self.heads // shape.tp * self.head_dim * shape.width
+        yield Saved("out_gate", size, module="attention")
+        yield Saved("gated", size, module="attention", operand=True)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return at most two query heads for each of few key-value heads, of four dims."""

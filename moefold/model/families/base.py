@@ -17,7 +17,7 @@ from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
 from moefold.model.families.fields import ConfigField, Rotary, read_all
-from moefold.model.families.hub import ConfigReader, rope_fields
+from moefold.model.families.hub import SPECIAL, ConfigReader, rope_fields
 from moefold.model.families.names import Entry
 from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
@@ -64,6 +64,8 @@ class Family(Record):
     architecture: ClassVar[str]
     hf_sizes: ClassVar[Mapping[str, str]]
     """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
+    epsilon_field: ClassVar[str] = "rms_norm_eps"
+    """The field of ``config.json`` that is ``norm_epsilon``."""
     fields: ClassVar[tuple[ConfigField, ...]] = ()
     """The other fields of ``config.json``, beside those that all families have."""
     tensors: ClassVar[tuple[Entry, ...]]
@@ -80,17 +82,24 @@ class Family(Record):
     """What the family's attention is by nature, as fields of its record."""
     attention_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the attention's record has too."""
+    moe_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the record that the feed-forward with experts has too."""
+    block_own: ClassVar[Mapping[str, Any]] = {}
+    """What the family's blocks are by nature."""
     block_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that each block has too."""
     decoder_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the decoder has too."""
     router_own: ClassVar[Mapping[str, Any]] = {}
     """What the family's router is by nature."""
+    router_kinds: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """What it is by the record's ``weights``, in families that choose by that."""
 
     def own_router(self) -> Router:
         """The family's router: softmax over all experts, then top-k, where it says nothing else."""
         own = {name: getattr(self, name) for name in self.router_fields}
         sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
+        own |= self.router_kinds.get(getattr(self, "weights", ""), {})
         return Router(**sizes, **self.router_own, **own)
 
     @property
@@ -105,7 +114,7 @@ class Family(Record):
         """Every block in order: dense where ``shape`` says so, else with experts."""
         own = {name: getattr(self, name) for name in self.attention_fields}
         dense, sparse = Dense(width=self.shape.width_of_dense), self.moe()
-        more = {name: getattr(self, name) for name in self.block_fields}
+        more = {**self.block_own, **{name: getattr(self, name) for name in self.block_fields}}
         made: dict[tuple[Record, bool], Block] = {}
         found: list[Block] = []
         for layer in range(self.shape.layers):
@@ -139,6 +148,10 @@ class Family(Record):
         shape = cls.model_fields["shape"].annotation.of(decoder)  # type: ignore[union-attr]
         own = {name: getattr(moe.router, name) for name in cls.router_fields}
         own |= {name: getattr(attention, name) for name in cls.attention_fields}
+        own |= {name: getattr(moe, name) for name in cls.moe_fields}
+        for name, kind in cls.router_kinds.items():
+            if all(getattr(moe.router, field) == value for field, value in kind.items()):
+                own["weights"] = name
         own |= {name: getattr(decoder.blocks[0], name) for name in cls.block_fields}
         own |= {name: getattr(decoder, name) for name in cls.decoder_fields}
         ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
@@ -159,7 +172,7 @@ class Family(Record):
         """
         reader = ConfigReader(config, cls.architecture, cls.model_type)
         fields = {
-            "norm_epsilon": reader.take("rms_norm_eps", float),
+            "norm_epsilon": reader.take(cls.epsilon_field, float),
             "tied": reader.take("tie_word_embeddings", bool, False),
             "init_std": reader.take("initializer_range", float, 0.02),
             "context": reader.take("max_position_embeddings", int, None),
@@ -208,11 +221,12 @@ class Family(Record):
         return {
             "architectures": [cls.architecture],
             "model_type": cls.model_type,
+            **dict.fromkeys(SPECIAL),  # a class may have numbers of its own for what is left out
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,
             "initializer_range": model.init_std,
-            "rms_norm_eps": model.norm_epsilon,
+            cls.epsilon_field: model.norm_epsilon,
             "tie_word_embeddings": model.tied,
             "output_router_logits": False,
             "use_cache": True,
@@ -248,6 +262,7 @@ class Family(Record):
         """The feed-forward with experts, ``own`` being what only some families have."""
         if width := self.shape.width_of_shared:
             own = {"shared": Shared(width=width, gate=self.shared_gate)} | own
+        own = {name: getattr(self, name) for name in self.moe_fields} | own
         return Moe(
             width=self.shape.expert_width,
             router=self.chosen_router,

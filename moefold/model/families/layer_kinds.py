@@ -121,6 +121,29 @@ class WindowKinds(ConfigField):
         return {"sliding_window": shape.window, "layer_types": kinds}
 
 
+def prefix_full(config: ConfigReader, layer: int) -> bool:
+    """Say whether a layer is full: dense ones and others count apart."""
+    first = config.take("first_k_dense_replace", int, 0)
+    prefix = config.take("prefix_dense_sliding_window_pattern", int, 1)
+    step = config.take("sliding_window_pattern", int, 4)
+    return (layer + 1) % prefix == 0 if layer < first else (layer - first + 1) % step == 0
+
+
+@dataclass(frozen=True)
+class DenseTurn(ConfigField):
+    """``prefix_dense_sliding_window_pattern``: 1 gives dense layers positions in any case."""
+
+    name: str = "prefix_dense_sliding_window_pattern"
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        return {"shape.dense_turn": config.take(self.name, int, 1) == 1}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it; the kinds of layers say the rest."""
+        return {self.name: 1 if model.shape.dense_turn else 2}
+
+
 @dataclass(frozen=True)
 class WindowSwitch(ConfigField):
     """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""

@@ -112,15 +112,25 @@ def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> Layo
     return "packed" if packed else "per_expert"
 
 
-def llama_names() -> tuple[Entry, ...]:
-    """Names outside attention and feed-forward, and those of a dense feed-forward."""
+def llama_names(
+    before: str = "input_layernorm",
+    after: str = "",
+    second_before: str = "post_attention_layernorm",
+    second_after: str = "",
+) -> tuple[Entry, ...]:
+    """Names outside attention and feed-forward, and those of a dense feed-forward.
+
+    The arguments name the norms around both halves of a block, none where they are empty.
+    """
     at = "model.layers.{i}"
+    norms = {"attention_norm": before, "attention_out_norm": after}
+    norms |= {"ffn_norm": second_before, "ffn_out_norm": second_after}
+    there = [(ours, theirs) for ours, theirs in norms.items() if theirs]
     return (
         entry("embed.weight", "model.embed_tokens.weight"),
         entry("norm.weight", "model.norm.weight"),
         entry("head.weight", "lm_head.weight"),
-        entry("layers.{i}.attention_norm.weight", f"{at}.input_layernorm.weight"),
-        entry("layers.{i}.ffn_norm.weight", f"{at}.post_attention_layernorm.weight"),
+        *(entry(f"layers.{{i}}.{ours}.weight", f"{at}.{name}.weight") for ours, name in there),
         entry("layers.{i}.ffn.w_in", f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
         entry("layers.{i}.ffn.w_out", f"{at}.mlp.down_proj.weight"),
     )

@@ -7,11 +7,14 @@ from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 
 # Imported because each registers itself when imported.
 from moefold.model.families import (  # noqa: F401
+    afmoe,
+    cohere2_moe,
     deepseek_v2,
     deepseek_v3,
     dots1,
     ernie4_5_moe,
     exaone_moe,
+    flex_olmo,
     glm4_moe,
     glm4_moe_lite,
     granitemoe,
@@ -30,12 +33,9 @@ from moefold.model.families.base import Family, Reading
 _DELTA, _SPACE, _INDEXER = "a delta net", "state-space layers", "the indexer of sparse attention"
 _HYPER = "hyper-connections between layers"
 LACKS: Mapping[str, str] = {
-    "afmoe": "norms before and after each half, and a gate on attention's output",
     "bailing_hybrid": _DELTA,
-    "cohere2_moe": "one norm for both halves of a block",
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _HYPER,
-    "flex_olmo": "norms after each half of a block",
     "glm5_next": _HYPER,
     "glm_moe_dsa": _INDEXER,
     "gpt_oss": "biases of experts, their activation, and a bias of the router",

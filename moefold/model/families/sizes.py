@@ -161,10 +161,14 @@ class WindowSizes(FreeGqaSizes):
     full_turn: ClassVar[bool] = True
     """Whether full layers have positions beside a window."""
 
+    def turns(self, layer: int) -> bool:
+        """Return whether a full layer has positions beside a window."""
+        return self.full_turn
+
     def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
         """Return attention within the window, or to all before."""
         if self.window is None or layer in self.full_layers:
-            placed = None if self.window and not self.full_turn else rope
+            placed = rope if self.window is None or self.turns(layer) else None
             return Gqa(**self.head_sizes, rope=placed, **own)
         return Windowed(**self.head_sizes, rope=rope, window=self.window, sinks=False, **own)
 
@@ -346,3 +350,23 @@ class AnySharedSizes(FamilySizes):
         """Return the sizes that a decoder shows, the shared expert's too."""
         width = getattr(first_moe(decoder).shared, "width", None)
         return super().of(decoder) | {"shared_width": width}
+
+
+class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):
+    """Sizes of a family whose full layers have no positions, unless they are dense."""
+
+    dense_turn: bool = True
+    """Whether dense layers have positions whatever they see."""
+
+    full_turn = False
+
+    def turns(self, layer: int) -> bool:
+        """Return whether a full layer has positions beside a window."""
+        return self.dense_turn and layer in self.dense
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, and whether dense layers turn."""
+        attention: Any = [decoder.blocks[n].attention for n in dense_of(decoder)]
+        turn = all(one.rope is not None for one in attention)
+        return super().of(decoder) | {"dense_turn": turn}

@@ -1,0 +1,77 @@
+"""AFMoE (Trinity): norms before and after each half, a gate on attention's output, windows."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope, Size
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import WindowKinds
+from moefold.model.families.sigmoid import SigmoidFamily
+from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
+
+
+def _full(config: ConfigReader, layer: int) -> bool:
+    return (layer + 1) % config.take("global_attn_every_n_layers", int, 4) == 0
+
+
+class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
+    """Sizes of an AFMoE; full layers have no positions."""
+
+    window: Size  # type: ignore[reportGeneralTypeIssues]
+    full_turn = False
+
+
+@MODEL.register
+class Afmoe(SigmoidFamily):
+    """An AFMoE."""
+
+    family: Literal["afmoe"] = "afmoe"
+    shape: AfmoeShape
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    embed_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the embedding's rows: 1, or the root of ``hidden``."""
+    rope: Rope = Rope()
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "afmoe"
+    architecture = "AfmoeForCausalLM"
+    attention_own = {"qk_norm": "head", "gate": True}
+    attention_fields = ("bias",)
+    block_own = {"norms": "both"}
+    decoder_fields = ("embed_scale",)
+    router_fields = ("scale",)
+    hf_sizes = names.HF_SIZES | {
+        "num_experts": "experts",
+        "moe_intermediate_size": "expert_width",
+        "num_dense_layers": "dense_layers",
+    }
+    fields = (
+        hf.KvHeads(),
+        hf.HeadDim(128),
+        hf.Rotary(1e4),
+        hf.BiasBalance(),
+        hf.SharedNumber("num_shared_experts"),
+        hf.DenseSize(),
+        WindowKinds(_full, some=True),
+        hf.FieldValue("route_scale", "scale", float, 1.0),
+        hf.ProjectionBias("attention_bias", False, "all"),
+        hf.RootScale("mup_enabled"),
+        hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
+    )
+    tensors = (
+        *names.llama_names(
+            "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"
+        ),
+        *names.gqa_names(qk_norm=True),
+        *names.attention_names({"out_gate": "gate_proj"}),
+        *names.projection_bias_names("qkvo"),
+        *names.expert_names("router.gate.weight", "router.gate.weight"),
+        *names.bias_names("mlp.expert_bias"),
+        *names.shared_names(),
+    )

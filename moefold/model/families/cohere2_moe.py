@@ -1,0 +1,78 @@
+"""Command A+ (Cohere2-MoE): one norm for both halves, windows with positions, a logits factor."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope, Size
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.layer_kinds import DenseKinds, DenseTurn, WindowKinds, prefix_full
+from moefold.model.families.sizes import DenseTurnSizes
+
+
+class Cohere2MoeShape(DenseTurnSizes):
+    """Sizes of a Cohere2-MoE; full layers have no positions, unless they are dense."""
+
+    window: Size  # type: ignore[reportGeneralTypeIssues]
+
+
+@MODEL.register
+class Cohere2Moe(Family):
+    """A Cohere2-MoE."""
+
+    family: Literal["cohere2_moe"] = "cohere2_moe"
+    shape: Cohere2MoeShape
+    norm: Literal["rms", "layer"] = "layer"
+    """Kind of the norms of rows."""
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    weights: Literal["softmax", "sigmoid", "shares"] = "softmax"
+    """Of the chosen experts: a softmax over them, their sigmoids, or those over their sum."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on what all experts give together: 0.5 is the mean of routed and shared."""
+    logits_divisor: Annotated[float, Field(gt=0)] = 16.0
+    """What logits are divided by."""
+    balance: Balance = ()
+    rope: Rope = Rope(layout="interleaved")
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "cohere2_moe"
+    architecture = "Cohere2MoeForCausalLM"
+    epsilon_field = "layer_norm_eps"
+    fixed_rope = "interleaved"
+    attention_fields = ("bias",)
+    moe_fields = ("scale",)
+    block_own = {"norms": "shared"}
+    decoder_fields = ("norm", "logits_divisor")
+    router_kinds = {
+        "softmax": {"score": "softmax", "order": "topk_first"},
+        "sigmoid": {"score": "sigmoid", "renormalise": False},
+        "shares": {"score": "sigmoid", "renormalise": True},
+    }
+    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
+    fields = (
+        hf.KvHeads(),
+        hf.HeadDim(128),
+        hf.Rotary(1e4, "interleaved"),
+        hf.NormKind(),
+        hf.SharedNumber("num_shared_experts", True, "intermediate_size"),
+        hf.SharedMean(),
+        DenseKinds(0, "first_k_dense_replace"),
+        hf.DenseSize("prefix_dense_intermediate_size", "intermediate_size"),
+        DenseTurn(),
+        WindowKinds(prefix_full, some=True),
+        hf.Selection(),
+        hf.ProjectionBias("attention_bias", False, "all"),
+        hf.Inverse("logit_scale", "logits_divisor", 0.0625),
+        hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
+    )
+    tensors = (
+        *names.llama_names("input_layernorm", "", "", ""),
+        *names.gqa_names(),
+        *names.projection_bias_names("qkvo"),
+        *names.expert_names(),
+        *names.shared_names(),
+    )

@@ -1,0 +1,69 @@
+"""FlexOlmo (arXiv 2507.07024): norms after each half of a block, and over whole projections."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.fields import (
+    AuxField,
+    FieldValue,
+    Follows,
+    KvHeads,
+    ProjectionBias,
+    Rotary,
+)
+from moefold.model.families.names import (
+    HF_SIZES,
+    expert_names,
+    gqa_names,
+    llama_names,
+    projection_bias_names,
+)
+from moefold.model.families.sizes import GqaSizes
+from moefold.moe.config import Aux
+
+_AUX, _THETA = 1e-2, 5e5
+
+
+class FlexOlmoShape(GqaSizes):
+    """Sizes of a FlexOlmo."""
+
+
+@MODEL.register
+class FlexOlmo(Family):
+    """A FlexOlmo."""
+
+    family: Literal["flex_olmo"] = "flex_olmo"
+    shape: FlexOlmoShape
+    renormalise: bool = False
+    """Whether the chosen probabilities are divided by their sum."""
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    balance: Balance = (Aux(coefficient=_AUX),)
+    rope: Rope = Rope(theta=_THETA)
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+
+    model_type = "flex_olmo"
+    architecture = "FlexOlmoForCausalLM"
+    hf_sizes = HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
+    attention_own = {"qk_norm": "projection"}
+    attention_fields = ("bias",)
+    block_own = {"norms": "after"}
+    router_fields = ("renormalise",)
+    fields = (
+        KvHeads(),
+        Rotary(_THETA),
+        AuxField(_AUX),
+        FieldValue("norm_topk_prob", "renormalise", bool, False),
+        ProjectionBias("attention_bias", False, "all"),
+        Follows("head_dim", lambda model: model.shape.dims_per_head),
+    )
+    tensors = (
+        *llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        *gqa_names(qk_norm=True),
+        *projection_bias_names("qkvo"),
+        *expert_names(),
+    )
