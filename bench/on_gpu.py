@@ -27,12 +27,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--smoke", action="store_true", help="small sizes, on a device too")
+    parser.add_argument("--compiled", action="store_true", help="operations by torch.compile too")
     parser.add_argument("--folder", type=Path, help="of the results (default: bench/results/gpu)")
     asked = parser.parse_args(words)
     part = import_module(f"gpu.{asked.part}")
     if asked.part == "tables":
         return part.run(asked.folder)
-    return part.run(part.Bench(asked.part, asked.folder, asked.smoke))
+    return part.run(part.Bench(asked.part, asked.folder, asked.smoke, asked.compiled))
 
 
 if __name__ == "__main__":

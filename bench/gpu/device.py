@@ -55,6 +55,7 @@ class Bench:
         name: of the script and of what it measures.
         folder: where files go, unless it is the usual place.
         smoke: whether a device runs small sizes too.
+        compiled: whether forms of torch.compile are measured too.
 
     Attributes:
         device: CUDA where there is a device, else the CPU.
@@ -63,7 +64,10 @@ class Bench:
         rows: what was measured so far, each by name.
     """
 
-    def __init__(self, name: str, folder: Path | None = None, smoke: bool = False) -> None:
+    def __init__(
+        self, name: str, folder: Path | None = None, smoke: bool = False, compiled: bool = False
+    ) -> None:
+        self.compiled = compiled
         self.name, self.began = name, time.monotonic()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.smoke = smoke or self.device.type == "cpu"
@@ -105,8 +109,8 @@ class Bench:
         self.add(name, **about, **figures)
 
     def timed(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Timed]:
-        """Time calls in turn on this bench's device; see :func:`timed`."""
-        return timed(calls, self.device, self.rounds)
+        """Time the kernels of calls, in turn on this bench's device; see :func:`timed`."""
+        return timed(calls, self.device, self.rounds, graphed=True)
 
     def write(self, **more: Any) -> None:
         """Write the file."""
@@ -169,12 +173,16 @@ def _short(value: Any) -> Any:
 
 
 def timed(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int
+    calls: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    graphed: bool = False,
 ) -> dict[str, Timed]:
     """Time calls in turn, so that a device whose clock drifts is alike to all.
 
     On CUDA seconds are between two events, and its caches are overwritten before each call; on a
-    CPU they are the process's own.
+    CPU they are the process's own. ``graphed``: of a call's kernels alone, as a CUDA graph without
+    the host's time between them, where there can be one.
     """
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8).to(device)
     clock = _by_events if device.type == "cuda" else _by_process
@@ -182,12 +190,41 @@ def timed(
     for call in calls.values():
         for _ in range(min(3, rounds)):  # compiles, takes memory, fills caches of plans
             call()
+    if graphed and device.type == "cuda":
+        calls = {name: captured(call) for name, call in calls.items()}
     for turn in range(rounds):
         names = list(calls)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             flush.zero_()
             found[name].append(clock(calls[name]))
     return {name: _spread(seconds) for name, seconds in found.items()}
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what runs a call's kernels as one graph; the call itself where it waits for them."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    if stream == torch.cuda.default_stream():
+        stream = torch.cuda.Stream()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call
+    return graph.replay
+
+
+def host_seconds(call: Callable[[], Any], device: torch.device, times: int = 50) -> float | None:
+    """Return the host's seconds to issue a call, None on a CPU, where all are its own."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    ended = time.perf_counter()
+    torch.cuda.synchronize()
+    return (ended - began) / times
 
 
 def _by_events(call: Callable[[], Any]) -> float:

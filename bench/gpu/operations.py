@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu.device import Bench, drawn
+from gpu.device import Bench, drawn, host_seconds
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -88,13 +88,15 @@ class Sizes:
 
 def run(bench: Bench) -> int:
     """Measure all operations; returns 1 where one failed."""
-    bounds = Bounds(bench)
-    for make in OPERATIONS:
-        torch.manual_seed(0)
-        for operation in make(bench, Sizes(bench)):
-            measure(bench, operation, bounds)
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
+    bounds, on_cuda = Bounds(bench), bench.device.type == "cuda"
+    # No graph can be captured of a backward whose forward ran on the default stream.
+    with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
+        for make in OPERATIONS:
+            torch.manual_seed(0)
+            for operation in make(bench, Sizes(bench)):
+                measure(bench, operation, bounds)
+                if on_cuda:
+                    torch.cuda.empty_cache()
     return bench.end()
 
 
@@ -161,6 +163,7 @@ def _timed(bench: Bench, forms: Mapping[str, Form], bound: float) -> dict[str, A
         "seconds": {name: found.median for name, found in took.items()},
         "spread": {name: [found.low, found.high] for name, found in took.items()},
         "share_of_bound": {name: bound / found.median for name, found in took.items()},
+        "host_s": {name: host_seconds(form, bench.device) for name, form in forms.items()},
     }
 
 
@@ -208,7 +211,12 @@ def ways(bench: Bench, form: Form) -> tuple[dict[str, Form], dict[str, str]]:
 
 
 def compiled(bench: Bench, form: Form) -> dict[str, Form]:
-    """Return a formula under ``torch.compile``; a smoke run traces it and compiles nothing."""
+    """Return a formula under ``torch.compile`` where that is asked for: it takes minutes.
+
+    A smoke run traces it and compiles nothing.
+    """
+    if not (bench.compiled or bench.smoke):
+        return {}
     backend = "inductor" if bench.device.type == "cuda" else "eager"
     return {"compiled": torch.compile(form, dynamic=False, backend=backend)}
 

@@ -30,6 +30,7 @@ from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.graphs import executor_of
 from moefold.planner.case import Case, Numbers
 from moefold.planner.count import count
 from moefold.planner.hardware import Machine
@@ -41,8 +42,9 @@ from moefold.training.calibrate import LOSS_CHUNK, adjusted
 from moefold.training.step import gradients
 
 OPTIMIZER = AdamW(lr=1e-4)
-MICRO_BATCHES, ROWS, FEW_ROWS = 4, 4096, 64
-"""Of a step; with few rows the host is what binds."""
+MICRO_BATCHES, ROWS, FEW_ROWS, MANY = 4, 4096, 64, 16
+"""Of a step; with few rows the host is what binds. Many micro-batches hide the optimizer, as steps
+of training do."""
 ROUNDS = 5
 KERNELS = 25
 """Kernels that are named, those that took longest."""
@@ -58,12 +60,13 @@ class Trial:
     schedule: str | None = None
     rows: int = ROWS
     micro_batches: int = MICRO_BATCHES
+    graphs: str = "none"
 
     @property
     def layout(self) -> Layout:
         """Where its parts live."""
         chosen = {} if self.schedule is None else {"schedule": {"kind": self.schedule}}
-        return Layout.model_validate({"sizes": self.sizes, **chosen})
+        return Layout.model_validate({"sizes": self.sizes, "graphs": self.graphs, **chosen})
 
 
 def trials(bench: Bench) -> list[Trial]:
@@ -79,6 +82,12 @@ def trials(bench: Bench) -> list[Trial]:
         for name, model in models.items()
         for rows, micro in ((ROWS, MICRO_BATCHES), (ROWS, 1), (FEW_ROWS, MICRO_BATCHES))
         if not bench.smoke or micro == 1 or name == "qwen3"
+    ]
+    found += [
+        Trial(name, model, micro_batches=MANY, graphs=graphs)
+        for name, model in models.items()
+        for graphs in ("none", "step")
+        if not bench.smoke or graphs == "step"
     ]
     wide = {
         "qwen3": cut("qwen3_30b_a3b", 12),
@@ -136,12 +145,12 @@ def run(bench: Bench) -> int:
         name = " ".join(filter(None, (trial.name, trial.sizes, trial.schedule)))
         about = {
             "layers": len(trial.decoder.blocks), "rows": trial.rows,
-            "micro_batches": trial.micro_batches,
+            "micro_batches": trial.micro_batches, "graphs": trial.graphs,
         }  # fmt: skip
 
         def measure(trial: Trial = trial) -> Mapping[str, Any]:
             found = measured(bench, trial, machine)
-            if not trial.sizes:
+            if not trial.sizes and trial.micro_batches != MANY:
                 done.append((trial, found["median"]))
             return found
 
@@ -178,10 +187,12 @@ def measured(bench: Bench, trial: Trial, machine: Machine) -> dict[str, Any]:
         }
 
 
-def drawn(trial: Trial, ranks: int, device: torch.device) -> ShardedState:
-    """Return a trial's parts with drawn weights."""
+def drawn(
+    trial: Trial, ranks: int, device: torch.device, layout: Layout | None = None
+) -> ShardedState:
+    """Return a trial's parts with drawn weights, in its layout or another."""
     torch.manual_seed(0)
-    data = data_of(trial.decoder, trial.layout, ranks, device=device)
+    data = data_of(trial.decoder, layout or trial.layout, ranks, device=device)
     with torch.no_grad():
         for name, parameter in data.params.items():
             one = 1.0 if name.endswith("norm.weight") else 0.0
@@ -195,9 +206,10 @@ def drawn(trial: Trial, ranks: int, device: torch.device) -> ShardedState:
 def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
     """Return a call that makes one optimizer step of a trial."""
     optimizer, batches = data.optimizer(OPTIMIZER), drawn_rows(trial)
+    executor = executor_of(data)
 
     def step() -> None:
-        figures = gradients(data, batches, LOSS_CHUNK)
+        figures = gradients(data, batches, LOSS_CHUNK, executor=executor)
         optimizer.step(clip_scale(figures.grad_norm, 1.0))
         data.renew()
         for _, mixture in data.placed.model.mixtures():
@@ -206,9 +218,9 @@ def stepping(trial: Trial, data: ShardedState) -> Callable[[], None]:
     return step
 
 
-def drawn_rows(trial: Trial) -> list[MicroBatch]:
+def drawn_rows(trial: Trial, seed: int = 0) -> list[MicroBatch]:
     """Return a step's micro-batches, each one document of drawn tokens, on the host."""
-    draw, shape = np.random.default_rng(0), (trial.micro_batches, trial.rows)
+    draw, shape = np.random.default_rng(seed), (trial.micro_batches, trial.rows)
     ids = draw.integers(0, trial.decoder.vocab, shape)
     return [assemble(row, row, [trial.rows]) for row in ids]
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -71,6 +72,14 @@ def forced(through: bool) -> Iterator[None]:
         yield
     finally:
         _FORCED.reset(token)
+
+
+@cache
+def generation() -> int:
+    """Return the generation of this process's NVIDIA GPU, such as 9 for Hopper; 0 without one."""
+    if not torch.version.cuda or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_capability()[0]
 
 
 class Op:

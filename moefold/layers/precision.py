@@ -118,6 +118,13 @@ class PrecisionPolicy:
             self._copies[weight] = held
         return Operand(weight, held[2])
 
+    def renew(self) -> None:
+        """Bring the compute copies up to date where they lie, for products that are replayed."""
+        for weight, (version, values, copy) in list(self._copies.items()):
+            if version != weight._version or not weight.is_set_to(values):
+                copy.copy_(weight.detach())
+                self._copies[weight] = (weight._version, weight.detach(), copy)
+
     def narrow_operand(
         self, weight: Tensor, narrow: Narrow, first: Tensor, groups: int = 0
     ) -> NarrowOperand:

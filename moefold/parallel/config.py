@@ -75,6 +75,9 @@ class Layout(Record):
     """Activations that lie in the host's memory or on disk between forward and backward."""
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
     """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
+    graphs: Literal["none", "step"] = "none"
+    """Whether a step's forward and backward are one CUDA graph: fewer launches for the host, on one
+    device that makes whole steps; elsewhere than on CUDA steps run as they are."""
 
     def rules(self) -> Iterator[Violation]:
         """Each axis is named once; the rest is between the layout and the model."""
@@ -101,6 +104,21 @@ class Layout(Record):
             misfits = self.recompute.misfits(model.made_again(tp=2), self.split.tp)
             yield from (broken.under("recompute") for broken in misfits)
         yield from self._schedule_misfits()
+        yield from self._graph_misfits()
+
+    def _graph_misfits(self) -> Iterator[Violation]:
+        """Yield what a CUDA graph of a step lacks: other ranks, copies to and from elsewhere."""
+        if self.graphs == "none":
+            return
+        sizes = self.split
+        broken = {
+            "one device makes a whole step": sizes.smallest_world > 1 or sizes.vpp > 1,
+            "activations stay on the device": self.offload is not None,
+            "state stays on the device": self.state.away,
+        }
+        for rule, wrong in broken.items():
+            if wrong:
+                yield Violation(("graphs",), self.graphs, f"{rule} where a step is a graph", "none")
 
     def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
         """Yield what keeps the schedule from running a step, however many data ranks share it.
@@ -139,6 +157,9 @@ class Layout(Record):
 
     def misfits_over(self, world: int) -> Iterator[Violation]:
         """Yield what does not fit so many ranks, beside the sizes."""
+        if self.graphs != "none" and world > self.split.smallest_world:
+            rule = f"one device makes a whole step where it is a graph, and not {world}"
+            yield Violation(("graphs",), self.graphs, rule, "none")
         copies = world // (self.split.tp * self.split.pp)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
             rule = f"divides the {copies} ranks that hold copies of dense weights"

@@ -58,6 +58,9 @@ def quantise_misfits(decoder: Decoder, layout: Layout) -> Iterator[Violation]:
             nearest = sizes.model_copy(update=dict.fromkeys(CUTS, 1)).text
             yield Violation(("layout", "sizes"), sizes.text, rule, nearest)
             break
+    if layout.graphs != "none":
+        rule = f"replays a step's draws, and {kind} draws anew"
+        yield Violation(("layout", "graphs"), layout.graphs, rule, "none")
     at = ("train", "quantise")
     if any(one.adapters for one in (decoder, *decoder.blocks)):
         yield Violation(at, kind, "reads codes of weights, to which no adapter adds", REMOVE)

@@ -29,6 +29,7 @@ from moefold.parallel.limits import (
     repeats,
 )
 from moefold.parallel.pipeline.executor import Executor, StepResult
+from moefold.parallel.pipeline.passes import Factors
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,18 @@ def _pass(
     for _, mixture in model.mixtures():
         mixture.balance.start_step()
 
-    def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+    def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
         head = model.head_operand()
         with module("loss"):
-            return loss_and_gradients(x_TD, head, flow, scale=totals.scale, chunk=loss_chunk)
+            return loss_and_gradients(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 
     flows = [flow_of(placed, batch, exact=exact) for batch in batches]
     with module("pipeline"):
-        ran = (executor or Executor)(placed, flows, totals.share_M.unbind(), loss).run()
+        ran = (executor or Executor)(placed, flows, totals.factors, loss).run()
     with module("gradients"):
         norm_squared = data.finish()
-    balances = [mixture.balance for _, mixture in model.mixtures()]
     with module("counters"):
-        sum_counters(balances, world.group("stage"))
+        sum_counters([mixture.balance for _, mixture in model.mixtures()], world.group("stage"))
     missing = missing_room(placed, [count for flow in flows for count in flow.overflow])
     with module("figures"):
         return _figures(placed, ran, totals, norm_squared, stop, missing)
@@ -133,10 +133,7 @@ class _Totals(NamedTuple):
 
     counts: Tensor
     """int64 labels and valid rows."""
-    scale: Tensor
-    """One over the labels, the factor of the loss."""
-    share_M: Tensor
-    """Each micro-batch's share of the step's valid rows."""
+    factors: Factors
 
 
 def _totals(batches: Sequence[MicroBatch], world: World) -> _Totals:
@@ -146,7 +143,7 @@ def _totals(batches: Sequence[MicroBatch], world: World) -> _Totals:
     said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
     counts = sum_(torch.stack([said[0], said[1:].sum()]), world.group("dp"))
     wide = counts.clamp(min=1).to(widest(world.device))
-    return _Totals(counts, wide[0].reciprocal(), said[1:] / wide[1])
+    return _Totals(counts, Factors(wide[0].reciprocal(), said[1:] / wide[1]))
 
 
 def _figures(
@@ -160,12 +157,13 @@ def _figures(
     """Add up every rank's share of the figures, and read them from the device once."""
     mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
     values = norm_squared.new_zeros(3 + len(names) + (missing is not None))
-    values[0], values[-1] = norm_squared, float(stop)
+    values[0] = norm_squared
+    values[-1].fill_(stop)  # assigned, the number would be waited for
     if missing is not None:
         values[-2] = missing > 0
     if ran.losses:
         values[1] = torch.stack(ran.losses).sum()
-    share_M = totals.share_M.unbind()
+    share_M = totals.factors.share_M.unbind()
     for at, name in enumerate(names, 2):
         found = [
             (terms_N[list(mixtures[layer].terms).index(name)], share_M[micro])

@@ -34,6 +34,7 @@ from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
@@ -155,6 +156,7 @@ class Trainer:
                     self.data = ShardedState(placed, valued=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
+                self.executor = executor_of(self.data)
                 self.counts = count(self.decoder)
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)
@@ -291,8 +293,8 @@ class Trainer:
         given = self.loader.step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
-            asked = self._asked is not None
-            return gradients(self.data, given, run.train.loss_chunk, stop=asked)
+            stop = self._asked is not None
+            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor)
 
         figures = forward_backward()
         if figures.stop and self._asked is None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from torch import Tensor, nn
 from moefold.config.slot import build
 from moefold.kernels.attention import reference
 from moefold.kernels.attention.block import Tile, attention, causal_tiles
+from moefold.layers.flow import Flow
 from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW, Muon, Optim
+from moefold.parallel.apply import flow_of
+from moefold.parallel.config import Layout
+from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.lanes import Lanes
+from moefold.parallel.pipeline.passes import Factors
 from moefold.training.step import gradients
 from tests.cpu.runs import raw_run
 from tests.cpu.small import padded_rows, relative, same
@@ -146,6 +152,51 @@ def test_a_whole_step_waits_once_for_the_device() -> None:
         step()
     found = waits(step)
     assert sum(found.values()) == 1, found
+
+
+@pytest.mark.parametrize("recompute", [None, "full"], ids=["kept", "again"])
+def test_a_step_that_is_replayed_is_the_step(recompute: str | None) -> None:
+    """Other rows in each step, and weights that move between them: losses, norms and weights."""
+    found: list[list[float]] = []
+    for graphs in ("none", "step"):
+        trial = small_trial()
+        chosen = {"graphs": graphs, "recompute": recompute and {"kind": recompute}}
+        layout = Layout.model_validate({k: v for k, v in chosen.items() if v})
+        data = drawn_state(trial, 1, torch.device("cuda"), layout)
+        optimizer, executor = data.optimizer(AdamW(lr=0.01)), executor_of(data)
+        figures: list[float] = []
+        for step in range(6):
+            rows = drawn_rows(trial, seed=step)
+            said = gradients(data, rows, 16, executor=executor)
+            optimizer.step(scale=0.5)
+            data.renew()
+            figures += [said.lm_loss, said.grad_norm, *said.router_terms.values()]
+        weights = [float(p.detach().double().norm()) for p in data.params.values()]
+        found.append(figures + weights)
+        if graphs == "step":
+            assert len(executor._captured) == 1, "steps of one shape are one graph"
+    # Sums of gradients of the embedding are made in another order.
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+    assert len({*found[0][:6]}) > 2
+
+
+def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
+    trial = small_trial()
+    data = drawn_state(trial, 1, torch.device("cuda"), Layout(graphs="step"))
+    executor = executor_of(data)
+    for rows in (8, 16):
+        other = replace(trial, rows=rows)
+        for _ in range(4):
+            gradients(data, drawn_rows(other), 16, executor=executor)
+    assert len(executor._captured) == 2
+
+    def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return x_TD.sum() * float(scale), x_TD
+
+    factors = Factors(*(torch.ones(n, device="cuda") for n in (1, trial.micro_batches)))
+    with pytest.raises(RuntimeError, match="Use graphs: none"):
+        flows = [flow_of(data.placed, rows) for rows in drawn_rows(trial)]
+        executor._capture(data.placed, flows, factors, loss)
 
 
 def test_rows_come_to_the_device_as_they_are(device: torch.device) -> None:

@@ -31,7 +31,7 @@ PLANTS = (
         STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
         "training/step.py",
         "said[1:] / wide[1]",
-        "torch.ones_like(wide[1]) / len(batches) + 0 * said[1:]",
+        "torch.ones_like(said[1:]) / len(batches)",
     ),
     Plant(
         "b06",

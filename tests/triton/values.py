@@ -49,7 +49,7 @@ def watched(call: Callable[[], Out], whole: bool = True, waste: float | None = 1
 
 def _run(call: Callable[[], Out], seed: int | None, whole: bool, waste: float | None) -> Out:
     if DEVICE:
-        with forced(True), nan_where_unwritten(), on_device(DEVICE):
+        with forced(True), nan_where_unwritten():
             return call()
     with forced(True), nan_where_unwritten(), Watch(seed) as watch:
         out = call()

@@ -18,7 +18,7 @@ from moefold.layers.unshard import UnshardHooks
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
-from moefold.parallel.pipeline.passes import ChunkPass, Loss
+from moefold.parallel.pipeline.passes import ChunkPass, Factors, Loss
 from moefold.schedule.table import Action, ActionResult, Step, actions_of
 
 
@@ -50,14 +50,14 @@ class Executor:
     Args:
         placed: this rank's parts.
         flows: one pass per micro-batch, without a sink.
-        shares: 0-d, of each micro-batch in the step's valid rows: the weight of its router terms.
+        factors: of the loss and of router terms.
         loss: what the last stage ends with.
     """
 
     def __init__(
-        self, placed: ModelParts, flows: Sequence[Flow], shares: Sequence[Tensor], loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
     ) -> None:
-        self._placed, self._flows, self._shares = placed, flows, shares
+        self._placed, self._flows, self._factors = placed, flows, factors
         self._loss = loss
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
@@ -128,10 +128,10 @@ class Executor:
         apart = self.plan.splits or self._beside is not None
         sink = Deferred() if apart else Accumulated()
         placed, micro = self._placed, action.micro
-        chunk, share = placed.chunks[action.chunk], self._shares[micro]
+        chunk = placed.chunks[action.chunk]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks)
-        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
+        way = ChunkPass(placed.model, chunk, flow, self._factors, micro, self._loss, self._beside)
         return InFlight(way, flow, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:

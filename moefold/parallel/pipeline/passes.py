@@ -8,7 +8,7 @@ another.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,20 @@ from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
 from moefold.parallel.pipeline.subgraph import Subgraph
 
-Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
+Loss = Callable[[Tensor, Flow, Tensor], tuple[Tensor, Tensor]]
+"""``loss(x_TD, flow, scale)``: this rank's share of the summed loss, and the gradient of x_TD times
+the scale."""
 LEAF = tree_flatten(0)[1]
 """The form of what a block takes: one tensor."""
+
+
+class Factors(NamedTuple):
+    """What a step's sums are multiplied by, on the device."""
+
+    scale: Tensor
+    """Of the loss, 0-d: one over the labels."""
+    share_M: Tensor
+    """Of each micro-batch's router terms: its share of the step's valid rows."""
 
 
 class ChunkPass:
@@ -35,7 +45,8 @@ class ChunkPass:
         model: the parts of the model on this rank.
         chunk: what of it is run.
         flow: the micro-batch's pass, with the sink of this chunk.
-        share: weight of the router terms: the micro-batch's share of the step's valid rows.
+        factors: of the step.
+        micro: number of the micro-batch.
         loss: what the last stage ends with.
         beside: groups for exchanges where segments run apart; None where the chunk is one part.
     """
@@ -45,12 +56,13 @@ class ChunkPass:
         model: DecoderModel,
         chunk: Chunk,
         flow: Flow,
-        share: float | Tensor,
+        factors: Factors,
+        micro: int,
         loss: Loss,
         beside: World | None,
     ) -> None:
         self._model, self._chunk, self._flow = model, chunk, flow
-        self._share, self._loss = share, loss
+        self._share, self._scale, self._loss = factors.share_M[micro], factors.scale, loss
         self._beside = None if beside is None else replace(flow, world=beside)
         self._back: list[list[LaneTask]] = []
         """Of each stretch that has been run, the tasks of its backward."""
@@ -111,7 +123,7 @@ class ChunkPass:
     def _end(self, x_TD: Tensor) -> State:
         """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
         with self._flow.unshard.unsharded(self._model.head_unit):
-            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
+            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow, self._scale)
         return (dx_TD,)
 
     def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[LaneTask]:
