@@ -45,7 +45,7 @@ from moefold.moe.config import (
     Z,
 )
 from moefold.optim.config import OPTIMIZER, AdamW
-from moefold.parallel.config import Layout
+from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import CLIP, RATE, shrink, small_optimizer
 from moefold.run import load_run, recipes
@@ -230,6 +230,8 @@ def _word(value: Any) -> str:
     kind = getattr(value, "kind", None)
     if isinstance(value, Offload):
         return ", ".join(f"{to} {'+'.join(it.modules)}" for to, it in value.stated.items())
+    if isinstance(value, StatePlacement):
+        return f"on {value.at} by {value.step}, {value.share:.0%}"
     if kind is None:
         return str(value)
     return " ".join([kind, *(f"{k} {v}" for k, v in value if k != "kind" and v is not None)])
@@ -403,6 +405,25 @@ def offloads() -> Iterator[ProofCase]:
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}
         yield from _each([deeper], [("pp2", 2), ("pp2 vpp2", 2)], **more)
+
+
+@rule
+def states() -> Iterator[ProofCase]:
+    """Masters and moments on host and disk at every zero stage, updated by device and host."""
+    layouts = [("", 2), ("tp2", 4), ("ep2", 2)]
+    muon = "muon", replace(SUBJECTS["gqa"], optim=small_optimizer(OPTIMIZER.kinds["muon"]()))
+    host, disk = {"at": "host"}, {"at": "disk", "folder": gettempdir()}
+    for zero, (sizes, world) in product(range(4), layouts):
+        for place in (host, disk | {"share": 0.5}, disk | {"step": "host"}):
+            more = {"zero": zero, "state": StatePlacement.model_validate(place)}
+            yield from _each(["gqa"], [(sizes, world)], **more)
+    for zero, place in product((1, 3), (host, disk)):
+        state = StatePlacement.model_validate(place)
+        yield from _each([muon], [("ep2", 2), ("tp2", 4)], zero=zero, state=state)
+    away = StatePlacement.model_validate(host | {"step": "host"})
+    for schedule in kinds(SCHEDULE):
+        more = {"schedule": schedule, "state": away, "zero": 1}
+        yield from _each(["deep"], [("pp2 vpp2", 4), ("pp2", 4)], **more)
 
 
 @rule

@@ -31,6 +31,8 @@ from moefold.training.weigh import state_bytes, weigh
 PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 """Bytes of this machine."""
+Planned = list[list[dict[str, float]]]
+"""Bytes by part after each action of each stage's line."""
 COLOURS = ("#4c78d8", "#7b8496", "#b8bfcc", "#d1495b", "#edae49", "#66a182", "#2e4057")
 
 
@@ -65,15 +67,14 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
             f"{here / 1e9:.1f}: fewer layers, a smaller width or a shorter data.seq"
         )
     precision: Precision = "fp32" if choice.recipe == "fp32" else "bf16"
-    given = run, precision, case.micro_batches
+    wanted = [planned(case, run.layout, pp) for pp in range(case.sizes.pp)]
+    given = run, precision, case.micro_batches, [[one for one, _ in line] for line in wanted]
     by_rank = launch(executed, world, *given) if world > 1 else _executed(World.single(), *given)
     found: list[ActionBytes] = []
     for rank, steps in enumerate(by_rank):
         pp = case.folding.attention_spot(rank).pp
-        for action, (wanted, rows), had in zip(
-            case.table.lines[pp], planned(case, run.layout, pp), steps, strict=True
-        ):
-            found.append(ActionBytes(rank, pp, str(action), wanted, rows, had))
+        for action, (one, rows), had in zip(case.table.lines[pp], wanted[pp], steps, strict=True):
+            found.append(ActionBytes(rank, pp, str(action), one, rows, had))
     return found
 
 
@@ -89,14 +90,18 @@ def planned(case: Case, layout: Layout, pp: int) -> list[tuple[dict[str, float],
     return found
 
 
-def executed(spot: Spot, run: Run, precision: Precision, micro_batches: int) -> Any:
+def executed(
+    spot: Spot, run: Run, precision: Precision, micro_batches: int, wanted: Planned
+) -> Any:
     """Return every rank's bytes after each action of the second of two steps."""
     folding = Folding(run.layout.split, spot.world, run.layout.order)
     with World.open(folding, "cpu", run.watch.time_out_s) as world:
-        return _executed(world, run, precision, micro_batches)
+        return _executed(world, run, precision, micro_batches, wanted)
 
 
-def _executed(world: World, run: Run, precision: Precision, micro_batches: int) -> Any:
+def _executed(
+    world: World, run: Run, precision: Precision, micro_batches: int, wanted: Planned
+) -> Any:
     decoder, chunk = run.decoder(), run.train.loss_chunk
     placed = build(decoder, precision, run.layout, world)
     initialise(placed.model, decoder, run.seed, placed.shards)
@@ -110,7 +115,8 @@ def _executed(world: World, run: Run, precision: Precision, micro_batches: int) 
     optimizer.step()
     data.renew()
     moments = state_bytes(data, optimizer)["moments"]
-    left = [{**one, "moments": moments} for one in weigh(data, batches, chunk)]
+    steps = weigh(data, batches, chunk, wanted[world.attention.pp])
+    left = [{**one, "moments": moments} for one in steps]
     return gather_objects(left, world.on_host)
 
 

@@ -5,21 +5,19 @@ Of the rest, which the step has made and something holds, part is on the queues 
 (operands) and all else is activations.
 """
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moefold.comm.collectives import sum_
-from moefold.comm.world import EXCHANGED, World
 from moefold.data.batch import MicroBatch
 from moefold.kernels.gradients import Deferred
 from moefold.kernels.swiglu.ffn import Products
@@ -33,10 +31,10 @@ from moefold.training.step import gradients
 Bytes = dict[str, int]
 """By part: weights, master, moments, gradients, activations, operands and messages; and activations
 on ``host`` and ``disk``."""
-STAGE = ("tp", "cp", "dp_cp", "edp", *EXCHANGED)
-"""Kinds of group that a pipeline stage's ranks speak over in a step."""
-THREADS = 4
-"""More than gloo has for a group."""
+MADE = ("activations", "operands", "messages")
+"""What steps make and let go."""
+PATIENCE_S = 2.0
+"""How long threads of the back end may take to let go of rows that they have sent."""
 
 
 class Made(TorchDispatchMode):
@@ -65,12 +63,21 @@ class Made(TorchDispatchMode):
 class Weighing(Executor):
     """An executor that weighs what is there after each step of its line, and what that fetches for
     the next one; into ``left``.
+
+    Threads of the back end hold the rows of an exchange until they run again. So where ``wanted``
+    says what is planned to be there, more than that is looked at for a while.
     """
 
-    def __init__(self, data: ShardedState, left: list[Bytes], *given: Any) -> None:
+    def __init__(
+        self,
+        data: ShardedState,
+        left: list[Bytes],
+        wanted: Sequence[Mapping[str, float]],
+        *given: Any,
+    ) -> None:
         super().__init__(*given)
-        self._data, self._left = data, left
-        self._word = torch.zeros(1)
+        self._data, self._left, self._wanted = data, left, wanted
+        self._patience = PATIENCE_S
 
     def run(self) -> Any:
         """Run every step of this rank's line, and weigh after each."""
@@ -101,17 +108,18 @@ class Weighing(Executor):
             return
         for held in self._held.values():
             held.flow.keeper.departed.settle()
-        self._let_go(self._placed.world, STAGE)
-        if self._beside is not None:
-            self._let_go(self._beside, EXCHANGED)
-        self._left.append(self._weighed())
+        found, until = self._weighed(), time.monotonic() + self._patience
+        while self._beyond(found) and self._patience:
+            if time.monotonic() > until:
+                self._patience = 0.0  # it stays so, and is waited for once
+            time.sleep(0.001)
+            found = self._weighed()
+        self._left.append(found)
 
-    def _let_go(self, world: World, kinds: Sequence[str]) -> None:
-        """Have threads of the back end let go of the rows of their last exchange, by another."""
-        groups = {id(group): group for group in map(world.group, kinds) if group.size > 1}
-        for group in groups.values() if world.device.type == "cpu" else ():
-            for _ in range(THREADS):
-                sum_(self._word, group)
+    def _beyond(self, found: Bytes) -> bool:
+        """Whether there is more of what a step makes than is planned."""
+        wanted = self._wanted[len(self._left)] if self._wanted else {}
+        return any(found[part] > size + 0.5 for part, size in wanted.items() if part in MADE)
 
     def _weighed(self) -> Bytes:
         held = self._held.values()
@@ -120,7 +128,7 @@ class Weighing(Executor):
         for part, tensor in held_by(self._data):
             known[part].add(tensor.untyped_storage()._cdata)
         # What all layers of a pass share, and figures: shares of losses and router terms.
-        shared = [self._word, *self._ran.losses, *(terms for *_, terms in self._ran.terms)]
+        shared = [*self._ran.losses, *(terms for *_, terms in self._ran.terms)]
         rows = [one for flow in self._flows for one in (flow.rows, flow.piece) if one is not None]
         shared += chain.from_iterable(vars(one).values() for one in rows)
         shared += chain.from_iterable(one.flow.shared for one in held)
@@ -188,8 +196,16 @@ def state_bytes(data: ShardedState, optimizer: Optimizer | None = None) -> Bytes
     return found
 
 
-def weigh(data: ShardedState, batches: Sequence[MicroBatch], loss_chunk: int) -> list[Bytes]:
-    """Compute a step's gradients; return what is there after each step of this rank's line."""
+def weigh(
+    data: ShardedState,
+    batches: Sequence[MicroBatch],
+    loss_chunk: int,
+    wanted: Sequence[Mapping[str, float]] = (),
+) -> list[Bytes]:
+    """Compute a step's gradients; return what is there after each step of this rank's line.
+
+    ``wanted``: what is planned to be there then.
+    """
     left: list[Bytes] = []
-    gradients(data, batches, loss_chunk, executor=partial(Weighing, data, left))
+    gradients(data, batches, loss_chunk, executor=partial(Weighing, data, left, wanted))
     return left

@@ -1,7 +1,9 @@
 """Weight gradients put off are real: each product runs once, and W does nothing but products."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.comm.world import World
 from moefold.kernels import gradients
+from moefold.kernels.swiglu.ffn import Products, grouped_products
 from moefold.mesh.folding import Folding
+from moefold.moe import experts, router
 from moefold.parallel.pipeline.executor import Executor
 from moefold.parallel.pipeline.lanes import Lanes
 from moefold.schedule.table import Action, Step
@@ -17,6 +21,7 @@ from moefold.training import step
 from tests.gloo.harness import run_ranks
 from tests.gloo.pipelines import Case, batches, recording
 
+GROUPED = ("product", "input_gradient", "weight_gradient")
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "addmv_")
 NOT_OF_WEIGHTS = ("silu", "sigmoid", "softmax", "_scaled_dot_product", "topk", "sort", "rsqrt")
 """What only a forward or its repetition computes."""
@@ -24,12 +29,16 @@ MICRO_BATCHES = 4
 
 
 class Counting(Executor):
-    """Counts products, operations of a forward and exchanges by kind of action."""
+    """Counts products, experts' and others, operations of a forward, choices of experts and
+    exchanges by kind of action.
+    """
 
     seen: Counter[tuple[str, str]]
+    kind = ""
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         assert isinstance(step, Action)
+        Counting.kind = step.kind
         recorder = self._placed.world.recorder
         before = sum(recorder.begun().values())
         with _Products() as products:
@@ -49,31 +58,60 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(rank: int, case: Case, ranks: int) -> tuple[Counter[Any], Counter[str]]:
-    """Run a case; returns what each kind of action did, and how often each weight got a product."""
-    world = World.open(Folding(case.where.split, ranks), "cpu", 30)
+def counting(what: str, call: Any) -> Any:
+    """Return a function that is counted under the kind of the action that calls it."""
+
+    def counted(*given: Any, **named: Any) -> Any:
+        Counting.seen[Counting.kind, what] += 1
+        return call(*given, **named)
+
+    return counted
+
+
+def counted_products(*given: Any) -> Products:
+    """Return the experts' products, counted."""
+    whole = grouped_products(*given)
+    return Products(*(counting(f"grouped {name}", getattr(whole, name)) for name in GROUPED))
+
+
+def count(rank: int, cases: Sequence[Case], ranks: int) -> list[tuple[Counter[Any], Counter[str]]]:
+    """Run cases; returns what each kind of action did, and how often each weight got a product."""
+    world = World.open(Folding(cases[0].where.split, ranks), "cpu", 30)
+    return [count_one(case, world) for case in cases]
+
+
+def count_one(case: Case, world: World) -> tuple[Counter[Any], Counter[str]]:
+    """Run a case on this rank."""
     data = case.data(world)
     names = {id(p): name for name, p in data.placed.model.named_parameters()}
     added: Counter[str] = Counter()
     sound = gradients.accumulate
 
-    def counted(weight: torch.Tensor, product: Any) -> None:
+    def accumulated(weight: torch.Tensor, product: Any) -> None:
         added[names[id(weight)]] += 1
         sound(weight, product)
 
     Counting.seen = Counter()
-    gradients.accumulate = counted
-    try:
-        with recording(Counting):
-            step.gradients(data, batches(case.micro_batches), 16)
-    finally:
-        gradients.accumulate = sound
+    with (
+        mock.patch.object(gradients, "accumulate", accumulated),
+        mock.patch.object(experts, "grouped_products", counted_products),
+        mock.patch.object(router, "select", counting("choice", router.select)),
+        recording(Counting),
+    ):
+        step.gradients(data, batches(case.micro_batches), 16)
     return Counting.seen, added
+
+
+def all_seen(
+    cases: Sequence[Case], ranks: int = 2
+) -> list[list[tuple[Counter[Any], Counter[str]]]]:
+    """Return the counts of every rank, case by case."""
+    return run_ranks(count, ranks, cases, ranks)
 
 
 def seen(case: Case, ranks: int = 2) -> list[tuple[Counter[Any], Counter[str]]]:
     """Return the counts of every rank."""
-    return run_ranks(count, ranks, case, ranks)
+    return [one for (one,) in all_seen([case], ranks)]
 
 
 FULL = {"recompute": {"kind": "full"}}
@@ -110,3 +148,36 @@ def test_w_exchanges_nothing_and_computes_nothing_again() -> None:
         assert added == added_again
         every = {n: added[n] for n in added if n.endswith(("q.weight", "w_in", "w_out"))}
         assert set(every.values()) == {MICRO_BATCHES}, every
+
+
+def again(*kinds: str) -> Case:
+    """Return a case of three layers, two of them mixtures, that makes kinds of module again."""
+    modules = {"recompute": {"kind": "selective", "modules": list(kinds)}}
+    layout = FULL if kinds == ("block",) else modules if kinds else {}
+    return Case("tp2", "zb_h1", "mla", MICRO_BATCHES, layout)
+
+
+def test_what_is_made_again_is_made_once_and_nothing_else() -> None:
+    """Norms, copies of rows and padding take no product, the experts' pre-activation one."""
+    layers, repeats = 2 * MICRO_BATCHES, {"experts": 1, "block": 2}
+    kinds = ("norms", "permute", "mla_up", "attention", "experts", "gather", "block")
+    for plain, *found in all_seen([again(), *map(again, kinds)]):
+        usual, added = plain
+        assert set(added.values()) == {MICRO_BATCHES}, "every weight has one gradient a pass"
+        for kind, (counts, added_again) in zip(kinds, found, strict=True):
+            assert added_again == added
+            grouped = {name: counts["I", f"grouped {name}"] for name in GROUPED}
+            wanted = {"product": repeats.get(kind, 0), "input_gradient": 2, "weight_gradient": 0}
+            assert grouped == {name: times * layers for name, times in wanted.items()}, kind
+            assert counts["W", "grouped weight_gradient"] == 2 * layers
+            choices = {action: counts[action, "choice"] for action in "FIW"}
+            assert choices == {"F": layers, "I": 0, "W": 0}, kind
+            more = {
+                action: counts[action, "exchange"] - usual[action, "exchange"] for action in "FIW"
+            }
+            assert (more.pop("I") > 0) == (kind in ("gather", "block")), kind
+            assert more == {"F": 0, "W": 0}, "experts' copies are summed there, and no more"
+            products = counts["I", "product"] - usual["I", "product"]
+            assert (products > 0) == (kind in ("mla_up", "experts", "block")), kind
+            for what in ("product", "forward"):
+                assert counts["W", what] == usual["W", what], "only weights' products wait for W"

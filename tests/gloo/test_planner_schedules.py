@@ -42,6 +42,7 @@ POLICIES: tuple[tuple[str, ...] | None, ...] = (
 )
 Bytes = tuple[float, ...]
 """Activations, operands of products that wait for W, messages, and activations on host and disk."""
+PARTS: tuple[str, ...] = ("activations", "operands", "messages", "host", "disk")
 SCHEDULES = [
     ("pp2", "gpipe"),
     ("pp2", "1f1b"),
@@ -120,6 +121,7 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
     """Return, of each, the bytes after each step of a rank's line, and the peaks elsewhere."""
     split = asked[0].layout.split
     world = World.open(Folding(split, asked[0].world), "cpu", 60)
+    stage = world.attention.pp
     found: list[tuple[list[Bytes], dict[str, int]]] = []
     for one in asked:
         placed = build(one.decoder, "fp32", one.layout, world)
@@ -127,11 +129,11 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
             torch.nn.init.normal_(parameter, std=0.02)
         draw = torch.Generator().manual_seed(0)
         ids = [torch.randint(0, VOCAB, (ROWS, SEQ), generator=draw) for _ in range(MICRO)]
-        left = weigh(ShardedState(placed), [from_ids(one) for one in ids], 64)
-        names = ("activations", "operands", "messages", "host", "disk")
+        wanted = [dict(zip(PARTS, after, strict=True)) for after in planned(one, stage)[0]]
+        left = weigh(ShardedState(placed), [from_ids(one) for one in ids], 64, wanted)
         places = {} if placed.offload is None else placed.offload.places
         peaks = {name: place.figures.peak for name, place in places.items()}
-        found.append(([tuple(step.get(name, 0) for name in names) for step in left], peaks))
+        found.append(([tuple(step.get(name, 0) for name in PARTS) for step in left], peaks))
     return found
 
 
