@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,9 +108,11 @@ class Bench:
             figures = {"error": f"{type(error).__name__}: {error}"[:500]}
         self.add(name, **about, **figures)
 
-    def timed(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, Timed]:
-        """Time the kernels of calls, in turn on this bench's device; see :func:`timed`."""
-        return timed(calls, self.device, self.rounds, graphed=True)
+    def timed(
+        self, calls: Mapping[str, Callable[[], Any]], graphed: Collection[str] = ()
+    ) -> dict[str, Timed]:
+        """Time calls in turn on this bench's device; see :func:`timed`."""
+        return timed(calls, self.device, self.rounds, graphed)
 
     def write(self, **more: Any) -> None:
         """Write the file."""
@@ -176,13 +178,13 @@ def timed(
     calls: Mapping[str, Callable[[], Any]],
     device: torch.device,
     rounds: int,
-    graphed: bool = False,
+    graphed: Collection[str] = (),
 ) -> dict[str, Timed]:
     """Time calls in turn, so that a device whose clock drifts is alike to all.
 
     On CUDA seconds are between two events, and its caches are overwritten before each call; on a
-    CPU they are the process's own. ``graphed``: of a call's kernels alone, as a CUDA graph without
-    the host's time between them, where there can be one.
+    CPU they are the process's own. ``graphed`` names calls of which the kernels alone are timed, as
+    a CUDA graph without the host's time between them, where there can be one.
     """
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.int8).to(device)
     clock = _by_events if device.type == "cuda" else _by_process
@@ -190,8 +192,8 @@ def timed(
     for call in calls.values():
         for _ in range(min(3, rounds)):  # compiles, takes memory, fills caches of plans
             call()
-    if graphed and device.type == "cuda":
-        calls = {name: captured(call) for name, call in calls.items()}
+    if device.type == "cuda":
+        calls = {n: captured(call) if n in graphed else call for n, call in calls.items()}
     for turn in range(rounds):
         names = list(calls)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -210,6 +212,9 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
             call()
     except RuntimeError:
         torch.cuda.synchronize()
+        # A capture that is broken off leaves the generator in it, where nothing can be drawn.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         return call
     return graph.replay
 

@@ -75,8 +75,7 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         ends = torch.tensor([17, 17, 45], dtype=torch.int32, device=device)
-        rows = x.to(device).requires_grad_()
-        master = w.to(device).requires_grad_()
+        rows, master = (one.to(device, copy=True).requires_grad_() for one in (x, w))
         made = NarrowWeight.of(master.detach(), Recipe(kind))
         draw = Draw((1, 2), 3, torch.tensor([100], device=device))
         sink = Deferred()

@@ -94,7 +94,7 @@ def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
     labels_T, cut = torch.arange(20) * 2, 30
     labels_T[3:9] = IGNORED
     shares = [(0, w_VD[:cut]), (cut, w_VD[cut:])]
-    everyone = [fused.statistics.launch(x_TD @ w.t(), labels_T, first) for first, w in shares]
+    everyone = [fused.statistics(x_TD @ w.t(), labels_T, first) for first, w in shares]
     monkeypatch.setattr(loss, "gather", lambda stats_2C, ranks: torch.stack(everyone))
     how = {"scale": 0.1, "chunk": 20}
     masters = [w.clone().requires_grad_() for w in (w_VD, w_VD[:cut], w_VD[cut:])]

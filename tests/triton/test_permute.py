@@ -8,7 +8,7 @@ from moefold.kernels.fused import forced
 from moefold.kernels.permute import fused
 from moefold.kernels.permute.gather import collect, pick, spread
 from moefold.moe.dispatch.routing_plan import Permutation, sort_copies
-from tests.triton.values import DTYPES, bits, watched
+from tests.triton.values import DEVICE, DTYPES, bits, watched
 from tests.triton.watch import MemoryFault, Watch
 
 SHAPES = ((37, 3, 80), (9, 2, 1), (3, 1, 2100), (5, 8, 64), (0, 2, 16))
@@ -46,6 +46,13 @@ def test_rows_and_sums_are_those_of_a_loop(shape: tuple[int, int, int], dtype: t
     assert torch.equal(got_TD, want_TD.to(dtype))
 
 
+def taken(x_TD: Tensor, token_R: Tensor, into_RD: Tensor) -> Tensor:
+    """Run the kernel on results that hold something already."""
+    there = [x.to(DEVICE or "cpu") for x in (x_TD, token_R, into_RD)]
+    fused._take[(1, 1)](*there, 18, 9, 5, 32, 8)
+    return there[-1].cpu()
+
+
 def test_b14_rows_that_nobody_owns_are_not_read_and_not_written() -> None:
     order = sorted_copies(9, 2)
     x_TD = drawn(9, 5, torch.bfloat16)
@@ -53,7 +60,7 @@ def test_b14_rows_that_nobody_owns_are_not_read_and_not_written() -> None:
     with forced(True):
         gone_R = order.token_R == 9
         x_RD = torch.full((18, 5), 7, dtype=torch.bfloat16)
-        fused._take[(1, 1)](x_TD, order.token_R, x_RD, 18, 9, 5, 32, 8)
+        x_RD = taken(x_TD, order.token_R, x_RD)
     assert gone_R.sum() == 3 and bool((x_RD[gone_R] == 7).all())
     x_RD[gone_R] = torch.nan
     assert bool(watched(lambda: fused.add(x_RD, order.row_TK)).isfinite().all())

@@ -66,6 +66,8 @@ def on_device(device: str) -> Iterator[None]:
     here = Op.__call__
 
     def there(op: Op, *args: Any) -> Any:
+        if any(isinstance(arg, Tensor) and arg.is_meta for arg in args):
+            return here(op, *args)
         moved = [arg.to(device, copy=True) if isinstance(arg, Tensor) else arg for arg in args]
         out = here(op, *moved)
         for arg, changed in zip(args, moved, strict=True):
