@@ -23,7 +23,7 @@ from moefold.moe.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
-from moefold.spec.quantised import quantise_misfits
+from moefold.spec.quantised import cut_misfits, quantise_misfits
 from moefold.spec.tuning import misfits_of, tuned
 from moefold.training.config import ADAPTER, Train
 from moefold.training.hooks.config import Watch
@@ -74,7 +74,9 @@ class Run(Record):
             yield from (violation.under("model") for violation in misfits)
             if not misfits and (self.train.freeze or self.adapter or self.train.quantise):
                 yield from misfits_of(self._described(), self.train.freeze, self.adapter)
-                yield from quantise_misfits(self.decoder(), self.layout)
+                yield from quantise_misfits(self.decoder())
+                found = cut_misfits(self.decoder(), self.layout, self.data.seq)
+                yield from (one.under("layout") for one in found)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))

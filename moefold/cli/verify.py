@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         cases = cases_of(run, args.layout, args.world, args.as_run)
     console = Console(soft_wrap=True)
+    if run is not None and not args.json and getattr(run.train.quantise, "rows", "") == "rank":
+        console.print("train.quantise.rows: rank is proved as micro_batch: a layout changes it")
     progress = VerdictPrinter(console, len(cases), quiet=args.json)
     if args.precision is not None:
         proof = prove_low_precision(cases, args.precision, progress.show)

@@ -111,9 +111,9 @@ def sum_(tensor: Tensor, group: Group) -> Tensor:
     return reduce_(tensor, group)
 
 
-def max_(tensor: Tensor, group: Group) -> Tensor:
+def max_(tensor: Tensor, group: Group, label: str | None = None) -> Tensor:
     """Take the largest over the ranks, in place."""
-    return reduce_(tensor, group, op=dist.ReduceOp.MAX)
+    return reduce_(tensor, group, label, dist.ReduceOp.MAX)
 
 
 def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:

@@ -56,6 +56,8 @@ class MicroBatch:
     """Origin of each segment, for reports; empty where unknown."""
     row_T: Tensor | None = None
     """int64 place of each row in the whole micro-batch; None where all its rows are here."""
+    first: int = 0
+    """Number in the step of the whole micro-batch's first row."""
 
     def __post_init__(self) -> None:
         rows = self.ids_T.shape
@@ -75,6 +77,13 @@ class MicroBatch:
         return sum(self.lengths)
 
     @cached_property
+    def place_T(self) -> Tensor:
+        """int64 place of each row in the whole micro-batch."""
+        if self.row_T is not None:
+            return self.row_T
+        return torch.arange(self.rows, device=self.ids_T.device)
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 [N + 1], first row of each segment and the end of the last, on the rows' device."""
         ends = np.cumsum((0, *self.lengths), dtype=np.int32)
@@ -83,9 +92,8 @@ class MicroBatch:
     @cached_property
     def segment_T(self) -> Tensor:
         """int64 number of each valid row's segment."""
-        device = self.ids_T.device
-        rows_T = torch.arange(self.n_valid, device=device) if self.row_T is None else self.row_T
-        return torch.searchsorted(self.cu_seqlens[1:], rows_T[: self.n_valid], right=True)
+        rows_T = self.place_T[: self.n_valid]
+        return torch.searchsorted(self.cu_seqlens[1:], rows_T, right=True)
 
     def part(self, pieces: Sequence[range]) -> "MicroBatch":
         """Return some of the rows, neighbouring ones in each piece; call it on the host's copy.
@@ -97,7 +105,7 @@ class MicroBatch:
         return replace(
             self,
             **picked,
-            row_T=places_T if self.row_T is None else self.row_T[places_T],
+            row_T=self.place_T[places_T],
             n_valid=sum(len(range(p.start, min(p.stop, self.n_valid))) for p in pieces),
             n_labels=int((picked["labels_T"] != IGNORED).sum()),
         )
@@ -174,6 +182,7 @@ def assemble(
         n_labels=int(np.count_nonzero(labels != IGNORED)),
         n_bytes=n_bytes,
         sources=tuple(sources),
+        first=int(numbers[0]) if rows else 0,
     )
 
 

@@ -28,12 +28,18 @@ class SwiGlu(Adaptable):
 
         def ffn(x_TD: Tensor) -> Tensor:
             if self.narrow:
-                both = [flow.narrow_operand(getattr(self, w), n) for w, n in self.narrow.items()]
-                y_TD = narrow_ffn(x_TD, *both, flow.rows.n_valid, flow.sink)  # type: ignore[arg-type]
-                return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
-            w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
-            products = dense_products(flow.whole.n_valid)
-            y_TD = flow.scatter(gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink))
+                whole = flow.whole
+                codes_in, codes_out = (
+                    whole.narrow_operand(getattr(self, name), narrow)
+                    for name, narrow in self.narrow.items()
+                )
+                x_PD = flow.gather(x_TD)
+                share_PD = narrow_ffn(x_PD, codes_in, codes_out, whole.run, flow.sink)
+            else:
+                w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
+                products = dense_products(flow.whole.n_valid)
+                share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
+            y_TD = flow.scatter(share_PD)
             return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
 
         return flow.keeper.run(self._kind, ffn, x_TD)

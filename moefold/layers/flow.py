@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, reduce_scatter
+from moefold.comm.collectives import all_gather, max_, reduce_scatter
+from moefold.comm.group import ALONE
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.products import NarrowOperand
+from moefold.kernels.scaled.rows import RowRuns
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.keeper import Decisions, Keeper
@@ -133,7 +135,20 @@ class Flow:
 
     def narrow_operand(self, weight: Tensor, narrow: Narrow, groups: int = 0) -> NarrowOperand:
         """Return a parameter as products on codes take it; see :class:`PrecisionPolicy`."""
-        return self.recipe.narrow_operand(weight, narrow, self.rows.token_T[:1], groups)
+        world, label = self.world, self.world.recorder.label
+        own = self.piece is not None
+
+        def largest(amax: Tensor, role: str) -> Tensor:
+            axes = narrow.sharing(role, own)
+            group = world.group("_".join(axes)) if axes else ALONE
+            return max_(amax, group, label if role == "gradient" else None)
+
+        return self.recipe.narrow_operand(weight, narrow, largest, groups)
+
+    @property
+    def run(self) -> RowRuns:
+        """The rows that count, as products on codes take them."""
+        return RowRuns.dense(self.rows.n_valid, self.rows.place_T + self.rows.first)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass and kind."""

@@ -72,7 +72,7 @@ class Linear(Adaptable):
         """Return the rows times the weight alone, with its adapter."""
         if (narrow := self.narrow.get("weight")) is not None:
             codes = flow.narrow_operand(self.weight, narrow)
-            return scaled_product(x_TI, codes, flow.rows.n_valid, flow.sink)
+            return scaled_product(x_TI, codes, flow.run, flow.sink)
         weight = self.operand("weight", flow)
         return linear(x_TI, weight, n_valid=flow.n_valid, sink=flow.sink)
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
-from moefold.kernels.scaled.products import Draw, NarrowOperand, NarrowWeight, Recipe
+from moefold.kernels.scaled.products import Draw, Largest, NarrowOperand, NarrowWeight, Recipe
 from moefold.layers.config import Precision, Quantise
+from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.spec.quantised import narrow_weights
 
@@ -17,11 +18,51 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Narrow(NamedTuple):
-    """That products of a weight read codes, and of what kind."""
+    """That products of a weight read codes, and what of it is on this rank."""
 
     recipe: Recipe
     number: int
     """Of the weight in the model, for stochastic rounding."""
+    by_rank: bool = False
+    """Whether rows share blocks and scales on each rank apart."""
+    inputs: str = ""
+    """The axis that cuts its inputs."""
+    outputs: str = ""
+    """The axis that cuts its outputs."""
+    columns: tuple[range, ...] = ()
+    """Which outputs are here, where not all."""
+    first_expert: int | None = None
+    """Number of the first expert here; None of a weight that has none."""
+
+    def located(self, shard: Shard) -> "Narrow":
+        """Return the same of the piece that is on this rank."""
+        cuts = {dim: axis for axis, dim in shard.placement.cuts.items()}
+        lead, last = int(shard.placement.of_experts), len(shard.shape) - 1
+        (start, end), width = shard.box[last - 1], shard.shape[last - 1]
+        outer = range(*shard.box[lead]) if last - lead > 1 else range(1)
+        return self._replace(
+            inputs=cuts.get(last, ""),
+            outputs="".join(cuts.get(dim, "") for dim in range(lead, last)),
+            columns=tuple(range(one * width + start, one * width + end) for one in outer),
+            first_expert=shard.box[0][0] if lead else None,
+        )
+
+    def sharing(self, role: str, own: bool) -> tuple[str, ...]:
+        """Return the axes whose ranks hold parts of the matrices that one scale is for.
+
+        Args:
+            role: ``rows``, their ``gradient``, or the ``weight``.
+            own: whether each tensor rank reads other rows.
+        """
+        if role == "weight":
+            cut = self.inputs + self.outputs  # no weight has both
+        elif self.by_rank:
+            cut = ""
+        else:
+            cut = self.inputs if role == "rows" else self.outputs
+            if self.first_expert is None:
+                return ("tp", "cp") if own or cut else ("cp",)
+        return (cut,) if cut else ()
 
 
 class WeightProducts(nn.Module):
@@ -59,6 +100,7 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
     if not isinstance(record, Quantise):
         return
     recipe = Recipe(record.kind, record.rule, record.wgrad == "narrow", record.block)
+    by_rank = record.rows == "rank"
     for name, number in narrow_weights(decoder).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -67,7 +109,17 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
                 f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
                 f"keep it wide with train.quantise.keep=[{name}]"
             )
-        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number)}
+        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number, by_rank)}
+
+
+def locate_products(model: nn.Module, shards: Mapping[str, Shard]) -> None:
+    """Tell layers whose products read codes what of each weight is on this rank."""
+    for path, module in model.named_modules():
+        if isinstance(module, WeightProducts) and module.narrow:
+            module.narrow = {
+                leaf: narrow.located(shards[f"{path}.{leaf}"])
+                for leaf, narrow in module.narrow.items()
+            }
 
 
 class PrecisionPolicy:
@@ -126,7 +178,7 @@ class PrecisionPolicy:
                 self._copies[weight] = (weight._version, weight.detach(), copy)
 
     def narrow_operand(
-        self, weight: Tensor, narrow: Narrow, first: Tensor, groups: int = 0
+        self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0
     ) -> NarrowOperand:
         """Return the weight as products on codes take it.
 
@@ -135,26 +187,26 @@ class PrecisionPolicy:
 
         Args:
             weight: the parameter.
-            narrow: kind and number.
-            first: int64 [1], number of the first row in the step.
+            narrow: kind, number and place.
+            largest: the maximum over ranks that hold parts of the same matrices.
             groups: leading dims that count matrices; those after them are outputs.
         """
 
         def codes() -> NarrowWeight:
             if (value := self._given.get(weight)) is not None:
                 value = _as_asked(value, weight.dtype, self.dtype)
-                return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe)
+                return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             held = self._codes.get(weight)
             fresh = held is not None and held[0] == weight._version and weight.is_set_to(held[1])
             if held is None or not fresh:
                 value = weight.detach().to(self.dtype).flatten(groups, -2)
-                made = NarrowWeight.of(value, narrow.recipe)
+                made = NarrowWeight.of(value, narrow.recipe, largest)
                 held = (weight._version, weight.detach(), made)
                 self._codes[weight] = held
             return held[2]
 
-        draw = Draw((self.seed, narrow.number), self.step, first)
-        return NarrowOperand(weight, codes, draw)
+        draw = Draw((self.seed, narrow.number), self.step, narrow.columns)
+        return NarrowOperand(weight, codes, draw, largest)
 
 
 def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.scaled.ffn import narrow_ffn
+from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
@@ -27,10 +28,23 @@ class Experts(Adaptable):
         dims = self.w_in.shape[-1], self.w_out.shape[-1]
         return choose(self._kernel, dtype, *dims, device=device)
 
-    def forward(self, x_RD: Tensor, offs_E: Tensor, probs_R: Tensor, flow: Flow) -> Tensor:
+    @property
+    def by_micro_batch(self) -> bool:
+        """Whether the rows of a micro-batch and expert share blocks and scales."""
+        return any(not narrow.by_rank for narrow in self.narrow.values())
+
+    def forward(
+        self,
+        x_RD: Tensor,
+        offs_E: Tensor,
+        probs_R: Tensor,
+        flow: Flow,
+        sent_R: Tensor | None = None,
+    ) -> Tensor:
         """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
 
-        Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
+        ``sent_R`` says of which micro-batches rows are, where not all are of this rank's. Keeps
+        ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
         """
         if self.narrow:
             codes_in, codes_out = (
@@ -38,8 +52,11 @@ class Experts(Adaptable):
                 for name, narrow in self.narrow.items()
             )
 
+            first_expert = self.narrow["w_in"].first_expert or 0
+            rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, sent_R)
+
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
-                return narrow_ffn(x_RD, codes_in, codes_out, offs_E, flow.sink, probs_R)
+                return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
         w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)

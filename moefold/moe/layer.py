@@ -84,7 +84,8 @@ class MoeFfn(nn.Module):
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
         tokens = RoutedTokens(x_TD, weights_TK, experts_TK, self._no_drop(flow))
-        return DispatchedRows(residual_TD, x_TD, terms_N, self._dispatch.send(tokens, flow))
+        sent = self._dispatch.send(tokens, flow, self.experts.by_micro_batch)
+        return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run the experts that are here, and the shared one on the rows that are here."""

@@ -3,10 +3,12 @@
 T rows, D hidden, R rows after dispatch.
 """
 
+import torch
 from torch import Tensor
 
 from moefold.config.base import Record
 from moefold.config.slot import build
+from moefold.kernels.scaled.rows import sent_numbers
 from moefold.layers.flow import Flow
 from moefold.moe.config import FixedRoom
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
@@ -30,8 +32,13 @@ class LayerDispatch:
         fixed = isinstance(record, FixedRoom)
         self._rounds = Rounds(record, experts, self._name) if fixed else None
 
-    def send(self, tokens: RoutedTokens, flow: Flow) -> Dispatched | RoutedTokens:
-        """Send copies of rows to the ranks of their experts; rounds send theirs in ``run``."""
+    def send(
+        self, tokens: RoutedTokens, flow: Flow, numbered: bool = False
+    ) -> Dispatched | RoutedTokens:
+        """Send copies of rows to the ranks of their experts; rounds send theirs in ``run``.
+
+        ``numbered``: codes ask which rows are of one micro-batch, and in which order.
+        """
         if self._rounds is not None and self._rounds.wanted(flow):
             return tokens
         with flow.world.recorder.module(f"{self._name}.dispatch"):
@@ -41,7 +48,8 @@ class LayerDispatch:
         if sent.source is not None:
             rows_TD, copied = sent.source
             flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
-        return sent._replace(overflow=None, source=None)
+        sent_R = self._numbers(tokens, flow) if numbered else None
+        return sent._replace(overflow=None, source=None, sent_R=sent_R)
 
     def run(
         self, sent: Dispatched | RoutedTokens, experts: Experts, flow: Flow
@@ -49,7 +57,7 @@ class LayerDispatch:
         """Return the experts' results, and what brings them back: nothing after rounds."""
 
         def here(sent: Dispatched, flow: Flow) -> Tensor:
-            return experts(sent.x_RD, sent.offs_E, sent.probs_R, flow)
+            return experts(sent.x_RD, sent.offs_E, sent.probs_R, flow, sent.sent_R)
 
         if isinstance(sent, Dispatched):
             return here(sent, flow), sent.handle
@@ -62,3 +70,12 @@ class LayerDispatch:
             return y_RD
         with flow.world.recorder.module(f"{self._name}.combine"):
             return self._dispatcher.combine(y_RD, handle, no_drop, flow.world)
+
+    def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor | None:
+        """Send the rows' numbers the way of the rows; a rank alone has those of one micro-batch."""
+        if flow.world.group("tp_ep").size == 1:
+            return None
+        number_T1 = sent_numbers(flow.rows.first, flow.rows.place_T)[:, None]
+        numbers = tokens._replace(x_TD=number_T1, weights_TK=tokens.weights_TK.detach())
+        with torch.no_grad(), flow.world.recorder.module(f"{self._name}.dispatch"):
+            return self._dispatcher.dispatch(*numbers, flow.world).x_RD[:, 0]

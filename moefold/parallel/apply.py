@@ -18,6 +18,7 @@ from moefold.layers.flow import Flow, cut
 from moefold.layers.keeper import Keeper
 from moefold.layers.offload import Offloading
 from moefold.layers.placement import Shard, placements, shard
+from moefold.layers.precision import locate_products
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Decoder
@@ -113,6 +114,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
     _keep(model, chunks)
     shards = _cut(model, world)
+    locate_products(model, shards)
     beside = world.beside if table.has_pairs else None
     for each in filter(None, (world, beside)):
         for kind, inner in layout.split_groups:

@@ -12,6 +12,7 @@ from moefold.mesh.legality import folding_violations
 from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
+from moefold.spec.quantised import cut_misfits
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""
@@ -62,6 +63,7 @@ class ProofCase:
         layout = self.layout
         found = [*layout.misfits(model)]
         found += folding_violations(layout.split, self.world, layout.order)
+        found += cut_misfits(self.subject.decoder, layout, self.subject.rows)
         yield from (violation.rule for violation in found)
         if found:
             return

@@ -14,9 +14,13 @@ from moefold.config.base import Record
 from moefold.config.slot import Slot
 from moefold.layers.config import (
     CONTEXT,
+    QUANTISE,
     RECOMPUTE,
+    Fp8Block,
     Full,
     Kind,
+    Mxfp8,
+    Nvfp4,
     Offload,
     Offloaded,
     OffloadToDisk,
@@ -37,6 +41,7 @@ from moefold.moe.config import (
     Aux,
     Bias,
     Capacity,
+    FixedRoom,
     Foreign,
     Groups,
     Moe,
@@ -49,7 +54,7 @@ from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import CLIP, RATE, shrink, small_optimizer
 from moefold.run import load_run, recipes
-from moefold.schedule.config import SCHEDULE
+from moefold.schedule.config import SCHEDULE, ZeroBubbleH1
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 ROOM = 256
@@ -434,6 +439,45 @@ def optimizers() -> Iterator[ProofCase]:
         for sizes, world in (("tp2", 2), ("", 2), ("tp2 ep4", 8), ("cp2 pp2 etp2", 8)):
             for zero in (0, 1, 3):
                 yield from _each([(kind, subject)], [(sizes, world)], zero=zero)
+
+
+@rule
+def precisions() -> Iterator[ProofCase]:
+    """Every kind of few bits over each axis, zero stage and recompute, in blocks of four."""
+    layouts = [("tp2 ep2", 2), ("cp2 ep2", 2), ("ep2 etp2", 4), ("etp2", 2), ("tp2 cp2 ep4", 4)]
+    layouts += [("cp2 ep2 etp2", 4), ("ep4", 4), ("pp2 ep2", 4), ("tp2 pp2 ep2", 4)]
+    for kind, made in QUANTISE.kinds.items():
+        record = made.model_validate({"block": 4})
+        named = [(f"{kind} {name}", few_bits(name, record)) for name in ("gqa", "mla")]
+        yield from _each(named, layouts)
+        for zero in range(4):
+            yield from _each(named, [("", 2), ("tp2 ep2", 4)], zero=zero)
+        again = Selective(modules=get_args(Kind))
+        more = {"schedule": ZeroBubbleH1(), "recompute": Full()}
+        yield from _each(named, [("tp2 pp2 ep2", 4)], **more)
+        four = [("cp2 ep4", 4), ("cp2 ep2 etp2", 4)]
+        yield from _each(named, four, recompute=again, zero=3)
+        for dispatch in kinds(DISPATCH, max_rows=ROOM):
+            if isinstance(dispatch, FixedRoom):
+                dispatch = dispatch.model_copy(update={"on_overflow": "stop"})
+            yield from _each(named[:1], [("tp2 ep4", 4)], dispatch=dispatch)
+    named = [("wgrad wide", few_bits("gqa", Mxfp8(block=4, scales="floor", wgrad="wide")))]
+    yield from _each(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
+    for record, sizes in ((Fp8Block(), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
+        yield from _each([(f"published {record.kind}", published_blocks(record))], [(sizes, 2)])
+
+
+def few_bits(name: str, record: Record) -> Subject:
+    """Return a subject whose products read codes."""
+    found = SUBJECTS[name]
+    return replace(found, decoder=found.decoder.model_copy(update={"quantise": record}))
+
+
+def published_blocks(record: Record) -> Subject:
+    """Return a subject of one block that holds several blocks of the published size."""
+    wide = Gqa(heads=4, kv_heads=4, head_dim=64)
+    made = decoder(wide, moe(width=256, shared=Shared(width=256)), hidden=256, quantise=record)
+    return subject(made, rows=512, micro_batches=2)
 
 
 @rule

@@ -17,9 +17,10 @@ from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
 from moefold.spec.layer import LayerSpec, rounded_up
+from moefold.spec.quantised import cut_misfits
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
-BLOCK = 4
+BLOCKS = 4, 2
 """Elements of a quantised block: several in each matrix."""
 CLIP = 0.05
 """Largest gradient norm of a shrunk run that clips: always exceeded, so that the factor is seen."""
@@ -53,12 +54,31 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     All of ``layouts`` are legal for it.
     """
     asked = Asked.of(layouts)
-    return Subject(
-        small_decoder(run.decoder(), asked),
-        small_optimizer(run.optim),
-        rows=rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp),
-        precision=precision,
-    )
+    rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
+    decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
+    return Subject(decoder, small_optimizer(run.optim), rows=rows, precision=precision)
+
+
+def as_proved(decoder: Decoder) -> Decoder:
+    """Return a decoder whose codes are the same in every layout, which alone can be proved."""
+    if not isinstance(decoder.quantise, Quantise):
+        return decoder
+    changed = decoder.quantise.model_copy(update={"rows": "micro_batch"})
+    return decoder.model_copy(update={"quantise": changed})
+
+
+def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder:
+    """Return a small decoder with the first length of quantised blocks that no layout cuts."""
+    given = decoder.quantise
+    if not isinstance(given, Quantise):
+        return decoder
+    for block in BLOCKS:
+        whole = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
+        changed = given.model_copy(update=whole)
+        decoder = decoder.model_copy(update={"quantise": changed})
+        if not any(True for layout in layouts for _ in cut_misfits(decoder, layout, rows)):
+            break
+    return decoder
 
 
 def small_optimizer(optim: Record) -> Record:
@@ -84,9 +104,6 @@ def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
         "init_std": 0.3,
         "init_out_scale": 1.0,
     }
-    if isinstance(decoder.quantise, Quantise):
-        few = {"block": BLOCK, "keep_first": 0, "keep_last": 0, "keep": ()}
-        changed["quantise"] = decoder.quantise.model_copy(update=few)
     return decoder.model_copy(update=changed)
 
 

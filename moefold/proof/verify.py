@@ -22,11 +22,11 @@ from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.negative_controls import Control, control, cover, faults_of
 from moefold.proof.pool import run_cases
-from moefold.proof.shrink import shrink
+from moefold.proof.shrink import as_proved, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Shape, activation_width, described
-from moefold.spec.quantised import quantise_misfits
+from moefold.spec.quantised import cut_misfits
 from moefold.training.machine import settled
 
 BOUND = 1e-10
@@ -132,7 +132,7 @@ def cases_of(
         ranks = world or max(2, record.split.smallest_world)
         found = list(record.misfits(model))
         found = found or violations(record.split, model, ranks, record.order, record.stages)
-        found = found or list(quantise_misfits(run.decoder(), record))
+        found = found or list(cut_misfits(as_proved(run.decoder()), record, run.data.seq))
         if found:
             raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))

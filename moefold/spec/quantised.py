@@ -1,18 +1,22 @@
 """Which weights of a decoder enter products in few bits, without torch."""
 
 from collections.abc import Iterator
+from itertools import product
+from math import prod
+from typing import NamedTuple
 
 from moefold.config.errors import REMOVE, Violation
 from moefold.layers.config import Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
+from moefold.moe.config import FixedRoom, Foreign
 from moefold.optim.config import matches
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import halves
+from moefold.spec.decoder import ModelNeeds, halves, needs
+from moefold.spec.layer import Rows, Units, Weight
 from moefold.spec.tuning import nearest_name
 
-CUTS = ("tp", "cp", "ep", "etp")
-"""Axes that cut blocks, or the rows that share one."""
+CUT = "train.quantise cuts no block"
 
 
 def narrow_weights(decoder: Decoder) -> dict[str, int]:
@@ -27,44 +31,133 @@ def narrow_weights(decoder: Decoder) -> dict[str, int]:
     last = len(decoder.blocks) - record.keep_last
     return {
         name: number
-        for number, (block, name) in enumerate(_products(decoder))
-        if record.keep_first <= block < last and not matches(name, record.keep)
+        for number, (name, *_) in enumerate(_products(decoder))
+        if record.keep_first <= int(name.split(".")[1]) < last and not matches(name, record.keep)
     }
 
 
-def _products(decoder: Decoder) -> Iterator[tuple[int, str]]:
+def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
+    """Yield the name and the description of each weight that may be quantised, and its rows."""
     for number, block in enumerate(decoder.blocks):
-        for name, spec in halves(block):
-            at = f"layers.{number}.{spec.prefix or name}."
+        for half, spec in halves(block):
+            at = f"layers.{number}.{spec.prefix or half}."
+            weights = {weight.name: weight for weight in spec.weights(decoder.hidden)}
             for operation in spec.operations(decoder.hidden):
-                for product in operation.matmuls if not operation.wide else ():
-                    yield from ((number, at + weight) for weight in product.weights)
+                for matmul in operation.matmuls if not operation.wide else ():
+                    for name in matmul.weights:
+                        yield at + name, weights[name], matmul.rows
 
 
-def quantise_misfits(decoder: Decoder, layout: Layout) -> Iterator[Violation]:
-    """Yield what the recipe keeps that is not there, and axes of a layout that it does not go with.
+class _Cuts(NamedTuple):
+    """What a layout may cut of products on codes."""
 
-    Blocks and the scales of matrices are of the numbers on one rank, so that a layout which cuts
-    features, or rows of a micro-batch or of an expert, would compute something else.
-    """
+    units: tuple[Units, ...]
+    """What the ranks of an axis share: whole blocks."""
+    bands: int
+    """Rows of a block where products read a tensor rank's own rows; 0 where none does."""
+    experts: bool
+    """Whether the rows of a micro-batch and expert belong together."""
+
+    @classmethod
+    def of(cls, decoder: Decoder, record: Quantise, seq: int) -> "_Cuts":
+        """Read them from the descriptions of what is quantised."""
+        names, found = set(narrow_weights(decoder)), list[Units]()
+        block = record.block or record.length or 1
+        along_rows = block if record.wgrad == "narrow" else 1
+        own = experts = False
+        for name, weight, rows in _products(decoder):
+            if name not in names:
+                continue
+            own, experts = own or rows == "own", experts or weight.expert
+            for dim, units in weight.cuts:
+                if units.axis != "ep" and block > 1:
+                    size = weight.shape[dim]
+                    what = f"{weight.name} ({size} wide)"
+                    rule = f"{units.axis} is 1, or {units.axis} * {block} divides {what}"
+                    whole = size // block if size % block == 0 else 1
+                    found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
+        if record.rows == "rank":
+            return cls(tuple(dict.fromkeys(found)), 0, False)
+        if along_rows > 1:
+            whole = seq // (2 * block) if seq % (2 * block) == 0 else 1
+            rule = f"cp is 1, or 2 * cp * {block} divides the length of a sequence ({seq}): {CUT}"
+            found.append(Units("cp", whole, "blocks of rows", said=rule))
+        tensor_wide = record.of_matrices or along_rows > 1
+        bands = along_rows if own and along_rows > 1 else 0
+        return cls(tuple(dict.fromkeys(found)), bands, experts and tensor_wide)
+
+    def broken(self, sizes: Sizes, seq: int) -> Iterator[str]:
+        """Yield the rules that sizes break."""
+        asked = dict(sizes)
+        yield from (one.rule for one in self.units if one.number % asked[one.axis])
+        if self.bands and sizes.tp > 1 and seq % (sizes.tp * sizes.cp * self.bands):
+            whole = f"tp * cp * {self.bands} divides the length of a sequence ({seq})"
+            yield f"tp is 1, or {whole}, whose rows tensor ranks project to latents: {CUT}"
+        if self.experts and (sizes.ep * sizes.etp) % (sizes.tp * sizes.cp):
+            yield (
+                f"tp * cp ({sizes.tp * sizes.cp}) divides ep * etp ({sizes.ep * sizes.etp}): the "
+                "rows of a micro-batch and expert have one scale, or blocks, and lie on one rank; "
+                "train.quantise.rows=rank gives that up"
+            )
+
+    def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
+        """Return the legal sizes with the least change by ratio."""
+        axes: tuple[str, ...] = "tp", "cp", "ep", "etp"
+        most = {axis: 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis)) for axis in axes}
+        kept = {
+            axis: [
+                size
+                for size in range(1, most[axis] + 1)
+                if not any(u.number % size for u in (*model.needs, *self.units) if u.axis == axis)
+            ]
+            for axis in axes
+        }
+        tried: Iterator[dict[str, int]] = (
+            dict(zip(axes, one, strict=True)) for one in product(*kept.values())
+        )
+        found = (sizes.model_copy(update=one) for one in tried)
+        legal = (one for one in found if not any(self.broken(one, seq)))
+
+        def change(found: Sizes) -> tuple[float, int, int]:
+            pairs = [(getattr(found, axis), getattr(sizes, axis)) for axis in axes]
+            ratio = prod(max(a / b, b / a) for a, b in pairs)
+            return ratio, -found.smallest_world, found.etp
+
+        return min(legal, key=change)
+
+
+def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
+    """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix."""
+    record = decoder.quantise
+    if not isinstance(record, Quantise) or any(layout.rules()):
+        return
+    cuts, sizes = _Cuts.of(decoder, record, seq), layout.split
+    rules = list(cuts.broken(sizes, seq))
+    if rules:
+        nearest = cuts.nearest(sizes, needs(decoder, seq), seq).text
+        yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
+    if layout.graphs != "none":
+        rule = f"replays a step's draws, and {record.kind} draws anew"
+        yield Violation(("graphs",), layout.graphs, rule, "none")
+    again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
+    if again and cuts.experts and sizes.ep * sizes.etp > 1:
+        rule = "makes a step again in rounds, which would cut rows that share a scale, or blocks"
+        yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
+    if isinstance(layout.dispatch, Foreign):
+        rule = "sends numbers of rows in no format that keeps them, and train.quantise asks them"
+        yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
+
+
+def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
+    """Yield what the recipe keeps that is not there, and what it does not go with."""
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return
     kind = record.kind
-    sizes = Sizes() if any(layout.rules()) else layout.split
-    for axis in CUTS:
-        if getattr(sizes, axis) > 1:
-            rule = f"must leave out {axis} where train.quantise is {kind}: it would change blocks"
-            nearest = sizes.model_copy(update=dict.fromkeys(CUTS, 1)).text
-            yield Violation(("layout", "sizes"), sizes.text, rule, nearest)
-            break
-    if layout.graphs != "none":
-        rule = f"replays a step's draws, and {kind} draws anew"
-        yield Violation(("layout", "graphs"), layout.graphs, rule, "none")
     at = ("train", "quantise")
     if any(one.adapters for one in (decoder, *decoder.blocks)):
         yield Violation(at, kind, "reads codes of weights, to which no adapter adds", REMOVE)
-    names = [name for _, name in _products(decoder)]
+    names = [name for name, *_ in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):
             rule = "must match a weight that is quantised"

@@ -17,6 +17,7 @@ from moefold.kernels.scaled.products import (
     Recipe,
     scaled_product,
 )
+from moefold.kernels.scaled.rows import RowRuns
 from tests.quantise_loop import decoded
 
 KINDS = [
@@ -28,7 +29,9 @@ KINDS = [
     Recipe("mxfp8", "floor", block=4),
     Recipe("nvfp4"),
 ]
-DRAW = Draw((11, 5), 7, torch.tensor([1000]))
+DRAW = Draw((11, 5), 7)
+FIRST = 1000
+"""Number of the first row."""
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -69,7 +72,7 @@ def expected(
     x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three products of one group."""
-    place = torch.arange(64) + 1000 + (group << 40)
+    place = torch.arange(64) + FIRST + (group << 40)
     up = [None, None]
     last = [dy.mT, x.mT]
     if recipe.kind == "nvfp4":
@@ -104,9 +107,11 @@ def test_b51_the_three_products_equal_loops(recipe: Recipe, outputs: int) -> Non
         w = numbers(3, *(() if isinstance(ends, int) else (groups,)), outputs, inputs)
         rows, master = x.clone().requires_grad_(), w.clone().requires_grad_()
         made = NarrowWeight.of(w, recipe)
-        offs = ends if isinstance(ends, int) else torch.tensor(ends, dtype=torch.int32)
+        where = RowRuns.dense(21, torch.arange(24) + FIRST)
+        if not isinstance(ends, int):
+            where = RowRuns.of_groups(torch.tensor(ends, dtype=torch.int32), FIRST)
         sink = Deferred()
-        y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, DRAW), offs, sink)
+        y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, DRAW), where, sink)
         y.backward(dy)
         assert sink.drain() == 1 and rows.grad is not None and master.grad is not None
         assert not y[21:].any() and not rows.grad[21:].any()
@@ -135,18 +140,21 @@ def test_sums_do_not_depend_on_their_order() -> None:
         whole = one @ other.mT
         assert torch.equal(whole, one[:, order] @ other[:, order].mT)
         halves = zip(one.chunk(2, 1), other.chunk(2, 1), strict=True)
-        assert torch.equal(whole, sum(x @ y.mT for x, y in halves))
+        assert torch.equal(whole, sum((x @ y.mT for x, y in halves), torch.zeros(4, 4)))
 
 
 def test_b51_chance_differs_by_step_weight_and_use() -> None:
     """And is the same for the same place. Plant: the same numbers for rows and for columns."""
-    made = DRAW.numbers(8, 8, 0, 0)
-    assert torch.equal(made, DRAW.numbers(8, 8, 0, 0))
+    at = torch.arange(8) + FIRST
+    made = DRAW.numbers(at, 8, 0)
+    assert torch.equal(made, DRAW.numbers(at, 8, 0))
+    assert torch.equal(made[:, 2:5], DRAW._replace(columns=(range(2, 5),)).numbers(at, 3, 0))
     others = (
-        DRAW.numbers(8, 8, 1, 0),
-        DRAW.numbers(8, 8, 0, 1),
-        DRAW._replace(step=8).numbers(8, 8, 0, 0),
-        DRAW._replace(key=(11, 6)).numbers(8, 8, 0, 0),
-        DRAW._replace(first=torch.tensor([1008])).numbers(8, 8, 0, 0),
+        DRAW.numbers(at, 8, 1),
+        DRAW.numbers(at + (1 << 40), 8, 0),
+        DRAW._replace(step=8).numbers(at, 8, 0),
+        DRAW._replace(key=(11, 6)).numbers(at, 8, 0),
+        DRAW._replace(columns=(range(8, 16),)).numbers(at, 8, 0),
+        DRAW.numbers(at + 8, 8, 0),
     )
     assert all((made != other).float().mean() > 0.9 for other in others)

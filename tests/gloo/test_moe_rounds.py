@@ -70,7 +70,7 @@ class Watched:
     alive: int = 0
     given: list[ref[Tensor]] = field(default_factory=list)
 
-    def __call__(self, x_RD: Tensor, offs_E: Tensor, probs_R: Tensor, flow: Flow) -> Tensor:
+    def __call__(self, x_RD: Tensor, offs_E: Tensor, probs_R: Tensor, *_: Flow | None) -> Tensor:
         """Run the experts that are here."""
         self.alive = max(self.alive, sum(one() is not None for one in self.given))
         self.rows.append(x_RD.shape[0])

@@ -18,6 +18,7 @@ from moefold.kernels.scaled.products import (
     scaled_product,
     times,
 )
+from moefold.kernels.scaled.rows import RowRuns
 from tests.quantise_inputs import families
 
 KINDS = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
@@ -77,9 +78,9 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
         ends = torch.tensor([17, 17, 45], dtype=torch.int32, device=device)
         rows, master = (one.to(device, copy=True).requires_grad_() for one in (x, w))
         made = NarrowWeight.of(master.detach(), Recipe(kind))
-        draw = Draw((1, 2), 3, torch.tensor([100], device=device))
+        weight = NarrowOperand(master, lambda made=made: made, Draw((1, 2), 3))
         sink = Deferred()
-        y = scaled_product(rows, NarrowOperand(master, lambda made=made: made, draw), ends, sink)
+        y = scaled_product(rows, weight, RowRuns.of_groups(ends, 100), sink)
         y.backward(dy.to(device))
         sink.drain()
         assert rows.grad is not None and master.grad is not None
@@ -88,7 +89,7 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
 
 
 def operands(kind: str) -> tuple[Quantised, Quantised]:
-    """Rows [M, K] and a weight [K, N], blocks along K, of numbers over 2^±6."""
+    """RowRuns [M, K] and a weight [K, N], blocks along K, of numbers over 2^±6."""
     drawn = torch.Generator().manual_seed(2)
     sizes = [torch.randint(-6, 7, s, generator=drawn) for s in ((ROWS, INNER), (COLUMNS, INNER))]
     x, w = (torch.randn(size.shape, generator=drawn) * size.float().exp2() for size in sizes)

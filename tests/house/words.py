@@ -20,6 +20,7 @@ WAITING_CALLS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "maske
 MAY_WAIT: set[str] = {
     "moefold/kernels/grouped/grouped.py::leaves_dirt",
     "moefold/kernels/grouped/loop.py::spans",
+    "moefold/kernels/scaled/rows.py::of_groups",  # an emulation, which loops over runs
     "moefold/moe/dispatch/routing_plan.py::host_counts",
 }
 # Names of tensors carry their dims: x_TD, offs_E.

@@ -20,8 +20,8 @@ PLANTS = (
         "documents are counted from a context rank's first row",
         STEPS + "test_b11_a_term_of_sequences_sees_documents_that_ranks_share",
         "data/batch.py",
-        "torch.arange(self.n_valid, device=device) if self.row_T is None else self.row_T\n",
-        "torch.arange(self.n_valid, device=device)\n",
+        "rows_T = self.place_T[: self.n_valid]\n",
+        "rows_T = torch.arange(self.n_valid, device=self.ids_T.device)\n",
     ),
     Plant(
         "b12",

@@ -8,6 +8,12 @@ NVFP4 = TEST + "test_b50_nvfp4_equals_transformer_engine"
 BLOCKS = "kernels/quantise/blocks.py"
 ELEMENTS = "kernels/quantise/elements.py"
 PRODUCTS = "kernels/scaled/products.py"
+ROWS = "kernels/scaled/rows.py"
+PROOF = (
+    "tests/gloo/test_proof_quantise.py::test_b52_few_bits_compute_on_four_ranks_what_one_computes"
+)
+CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_scale_is_refused"
+PRECISION = "layers/precision.py"
 THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
 
 PLANTS = (
@@ -96,17 +102,16 @@ PLANTS = (
         "the weight's gradient has blocks along features",
         THREE,
         PRODUCTS,
-        "    return encode(turned, recipe.form(role), -1, drawn)",
-        "    return encode(turned, recipe.form(role), -2, drawn)",
+        "    return made, [encode(x, form, -1, up, most) for x, up, most in rest]",
+        "    return made, [encode(x, form, -2, up, most) for x, up, most in rest]",
     ),
     Plant(
         "b51",
         "codes along rows are made of codes",
         THREE,
         PRODUCTS,
-        "    turned = transform(part_NI.mT)",
-        '    part_NI = encode(part_NI, recipe.form("rows")).dequantise(part_NI.dtype)\n'
-        "    turned = transform(part_NI.mT)",
+        "    turned = [part.mT for part in parts] if narrow_dw else []",
+        "    turned = [encode(x, recipe.form(role)).dequantise(x.dtype).mT for x in parts]",
     ),
     Plant(
         "b51",
@@ -121,16 +126,16 @@ PLANTS = (
         "rows of a gradient are transformed, those of activations are not",
         THREE,
         PRODUCTS,
-        'transform(part_NI.mT) if recipe.kind == "nvfp4" else',
-        'transform(part_NI.mT) if recipe.by_chance and role == "gradient" else',
+        '    if recipe.kind == "nvfp4":\n        turned =',
+        '    if recipe.kind == "nvfp4" and role == "gradient":\n        turned =',
     ),
     Plant(
         "b51",
         "the first rows of a group are those of the one before",
         THREE,
-        PRODUCTS,
-        "            part, matrix = x_NI[start:end], along",
-        "            part, matrix = x_NI[max(start - 1, 0) : end][: end - start], along",
+        ROWS,
+        "        return [inside[start:end] for",
+        "        return [inside[max(start - 1, 0) : end][: end - start] for",
     ),
     Plant(
         "b51",
@@ -145,16 +150,16 @@ PLANTS = (
         "the gradient is rounded to nearest",
         THREE,
         PRODUCTS,
-        "if recipe.by_chance else None",
-        "if False else None",
+        'if role == "gradient" and recipe.by_chance:',
+        'if role == "none" and recipe.by_chance:',
     ),
     Plant(
         "b51",
         "the gradient's elements for its rows are those of activations",
         THREE,
         PRODUCTS,
-        'made = encode(part, recipe.form("gradient"), -1, drawn)',
-        'made = encode(part, recipe.form("rows"), -1, drawn)',
+        "    made = [encode(x, form, -1, up",
+        '    made = [encode(x, recipe.form("rows"), -1, up',
     ),
     Plant(
         "b51",
@@ -167,8 +172,7 @@ PLANTS = (
     Plant(
         "b52",
         "codes stay as they were before an update",
-        "tests/gloo/test_proof_quantise.py::"
-        "test_b52_few_bits_compute_on_two_ranks_what_one_computes",
+        PROOF,
         "layers/precision.py",
         "            if held is None or not fresh:\n                value = weight",
         "            if held is None:\n                value = weight",
@@ -198,5 +202,135 @@ PLANTS = (
         "moe/experts.py",
         "        if self.narrow:",
         "        if self.narrow and False:",
+    ),
+    Plant(
+        "b51",
+        "padding enters the largest of a matrix",
+        THREE,
+        ROWS,
+        "        return cls(((0, 0, n_valid),), number_T[:n_valid])",
+        "        return cls(((0, 0, len(number_T)),), number_T)",
+    ),
+    Plant(
+        "b51",
+        "the largest of a matrix is that before the transform",
+        THREE,
+        PRODUCTS,
+        '        read = parts + turned if recipe.kind == "nvfp4" else parts',
+        "        read = parts",
+    ),
+    Plant(
+        "b51",
+        "all experts share one largest number",
+        THREE,
+        PRODUCTS,
+        "_shared(torch.stack([amax_of(one) for one in read]), role, weight.largest)",
+        "torch.stack([torch.stack([amax_of(one) for one in read]).amax(0) for _ in read])",
+    ),
+    Plant(
+        "b51",
+        "codes of rows are rounded by chance",
+        THREE,
+        PRODUCTS,
+        'if role == "gradient" and recipe.by_chance:',
+        "if recipe.by_chance:",
+    ),
+    Plant(
+        "b52",
+        "the largest number of rows is that of one rank",
+        PROOF,
+        PRECISION,
+        '            cut = self.inputs if role == "rows" else self.outputs\n',
+        '            cut = self.inputs if role == "rows" else self.outputs\n'
+        '            if role == "rows":\n                return ()\n',
+    ),
+    Plant(
+        "b52",
+        "the largest number of gradients is that of one rank",
+        PROOF,
+        PRECISION,
+        '            cut = self.inputs if role == "rows" else self.outputs\n',
+        '            cut = self.inputs if role == "rows" else self.outputs\n'
+        '            if role == "gradient":\n                return ()\n',
+    ),
+    Plant(
+        "b52",
+        "the largest number of a weight is that of one rank",
+        PROOF,
+        PRECISION,
+        "            cut = self.inputs + self.outputs  # no weight has both",
+        '            cut = ""',
+    ),
+    Plant(
+        "b52",
+        "rows of latents are taken for those of the tensor group",
+        PROOF,
+        PRECISION,
+        'return ("tp", "cp") if own or cut else ("cp",)',
+        'return ("tp", "cp") if cut else ("cp",)',
+    ),
+    Plant(
+        "b52",
+        "an expert's rows stay as they come",
+        PROOF,
+        ROWS,
+        "        order_N = sent_N.argsort(stable=True)",
+        "        order_N = (sent_N >> ROW).argsort(stable=True)",
+    ),
+    Plant(
+        "b52",
+        "blocks go on from one micro-batch to the next",
+        PROOF,
+        ROWS,
+        "        named = torch.stack((group_N, sent_N >> ROW))[:, order_N]",
+        "        named = torch.stack((group_N, sent_N * 0))[:, order_N]",
+    ),
+    Plant(
+        "b52",
+        "chance goes by columns of this rank",
+        PROOF,
+        PRECISION,
+        "(self.seed, narrow.number), self.step, narrow.columns)",
+        "(self.seed, narrow.number), self.step)",
+    ),
+    Plant(
+        "b52",
+        "chance goes by rows of this rank",
+        PROOF,
+        "layers/flow.py",
+        "self.rows.n_valid, self.rows.place_T + self.rows.first)",
+        "self.rows.n_valid, torch.arange(self.rows.rows) + self.rows.first)",
+    ),
+    Plant(
+        "b52",
+        "chance goes by experts of this rank",
+        PROOF,
+        "moe/experts.py",
+        'self.narrow["w_in"].first_expert or 0',
+        "0",
+    ),
+    Plant(
+        "b53",
+        "a cut through a block is legal",
+        CUTS,
+        "spec/quantised.py",
+        "whole = size // block if size % block == 0 else 1",
+        "whole = size",
+    ),
+    Plant(
+        "b53",
+        "a cut through a block of rows is legal",
+        CUTS,
+        "spec/quantised.py",
+        "whole = seq // (2 * block) if seq % (2 * block) == 0 else 1",
+        "whole = seq // 2",
+    ),
+    Plant(
+        "b53",
+        "an expert's rows of a micro-batch may lie on several ranks",
+        CUTS,
+        "spec/quantised.py",
+        "if self.experts and (sizes",
+        "if False and (sizes",
     ),
 )

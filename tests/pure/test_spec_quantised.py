@@ -44,8 +44,6 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
-        (("train.quantise=nvfp4", "layout.sizes=tp2"), "layout.sizes", "leave out tp"),
-        (("train.quantise=mxfp8", "layout.sizes=ep2"), "layout.sizes", "leave out ep"),
         (("train.quantise=fp6",), "train.quantise", "nvfp4"),
         (("train.quantise={kind: mxfp8, scales: fp32}",), "train.quantise.scales", "up"),
         (("train.quantise={kind: mxfp8, keep: ['*.atention.*']}",), "keep", "attention"),
@@ -62,9 +60,46 @@ def test_what_does_not_fit_is_refused_with_what_does(
     assert path in text and said in text
 
 
+WIDE = (
+    "model.shape={hidden: 256, layers: 2, heads: 8, kv_heads: 4, head_dim: 64, experts: 8, "
+    "top_k: 2, expert_width: 256}",
+    "data.seq=512",
+)
+
+
+@pytest.mark.parametrize(
+    ("quantise", "sizes", "said", "nearest"),
+    [
+        ("fp8_block", "tp4", "tp * 128 divides k.weight", "tp2 ep2"),
+        ("mxfp8", "etp16 ep4", "etp * 32 divides experts.w_in", "ep4 etp8"),
+        ("nvfp4", "cp32 ep8 etp4", "2 * cp * 16 divides the length", "cp16 ep8 etp4"),
+        ("nvfp4", "tp2", "lie on one rank", "tp2 ep2"),
+        ("fp8_tensor", "tp2 cp2 ep2", "lie on one rank", "tp2 cp2 ep4"),
+    ],
+)
+def test_b53_a_cut_through_what_shares_a_scale_is_refused(
+    quantise: str, sizes: str, said: str, nearest: str
+) -> None:
+    """With the nearest layout that holds whole blocks. Plants: blocks are not counted."""
+    run_of(*WIDE, f"train.quantise={quantise}", f"layout.sizes={nearest}")
+    with pytest.raises(RunError) as caught:
+        run_of(*WIDE, f"train.quantise={quantise}", f"layout.sizes={sizes}")
+    found = [v for v in caught.value.violations if said in v.rule]
+    assert found and found[0].nearest == nearest, caught.value
+
+
+def test_ways_out_of_the_rules_about_rows() -> None:
+    """Wide weight gradients where blocks alone are asked, and rows by rank."""
+    for quantise in ("{kind: mxfp8, wgrad: wide}", "{kind: nvfp4, rows: rank}"):
+        run_of(*WIDE, f"train.quantise={quantise}", "layout.sizes=tp2")
+    with pytest.raises(RunError):
+        run_of(*WIDE, "train.quantise={kind: nvfp4, wgrad: wide}", "layout.sizes=tp2")
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     """The layout and the pattern."""
     quantise: Any = "train.quantise={kind: nvfp4, keep: ['*.none.*']}"
     with pytest.raises(RunError) as caught:
         run_of(quantise, "layout.sizes=tp2")
-    assert len(caught.value.violations) == 2
+    paths = {violation.path[0] for violation in caught.value.violations}
+    assert paths == {"train", "layout"}

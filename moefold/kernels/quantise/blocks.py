@@ -23,10 +23,11 @@ from torch import Tensor
 
 from moefold.kernels.quantise import elements
 from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST_E2M1
+from moefold.layers.config import QUANTISE
 
 Kind = Literal["fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 Role = Literal["rows", "gradient", "weight"]
-BLOCKS: dict[str, int | None] = {"fp8_tensor": None, "fp8_block": 128, "mxfp8": 32, "nvfp4": 16}
+BLOCKS: dict[str, int | None] = {kind: record.length for kind, record in QUANTISE.kinds.items()}  # type: ignore[attr-defined]
 """Elements of a block along the summed dim; None where a matrix is one block."""
 SQUARE = ("fp8_block", "nvfp4")
 """Kinds whose blocks of a weight are as wide as they are long."""

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.scaled.products import NarrowOperand, scaled_product
+from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu import pieces
 
 
@@ -15,7 +16,7 @@ def narrow_ffn(
     x_ND: Tensor,
     w_in: NarrowOperand,
     w_out: NarrowOperand,
-    ends: Tensor | int,
+    rows: RowRuns,
     sink: GradientSink,
     p_N: Tensor | None = None,
 ) -> Tensor:
@@ -27,12 +28,12 @@ def narrow_ffn(
         x_ND: rows.
         w_in: [(E,) 2 F, D], gate then up.
         w_out: [(E,) D, F].
-        ends: as for :func:`moefold.kernels.scaled.products.scaled_product`.
+        rows: as for :func:`moefold.kernels.scaled.products.scaled_product`.
         sink: where the weights' gradients go.
         p_N: weight of each row, or None.
     """
-    h_N2F = scaled_product(x_ND, w_in, ends, sink)
-    return scaled_product(_Activation.apply(h_N2F, p_N), w_out, ends, sink)  # type: ignore[arg-type]
+    h_N2F = scaled_product(x_ND, w_in, rows, sink)
+    return scaled_product(_Activation.apply(h_N2F, p_N), w_out, rows, sink)  # type: ignore[arg-type]
 
 
 class _Activation(torch.autograd.Function):

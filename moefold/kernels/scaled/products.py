@@ -1,17 +1,20 @@
 """Products of a weight on codes and block scales: ``y = x w^T`` and its two gradients.
 
-N rows, I in, O out, E groups. Rows are those of one matrix, or sorted by group as in
-:mod:`moefold.kernels.grouped.loop`; a block, and the largest of a matrix, never span groups. Each
-of the three products has operands of its own, made from wide numbers, with blocks along the dim
-that it sums: features for ``y`` and ``dx``, rows for ``dw``. Codes times block scales are summed
-(fp64 for rows in fp64, else fp32), the scales of whole matrices come after the sum.
+N rows, I in, O out, E groups. Rows come in runs (:mod:`moefold.kernels.scaled.rows`), those of an
+expert sorted as in :mod:`moefold.kernels.grouped.loop`; a block, and the largest of a matrix, never
+span two. Each of the three products has operands of its own, made from wide numbers, with blocks
+along the dim that it sums: features for ``y`` and ``dx``, rows for ``dw``. Codes times block scales
+are summed (fp64 for rows in fp64, else fp32), the scales of whole matrices come after the sum.
 
 ``nvfp4`` rounds ``dy`` by chance, and both operands of ``dw`` pass the Hadamard transform along the
-rows. This is an emulation in plain torch.
+rows. Where ranks hold parts of a matrix, its largest number is a maximum over them: taken when rows
+or their gradient come, so that a weight's gradient that waits asks nobody. This is an emulation in
+plain torch.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.grouped.loop import spans
-from moefold.kernels.quantise.blocks import Format, Quantised, encode, format_of
-from moefold.kernels.quantise.hadamard import transform
+from moefold.kernels.quantise.blocks import Format, Quantised, amax_of, encode, format_of
+from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
+from moefold.kernels.scaled.rows import RowRuns
+from moefold.layers.config import QUANTISE
 
-GROUP = 40
-"""Bits of a row's number below those of its group."""
+Largest = Callable[[Tensor, str], Tensor]
+"""``largest(amax, role)``: the maximum over the ranks that hold parts of the same matrices."""
 
 
 class Recipe(NamedTuple):
@@ -45,25 +49,39 @@ class Recipe(NamedTuple):
         """Whether gradients of rows are rounded by chance."""
         return self.kind == "nvfp4"
 
+    @property
+    def run(self) -> int:
+        """Rows that the transform takes together."""
+        return gcd(SIZE, self.block or SIZE)
+
+    @property
+    def of_matrices(self) -> bool:
+        """Whether a whole matrix has a scale."""
+        return QUANTISE.kinds[self.kind].of_matrices  # type: ignore[attr-defined]
+
     def form(self, role: str) -> Format:
         """Return the format of rows, of their gradient, or of a weight."""
         return format_of(self.kind, role, self.scales, self.block)
 
 
+def _mine(amax: Tensor, role: str) -> Tensor:
+    return amax
+
+
 class Draw(NamedTuple):
-    """What random bits are a function of, beside a row's and a column's number."""
+    """What random bits are a function of, beside a row's number and a column's."""
 
     key: tuple[int, int]
     """Of the run and of the weight, whose last bit tells the two uses apart."""
     step: int
-    first: Tensor
-    """int64 [1]: number of the first row in the step."""
+    columns: tuple[range, ...] = ()
+    """Outputs of the whole weight that are here; none said: all."""
 
-    def numbers(self, rows: int, columns: int, use: int, group: int) -> Tensor:
-        """Return multiples of 2^-16 of shape [rows, columns]."""
-        row_N = torch.arange(rows, device=self.first.device) + self.first + (group << GROUP)
+    def numbers(self, number_N: Tensor, outputs: int, use: int) -> Tensor:
+        """Return multiples of 2^-16 of shape [N, outputs]."""
         key = self.key[0] & MASK, (2 * self.key[1] + use) & MASK
-        return chance(row_N, range(columns), key, self.step)
+        columns = self.columns or (range(outputs),)
+        return torch.cat([chance(number_N, one, key, self.step) for one in columns], 1)
 
 
 @dataclass(frozen=True)
@@ -75,10 +93,11 @@ class NarrowWeight:
     along_outputs: Quantised
 
     @classmethod
-    def of(cls, value: Tensor, recipe: Recipe) -> "NarrowWeight":
+    def of(cls, value: Tensor, recipe: Recipe, largest: Largest = _mine) -> "NarrowWeight":
         """Make the codes; blocks that are as wide as long serve both dims."""
         form = recipe.form("weight")
-        made = encode(value, form)
+        amax = _shared(amax_of(value), "weight", largest) if recipe.of_matrices else None
+        made = encode(value, form, amax=amax)
         other = made if form.rows == form.columns else encode(value, form, -2)
         return cls(recipe, made, other)
 
@@ -101,21 +120,22 @@ class NarrowOperand(NamedTuple):
     """Gives its codes, in forward and again in backward."""
     draw: Draw
     """What stochastic rounding of its rows' gradient draws from."""
+    largest: Largest = _mine
 
 
 def scaled_product(
-    x_NI: Tensor, weight: NarrowOperand, ends: Tensor | int, sink: GradientSink
+    x_NI: Tensor, weight: NarrowOperand, rows: RowRuns, sink: GradientSink
 ) -> Tensor:
     """Return ``y_NO`` in the dtype of the rows.
 
     Args:
         x_NI: rows.
         weight: its codes, and where they come from.
-        ends: how many rows count, the first ones; or int32 end row of each group. Rows past the
-            end are never read; their outputs and gradients are zero.
+        rows: those that count, in runs. Others are never read; their outputs and gradients are
+            zero.
         sink: where the weight's gradient goes.
     """
-    return _Scaled.apply(x_NI, weight.master, weight.codes, ends, sink, weight.draw)
+    return _Scaled.apply(x_NI, weight.master, weight, rows, sink)  # type: ignore[return-value]
 
 
 class _Scaled(torch.autograd.Function):
@@ -124,94 +144,118 @@ class _Scaled(torch.autograd.Function):
         ctx: Any,
         x_NI: Tensor,
         master: Tensor,
-        codes: Callable[[], NarrowWeight],
-        ends: Tensor | int,
+        operand: NarrowOperand,
+        rows: RowRuns,
         sink: GradientSink,
-        draw: Draw,
     ) -> Tensor:
-        weight, wide = codes(), _sum_of(x_NI)
-        recipe, grouped = weight.recipe, isinstance(ends, Tensor)
-        groups = spans(ends) if isinstance(ends, Tensor) else [(0, 0, ends)]
-        along = weight.along_inputs
-        y_NO = x_NI.new_zeros(x_NI.shape[0], along.shape[-2])
+        weight, wide = operand.codes(), _sum_of(x_NI)
+        made, kept = _operands(x_NI, weight.recipe, "rows", rows, operand, ctx.needs_input_grad[1])
+        y_NO = x_NI.new_zeros(x_NI.shape[0], weight.along_inputs.shape[-2])
+        rows.put(_each(made, weight.along_inputs.mT, rows, wide, y_NO), y_NO)
         held: list[Tensor] = []
         forms: list[_Form] = []
-        for group, start, end in groups:
-            part, matrix = x_NI[start:end], along.matrix(group) if grouped else along
-            if start < end:
-                y_NO[start:end] = times(encode(part, recipe.form("rows")), matrix.mT, wide)
-            if ctx.needs_input_grad[1]:
-                tensors, form = _Form.of(weight_operand(part, recipe, "rows"))
-                held += tensors
-                forms.append(form)
+        for one in kept:
+            tensors, form = _Form.of(one)
+            held += tensors
+            forms.append(form)
         ctx.save_for_backward(*held)
-        ctx.master, ctx.codes, ctx.sink, ctx.draw = master, codes, sink, draw
-        ctx.groups, ctx.forms, ctx.grouped = groups, forms, grouped
+        ctx.operand, ctx.rows, ctx.sink, ctx.forms = operand, rows, sink, forms
         return y_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        weight, wide, draw = ctx.codes(), _sum_of(dy_NO), ctx.draw
-        recipe, along = weight.recipe, weight.along_outputs
-        dx_NI = dy_NO.new_zeros(dy_NO.shape[0], along.shape[-1])
-        operands = []
-        for group, start, end in ctx.groups:
-            part = dy_NO[start:end]
-            matrix = along.matrix(group) if ctx.grouped else along
-            if ctx.needs_input_grad[0] and start < end:
-                drawn = draw.numbers(*part.shape, 0, group) if recipe.by_chance else None
-                made = encode(part, recipe.form("gradient"), -1, drawn)
-                dx_NI[start:end] = times(made, matrix, wide)
-            if ctx.needs_input_grad[1]:
-                operands.append(weight_operand(part, recipe, "gradient", draw, group))
+        operand, rows, wide = ctx.operand, ctx.rows, _sum_of(dy_NO)
+        weight, wanted = operand.codes(), ctx.needs_input_grad
+        along = weight.along_outputs
+        made, others = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
+        dx_NI = None
+        if wanted[0]:
+            dx_NI = dy_NO.new_zeros(dy_NO.shape[0], along.shape[-1])
+            rows.put(_each(made, along, rows, wide, dx_NI), dx_NI)
         dw = None
-        if ctx.needs_input_grad[1]:
+        if wanted[1]:
             tensors, pairs = iter(ctx.saved_tensors), []
-            for dy, form in zip(operands, ctx.forms, strict=True):
-                pairs.append((dy, form.made(tensors)))
+            for (group, *_), dy, form in zip(rows.runs, others, ctx.forms, strict=True):
+                pairs.append((group, dy, form.made(tensors)))
+            master, matrices = operand.master, along.shape[0] if rows.grouped else 1
 
             def product(into: Tensor | None) -> Tensor:
-                return _weight_gradients(pairs, ctx.master, into, wide)
+                if into is None:
+                    into = torch.zeros(master.shape, dtype=wide, device=master.device)
+                _add_gradients(pairs, into.view(matrices, -1, into.shape[-1]), wide)
+                return into
 
-            dw = ctx.sink.deliver(ctx.master, product)
-        return dx_NI if ctx.needs_input_grad[0] else None, dw, None, None, None, None
+            dw = ctx.sink.deliver(master, product)
+        return dx_NI, dw, None, None, None
 
 
-def weight_operand(
-    part_NI: Tensor, recipe: Recipe, role: str, draw: Draw | None = None, group: int = 0
-) -> Tensor | Quantised:
-    """Return what the weight's gradient reads of a group's rows: codes [I, N] along them.
+def _each(
+    made: list[Quantised], weight: Quantised, rows: RowRuns, wide: torch.dtype, like: Tensor
+) -> list[Tensor]:
+    """Return each run's product with its matrix."""
+    found = []
+    for (group, start, end), one in zip(rows.runs, made, strict=True):
+        matrix = weight.matrix(group) if rows.grouped else weight
+        found.append(times(one, matrix, wide).to(like.dtype) if start < end else like[:0])
+    return found
 
-    Or the rows themselves where that product is wide.
+
+def _operands(
+    x_NI: Tensor, recipe: Recipe, role: str, rows: RowRuns, weight: NarrowOperand, for_dw: bool
+) -> tuple[list[Quantised], list[Tensor | Quantised]]:
+    """Return each run's codes along features, and what the weight's gradient reads of it.
+
+    That is codes [I, N] along its rows, or the rows themselves where that product is wide.
     """
-    if not recipe.narrow_dw:
-        return part_NI
-    turned = transform(part_NI.mT) if recipe.kind == "nvfp4" else part_NI.mT
-    drawn = None
-    if draw is not None and recipe.by_chance:
-        drawn = draw.numbers(turned.shape[1], turned.shape[0], 1, group).mT
-    return encode(turned, recipe.form(role), -1, drawn)
+    parts = rows.take(x_NI)
+    narrow_dw = for_dw and recipe.narrow_dw
+    turned = [part.mT for part in parts] if narrow_dw else []
+    if recipe.kind == "nvfp4":
+        turned = [transform(one, recipe.run) for one in turned]
+    amax = [None] * (2 * len(parts))
+    if recipe.of_matrices and parts:
+        # The transform moves the largest; without it rows and columns have one.
+        read = parts + turned if recipe.kind == "nvfp4" else parts
+        found = _shared(torch.stack([amax_of(one) for one in read]), role, weight.largest)
+        amax = [*found, *found] if len(read) == len(parts) else [*found]
+    drawn, across = [None] * len(parts), [None] * len(parts)
+    if role == "gradient" and recipe.by_chance:
+        draw, width = weight.draw, x_NI.shape[1]
+        each = [rows.number_N[start:end] for _, start, end in rows.runs]
+        drawn = [draw.numbers(number, width, 0) for number in each]
+        across = [draw.numbers(_filled(number, recipe.run), width, 1).mT for number in each]
+    form = recipe.form(role)
+    made = [encode(x, form, -1, up, most) for x, up, most in zip(parts, drawn, amax, strict=False)]
+    if not narrow_dw:
+        return made, list(parts) if for_dw else []
+    rest = zip(turned, across, amax[len(parts) :], strict=False)
+    return made, [encode(x, form, -1, up, most) for x, up, most in rest]
 
 
-def _weight_gradients(
-    pairs: list[tuple[Tensor | Quantised, Tensor | Quantised]],
-    master: Tensor,
-    into: Tensor | None,
+def _shared(amax: Tensor, role: str, largest: Largest) -> Tensor:
+    # No maximum over ranks may lose a NaN.
+    return largest(amax.nan_to_num(nan=torch.inf, posinf=torch.inf), role)
+
+
+def _filled(number_N: Tensor, run: int) -> Tensor:
+    """Return numbers of rows and of those that fill their last run."""
+    return (number_N[::run, None] + torch.arange(run, device=number_N.device)).flatten()
+
+
+def _add_gradients(
+    pairs: list[tuple[int, Tensor | Quantised, Tensor | Quantised]],
+    into_EOI: Tensor,
     wide: torch.dtype,
-) -> Tensor:
-    """Return the gradient of each group's matrix, in the master's shape."""
-    if into is None:
-        into = torch.zeros(master.shape, dtype=wide, device=master.device)
-    matrices = into.view(len(pairs), -1, into.shape[-1])
-    for matrix, (dy, x) in zip(matrices, pairs, strict=True):
+) -> None:
+    """Add each run's part of its matrix's gradient."""
+    for group, dy, x in pairs:
         if isinstance(dy, Tensor):
             assert isinstance(x, Tensor)
-            matrix += dy.mT.to(wide) @ x.to(wide)
+            into_EOI[group] += dy.mT.to(wide) @ x.to(wide)
         elif dy.shape[-1]:
             assert isinstance(x, Quantised)
-            matrix += times(dy, x.mT, wide)
-    return into
+            into_EOI[group] += times(dy, x.mT, wide)
 
 
 class _Form(NamedTuple):

@@ -45,6 +45,8 @@ class Dispatched(NamedTuple):
     missing then; None where there is no limit."""
     source: CopiedRows | None = None
     """What ``x_RD`` can be made from again, where that is smaller."""
+    sent_R: Tensor | None = None
+    """Which micro-batch each row is of, and its place there, where products on codes ask."""
 
 
 class Dispatcher(Generic[Config]):
