@@ -17,7 +17,7 @@ from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
 from moefold.model.families.fields import ConfigField, Rotary, read_all
-from moefold.model.families.hub import SPECIAL, ConfigReader, rope_fields
+from moefold.model.families.hub import ConfigReader, rope_fields
 from moefold.model.families.names import Entry
 from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
@@ -221,7 +221,6 @@ class Family(Record):
         return {
             "architectures": [cls.architecture],
             "model_type": cls.model_type,
-            **dict.fromkeys(SPECIAL),  # a class may have numbers of its own for what is left out
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,

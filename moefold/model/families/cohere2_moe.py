@@ -9,6 +9,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
+from moefold.model.families.hub import SPECIAL
 from moefold.model.families.layer_kinds import DenseKinds, DenseTurn, WindowKinds, prefix_full
 from moefold.model.families.sizes import DenseTurnSizes
 
@@ -68,6 +69,7 @@ class Cohere2Moe(Family):
         hf.ProjectionBias("attention_bias", False, "all"),
         hf.Inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
+        hf.Unread(SPECIAL, dict.fromkeys(SPECIAL)),  # else the class's own tokens
     )
     tensors = (
         *names.llama_names("input_layernorm", "", "", ""),

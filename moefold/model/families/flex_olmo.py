@@ -14,7 +14,9 @@ from moefold.model.families.fields import (
     KvHeads,
     ProjectionBias,
     Rotary,
+    Unread,
 )
+from moefold.model.families.hub import SPECIAL
 from moefold.model.families.names import (
     HF_SIZES,
     expert_names,
@@ -60,6 +62,7 @@ class FlexOlmo(Family):
         FieldValue("norm_topk_prob", "renormalise", bool, False),
         ProjectionBias("attention_bias", False, "all"),
         Follows("head_dim", lambda model: model.shape.dims_per_head),
+        Unread(SPECIAL, dict.fromkeys(SPECIAL)),  # else the class's own tokens
     )
     tensors = (
         *llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
