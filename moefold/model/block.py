@@ -56,11 +56,12 @@ class DecoderBlock(nn.Module):
             self.moe.apart = self.ffn_out_norm is not None
             self.moe.residual_scale *= 1.0 if self.moe.apart else record.residual_scale
         self._name = f"layers.{layer}"
+        self._half = f"{self._name}.{'ffn' if self.moe is None else 'moe'}"
 
     def forward(self, x_TD: Tensor, flow: Flow) -> BlockOutput:
         """Return the rows after both halves, and the router's terms."""
         rows = self._attended(x_TD, flow)
-        with flow.world.recorder.module(f"{self._name}.{'ffn' if self.moe is None else 'moe'}"):
+        with flow.world.recorder.module(self._half):
             if self.moe is None:
                 added_TD = self._added(self.ffn_out_norm, self.ffn(rows.x_TD, flow), flow)
                 return BlockOutput(rows.residual_TD + added_TD, x_TD.new_zeros(0))
@@ -74,7 +75,7 @@ class DecoderBlock(nn.Module):
 
         def start(x_TD: Tensor, flow: Flow) -> Tensor:
             rows = self._attended(x_TD, flow)
-            with flow.world.recorder.module(f"{self._name}.moe"):
+            with flow.world.recorder.module(self._half):
                 return route(rows, flow)
 
         return (start, *rest, self._finish) if self.moe.apart else (start, *rest)
@@ -87,7 +88,8 @@ class DecoderBlock(nn.Module):
                 attended_TD = self.attention(normed_TD, flow)
             attended_TD = self._added(self.attention_out_norm, attended_TD, flow)
         if self.ffn_norm is not None:
-            return MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow))
+            with flow.world.recorder.module(self._half):
+                return MoeInput(*self.ffn_norm.summed(x_TD, attended_TD, flow))
         total_TD = x_TD + attended_TD
         return MoeInput(total_TD, normed_TD if self._shared else total_TD)
 
