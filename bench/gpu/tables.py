@@ -20,6 +20,8 @@ No figure of a GPU stands in this repository: none was measured. What is here is
 where a step runs through all branches for accelerators and computes nothing, or it is an estimate
 that says so.
 """
+DRAWN = {"ceilings", "operations"}
+"""Parts that the picture is of."""
 FACTS = ("chip", "driver", "torch", "cuda", "triton", "commit")
 Results = dict[str, dict[str, Any]]
 """One chip's files by part."""
@@ -71,7 +73,8 @@ def _of_chip(chip: str, parts: Results) -> Iterator[str]:
         if part in parts:
             yield from table(parts[part]["rows"])
             yield ""
-    yield f"![share of bounds](images/roofline_{chip}.png)"
+    if parts.keys() >= DRAWN:
+        yield f"![share of bounds](images/roofline_{chip}.png)"
 
 
 def _table(titles: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
@@ -115,11 +118,15 @@ def _steps(rows: list[dict[str, Any]]) -> Iterator[str]:
         for row in rows:
             if "tokens_per_s" in row:
                 peak, waited = row["peak_bytes"], row["waits"]
+                traced = "busy_share" in row
                 yield (
-                    row["name"], *(f"{row[key]}" for key in ("layers", "rows", "micro_batches")),
+                    row["name"] + (", a graph" if row.get("graphs") == "step" else ""),
+                    *(f"{row[key]}" for key in ("layers", "rows", "micro_batches")),
                     f"{row['median'] * 1e3:.1f}", f"{row['tokens_per_s']:,.0f}",
-                    f"{row['share_of_products']:.1%}", f"{row['busy_share']:.0%}",
-                    f"{row['kernels']:,}", "–" if waited is None else str(sum(waited.values())),
+                    f"{row['share_of_products']:.1%}",
+                    f"{row['busy_share']:.0%}" if traced else "–",
+                    f"{row['kernels']:,}" if traced else "–",
+                    "–" if waited is None else str(sum(waited.values())),
                     "–" if peak is None else f"{peak / 1e9:.1f}",
                 )  # fmt: skip
 
@@ -132,7 +139,7 @@ def _steps(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 def draw(parts: Results, path: Path) -> None:
     """Draw operations under the roof of their chip, and the share of their bound by form."""
-    if not {"ceilings", "operations"} <= parts.keys():
+    if not parts.keys() >= DRAWN:
         return
     machine, rows = parts["ceilings"]["machine"], parts["operations"]["rows"]
     rows = [row for row in rows if row.get("seconds")]

@@ -1,6 +1,7 @@
 """Rotary angles: plain frequencies, or stretched by YaRN (arXiv 2309.00071)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,15 +24,20 @@ class Angles:
 
         Angles are fp32 whatever the compute dtype, as in every published model.
         """
-        angles_Tp = positions_T.float()[:, None] * _frequencies(rope, dim, positions_T.device)
+        on = positions_T.device
+        made = _on_device if on.type == "cuda" else _made
+        frequencies = made(rope, dim, on)
+        angles_Tp = positions_T.float()[:, None] * frequencies
         magnitude = 1.0 if rope.yarn is None else rope.yarn.magnitude
         return cls((angles_Tp.cos() * magnitude).to(dtype), (angles_Tp.sin() * magnitude).to(dtype))
 
 
-@lru_cache(maxsize=64)
-def _frequencies(rope: Rope, dim: int, device: torch.device) -> Tensor:
-    """Return the frequencies on a device, copied there once."""
-    return inverse_frequencies(rope, dim).to(device)
+def _made(rope: Rope, dim: int, device: torch.device) -> Tensor:
+    return inverse_frequencies(rope, dim).to(device, non_blocking=True)
+
+
+_on_device: Callable[[Rope, int, torch.device], Tensor] = lru_cache(maxsize=64)(_made)  # type: ignore[assignment]
+"""Copied to a GPU once: the host would wait for each copy, and no graph makes one."""
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:

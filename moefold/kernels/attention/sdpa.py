@@ -45,9 +45,9 @@ def _cudnn_takes(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor) -> bool:
     as fast as padded ones."""
     if not q_THd.is_cuda:
         return False
-    given = (x[None].transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
+    q, k, v = (x[None].transpose(1, 2) for x in (q_THd, k_TGd, v_TGv))
     grouped = q_THd.shape[1] != k_TGd.shape[1]
-    asked = torch.backends.cuda.SDPAParams(*given, None, 0.0, True, grouped)
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
     return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
