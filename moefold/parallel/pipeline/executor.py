@@ -57,7 +57,8 @@ class Executor:
     def __init__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
     ) -> None:
-        self._placed, self._flows, self._factors = placed, flows, factors
+        self._placed, self._flows = placed, flows
+        self._shares, self._scale = factors.share_M.unbind(), factors.scale
         self._loss = loss
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
@@ -131,7 +132,9 @@ class Executor:
         chunk = placed.chunks[action.chunk]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks)
-        way = ChunkPass(placed.model, chunk, flow, self._factors, micro, self._loss, self._beside)
+        way = ChunkPass(
+            placed.model, chunk, flow, self._shares[micro], self._scale, self._loss, self._beside
+        )
         return InFlight(way, flow, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:

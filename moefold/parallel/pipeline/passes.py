@@ -45,8 +45,8 @@ class ChunkPass:
         model: the parts of the model on this rank.
         chunk: what of it is run.
         flow: the micro-batch's pass, with the sink of this chunk.
-        factors: of the step.
-        micro: number of the micro-batch.
+        share: weight of the router terms: the micro-batch's share of the step's valid rows.
+        scale: of the loss.
         loss: what the last stage ends with.
         beside: groups for exchanges where segments run apart; None where the chunk is one part.
     """
@@ -56,13 +56,13 @@ class ChunkPass:
         model: DecoderModel,
         chunk: Chunk,
         flow: Flow,
-        factors: Factors,
-        micro: int,
+        share: Tensor,
+        scale: Tensor,
         loss: Loss,
         beside: World | None,
     ) -> None:
         self._model, self._chunk, self._flow = model, chunk, flow
-        self._share, self._scale, self._loss = factors.share_M[micro], factors.scale, loss
+        self._share, self._scale, self._loss = share, scale, loss
         self._beside = None if beside is None else replace(flow, world=beside)
         self._back: list[list[LaneTask]] = []
         """Of each stretch that has been run, the tasks of its backward."""
