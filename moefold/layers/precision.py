@@ -164,18 +164,19 @@ class PrecisionPolicy:
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
-        fresh = held is not None and held[0] == weight._version and weight.is_set_to(held[1])
-        if held is None or not fresh or held[2].dtype != dtype:
-            held = (weight._version, weight.detach(), weight.detach().to(dtype))
-            self._copies[weight] = held
+        if held is not None and held[2].dtype != dtype:
+            held = None
+        if held is None or not _fresh(weight, *held[:2]):
+            values = weight.detach()
+            # Where the old copy lies: a graph that was captured goes on reading there.
+            copy = values.to(dtype) if held is None else held[2].copy_(values)
+            held = self._copies[weight] = (weight._version, values, copy)
         return Operand(weight, held[2])
 
     def renew(self) -> None:
-        """Bring the compute copies up to date where they lie, for products that are replayed."""
-        for weight, (version, values, copy) in list(self._copies.items()):
-            if version != weight._version or not weight.is_set_to(values):
-                copy.copy_(weight.detach())
-                self._copies[weight] = (weight._version, weight.detach(), copy)
+        """Bring the compute copies up to date at once, which otherwise their next use does."""
+        for weight, (_, _, copy) in list(self._copies.items()):
+            self.operand(weight, copy.dtype)
 
     def narrow_operand(
         self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0
@@ -197,8 +198,7 @@ class PrecisionPolicy:
                 value = _as_asked(value, weight.dtype, self.dtype)
                 return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             held = self._codes.get(weight)
-            fresh = held is not None and held[0] == weight._version and weight.is_set_to(held[1])
-            if held is None or not fresh:
+            if held is None or not _fresh(weight, *held[:2]):
                 value = weight.detach().to(self.dtype).flatten(groups, -2)
                 made = NarrowWeight.of(value, narrow.recipe, largest)
                 held = (weight._version, weight.detach(), made)
@@ -207,6 +207,11 @@ class PrecisionPolicy:
 
         draw = Draw((self.seed, narrow.number), self.step, narrow.columns)
         return NarrowOperand(weight, codes, draw, largest)
+
+
+def _fresh(weight: Tensor, version: int, values: Tensor) -> bool:
+    """Return whether what was made of a parameter's values stands for those it has now."""
+    return version == weight._version and weight.is_set_to(values)
 
 
 def _as_asked(value: Tensor, master: torch.dtype, dtype: torch.dtype) -> Tensor:

@@ -37,7 +37,8 @@ def _made(rope: Rope, dim: int, device: torch.device) -> Tensor:
 
 
 _on_device: Callable[[Rope, int, torch.device], Tensor] = lru_cache(maxsize=64)(_made)  # type: ignore[assignment]
-"""Copied to a GPU once: the host would wait for each copy, and no graph makes one."""
+"""Copied to a GPU once: the host would wait for each copy, and no graph makes one. Records hash,
+which their types do not say."""
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:

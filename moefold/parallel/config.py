@@ -203,4 +203,4 @@ class Layout(Record):
         """Whether anything could misfit: an axis is split, or a choice is named that could."""
         chosen = self.stages, self.schedule, self.offload, self.recompute
         named = any(one is not None for one in chosen)
-        return bool(self.sizes.strip()) or named
+        return bool(self.sizes.strip()) or named or self.graphs != "none"

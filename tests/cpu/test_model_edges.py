@@ -100,7 +100,7 @@ def test_neither_chunks_nor_tiles_change_a_gradient(monkeypatch: pytest.MonkeyPa
     want = gradients(model, [rows], None, 4096)
     kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for chunk, tile in ((1, 16), (13, 16 * 5), (39, 16 * 64), (40, 1)):
-        monkeypatch.setattr(chunked, "TILE", tile)
+        monkeypatch.setitem(chunked.TILE, "cpu", tile)
         found = gradients(model, [rows], None, chunk)
         assert found.lm_loss == pytest.approx(want.lm_loss, rel=1e-14)
         same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, kept, 1e-13)

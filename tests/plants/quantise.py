@@ -174,8 +174,8 @@ PLANTS = (
         "codes stay as they were before an update",
         PROOF,
         "layers/precision.py",
-        "            if held is None or not fresh:\n                value = weight",
-        "            if held is None:\n                value = weight",
+        " or not _fresh(weight, *held[:2]):\n                value = weight",
+        ":\n                value = weight",
     ),
     Plant(
         "b52",

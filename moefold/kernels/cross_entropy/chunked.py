@@ -29,9 +29,10 @@ from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import sums_in_fp32, weight_gradient
 from moefold.kernels.operand import Operand
 
-TILE = 1 << 22
-"""Elements of one tile of the head's gradient where a product cannot add to it: the only temporary
-of that shape, a few megabytes."""
+TILE = {"cpu": 1 << 22}
+TILE_ELSEWHERE = 1 << 27
+"""Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
+megabytes, elsewhere as few launches as a quarter of a gigabyte allows."""
 Combine = Callable[[Tensor], Tensor]
 """Makes the statistics [2, C] of a share of the vocabulary those of the whole."""
 
@@ -159,9 +160,9 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
         into_VD = torch.zeros(
             vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device
         )
-    # A tile would begin at any column, where the library's products take twice as long.
-    whole = x_CD.dtype.itemsize == 2 and sums_in_fp32(x_CD.device.type)
-    tile = vocab if whole else max(1, TILE // hidden)
+    tile = max(1, TILE.get(x_CD.device.type, TILE_ELSEWHERE) // hidden)
+    if x_CD.dtype.itemsize == 2 and sums_in_fp32(x_CD.device.type):
+        tile = vocab  # adds in place; from any column on it would take twice as long
     for start in range(0, vocab, tile):
         rows = slice(start, start + tile)
         weight_gradient(dlogits_CV[:, rows], x_CD, into_VD[rows])

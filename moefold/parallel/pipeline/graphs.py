@@ -81,6 +81,8 @@ class StepGraphs:
         self._parameters = parameters
         self._seen: dict[Hashable, int] = {}
         self._captured: dict[Hashable, CapturedStep] = {}
+        self._held: tuple[int, ...] = ()
+        """Where the weights lie that the graphs read."""
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
@@ -98,20 +100,23 @@ class StepGraphs:
         """
         # Narrow copies are renewed here: a graph would cast as often as the step it was made of.
         placed.model.recipe.renew()
-        key = self._key(placed, flows)
+        model = placed.model
+        held = (*model.parameters(), *model.buffers(), *model.recipe.copies)
+        places = tuple(tensor.data_ptr() for tensor in held)
+        if places != self._held:
+            self._held = places
+            self._seen.clear()
+            self._captured.clear()
+        key = tuple((f.rows.rows, f.rows.n_valid, f.rows.lengths, f.exact) for f in flows)
         if key in self._captured:
             return self._captured[key].replay(flows, factors)
+        if len(self._captured) == SHAPES:
+            return Executor(placed, flows, factors, loss).run()
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen <= WARM or len(self._captured) == SHAPES:
+        if seen <= WARM:
             return Executor(placed, flows, factors, loss).run()
         self._captured[key] = captured = self._capture(placed, flows, factors, loss)
         return captured.replay(flows, factors)
-
-    def _key(self, placed: ModelParts, flows: Sequence[Flow]) -> Hashable:
-        """Return all that launches depend on: sizes of rows, and where weights lie."""
-        rows = tuple((f.rows.rows, f.rows.n_valid, f.rows.lengths, f.exact) for f in flows)
-        held = (*placed.model.parameters(), *placed.model.buffers(), *placed.model.recipe.copies)
-        return rows, tuple(tensor.data_ptr() for tensor in held)
 
     def _capture(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
