@@ -187,7 +187,7 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
         )
         said = list(_about_tokenizer(folder))
         base = FolderTensors(source, plan, tied_head)
-        adapter = None if own == folder else _adapter(own, folder, reading.decoder, base)
+        adapter = None if own == folder else open_adapter(own, folder, reading.decoder, base)
     except BaseException:
         source.close()
         raise
@@ -212,8 +212,12 @@ def base_shapes(targets: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in targets.items()}
 
 
-def _adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
-    """Open an adapter's folder; refuse the adapter of another base."""
+def open_adapter(own: Path, base: Path, decoder: Decoder, tensors: FolderTensors) -> AdapterTensors:
+    """Open an adapter's folder, which is to be closed.
+
+    Raises:
+        ConvertError: where it is the adapter of another base.
+    """
     found = AdapterTensors(read_adapter(own, decoder))
     try:
         found.demand_base(base, base_shapes(tensors.targets), tensors.part)

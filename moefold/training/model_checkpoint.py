@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from moefold.config.check import check
 from moefold.config.errors import RunError
 from moefold.config.plugins import import_plugins
 from moefold.convert.adapter import AdapterTensors, identity, write_adapter
-from moefold.convert.importer import Imported, base_shapes, import_folder
+from moefold.convert.importer import Imported, base_shapes, import_folder, open_adapter
 from moefold.convert.plan import Dtype
 from moefold.convert.source import ConvertError
 from moefold.data.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ from moefold.layers.placement import Box, Shard
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.folder import Folder
-from moefold.model.families.peft import read_adapter
 from moefold.model.init import start_value
 from moefold.model.tuning import merged
 from moefold.parallel.data.sharding import ShardedState
@@ -253,10 +252,9 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     if replaced or not isinstance(source, Folder):
         data.fill(partial(start_value, decoder, run.seed))
         return ()
-    with import_folder(source.path) as imported:
+    with import_folder(source.path) as imported, _first_adapter(run.adapter, imported) as first:
         tensors = imported.tensors
         check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
-        first = _first_adapter(run.adapter, imported)
 
         def value(piece: Shard) -> Tensor:
             """Return what the folder has of a piece; an adapter is another's, or begins anew."""
@@ -270,10 +268,11 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     return imported.left_out
 
 
-def _first_adapter(record: Record | None, base: Imported) -> AdapterTensors | None:
+def _first_adapter(
+    record: Record | None, base: Imported
+) -> AbstractContextManager[AdapterTensors | None]:
     """Open the adapter that a run's adapters begin as, where it names one."""
     if not isinstance(record, Lora) or record.start is None:
-        return None
-    found = AdapterTensors(read_adapter(Path(record.start), base.decoder))
-    found.demand_base(base.source.folder, base_shapes(base.tensors.targets), base.tensors.part)
-    return found
+        return nullcontext()
+    start, tensors = Path(record.start), base.tensors
+    return closing(open_adapter(start, base.source.folder, base.decoder, tensors))

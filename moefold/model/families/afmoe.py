@@ -8,14 +8,9 @@ from moefold.layers.config import Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
-from moefold.model.families.hub import ConfigReader
-from moefold.model.families.layer_kinds import WindowKinds
+from moefold.model.families.layer_kinds import WindowKinds, every_full
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
-
-
-def _full(config: ConfigReader, layer: int) -> bool:
-    return (layer + 1) % config.take("global_attn_every_n_layers", int, 4) == 0
 
 
 class AfmoeShape(WindowSizes, SharedSizes, DenseFirst):
@@ -58,7 +53,7 @@ class Afmoe(SigmoidFamily):
         hf.BiasBalance(),
         hf.SharedNumber("num_shared_experts"),
         hf.DenseSize(),
-        WindowKinds(_full, some=True),
+        WindowKinds(every_full("global_attn_every_n_layers"), some=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
         hf.ProjectionBias("attention_bias", False, "all"),
         hf.RootScale("mup_enabled"),

@@ -16,8 +16,7 @@ from moefold.model.families.fields import (
     SharedNumber,
     Unread,
 )
-from moefold.model.families.hub import ConfigReader
-from moefold.model.families.layer_kinds import DenseKinds, WindowKinds
+from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_full
 from moefold.model.families.names import (
     HF_SIZES,
     bias_names,
@@ -28,10 +27,6 @@ from moefold.model.families.names import (
 )
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
-
-
-def _full(config: ConfigReader, layer: int) -> bool:
-    return (layer + 1) % config.take("sliding_window_pattern", int, 4) == 0
 
 
 class ExaoneMoeShape(WindowSizes, SharedSizes, DenseListed):
@@ -63,7 +58,7 @@ class ExaoneMoe(SigmoidFamily):
         SharedNumber("num_shared_experts"),
         DenseKinds(stated="first_k_dense_replace"),
         DenseSize(),
-        WindowKinds(_full, some=True),
+        WindowKinds(every_full("sliding_window_pattern"), some=True),
         FieldValue("routed_scaling_factor", "scale", float, 2.5),
         Unread(("first_k_dense_replace", "sliding_window_pattern")),  # the kinds of layers say it
     )

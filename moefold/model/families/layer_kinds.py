@@ -121,6 +121,15 @@ class WindowKinds(ConfigField):
         return {"sliding_window": shape.window, "layer_types": kinds}
 
 
+def every_full(stated: str) -> Callable[[ConfigReader, int], bool]:
+    """Return what says that a layer is full where it is the last of as many as a field states."""
+
+    def full(config: ConfigReader, layer: int) -> bool:
+        return (layer + 1) % config.take(stated, int, 4) == 0
+
+    return full
+
+
 def prefix_full(config: ConfigReader, layer: int) -> bool:
     """Say whether a layer is full: dense ones and others count apart."""
     first = config.take("first_k_dense_replace", int, 0)
