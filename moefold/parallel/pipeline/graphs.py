@@ -11,7 +11,8 @@ The first steps of a shape run as they are: kernels are compiled and libraries c
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,12 @@ class CapturedStep:
         return self.left
 
 
+class GraphedStep(NamedTuple):
+    """One step that is about to run, in the place of an executor."""
+
+    run: Callable[[], StepResult]
+
+
 class StepGraphs:
     """Makes what runs a step: a graph of its shape where there is one, or the executor.
 
@@ -86,9 +93,9 @@ class StepGraphs:
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
-    ) -> "GraphedStep":
+    ) -> GraphedStep:
         """Return what runs a step; arguments as :class:`Executor` takes them."""
-        return GraphedStep(self, placed, flows, factors, loss)
+        return GraphedStep(partial(self.run, placed, flows, factors, loss))
 
     def run(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
@@ -135,18 +142,3 @@ class StepGraphs:
             ) from error
         gradients = [(one, one.grad) for one in self._parameters]
         return CapturedStep(graph, flows, factors, gradients, left)
-
-
-@dataclass(frozen=True)
-class GraphedStep:
-    """One step that is about to run, in the place of an executor."""
-
-    graphs: StepGraphs
-    placed: ModelParts
-    flows: Sequence[Flow]
-    factors: Factors
-    loss: Loss
-
-    def run(self) -> StepResult:
-        """Run it."""
-        return self.graphs.run(self.placed, self.flows, self.factors, self.loss)
