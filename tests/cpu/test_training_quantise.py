@@ -37,6 +37,18 @@ def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
         assert all(torch.equal(again[name], narrow[name]) for name in narrow)
 
 
+def test_b52_codes_are_those_of_the_weights_that_are_here_now() -> None:
+    """After a change in place, as an update makes one. Plant: codes stay as they were."""
+    record = decoder().model_copy(update={"quantise": QUANTISE.kinds["mxfp8"]()})
+    batch, old, new = padded_rows((9, 17), 6), model_of(record, "fp32"), model_of(record, "fp32")
+    gradients(old, [batch], None, 16)
+    for model in (old, new):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    assert gradients(old, [batch], None, 16).lm_loss == gradients(new, [batch], None, 16).lm_loss
+
+
 PARTS = ("*.attention.*", "*.ffn.*", "*.moe.experts.*", "*.moe.shared.*")
 
 

@@ -172,7 +172,8 @@ PLANTS = (
     Plant(
         "b52",
         "codes stay as they were before an update",
-        PROOF,
+        "tests/cpu/test_training_quantise.py::"
+        "test_b52_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
         " or not _fresh(weight, *held[:2]):\n                value = weight",
         ":\n                value = weight",
