@@ -164,19 +164,20 @@ class PrecisionPolicy:
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
-        if held is not None and held[2].dtype != dtype:
-            held = None
-        if held is None or not _fresh(weight, *held[:2]):
-            values = weight.detach()
-            # Where the old copy lies: a graph that was captured goes on reading there.
-            copy = values.to(dtype) if held is None else held[2].copy_(values)
-            held = self._copies[weight] = (weight._version, values, copy)
+        if held is None or held[2].dtype != dtype or not _fresh(weight, *held[:2]):
+            held = (weight._version, weight.detach(), weight.detach().to(dtype))
+            self._copies[weight] = held
         return Operand(weight, held[2])
 
     def renew(self) -> None:
-        """Bring the compute copies up to date at once, which otherwise their next use does."""
-        for weight, (_, _, copy) in list(self._copies.items()):
-            self.operand(weight, copy.dtype)
+        """Bring the compute copies up to date where they lie, as what was captured reads them.
+
+        Otherwise their next use does, in other memory.
+        """
+        for weight, (version, values, copy) in list(self._copies.items()):
+            if not _fresh(weight, version, values):
+                held = (weight._version, weight.detach(), copy.copy_(weight.detach()))
+                self._copies[weight] = held
 
     def narrow_operand(
         self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0

@@ -28,8 +28,7 @@ from moefold.parallel.limits import (
     no_room,
     repeats,
 )
-from moefold.parallel.pipeline.executor import Executor, StepResult
-from moefold.parallel.pipeline.passes import Factors
+from moefold.parallel.pipeline.executor import Executor, Factors, StepResult
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from moefold.optim.base import Optimizer
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel.apply import flow_of
 from moefold.parallel.config import Layout
+from moefold.parallel.pipeline.executor import Factors
 from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.lanes import Lanes
-from moefold.parallel.pipeline.passes import Factors
 from moefold.training.step import gradients
 from tests.cpu.runs import raw_run
 from tests.cpu.small import padded_rows, relative, same

@@ -81,19 +81,15 @@ class _RmsNorm(Function):
         n_valid: int | None,
         sink: GradientSink,
     ) -> Tensor:
-        x_ND, wide = x.flatten(0, -2), _wide_dtype(x)
-        scale_D, pieces = weight_D.to(wide), row_pieces(x_ND, PIECE)
-        if len(pieces) == 1:
-            x_ND = x_ND.to(wide)
-            rstd_N1 = _reciprocal(x_ND, epsilon)
-            y_ND = torch.mul(x_ND, rstd_N1).mul_(scale_D).to(x.dtype)
-        else:
-            y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
-            rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=wide, device=x.device)
-            for rows in pieces:
-                x_nD = x_ND[rows].to(wide)
-                rstd_N1[rows] = _reciprocal(x_nD, epsilon)
-                torch.mul(x_nD, rstd_N1[rows], out=y_ND[rows]).mul_(scale_D)
+        x_ND = x.flatten(0, -2)
+        y_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
+        rstd_N1 = torch.empty(x_ND.shape[0], 1, dtype=_wide_dtype(x), device=x.device)
+        scale_D = weight_D.to(rstd_N1.dtype)
+        for rows in row_pieces(x_ND, PIECE):
+            x_nD = x_ND[rows].to(rstd_N1.dtype)
+            square_n1 = torch.linalg.vecdot(x_nD, x_nD)[:, None]
+            rstd_N1[rows] = square_n1.mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+            torch.mul(x_nD, rstd_N1[rows], out=y_ND[rows]).mul_(scale_D)
         ctx.save_for_backward(x, rstd_N1, weight_D)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
         return y_ND.view(x.shape)
@@ -170,12 +166,6 @@ def sum_of_shares(ctx: Any, share_PD: Tensor) -> Tensor | None:
         return dw_D
 
     return ctx.sink.deliver(ctx.master, product)
-
-
-def _reciprocal(x_ND: Tensor, epsilon: float) -> Tensor:
-    """Return one over the rows' root mean square, [N, 1]."""
-    square_N1 = torch.linalg.vecdot(x_ND, x_ND)[:, None]
-    return square_N1.mul_(1 / x_ND.shape[1]).add_(epsilon).rsqrt_()
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

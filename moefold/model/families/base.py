@@ -312,8 +312,7 @@ class Family(Record):
     @property
     def _settled(self) -> Iterator[tuple[PathPart, ...]]:
         """Fields of the own router that the family settles, so that a run file cannot mend them."""
-        fields = {*type(self).model_fields}
-        return ((name,) for name in ("order", "renormalise") if name not in fields)
+        return ((name,) for name in ("order", "renormalise") if name not in self.router_fields)
 
     @property
     def partial_rotary(self) -> bool:

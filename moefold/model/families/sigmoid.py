@@ -54,6 +54,10 @@ class SigmoidFamily(Family):
     def rules(self) -> Iterator[Violation]:
         """What all families share, and how this one scores a group."""
         yield from super().rules()
+        for name in set(SigmoidFamily.router_fields).difference(self.router_fields):
+            value, own = getattr(self, name), type(self).model_fields[name].default
+            if value != own:
+                yield Violation((name,), value, f"this family's router has {own}", own)
         rule = "this family scores a group by the sum of its best two"
         if self.groups is not None and self.groups.score != "sum_best":
             yield Violation(("groups", "score"), self.groups.score, rule, "sum_best")

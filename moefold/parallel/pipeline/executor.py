@@ -6,8 +6,9 @@ Where the head is: its loss, its gradient and the gradient of its rows are one p
 end of the last stage's F, so that logits are never kept. I and W of that stage hold the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,22 @@ from moefold.layers.unshard import UnshardHooks
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
-from moefold.parallel.pipeline.passes import ChunkPass, Factors, Loss
+from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.schedule.table import Action, ActionResult, Step, actions_of
+
+
+class Factors(NamedTuple):
+    """What a step's sums are multiplied by, on the device."""
+
+    scale: Tensor
+    """Of the loss, 0-d: one over the labels."""
+    share_M: Tensor
+    """Of each micro-batch's router terms: its share of the step's valid rows."""
+
+
+ScaledLoss = Callable[[Tensor, Flow, Tensor], tuple[Tensor, Tensor]]
+"""``loss(x_TD, flow, scale)``: this rank's share of the summed loss, and the gradient of x_TD times
+the scale."""
 
 
 @dataclass
@@ -55,11 +70,11 @@ class Executor:
     """
 
     def __init__(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> None:
         self._placed, self._flows = placed, flows
-        self._shares, self._scale = factors.share_M.unbind(), factors.scale
-        self._loss = loss
+        self._shares = factors.share_M.unbind()
+        self._loss: Loss = lambda x_TD, flow: loss(x_TD, flow, factors.scale)
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
@@ -129,12 +144,10 @@ class Executor:
         apart = self.plan.splits or self._beside is not None
         sink = Deferred() if apart else Accumulated()
         placed, micro = self._placed, action.micro
-        chunk = placed.chunks[action.chunk]
+        chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks)
-        way = ChunkPass(
-            placed.model, chunk, flow, self._shares[micro], self._scale, self._loss, self._beside
-        )
+        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
         return InFlight(way, flow, sink, hooks)
 
     def _end(self, action: Action, left: State) -> None:

@@ -21,8 +21,7 @@ from moefold.data.batch import ROWS
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.executor import Executor, StepResult
-from moefold.parallel.pipeline.passes import Factors, Loss
+from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss, StepResult
 
 WARM = 2
 """Steps of a shape that run as they are before one is captured."""
@@ -92,13 +91,13 @@ class StepGraphs:
         """Where the weights lie that the graphs read."""
 
     def __call__(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> GraphedStep:
         """Return what runs a step; arguments as :class:`Executor` takes them."""
         return GraphedStep(partial(self.run, placed, flows, factors, loss))
 
     def run(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
         """Run a step's forward and backward.
 
@@ -126,7 +125,7 @@ class StepGraphs:
         return captured.replay(flows, factors)
 
     def _capture(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: Loss
+        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> CapturedStep:
         # Copies: the step's own tensors are let go with it.
         factors = Factors(*(factor.clone() for factor in factors))

@@ -8,7 +8,7 @@ another.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +22,10 @@ from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
 from moefold.parallel.pipeline.subgraph import Subgraph
 
-Loss = Callable[[Tensor, Flow, Tensor], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow, scale)``: this rank's share of the summed loss, and the gradient of x_TD times
-the scale."""
+Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
+"""``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
 LEAF = tree_flatten(0)[1]
 """The form of what a block takes: one tensor."""
-
-
-class Factors(NamedTuple):
-    """What a step's sums are multiplied by, on the device."""
-
-    scale: Tensor
-    """Of the loss, 0-d: one over the labels."""
-    share_M: Tensor
-    """Of each micro-batch's router terms: its share of the step's valid rows."""
 
 
 class ChunkPass:
@@ -46,7 +36,6 @@ class ChunkPass:
         chunk: what of it is run.
         flow: the micro-batch's pass, with the sink of this chunk.
         share: weight of the router terms: the micro-batch's share of the step's valid rows.
-        scale: of the loss.
         loss: what the last stage ends with.
         beside: groups for exchanges where segments run apart; None where the chunk is one part.
     """
@@ -56,13 +45,12 @@ class ChunkPass:
         model: DecoderModel,
         chunk: Chunk,
         flow: Flow,
-        share: Tensor,
-        scale: Tensor,
+        share: float | Tensor,
         loss: Loss,
         beside: World | None,
     ) -> None:
         self._model, self._chunk, self._flow = model, chunk, flow
-        self._share, self._scale, self._loss = share, scale, loss
+        self._share, self._loss = share, loss
         self._beside = None if beside is None else replace(flow, world=beside)
         self._back: list[list[LaneTask]] = []
         """Of each stretch that has been run, the tasks of its backward."""
@@ -123,7 +111,7 @@ class ChunkPass:
     def _end(self, x_TD: Tensor) -> State:
         """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
         with self._flow.unshard.unsharded(self._model.head_unit):
-            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow, self._scale)
+            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
         return (dx_TD,)
 
     def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[LaneTask]:
