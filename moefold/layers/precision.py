@@ -136,6 +136,8 @@ class PrecisionPolicy:
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._given: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._codes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.copies_stay = False
+        """Whether a renewed copy lies where the old one did, as a captured graph reads it."""
         self.seed, self.step = 0, 0
         """What stochastic rounding draws by."""
 
@@ -165,19 +167,18 @@ class PrecisionPolicy:
             return Operand(weight, weight.detach())
         held = self._copies.get(weight)
         if held is None or held[2].dtype != dtype or not _fresh(weight, *held[:2]):
-            held = (weight._version, weight.detach(), weight.detach().to(dtype))
-            self._copies[weight] = held
+            values = weight.detach()
+            if held is not None and held[2].dtype == dtype and self.copies_stay:
+                copy = held[2].copy_(values)
+            else:
+                copy = values.to(dtype)
+            held = self._copies[weight] = (weight._version, values, copy)
         return Operand(weight, held[2])
 
     def renew(self) -> None:
-        """Bring the compute copies up to date where they lie, as what was captured reads them.
-
-        Otherwise their next use does, in other memory.
-        """
-        for weight, (version, values, copy) in list(self._copies.items()):
-            if not _fresh(weight, version, values):
-                held = (weight._version, weight.detach(), copy.copy_(weight.detach()))
-                self._copies[weight] = held
+        """Bring the compute copies up to date now, which otherwise their next use does."""
+        for weight, (_, _, copy) in list(self._copies.items()):
+            self.operand(weight, copy.dtype)
 
     def narrow_operand(
         self, weight: Tensor, narrow: Narrow, largest: Largest, groups: int = 0

@@ -305,7 +305,6 @@ class ShardedState:
 
         They are on their way when it returns; the first pass through a unit waits for its own.
         """
-        self.placed.model.recipe.renew()
         for bucket in self._away:
             if self._stale or not bucket.narrowed:
                 bucket.narrow(self._lying(bucket.master_L))

@@ -35,6 +35,7 @@ def executor_of(data: ShardedState) -> Callable[..., Any]:
     placed = data.placed
     if placed.layout.graphs == "none" or placed.world.device.type != "cuda":
         return Executor
+    placed.model.recipe.copies_stay = True
     return StepGraphs([*placed.model.parameters(), *data.params.values()])
 
 
