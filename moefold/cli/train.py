@@ -12,6 +12,7 @@ exit status:
 
 import argparse
 import json
+import os
 import tempfile
 from io import StringIO
 from pathlib import Path
@@ -24,6 +25,7 @@ from moefold.cli._common import add_json, add_layout, add_run, print_json
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
 from moefold.files import free_folder
+from moefold.offload.disk import DiskFile
 from moefold.run import Run, demand_fit, load_run
 from moefold.training.hooks.logs import RUN_FILE
 
@@ -102,10 +104,23 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
     run = asked_run(args)
     if spot is None or spot.world == 1:
         demand_fit(run, args.nproc or 1)
+        _demand_disk(run)
         return run, None
     if args.nproc is not None:
         raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
     return run, spot
+
+
+def _demand_disk(run: Run) -> None:
+    """Hold that files can be made in the folders that the run's layout lays tensors in.
+
+    Raises:
+        OffloadError: where none can.
+    """
+    offload, state = run.layout.offload, run.layout.state
+    for disk in (offload and offload.disk, state):
+        if disk and disk.folder and "$" not in os.path.expandvars(disk.folder):
+            DiskFile(disk.folder, 0, "a file")
 
 
 def asked_run(args: argparse.Namespace) -> Run:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from errno import EINVAL, EIO
 from pathlib import Path
 from zlib import crc32
 
@@ -20,7 +21,18 @@ BLOCK = 4096
 
 
 class OffloadError(OSError):
-    """What was to lie on disk cannot be written or read, or is not as it was written."""
+    """What was to lie on disk cannot be written or read, or is not as it was written.
+
+    Args:
+        text: where, and what is wrong.
+        number: the system's number of it.
+    """
+
+    def __init__(self, text: str, number: int | None = EIO) -> None:
+        super().__init__(number, text)
+
+    def __str__(self) -> str:
+        return self.strerror or ""
 
 
 @dataclass(eq=False)
@@ -59,14 +71,16 @@ class DiskFile:
         path = os.path.expandvars(folder)
         self._where, self._lock = f"rank {rank}, {called} in {path}", threading.Lock()
         if "$" in path:
-            raise OffloadError(f"rank {rank}: no value for what the folder {path} names")
+            text = f"rank {rank}: no value for what the folder {path} names"
+            raise OffloadError(text, EINVAL)
         try:
             make_folder(Path(path))
             plain, name = tempfile.mkstemp(prefix=f".moefold-{rank}-", dir=path)
             self._fd = _without_cache(name, plain)
             os.unlink(name)
         except OSError as error:
-            raise OffloadError(f"{self._where} cannot be made: {error}") from error
+            text = f"{self._where} cannot be made: {error.strerror}"
+            raise OffloadError(text, error.errno) from error
         weakref.finalize(self, os.close, self._fd)
         self._end = self.bytes = self.peak = 0
         self._free: dict[int, list[int]] = {}
@@ -138,9 +152,8 @@ class DiskFile:
         try:
             return call()
         except OSError as error:
-            raise OffloadError(
-                f"{self._where}: {size} bytes of {what} at {start}: {error}"
-            ) from error
+            text = f"{self._where}: {size} bytes of {what} at {start}: {error.strerror}"
+            raise OffloadError(text, error.errno) from error
 
 
 def _without_cache(name: str, plain: int) -> int:
