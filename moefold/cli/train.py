@@ -25,6 +25,7 @@ from moefold.cli._common import add_json, add_layout, add_run, print_json
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
 from moefold.files import free_folder
+from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
 from moefold.run import Run, demand_fit, load_run
 from moefold.training.hooks.logs import RUN_FILE
@@ -105,6 +106,7 @@ def asked(args: argparse.Namespace) -> tuple[Run, Spot | None]:
     if spot is None or spot.world == 1:
         demand_fit(run, args.nproc or 1)
         _demand_disk(run)
+        _demand_memory(run, args.nproc or 1)
         return run, None
     if args.nproc is not None:
         raise ValueError(f"a launcher started {spot.world} ranks already; leave --nproc out")
@@ -121,6 +123,19 @@ def _demand_disk(run: Run) -> None:
     for disk in (offload and offload.disk, state):
         if disk and disk.folder and "$" not in os.path.expandvars(disk.folder):
             DiskFile(disk.folder, 0, "a file")
+
+
+def _demand_memory(run: Run, world: int) -> None:
+    """Hold that a stated limit leaves something to make again that fits.
+
+    Raises:
+        ValueError: where nothing does, with what it would take.
+    """
+    if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
+        from moefold.planner.from_run import again_within
+        from moefold.planner.hardware import cluster
+
+        again_within(run, cluster(f"h100x{world}"))
 
 
 def asked_run(args: argparse.Namespace) -> Run:

@@ -234,6 +234,16 @@ def of_run(
     return task, choice
 
 
+def again_within(run: Run, cluster: Cluster) -> list[str]:
+    """Return what a step of the run makes again, which ``auto`` leaves to the plan.
+
+    Raises:
+        ValueError: where nothing fits the limit, with what it would take.
+    """
+    load = LOAD if run.layout.split.ep > 1 else 1.0
+    return sorted(of_run(run, cluster, load=load)[1].keeping.recompute)
+
+
 def settled(run: Run, again: Collection[str]) -> Run:
     """Return a run that makes the given kinds again in place of ``auto``."""
     if not isinstance(run.layout.recompute, Auto):

@@ -7,7 +7,7 @@ import torch
 from moefold.comm.agree import on_first
 from moefold.comm.world import World
 from moefold.layers.config import Auto
-from moefold.planner.from_run import LOAD, of_run, settled
+from moefold.planner.from_run import again_within, settled
 from moefold.planner.hardware import Cluster, device, processor, resized, sold_as
 from moefold.planner.recompute import PRICED
 from moefold.run import Run
@@ -21,12 +21,8 @@ def settle_recompute(run: Run, world: World) -> Run:
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    load = LOAD if run.layout.split.ep > 1 else 1.0
-
-    def found() -> list[str]:
-        return sorted(of_run(run, cluster_of(world), load=load)[1].keeping.recompute)
-
-    return settled(run, on_first(found, world.on_host))
+    again = on_first(lambda: again_within(run, cluster_of(world)), world.on_host)
+    return settled(run, again)
 
 
 def cluster_of(world: World) -> Cluster:
