@@ -1,6 +1,7 @@
 """The part of the matrix that runs with the tests. Torch-free."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from moefold.proof.case import ProofCase
@@ -10,6 +11,8 @@ BY_MODEL = ("models",)
 """Rules whose models are choices too."""
 UNSELECTED = {"shipped", "optimizers", "axes", "foldings"}
 """Rules of which the tests run nothing by choice."""
+EVERY = {"offloads": 5, "states": 5, "precisions": 2}
+"""Rules that cross what they are of, of whose choices the tests run each so manieth."""
 FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
 """Foldings that the tests run."""
 
@@ -23,10 +26,12 @@ def selection() -> tuple[ProofCase, ...]:
     choices: dict[Any, list[ProofCase]] = {}
     every = matrix()
     for name, cases in every.items():
+        found: dict[Any, list[ProofCase]] = {}
         for made in cases if name not in UNSELECTED else ():
             what = replace(made.subject, micro_batches=0) if name in BY_MODEL else None
             choice = made.layout.model_copy(update={"sizes": "", "stages": None})
-            choices.setdefault((name, what, choice), []).append(made)
+            found.setdefault((name, what, choice), []).append(made)
+        choices |= islice(found.items(), 0, None, EVERY.get(name, 1))
     chosen = []
     for turn, found in enumerate(choices.values()):
         fewest = min(made.world for made in found)

@@ -314,9 +314,12 @@ Offloaded = Literal["block", "norms", "attention", "ffn", "shared", "experts"]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def leaving(share: float, layers: int) -> int:
-    """Return how many of a chunk's layers, its first ones, a share of all but the last is."""
-    return round(share * max(layers - 1, 0))
+def leaving(share: float, layers: int, ends: bool) -> int:
+    """Return how many of a chunk's layers, its first ones, a share is.
+
+    Where the chunk ``ends`` in the loss, whose backward comes next, the last layer stays.
+    """
+    return round(share * max(layers - ends, 0))
 
 
 class OffloadToHost(Record):
@@ -324,11 +327,8 @@ class OffloadToHost(Record):
 
     modules: Annotated[tuple[Offloaded, ...], Field(min_length=1)]
     share: Share = 1.0
-    """Of a chunk's layers, its last one apart, whose backward comes too soon: the first of them."""
-
-    def leaving(self, layers: int) -> int:
-        """Return how many of so many layers, the first of a chunk, send activations away."""
-        return leaving(self.share, layers)
+    """Of a chunk's layers, the one before the loss apart, whose backward comes too soon: the first
+    of them."""
 
 
 class OffloadToDisk(OffloadToHost):

@@ -70,9 +70,12 @@ class Flow:
     dropless: bool = False
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
-    def begun(self, sink: GradientSink, unshard: UnshardHooks) -> "Flow":
-        """Return the pass through one chunk; its decisions and angles are let go with it."""
-        mine = {"keeper": self.keeper.begun(), "decisions": Decisions(), "_angles": {}}
+    def begun(self, sink: GradientSink, unshard: UnshardHooks, ends: bool) -> "Flow":
+        """Return the pass through one chunk, which may end in the loss.
+
+        Its decisions and angles are let go with it.
+        """
+        mine = {"keeper": self.keeper.begun(ends), "decisions": Decisions(), "_angles": {}}
         return replace(self, sink=sink, unshard=unshard, **mine)
 
     def end_backward(self) -> None:

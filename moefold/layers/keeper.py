@@ -74,15 +74,23 @@ class _ByStorage(Generic[Value]):
 
 
 class Keeper:
-    """Applies policies to what one micro-batch keeps in one chunk."""
+    """Applies policies to what one micro-batch keeps in one chunk.
 
-    def __init__(self, record: Record | None = None, offload: Offloading | None = None) -> None:
+    Args:
+        record: what is made again.
+        offload: what goes where.
+        ends: whether the chunk ends in the loss.
+    """
+
+    def __init__(
+        self, record: Record | None = None, offload: Offloading | None = None, ends: bool = True
+    ) -> None:
         self.block = isinstance(record, Full)
         # Not settled, all that could be chosen.
         chosen = get_args(Kind) if isinstance(record, Auto) else ()
         chosen = record.modules if isinstance(record, Selective) else chosen
         self.kinds = frozenset[str](chosen)
-        self._record, self._offload = record, offload
+        self._record, self._offload, self._ends = record, offload, ends
         self._made = _ByStorage[_DiscardedOutput]()
         """Outputs whose memory the pass still holds."""
         self._kept = _ByStorage[Callable[[], Away | None]]()
@@ -96,9 +104,9 @@ class Keeper:
         """Whether what runs forward runs again, in backward, and leaves nothing for later."""
         self.departed = Departed(0 if offload is None else offload.record.in_flight)
 
-    def begun(self) -> "Keeper":
-        """Return the keeper of a pass through one chunk."""
-        return Keeper(self._record, self._offload)
+    def begun(self, ends: bool) -> "Keeper":
+        """Return the keeper of a pass through one chunk, which may end in the loss."""
+        return Keeper(self._record, self._offload, ends)
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
@@ -163,7 +171,7 @@ class Keeper:
 
         Args:
             at: number of the layer in its chunk.
-            of: layers of the chunk; of the last one all stays.
+            of: layers of the chunk.
         """
         leaves = self._offload is not None and not self.again and torch.is_grad_enabled()
         if leaves:
@@ -203,7 +211,7 @@ class Keeper:
         known, storage = self._kept.of(tensor), tensor.untyped_storage()
         if known is not None:
             return known()
-        place = self._offload.place_of(self._owner(tensor), *self._layer)
+        place = self._offload.place_of(self._owner(tensor), *self._layer, self._ends)
         if place is None or not storage.nbytes():
             self._kept.put(tensor, _nowhere)
             return None

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost
+from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost, leaving
 from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
 from moefold.offload.slots import Copies, finish
 
@@ -148,10 +148,13 @@ class Offloading:
         if record.disk is not None:
             self.places["disk"] = FileStore(record.disk, device, rank)
 
-    def place_of(self, kind: str, at: int, of: int) -> HostStore | None:
-        """Return where a kind's activations go from layer ``at`` of the ``of`` of a chunk."""
+    def place_of(self, kind: str, at: int, of: int, ends: bool) -> HostStore | None:
+        """Return where a kind's activations go from layer ``at`` of the ``of`` of a chunk.
+
+        ``ends``: whether the chunk ends in the loss.
+        """
         for place in self.places.values():
-            if kind in place.record.modules and at < place.record.leaving(of):
+            if kind in place.record.modules and at < leaving(place.record.share, of, ends):
                 return place
         return None
 

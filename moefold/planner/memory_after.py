@@ -66,7 +66,7 @@ def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Count
             if part.stays(keeping.recompute):
                 found[part.name] += part.bytes * count
     for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
-        for kind in order[: leaving(share, len(order))]:
+        for kind in order[: leaving(share, len(order), held.loss)]:
             for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:
                 found[part.name] -= part.bytes
     found[ENDS] = round(whole) - found.total()

@@ -116,7 +116,7 @@ class ChunkSizes:
                 share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
             )
             return (host, disk), 0.0, 0.0
-        gone = [leaving(share, len(order)) for share in shares]
+        gone = [leaving(share, len(order), held.loss) for share in shares]
         sent = [self._sent(kind) for kind in order]
         host, disk = ([one[i] for one in sent[: gone[i]]] for i in range(2))
         sizes = [sum(pair) for pair in zip_longest(host, disk, fillvalue=0.0)]

@@ -126,7 +126,7 @@ def test_compute_copies_follow_weights_that_are_swapped() -> None:
     assert torch.equal(model.logits(ids), fresh.logits(ids))
 
 
-def test_what_is_changed_in_place_is_kept_not_made_again() -> None:
+def test_b60_what_is_changed_in_place_is_kept_not_made_again() -> None:
     recompute = Keeper(Selective(modules=("norms",)))
     x = torch.randn(4, requires_grad=True)
     with recompute.keeping():

@@ -37,11 +37,40 @@ PLANTS = (
     ),
     Plant(
         "b60",
-        "the last layer of a chunk leaves too",
+        "the layer before the loss leaves too",
         B60,
         "layers/config.py",
-        "round(share * max(layers - 1, 0))",
+        "round(share * max(layers - ends, 0))",
         "round(share * layers)",
+    ),
+    Plant(
+        "b60",
+        "an output that was changed in place is made again as it was before",
+        "tests/cpu/test_model_edges.py::test_b60_what_is_changed_in_place_is_kept_not_made_again",
+        "layers/keeper.py",
+        "if place[2:] != self.place[2:]:",
+        "if place[2:3] != self.place[2:3]:",
+    ),
+    Plant(
+        "b60",
+        "experts are chosen again where a block runs again",
+        "tests/gloo/test_parallel_pipeline_counts.py::"
+        "test_b60_what_is_made_again_is_made_once_and_nothing_else",
+        "moe/layer.py",
+        "flow, flow.decisions.get(self._key))",
+        "flow, None)",
+    ),
+    Plant(
+        "b60",
+        "an action that makes gradients of weights alone exchanges",
+        "tests/gloo/test_parallel_pipeline_counts.py::"
+        "test_b60_w_exchanges_nothing_and_computes_nothing_again",
+        "parallel/pipeline/executor.py",
+        "            held.sink.drain()\n            return Chain((), ())\n",
+        "            held.sink.drain()\n"
+        "            from moefold.comm.collectives import sum_\n"
+        "            sum_(torch.ones(1), self._placed.world.tp)\n"
+        "            return Chain((), ())\n",
     ),
     Plant(
         "b62",

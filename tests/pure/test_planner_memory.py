@@ -307,10 +307,11 @@ def test_each_stage_of_sharding_takes_its_part() -> None:
 def test_offload_and_recompute_take_away_what_they_name() -> None:
     base = parts(small()).fullest.activations
     experts = frozenset(("experts",))
-    gone = parts(small(keeping=Keeping(offload=experts))).fullest.activations
-    half = parts(small(keeping=Keeping(offload=experts, offload_share=0.5))).fullest.activations
-    assert gone < half < base
-    assert base - half == pytest.approx((base - gone) / 2)
+    away = Keeping(offload=experts, in_flight=0)
+    gone = parts(small(keeping=away)).fullest.activations
+    two = parts(small(keeping=replace(away, offload_share=2 / 3))).fullest.activations
+    assert gone < two < base
+    assert base - two == pytest.approx((base - gone) * 2 / 3), "two of the rank's three layers"
     block_only = parts(small(keeping=Keeping(recompute=frozenset(("block",))))).fullest.activations
     assert block_only < gone
     moved = parts(small(keeping=Keeping(optimizer_offload=1.0))).state

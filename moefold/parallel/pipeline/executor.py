@@ -146,7 +146,7 @@ class Executor:
         placed, micro = self._placed, action.micro
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
-        flow = self._flows[micro].begun(sink, hooks)
+        flow = self._flows[micro].begun(sink, hooks, chunk.scores)
         way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
         return InFlight(way, flow, sink, hooks)
 
