@@ -77,6 +77,7 @@ class Run(Record):
                 yield from quantise_misfits(self.decoder())
                 found = cut_misfits(self.decoder(), self.layout, self.data.seq)
                 yield from (one.under("layout") for one in found)
+            yield from () if misfits else self.train.loss.misfits(self)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model = needs(self.decoder(), self.data.seq)
                 yield from (found.under("layout") for found in self.layout.misfits(model))

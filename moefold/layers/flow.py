@@ -52,6 +52,7 @@ class Flow:
         unshard: hooks that gather weights which are shared out over data ranks.
         cache: keys and values of texts that are being written.
         dropless: whether experts take all rows: texts that are written do not compete.
+        known: what the loss knows of the micro-batch beside its rows.
     """
 
     rows: MicroBatch
@@ -68,6 +69,7 @@ class Flow:
     unshard: UnshardHooks = RESIDENT
     cache: KeyValueCache | None = None
     dropless: bool = False
+    known: Any = None
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     def begun(self, sink: GradientSink, unshard: UnshardHooks, ends: bool) -> "Flow":

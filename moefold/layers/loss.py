@@ -35,7 +35,7 @@ def loss_and_gradients(
         x_TD: normed rows of this rank.
         head: the head's matrix [V, D], this rank's share of its rows.
         flow: the pass.
-        scale: factor on the gradients.
+        scale: factor on the gradients, of all rows or [P] of each of the tensor group's.
         chunk: rows whose logits exist at once.
     """
     if head.low_rank is not None:
@@ -103,7 +103,7 @@ def _plain(
         x_CD = torch.where(counted_C[:, None], x_PD[rows], 0)
         loss, logp_Cv, mine_C, label_C1 = _log_softmax(x_CD, head, labels[rows], ranks)
         total += torch.where(counted_C, loss, 0).sum()
-        weight_C1 = counted_C.to(logp_Cv.dtype).mul_(scale)[:, None]
+        weight_C1 = counted_C.to(logp_Cv.dtype).mul_(chunked.scale_of(scale, rows))[:, None]
         dlogits_Cv = logp_Cv.exp_().mul_(weight_C1)
         dlogits_Cv.scatter_add_(1, label_C1, -weight_C1 * mine_C[:, None])
         dlogits_Cv = dlogits_Cv.to(head.value.dtype)
@@ -116,19 +116,26 @@ def _plain(
 @torch.no_grad()
 def summed_loss(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return this rank's share of the summed cross-entropy, without gradients."""
+    total = label_losses(x_TD, head, flow, chunk=chunk).sum()
+    return total if flow.world.group("tp").index == 0 else torch.zeros_like(total)
+
+
+@torch.no_grad()
+def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
+    """Return the cross-entropy [P] of the tensor group's rows, on each of its ranks.
+
+    It is 0 where a row has no label.
+    """
     if head.low_rank is not None:
         x_TD, head = widened(x_TD, head)
-    labels = flow.whole.rows.labels_T
-    ranks = flow.world.group("tp")
-    if ranks.size == 1:
-        return chunked.cross_entropy_sum(x_TD, head, labels, chunk=chunk)
+    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     x_PD = all_gather(x_TD, ranks)
-    total = _zero(x_PD)
+    losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=torch.promote_types(x_PD.dtype, torch.float32))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         loss, *_ = _log_softmax(x_PD[rows], head, labels[rows], ranks)
-        total += torch.where(labels[rows] != IGNORED, loss, 0).sum()
-    return total if ranks.index == 0 else torch.zeros_like(total)
+        losses_P[rows] = torch.where(labels[rows] != IGNORED, loss, 0)
+    return losses_P
 
 
 def _log_softmax(

@@ -164,7 +164,7 @@ class RankRun:
             scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
         self._note_first_step()
-        total, labels, _ = evaluate(self.placed, self.batches, LOSS_CHUNK)
+        (total,), labels, _ = evaluate(self.placed, self.batches, LOSS_CHUNK)
         found.figures["evaluation"] = [total / max(labels, 1)]
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)

@@ -10,6 +10,7 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.layers.config import QUANTISE, Asked, Size
+from moefold.training.losses.config import LOSS, CrossEntropy, Loss
 
 NONFINITE = Slot("policy on a non-finite step")
 ADAPTER = Slot("adapter")
@@ -79,6 +80,8 @@ class Train(Record):
     quantise: Annotated[Record, QUANTISE] | None = None
     """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,
     ``fp8_tensor``; none: in ``precision``."""
+    loss: Annotated[Loss, LOSS] = CrossEntropy()
+    """What a step minimises."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""
     on_nonfinite: Annotated[Record, NONFINITE] = Stop()

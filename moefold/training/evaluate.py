@@ -13,10 +13,11 @@ from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.limits import enough_room, missing_room, no_room, repeats
 from moefold.parallel.pipeline.score import score
+from moefold.training.losses.base import CROSS_ENTROPY, Objective
 
 
 def evaluate_sets(
-    placed: ModelParts, loader: Loader, tokens: int | None, loss_chunk: int
+    placed: ModelParts, loader: Loader, tokens: int | None, loss_chunk: int, objective: Objective
 ) -> dict[str, float | int]:
     """Return ``val_loss`` over all held-out sets, and loss and bits per byte of each.
 
@@ -25,14 +26,17 @@ def evaluate_sets(
         loader: knows the sets.
         tokens: about how many tokens of each set at most; None is all.
         loss_chunk: rows whose logits exist at once.
+        objective: what is evaluated.
     """
     metrics: dict[str, float | int] = {}
     nats = labels = 0.0
     for name in loader.evaluation_sets:
         batches = loader.evaluation(name, tokens)
-        found, count, n_bytes = evaluate(placed, batches, loss_chunk)
+        (found, *more), count, n_bytes = evaluate(placed, batches, loss_chunk, objective)
         metrics[f"val/{name}/loss"] = found / max(count, 1)
-        if n_bytes:
+        for figure, total in zip(objective.figures, more, strict=True):
+            metrics[f"val/{name}/{figure}"] = total / max(count, 1)
+        if n_bytes and not objective.figures:
             metrics[f"val/{name}/bits_per_byte"] = found / math.log(2) / n_bytes
         nats, labels = nats + found, labels + count
     return {"val_loss": nats / labels, **metrics} if labels else metrics
@@ -40,31 +44,37 @@ def evaluate_sets(
 
 @torch.no_grad()
 def evaluate(
-    placed: ModelParts, batches: Iterable[MicroBatch], loss_chunk: int
-) -> tuple[float, int, float]:
-    """Return summed cross-entropy in nats, number of labels, and bytes of their text.
+    placed: ModelParts,
+    batches: Iterable[MicroBatch],
+    loss_chunk: int,
+    objective: Objective = CROSS_ENTROPY,
+) -> tuple[list[float], int, float]:
+    """Return summed loss and figures, number of units, and bytes of the labels' text.
 
     Micro-batches are taken one by one: a held-out set may be larger than memory. Every data rank
     gives as many, its own; the figures are those of all.
     """
-    figures = torch.zeros(4, dtype=torch.float64, device=placed.world.device)
+    said = 1 + len(objective.figures)
+    figures = torch.zeros(said + 3, dtype=torch.float64, device=placed.world.device)
     overflow: list[Tensor] = []
     exact = repeats(placed)
     for batch in batches:
         flow = flow_of(placed, batch, training=False, exact=exact)
+        (flow,) = objective.informed(placed, [batch], [flow], loss_chunk)
         with placed.world.recorder.module("evaluation"):
-            figures[0] += score(placed, flow, loss_chunk)
+            if (share := score(placed, flow, objective.score, loss_chunk)) is not None:
+                figures[:said] += share
         overflow += flow.overflow
         spot = placed.world.attention
         if spot.pp == spot.cp == spot.tp == 0:
-            figures[1] += batch.n_labels
-            figures[2] += batch.n_bytes
+            figures[said] += objective.units(batch)
+            figures[said + 1] += batch.n_bytes
     missing = missing_room(placed, overflow)
     if missing is not None:
-        figures[3] = missing > 0
+        figures[-1] = missing > 0
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
-    total, labels, n_bytes, short = read_scalars(*figures.unbind())
+    *totals, units, n_bytes, short = read_scalars(*figures.unbind())
     if missing is not None and short > 0:
         raise no_room(placed, enough_room(placed, missing))
-    return total, round(labels), n_bytes
+    return totals, round(units), n_bytes

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +25,7 @@ from moefold.comm.agree import on_first
 from moefold.comm.collectives import gather_objects
 from moefold.comm.world import World
 from moefold.config.base import to_dict
+from moefold.config.slot import build
 from moefold.data.batch import MicroBatch
 from moefold.data.loader import Loader
 from moefold.data.prepare import Prepared, prepare
@@ -43,6 +44,7 @@ from moefold.training.distributed import RankZeroRunner, device_kind, stopping_o
 from moefold.training.evaluate import evaluate_sets
 from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
+from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
 from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import NonFinitePolicy
@@ -249,6 +251,11 @@ class Trainer:
         """Valid tokens trained on since the start of the run."""
         return self.progress.tokens
 
+    @cached_property
+    def objective(self) -> Objective:
+        """What is minimised; all ranks ask for it first before a step or an evaluation."""
+        return build(self.run.train.loss).opened(self)
+
     def train(self) -> dict[str, float | int]:
         """Run to ``last_step``, save, and return the last step's figures.
 
@@ -293,8 +300,8 @@ class Trainer:
         given = self.loader.step(place) if batches is None else batches
 
         def forward_backward() -> StepFigures:
-            stop = self._asked is not None
-            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor)
+            stop, how = self._asked is not None, {"objective": self.objective}
+            return gradients(self.data, given, run.train.loss_chunk, stop, self.executor, **how)
 
         figures = forward_backward()
         if figures.stop and self._asked is None:
@@ -335,6 +342,7 @@ class Trainer:
             "step_time_s": seconds,
         }
         metrics |= {"needed_rows": figures.needed_rows} if figures.needed_rows else {}
+        metrics |= dict(zip(self.objective.figures, figures.more, strict=True))
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 
@@ -397,7 +405,8 @@ class Trainer:
         if tokens is None and record is not None:
             ended = self.progress.step >= self.run.train.steps
             tokens = None if ended and record.at_end == "all" else record.tokens
-        metrics = evaluate_sets(self.placed, self.loader, tokens, self.run.train.loss_chunk)
+        how = self.run.train.loss_chunk, self.objective
+        metrics = evaluate_sets(self.placed, self.loader, tokens, *how)
         self._tell("on_evaluate", metrics)
         return metrics
 

@@ -150,7 +150,7 @@ def train(case: Case, ranks: int) -> Seen:
             seen.keep("gradients", data.gradients())
         scale = update(data, optimizer, figures.grad_norm)
         seen.figures.append((figures.lm_loss, figures.grad_norm, scale))
-    total, labels, _ = evaluate(data.placed, mine, CHUNK)
+    (total,), labels, _ = evaluate(data.placed, mine, CHUNK)
     seen.figures.append((total / labels,))
     seen.keep("weights", data.weights())
     seen.keep("states", data.states(optimizer))

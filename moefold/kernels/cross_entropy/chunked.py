@@ -48,7 +48,8 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss (fp32 or wider, unscaled) and ``scale * d loss / d x_TD``.
 
-    The head's gradient, times ``scale``, is added to the master's ``.grad``.
+    The head's gradient, times ``scale``, is added to the master's ``.grad``. Rows may have a scale
+    each, [T].
     """
     if goes_through_kernels(x_TD, head):
         return through_kernels(x_TD, head, labels_T, scale=scale, chunk=chunk, ignored=ignored)
@@ -59,7 +60,7 @@ def loss_and_gradients(
             x_CD, value, labels_C = x_TD[rows], head.value, labels_T[rows]
             counted_C = labels_C != ignored
             x_CD = torch.where(counted_C[:, None], x_CD, 0)
-            loss, dlogits_CV = _chunk(x_CD, value, labels_C, counted_C, scale)
+            loss, dlogits_CV = _chunk(x_CD, value, labels_C, counted_C, scale_of(scale, rows))
             total += loss
             dx_TD[rows] = dlogits_CV @ value
             accumulate_head(head, dlogits_CV, x_CD)
@@ -114,6 +115,11 @@ def cross_entropy_sum(
 
 def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
+
+
+def scale_of(scale: float | Tensor, rows: slice) -> float | Tensor:
+    """Return the scale of some rows: one for all, or theirs."""
+    return scale[rows] if isinstance(scale, Tensor) and scale.dim() else scale
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -16,22 +16,21 @@ from moefold.data.batch import pack
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, cut
-from moefold.layers.loss import summed_loss
 from moefold.parallel.apply import ModelParts
+
+Score = Callable[..., Tensor]
+"""``score(x_TD, head, flow, chunk=...)``: something of the rows' logits, of which ``chunk`` rows'
+exist at once."""
 
 
 @torch.no_grad()
-def score(placed: ModelParts, flow: Flow, loss_chunk: int) -> Tensor:
-    """Return this rank's share of a micro-batch's summed cross-entropy, fp64.
-
-    ``loss_chunk`` rows' logits exist at once.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=placed.world.device)
+def score(placed: ModelParts, flow: Flow, of: Score, chunk: int) -> Tensor | None:
+    """Run a micro-batch through all stages; returns its score where the last one is, else None."""
     x_TD = forward(placed, flow)
-    if x_TD is not None:
-        with _head(placed):
-            total += summed_loss(x_TD, placed.model.head_operand(), flow, chunk=loss_chunk)
-    return total
+    if x_TD is None:
+        return None
+    with _head(placed):
+        return of(x_TD, placed.model.head_operand(), flow, chunk=chunk)
 
 
 @torch.no_grad()
