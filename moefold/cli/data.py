@@ -17,6 +17,7 @@ from moefold.cli._common import add_json, on_stderr, plain_table, print_json, pr
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
 from moefold.data.index import Corpus, Indexed, read_facts
+from moefold.data.packing import REJECTED
 from moefold.data.prepare import MASK, Prepared, masks_of, prepare
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.run import load_run
@@ -190,8 +191,9 @@ def _masked(
     for mark, run in groupby(trained):
         n = len(list(run))
         text = harmless(tokenizer.decode(ids[at : at + n], special=True))
-        if mark:
-            shown.append(text if colours else f"⟦{text}⟧", "bold green")
+        if mark % REJECTED:
+            style = "bold green" if mark < REJECTED else "bold red"
+            shown.append(text if colours else f"⟦{text}⟧", style)
         else:
             shown.append(text, "dim")
         at += n

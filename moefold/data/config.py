@@ -178,6 +178,23 @@ class Chat(FileSource):
 
 
 @SOURCE.register
+class Preferences(FileSource):
+    """Pairs of answers, in files as of ``chat``: ``prompt``, ``chosen`` and ``rejected``.
+
+    All three are messages, or all three text; without ``prompt`` both answers are whole
+    conversations. A pair is whole in a sequence, one answer after the other. For ``train.loss``.
+    """
+
+    owner = "moefold.data.preferences:PreferenceReader"
+    source: Literal["preferences"] = "preferences"
+    long: Literal["refuse", "skip"] = "refuse"
+    """What happens to a pair that does not fit a sequence: stop and name it, or leave it out and
+    count it in the report."""
+    answers: Literal["last"] = "last"
+    """What is compared: the last answers."""
+
+
+@SOURCE.register
 class IndexedTokens(SourceRecord):
     """Ready token files ``PREFIX.bin`` and ``PREFIX.idx`` in Megatron's format."""
 
@@ -238,7 +255,7 @@ class Data(Record):
             if isinstance(source, IndexedTokens) and trains:
                 rule = "token files need the tokenizer that made them (tokenizer: {kind: file})"
                 yield Violation(path, source.prefix, rule, nearest)
-            if isinstance(source, Chat) and trains:
+            if isinstance(source, Chat | Preferences) and trains:
                 rule = (
                     "conversations need a tokenizer that brings a chat template (tokenizer: "
                     "{kind: file, path: ...})"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moefold.data.config import Chat, DataError
+from moefold.data.config import Chat, DataError, Preferences
 from moefold.data.sources import (
     READ_ROWS,
     BadDocument,
@@ -53,7 +53,7 @@ class ConversationReader(FileReader):
 
     whole = True
 
-    def __init__(self, record: Chat) -> None:
+    def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
         self._answers, self._long = record.answers, record.long
         if any(file.suffix in (".parquet", ".arrow") for file in self.files()):
@@ -108,11 +108,11 @@ class ConversationReader(FileReader):
     def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
         """Yield conversations as tokens, in groups."""
         template = chat_template(tokenizer)
-        batch: list[tuple[str, bytes, _Written]] = []
+        batch: list[tuple[str, bytes, tuple[Written, ...]]] = []
         for name, example in self.examples(skipped):
             try:
                 said = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
-                written = self._written(example, template, tokenizer)
+                written = self._texts(example, template, tokenizer)
             except UnicodeEncodeError as error:
                 self.refuse(name, "broken text", f"{error.reason}", skipped)
             except BadDocument as error:
@@ -126,43 +126,38 @@ class ConversationReader(FileReader):
         if batch:
             yield self._encode(batch, tokenizer, seq, skipped)
 
+    def _texts(
+        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+    ) -> "tuple[Written, ...]":
+        """Return the texts that an example has: one."""
+        if "chosen" in example or "rejected" in example:
+            said = "chosen and rejected are no conversation; read them as source: preferences"
+            raise BadDocument("a pair", f"{said}, for train.loss: dpo")
+        return (self._written(example, template, tokenizer),)
+
     def _written(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-    ) -> "_Written":
-        """Return an example's text."""
-        if "chosen" in example or "rejected" in example:
-            said = "chosen and rejected are no conversation to train on; name sets of messages, or"
-            raise BadDocument("a pair", f"{said} of prompt and completion")
+    ) -> "Written":
+        """Return a conversation's text."""
         if isinstance(prompt := example.get("prompt"), str):
             completion = example.get("completion")
             if not isinstance(completion, str) or not completion:
                 raise BadDocument("example without an answer", "its completion is no text")
             begin = tokenizer.files.special().get("bos_token", "")
-            return _Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
+            return Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
         said = example_of(example, self._answers == "last")
-        return _Written(template.answers(said.messages, said.tools, said.first, **said.more))
+        return Written(template.answers(said.messages, said.tools, said.first, **said.more))
 
     def _encode(
         self,
-        batch: Sequence[tuple[str, bytes, "_Written"]],
+        batch: Sequence[tuple[str, bytes, "tuple[Written, ...]"]],
         tokenizer: Tokenizer,
         seq: int,
         skipped: Skipped,
     ) -> list[Coded]:
         found = []
-        coded = tokenizer.encode_chats([w.rendered.text for _, _, w in batch])
-        answers = tokenizer.encode_chats([w.completion for _, _, w in batch])
-        for (name, said, written), (ids_N, spans_N2), (more_N, _) in zip(
-            batch, coded, answers, strict=True
-        ):
-            trained_N = np.zeros(len(ids_N), bool)
-            for span in written.rendered.spans:
-                first, end = tokens_of(span, spans_N2)
-                if not written.rendered.marked:
-                    end = _through_end(ids_N, first, end, tokenizer.ends)
-                trained_N[first:end] = True
-            ids_N = np.append(ids_N, more_N)
-            trained_N = np.append(trained_N, np.ones(len(more_N), bool))
+        coded = encoded([written for _, _, (written,) in batch], tokenizer)
+        for (name, said, _), (ids_N, trained_N) in zip(batch, coded, strict=True):
             if not trained_N[1:].any():
                 self.refuse(name, "example without an answer", "no token of it is trained", skipped)
             elif len(ids_N) <= seq or self._fits(name, len(ids_N), trained_N[1:seq], seq, skipped):
@@ -183,11 +178,27 @@ class ConversationReader(FileReader):
         return False
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """An example's text: rendered, and after it what is a completion as a whole."""
 
     rendered: Rendered
     completion: str = ""
+
+
+def encoded(
+    texts: Sequence[Written], tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens of each example, and which of them are trained."""
+    coded = tokenizer.encode_chats([written.rendered.text for written in texts])
+    answers = tokenizer.encode_chats([written.completion for written in texts])
+    for (rendered, _), (ids_N, spans_N2), (more_N, _) in zip(texts, coded, answers, strict=True):
+        trained_N = np.zeros(len(ids_N), bool)
+        for span in rendered.spans:
+            first, end = tokens_of(span, spans_N2)
+            if not rendered.marked:
+                end = _through_end(ids_N, first, end, tokenizer.ends)
+            trained_N[first:end] = True
+        yield np.append(ids_N, more_N), np.append(trained_N, np.ones(len(more_N), bool))
 
 
 def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> ChatTemplate:

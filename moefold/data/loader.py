@@ -124,7 +124,15 @@ class Loader:
         if name not in self._valid:
             sets = ", ".join(self._valid) or "none; give a source a holdout, or name data.valid"
             raise DataError(f"no held-out set {name!r}; there are: {sets}")
-        part, each = self._valid[name], self.micro_batch
+        return self._in_order(self._valid[name], limit)
+
+    def everything(self) -> Iterator[MicroBatch]:
+        """Yield this rank's part of every set, trained and held out, in order."""
+        for part in (*self._parts, *self._valid.values()):
+            yield from self._in_order(part, None)
+
+    def _in_order(self, part: PreparedPart, limit: int | None) -> Iterator[MicroBatch]:
+        name, each = part.name, self.micro_batch
         held = sequences_of(part.corpus, 0, name, self.seq, whole=False)
         n = held.held
         chosen = range(n) if limit is None else spread(n, max(limit // self.seq, 1))

@@ -6,12 +6,16 @@ N tokens of a document.
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
 from moefold.data.config import DataError
 from moefold.data.index import Corpus, DocumentPiece, Indexed
 from moefold.data.order import Epochs, key_of, shuffled
+
+REJECTED = 2
+"""Added to the marks of a pair's rejected answer."""
 
 
 class Cuts:
@@ -51,7 +55,7 @@ class Packs:
 
     def in_order(self, n: int) -> Iterator[DocumentPiece]:
         """Yield the documents of the n-th pack."""
-        return map(self._corpus.piece, self._packs[n])
+        return chain.from_iterable(map(self._corpus.pieces, self._packs[n]))
 
 
 class Conversations(Corpus):
@@ -61,7 +65,8 @@ class Conversations(Corpus):
         name: how messages call it.
         indexed: the token file.
         vocab: ids must lie in ``[0, vocab)``.
-        trained: one for each token that is a label, zero for the others, in documents alike.
+        trained: one for each token that is a label, zero for the others, in documents alike; and
+            :data:`REJECTED` more in the second part of a pair.
     """
 
     def __init__(self, name: str, indexed: Indexed, vocab: int, trained: Indexed) -> None:
@@ -78,8 +83,17 @@ class Conversations(Corpus):
     def piece(self, i: int) -> DocumentPiece:
         """Return the i-th document, whole."""
         number = int(self._numbers[i])
-        trained_N = self._trained.document(number).astype(bool)
+        trained_N = self._trained.document(number) % REJECTED != 0
         return DocumentPiece(number, 0, self.document(i), None, trained_N)
+
+    def pieces(self, i: int) -> Iterator[DocumentPiece]:
+        """Yield the i-th document: a conversation, or a pair's chosen one and its rejected one."""
+        whole = self.piece(i)
+        assert whole.trained_N is not None
+        parts = np.flatnonzero(np.diff(self._trained.document(whole.document) // REJECTED)) + 1
+        for start, end in zip((0, *parts), (*parts, len(whole.ids_N)), strict=True):
+            ids_N, trained_N = whole.ids_N[start:end], whole.trained_N[start:end]
+            yield DocumentPiece(whole.document, int(start), ids_N, None, trained_N)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -209,7 +209,7 @@ def _encode(
             for side in sides
         }
         masks = {
-            side: stack.enter_context(IndexWriter(f"{_prefix(draft, record, side)}{MASK}", 2))
+            side: stack.enter_context(IndexWriter(f"{_prefix(draft, record, side)}{MASK}", 4))
             for side in sides
             if source.whole
         }

@@ -49,7 +49,7 @@ class Coded(NamedTuple):
     ids_N: np.ndarray
     """int64 [N]."""
     trained_N: np.ndarray | None = None
-    """bool [N], which tokens are labels; None where all are."""
+    """[N], 1 for tokens that are labels (see ``packing.REJECTED`` of pairs); None: all are."""
 
 
 class BadDocument(ValueError):

@@ -46,7 +46,7 @@ def adapted(
 ) -> Operand:
     """Return a weight of a layer as products take it, with its adapter."""
     weight, record = recipe.operand(owner.get_parameter(name), dtype), owner.adapters.get(name)
-    if record is None:
+    if record is None or not recipe.adapts:
         return weight
     a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
     return replace(weight, low_rank=AdapterOperand(a, b, record.scale))

@@ -7,6 +7,7 @@ are all that ranks exchange, so that the logits never exist as a whole. Own kern
 share's log-sum-exp in place of maximum and normaliser.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -38,11 +39,21 @@ def loss_and_gradients(
         scale: factor on the gradients, of all rows or [P] of each of the tensor group's.
         chunk: rows whose logits exist at once.
     """
-    if head.low_rank is not None:
-        wide_TD, wide = widened(x_TD, head)
-        total, dwide_TD = _loss_and_gradients(wide_TD, wide, flow, scale, chunk)
-        return total, _narrowed(dwide_TD, x_TD, head.low_rank, flow.n_valid)
-    return _loss_and_gradients(x_TD, head, flow, scale, chunk)
+    product = partial(_loss_and_gradients, flow=flow, scale=scale, chunk=chunk)
+    return widening(product, x_TD, head, flow.n_valid)
+
+
+def widening(
+    product: Callable[[Tensor, Operand], tuple[Tensor, Tensor]],
+    x_TD: Tensor,
+    head: Operand,
+    n_valid: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return a loss and its gradient by the rows, of a head with its adapter if it has one."""
+    if head.low_rank is None:
+        return product(x_TD, head)
+    total, dwide_TD = product(*widened(x_TD, head))
+    return total, _narrowed(dwide_TD, x_TD, head.low_rank, n_valid)
 
 
 def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:

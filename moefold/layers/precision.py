@@ -1,6 +1,7 @@
 """What number format products run in, and the compute copies of the weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -130,7 +131,7 @@ class PrecisionPolicy:
     """
 
     def __init__(self, precision: Precision) -> None:
-        self.precision = precision
+        self.precision: Precision = precision
         self.dtype = DTYPES[precision]
         self.master_dtype = torch.promote_types(self.dtype, torch.float32)
         self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -140,6 +141,8 @@ class PrecisionPolicy:
         """Whether a renewed copy lies where the old one did, as a captured graph reads it."""
         self.seed, self.step = 0, 0
         """What stochastic rounding draws by."""
+        self.adapts = True
+        """Whether weights are read with their adapters."""
 
     def give(self, weight: Tensor, value: Tensor) -> None:
         """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
@@ -147,6 +150,15 @@ class PrecisionPolicy:
         Who gives it brings it up to date, and may take its memory between uses.
         """
         self._given[weight] = value
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """While open, weights are read without their adapters."""
+        self.adapts = False
+        try:
+            yield
+        finally:
+            self.adapts = True
 
     @property
     def copies(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """What a proof runs: a small model on some rows, one layout of it, and how many ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from moefold.config.base import Record
@@ -13,6 +13,7 @@ from moefold.model.config import Decoder
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
 from moefold.spec.quantised import cut_misfits
+from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
 """Micro-batches of a step, tried first, so that many layouts share one reference."""
@@ -36,6 +37,7 @@ class Subject:
     """Experts that no token may choose; a router without a selection bias keeps them."""
     precision: Precision = "fp64"
     seed: int = 1
+    loss: LossRecord = field(default_factory=CrossEntropy)
 
 
 @dataclass(frozen=True)

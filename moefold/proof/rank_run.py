@@ -17,6 +17,7 @@ from torch import Tensor
 from moefold.comm.recorder import CallRecord as Operation
 from moefold.comm.recorder import Site
 from moefold.comm.world import World
+from moefold.config.slot import build
 from moefold.data.batch import IGNORED, MicroBatch, assemble
 from moefold.layers.placement import Shard
 from moefold.model.decoder import DecoderModel
@@ -30,6 +31,7 @@ from moefold.proof.case import ProofCase, Subject
 from moefold.proof.modes import NarrowWatch, ShuffledSums
 from moefold.spec.decoder import LORA_B
 from moefold.training.evaluate import evaluate
+from moefold.training.losses.base import Objective
 from moefold.training.step import gradients
 
 STEPS = 3
@@ -46,12 +48,15 @@ NEVER = -100.0
 
 
 def micro_batches(subject: Subject) -> list[MicroBatch]:
-    """Return the micro-batches of a step, whole: three documents each, an empty one has none."""
+    """Return the micro-batches of a step, whole: three documents each, or two pairs; or none."""
     made = []
     for number in range(subject.micro_batches):
         valid = subject.rows - (number % 3) * subject.padding
         first, second = valid // 5 + number % 3, valid // 3
-        documents = (first, second, valid - first - second)
+        third = valid - first - second
+        documents = (first, second, third)
+        if subject.loss.pairs:
+            documents = (first, second, third // 2, third - third // 2)
         lengths = () if number in subject.empty else documents
         draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
         ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
@@ -153,6 +158,7 @@ class RankRun:
         self.data = ShardedState(self.placed)
         self.placed = self.data.placed
         self.optimizer: Optimizer = self.data.optimizer(case.subject.optim)
+        self.objective: Objective = build(case.subject.loss).trial(self.placed, case.subject)
         self.found = RankResult()
 
     def run(self, fault: InjectedFault | None) -> RankResult:
@@ -164,8 +170,8 @@ class RankRun:
             scale = self._gradients(fault)
         found.narrow = tuple(sorted(watch.found)) if watch else ()
         self._note_first_step()
-        (total,), labels, _ = evaluate(self.placed, self.batches, LOSS_CHUNK)
-        found.figures["evaluation"] = [total / max(labels, 1)]
+        totals, units, _ = evaluate(self.placed, self.batches, LOSS_CHUNK, self.objective)
+        found.figures["evaluation"] = [total / max(units, 1) for total in totals]
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
@@ -190,7 +196,7 @@ class RankRun:
 
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
-        figures = gradients(self.data, self.batches, LOSS_CHUNK)
+        figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
         if figures.needed_rows:
             raise ValueError(
                 f"layout.dispatch.max_rows must be {figures.needed_rows} for this model: with less "
@@ -204,6 +210,7 @@ class RankRun:
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
         told = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
         told |= {f"router/{name}": value for name, value in figures.router_terms.items()}
+        told |= dict(zip(self.objective.figures, figures.more, strict=True))
         for name, value in told.items():
             self.found.figures.setdefault(name, []).append(value)
         return scale

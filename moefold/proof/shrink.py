@@ -56,7 +56,8 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     asked = Asked.of(layouts)
     rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
     decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
-    return Subject(decoder, small_optimizer(run.optim), rows=rows, precision=precision)
+    more = {"precision": precision, "loss": run.train.loss}
+    return Subject(decoder, small_optimizer(run.optim), rows=rows, **more)
 
 
 def as_proved(decoder: Decoder) -> Decoder:

@@ -10,7 +10,7 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.layers.config import QUANTISE, Asked, Size
-from moefold.training.losses.config import LOSS, CrossEntropy, Loss
+from moefold.training.losses.config import LOSS, CrossEntropy, LossRecord
 
 NONFINITE = Slot("policy on a non-finite step")
 ADAPTER = Slot("adapter")
@@ -57,7 +57,7 @@ class Lora(Record):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
     those four that are there; ``router``, ``head``) and patterns of weights' global names."""
-    start: Annotated[str, OnDisk()] | None = Field(None, alias="from")
+    start: Annotated[str, OnDisk()] | None = Field(default=None, alias="from")
     """Folder of an adapter in PEFT's format that training goes on from; none: from nothing."""
     divided: bool = False
     """Routed experts' adapters have rank / top_k: a token then passes as much rank as elsewhere."""
@@ -80,7 +80,7 @@ class Train(Record):
     quantise: Annotated[Record, QUANTISE] | None = None
     """Weight products of blocks in FP8 or FP4: ``nvfp4``, ``mxfp8``, ``fp8_block``,
     ``fp8_tensor``; none: in ``precision``."""
-    loss: Annotated[Loss, LOSS] = CrossEntropy()
+    loss: Annotated[LossRecord, LOSS] = CrossEntropy()
     """What a step minimises."""
     loss_chunk: Annotated[int, Field(ge=16)] = 1024
     """Tokens whose logits exist at once."""

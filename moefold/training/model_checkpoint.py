@@ -3,7 +3,7 @@
 ``moefold import`` writes the same form, without optimizer state and progress.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -253,19 +253,26 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
         data.fill(partial(start_value, decoder, run.seed))
         return ()
     with import_folder(source.path) as imported, _first_adapter(run.adapter, imported) as first:
-        tensors = imported.tensors
-        check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
-
-        def value(piece: Shard) -> Tensor:
-            """Return what the folder has of a piece; an adapter is another's, or begins anew."""
-            if not piece.name.endswith((LORA_A, LORA_B)):
-                return tensors.part(piece.name, piece.box)
-            if first is None:
-                return start_value(decoder, run.seed, piece)
-            return piece.of(first[piece.name])
-
-        data.fill(value, buffers=True)
+        begin = partial(start_value, decoder, run.seed)
+        adapters = begin if first is None else lambda piece: piece.of(first[piece.name])
+        fill_from(imported, data, adapters)
     return imported.left_out
+
+
+def fill_from(
+    imported: Imported, data: ShardedState, adapters: Callable[[Shard], Tensor] | None = None
+) -> None:
+    """Fill weights from an open Hugging Face folder, and by ``adapters`` what it does not have."""
+    tensors = imported.tensors
+    check_names(data.placed.model, tensors, whole=data.placed.world.size == 1)
+
+    def value(piece: Shard) -> Tensor:
+        """Return what there is of a piece."""
+        if adapters is not None and piece.name.endswith((LORA_A, LORA_B)):
+            return adapters(piece)
+        return tensors.part(piece.name, piece.box)
+
+    data.fill(value, buffers=True)
 
 
 def _first_adapter(

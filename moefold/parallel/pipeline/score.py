@@ -29,7 +29,7 @@ def score(placed: ModelParts, flow: Flow, of: Score, chunk: int) -> Tensor | Non
     x_TD = forward(placed, flow)
     if x_TD is None:
         return None
-    with _head(placed):
+    with head_here(placed):
         return of(x_TD, placed.model.head_operand(), flow, chunk=chunk)
 
 
@@ -63,7 +63,7 @@ def next_logits(
     vocab = model.record.vocab
     logits_PV = torch.zeros(len(texts), vocab, dtype=model.recipe.dtype, device=world.device)
     if x_TD is not None:
-        with _head(placed):
+        with head_here(placed):
             logits_PV = linear(_rows(x_TD, flow, last_P), model.head_operand())
         logits_PV = all_gather(logits_PV, world.group("tp"), dim=1)
     last_rank = placed.table.home(placed.table.stages - 1)
@@ -103,7 +103,7 @@ def forward(placed: ModelParts, flow: Flow) -> Tensor | None:
     return x_TD if table.home(table.stages - 1) == rank else None
 
 
-def _head(placed: ModelParts) -> AbstractContextManager[None]:
+def head_here(placed: ModelParts) -> AbstractContextManager[None]:
     """Have the head's matrix here while the context is open."""
     last = placed.hooks_for(placed.chunks[-1], training=False)
     return last.unsharded(placed.model.head_unit)

@@ -36,6 +36,10 @@ class Objective:
         """Bring what the loss needs beside a trainer's model, on all ranks; return itself."""
         return self
 
+    def trial(self, placed: ModelParts, subject: Any) -> "Objective":
+        """Return the loss as a proof runs it, beside whose model nothing is to be found."""
+        return self
+
     def units(self, batch: MicroBatch) -> int:
         """Return how many units a micro-batch has, which is whole and on the host."""
         return batch.n_labels

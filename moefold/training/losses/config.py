@@ -1,27 +1,124 @@
 """Records of what a step minimises, without torch."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.errors import Violation
+from moefold.config.errors import MISSING, Violation
+from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
+from moefold.data.config import FileSource, Preferences
+from moefold.model.config import Decoder
+from moefold.model.families.folder import read_config
+from moefold.spec.decoder import needs
 
 LOSS = Slot("loss")
 
 
-class Loss(Record):
+class LossRecord(Record):
     """Base of the records in the loss slot."""
+
+    pairs: ClassVar[bool] = False
+    """Whether it compares pairs of answers."""
 
     def misfits(self, run: Any) -> Iterator[Violation]:
         """Yield what of a run does not fit its loss, by paths from the run on."""
-        yield from ()
+        if run.layout.graphs != "none" and not isinstance(self, CrossEntropy):
+            rule = "train.loss runs more than the step's own forward, which no graph repeats"
+            yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
+        for part in ("train", "valid"):
+            for number, source in enumerate(getattr(run.data, part)):
+                paired = isinstance(source, Preferences)
+                if paired and not self.pairs:
+                    rule = "cannot learn from pairs of answers; data.train names some"
+                    yield Violation(("train", "loss"), self, rule, {"kind": "dpo"})
+                elif self.pairs and not paired:
+                    path = ("data", part, number, "source")
+                    nearest = "preferences" if isinstance(source, FileSource) else MISSING
+                    rule = "train.loss compares pairs of answers"
+                    yield Violation(path, source.source, rule, nearest)
 
 
 @LOSS.register
-class CrossEntropy(Loss):
+class CrossEntropy(LossRecord):
     """Mean cross-entropy over labels."""
 
     kind: Literal["cross_entropy"] = "cross_entropy"
 
     owner = "moefold.training.losses.base:Objective"
+
+
+@LOSS.register
+class Distill(LossRecord):
+    """Forward divergence from a teacher's distribution of each label (arXiv 1503.02531).
+
+    The teacher computes the same rows in the run's layout, whole in memory below zero 3.
+    """
+
+    kind: Literal["distill"] = "distill"
+    teacher: Annotated[str, OnDisk()]
+    """A Hugging Face folder; its layers may be others and more or fewer, its tokens the same."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """What logits of both are divided by; the loss is multiplied by its square."""
+
+    owner = "moefold.training.losses.distill:Distillation"
+
+    def decoder(self) -> Decoder:
+        """Return the teacher.
+
+        Raises:
+            ValueError: where the folder cannot be read.
+        """
+        return read_config(Path(self.teacher)).decoder
+
+    def layout(self, layout: Any) -> Any:
+        """Return the layout of a run as its teacher lies in it: stages are balanced anew."""
+        kept = {"stages": None, "recompute": None, "offload": None}
+        return layout.model_copy(update={**kept, "state": type(layout.state)()})
+
+    def misfits(self, run: Any) -> Iterator[Violation]:
+        """Yield a teacher that cannot be read, has other tokens, or does not fit the layout."""
+        yield from super().misfits(run)
+        path = ("train", "loss", "teacher")
+        try:
+            teacher = self.decoder()
+        except ValueError as error:
+            rule = f"must be a Hugging Face folder that can be read: {error}"
+            yield Violation(path, self.teacher, rule)
+            return
+        own = run.decoder().vocab
+        if teacher.vocab != own:
+            rule = f"has {teacher.vocab} tokens and the model {own}: both speak of the same ones"
+            yield Violation(path, self.teacher, rule)
+        layout = self.layout(run.layout)
+        if not any(run.layout.rules()) and layout.is_split:
+            for found in layout.misfits(needs(teacher, run.data.seq)):
+                rule = f"does not fit layout.{'.'.join(map(str, found.path))}: {found.rule}"
+                yield Violation(path, self.teacher, rule)
+
+
+@LOSS.register
+class Dpo(LossRecord):
+    """Direct preference optimisation (arXiv 2305.18290), on pairs of answers."""
+
+    kind: Literal["dpo"] = "dpo"
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """``sigmoid``, or the squared distance of IPO (arXiv 2310.12036)."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much a log-probability's change weighs."""
+    reference: Literal["adapters_off", "stored"] = "adapters_off"
+    """What answers are compared with: the model without its adapters, run again in each step, or
+    the model as the run begins, whose scores of all answers are stored in the run's folder."""
+
+    owner = "moefold.training.losses.dpo:preference"
+    pairs: ClassVar[bool] = True
+
+    def misfits(self, run: Any) -> Iterator[Violation]:
+        """Yield sources without pairs, and a reference that there is none of."""
+        yield from super().misfits(run)
+        if self.reference == "adapters_off" and run.adapter is None:
+            rule = "is the model as it is trained where a run has no adapter"
+            yield Violation(("train", "loss", "reference"), self.reference, rule, "stored")

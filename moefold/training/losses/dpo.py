@@ -1,0 +1,174 @@
+"""Direct preference optimisation: answers that were chosen against answers that were rejected.
+
+T rows here, P rows of the tensor group, N segments of a micro-batch: chosen and rejected in turn.
+
+With log-probabilities of whole answers, each a sum over its labels, and those of a reference,
+
+    h = (log p(chosen) - log p(rejected)) - (log r(chosen) - log r(rejected))
+
+the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, as IPO has it,
+``(h - 1 / (2 beta))^2`` (arXiv 2310.12036, eq. 17). An answer lies on all context ranks, so that
+its rows' sums are added up there before the loss is computed, by each of them alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.checkpoint.errors import CheckpointError
+from moefold.comm.agree import on_first
+from moefold.comm.collectives import gather_objects, sum_
+from moefold.data.batch import MicroBatch
+from moefold.files import read_json, write_json
+from moefold.kernels.operand import Operand
+from moefold.layers.flow import Flow
+from moefold.layers.loss import label_losses, loss_and_gradients
+from moefold.parallel.apply import ModelParts, flow_of
+from moefold.parallel.pipeline.score import score
+from moefold.training.losses.base import Objective
+from moefold.training.losses.config import Dpo
+
+STORED = "reference.json"
+
+
+def preference(record: Dpo) -> "Preference":
+    """Return the loss of a record."""
+    return (StoredPreference if record.reference == "stored" else Preference)(record)
+
+
+class Preference(Objective):
+    """Mean loss over pairs; the reference is the model without its adapters."""
+
+    record: Dpo
+    figures = ("preference/margin", "preference/accuracy")
+
+    def units(self, batch: MicroBatch) -> int:
+        """Return the number of pairs."""
+        return len(batch.lengths) // 2
+
+    def informed(
+        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
+    ) -> list[Flow]:
+        """Return the passes with the reference's log-probability of each segment [N]."""
+        found = []
+        for batch, flow in zip(batches, flows, strict=True):
+            with placed.model.recipe.without_adapters():
+                asked = flow_of(placed, batch, training=False, exact=True)
+                log_N = score(placed, asked, log_probabilities, chunk)
+            found.append(replace(flow, known=log_N))
+        return found
+
+    def __call__(
+        self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the pairs' losses, margins and whether they are ordered right, summed.
+
+        Two products with the head more than cross-entropy's: the loss is known after all logits.
+        """
+        share, slope_N = self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)
+        # A row's cross-entropy is minus its log-probability.
+        weight_P = torch.zeros(flow.whole.rows.rows, dtype=slope_N.dtype, device=x_TD.device)
+        segment_P = flow.whole.rows.segment_T
+        weight_P[: len(segment_P)] = -slope_N[segment_P]
+        _, dx_TD = loss_and_gradients(x_TD, head, flow, scale=weight_P * scale, chunk=chunk)
+        return share, dx_TD
+
+    def score(self, x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
+        """Return the pairs' sums."""
+        return self._pairs(log_probabilities(x_TD, head, flow, chunk=chunk), flow)[0]
+
+    def _pairs(self, log_N: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+        """Return the sums over pairs [3], and the loss's slope by each segment's log [N]."""
+        gain_N = log_N - flow.known
+        h = gain_N[0::2] - gain_N[1::2]
+        beta = self.record.beta
+        if self.record.form == "ipo":
+            distance = h - 1 / (2 * beta)
+            losses, slope = distance.square(), 2 * distance
+        else:
+            losses, slope = -F.logsigmoid(beta * h), -beta * torch.sigmoid(-beta * h)
+        said = torch.stack([losses.sum(), beta * h.sum(), (h > 0).sum().to(h.dtype)])
+        # All ranks that share the rows computed the same: one of them states it.
+        first = flow.world.group("tp_cp").index == 0
+        return said if first else torch.zeros_like(said), torch.stack([slope, -slope], 1).flatten()
+
+
+class StoredPreference(Preference):
+    """The reference is the model as the run begins: each answer's score is in the run's folder."""
+
+    def opened(self, job: Any) -> Self:
+        """Read the scores, or make those of all answers before the first step.
+
+        Raises:
+            CheckpointError: where the run has made steps and their file is gone.
+        """
+        path = job.folder / STORED
+        if not on_first(path.exists, job.world.on_host):
+            if job.step_number:
+                raise CheckpointError(
+                    f"{path} is gone, and the model has been trained since: put it back, or begin "
+                    "a new folder"
+                )
+            on_first(partial(write_json, path, self._scores(job)), job.world.on_host)
+        self._stored: dict[str, float] = on_first(partial(read_json, path), job.world.on_host)
+        return self
+
+    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+        """Return the loss with a reference to which all answers are certain."""
+        return _Unreferenced(self.record)
+
+    def _scores(self, job: Any) -> dict[str, float]:
+        """Return the log-probability of every answer by its key, on each rank."""
+        found: dict[str, float] = {}
+        for batch in job.loader.everything():
+            flow = flow_of(job.placed, batch, training=False, exact=True)
+            log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
+            if log_N is not None:
+                found |= zip(_keys(batch), log_N.tolist(), strict=True)
+        parts = gather_objects(found, job.world.on_host)
+        return {key: value for part in parts for key, value in part.items()}
+
+    def informed(
+        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
+    ) -> list[Flow]:
+        """Return the passes with the stored log-probability of each segment [N]."""
+        pairs = zip(batches, flows, strict=True)
+        device = placed.world.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        told = [(flow, [self._stored[key] for key in _keys(batch)]) for batch, flow in pairs]
+        return [replace(f, known=torch.tensor(v, dtype=wide).to(device)) for f, v in told]
+
+
+class _Unreferenced(Preference):
+    """The reference's log-probabilities are zero."""
+
+    def informed(
+        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
+    ) -> list[Flow]:
+        return [replace(flow, known=0.0) for flow in flows]
+
+
+def _keys(batch: MicroBatch) -> Iterator[str]:
+    """Yield what each answer of a whole micro-batch is known by: its tokens and labels."""
+    rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0
+    for length in batch.lengths:
+        yield sha256(rows_2T[:, start : start + length].tobytes()).hexdigest()[:32]
+        start += length
+
+
+@torch.no_grad()
+def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
+    """Return the log-probability [N] of each whole segment's labels, in the widest dtype."""
+    rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
+    wide = torch.float32 if losses_P.device.type == "mps" else torch.float64
+    number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
+    mine_NP = rows.segment_T == number_N1
+    # One sum a segment: scattered additions would come in any order.
+    said_N = -torch.where(mine_NP, losses_P[: rows.n_valid].to(wide), 0).sum(1)
+    return sum_(said_N, flow.world.group("cp"))

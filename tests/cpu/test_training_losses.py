@@ -1,0 +1,258 @@
+"""Losses beside cross-entropy: gradients by closed forms, pairs as data, runs that learn."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold import api
+from moefold.config.errors import RunError
+from moefold.config.load import load
+from moefold.config.slot import build
+from moefold.data.batch import MicroBatch, pack
+from moefold.data.config import Data, DataError
+from moefold.data.loader import Loader
+from moefold.data.prepare import prepare
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.linear import Adaptable
+from moefold.model.decoder import DecoderModel
+from moefold.parallel.apply import alone
+from moefold.parallel.data.sharding import ShardedState
+from moefold.run import Run
+from moefold.spec.tuning import adapt
+from moefold.training.config import Lora
+from moefold.training.losses.config import Distill, Dpo
+from moefold.training.step import gradients
+from moefold.training.trainer import Trainer
+from tests.chats import write_chat_folder
+from tests.cpu.runs import raw_run
+from tests.cpu.small import GQA, decoder, ids_of, model_of, moe, relative
+
+LORA = Lora(rank=2, targets=("all", "head"))
+LENGTHS = (5, 7, 4, 4)
+PAIRS = ("chosen", "rejected")
+
+
+def rows() -> tuple[list[Tensor], MicroBatch]:
+    """Two pairs, of which the first tokens are no labels; and the same as rows, padded."""
+    texts = [ids_of(length, seed=7 + at) for at, length in enumerate(LENGTHS)]
+    made = pack([text.tolist() for text in texts], pad_to=24)
+    starts = [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
+    made.labels_T[starts] = -100
+    return texts, replace(made, n_labels=made.n_labels - len(starts))
+
+
+def adapted() -> DecoderModel:
+    """A model whose adapters do something."""
+    model = model_of(adapt(decoder(GQA, Dense(width=24), moe(balance=())), LORA))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_lora_b"):
+                parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def logits_of(model: DecoderModel, text: Tensor) -> Tensor:
+    """The logits before each label, as autograd makes them."""
+    return model.logits(text[None])[0, 1:-1]
+
+
+def log_of(model: DecoderModel, text: Tensor) -> Tensor:
+    return logits_of(model, text).log_softmax(1).gather(1, text[2:, None]).sum()
+
+
+def without_adapters(model: DecoderModel, text: Tensor) -> Tensor:
+    """The log-probability of a text by the weights alone, whatever the package calls off."""
+    held = {one: one.adapters for one in model.modules() if isinstance(one, Adaptable)}
+    for one in held:
+        one.adapters = {}
+    found = log_of(model, text).detach()
+    for one, adapters in held.items():
+        one.adapters = adapters
+    return found
+
+
+def grads_of(model: DecoderModel) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("form", ["sigmoid", "ipo"])
+def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
+    """Sums over labels; against the model without its adapters."""
+    model, (texts, batch), beta = adapted(), rows(), 0.7
+    gains = [log_of(model, text) - without_adapters(model, text) for text in texts]
+    h = torch.stack([gains[0] - gains[1], gains[2] - gains[3]])
+    each = -F.logsigmoid(beta * h) if form == "sigmoid" else (h - 1 / (2 * beta)).square()
+    each.mean().backward()
+    wanted = grads_of(model)
+    assert wanted and all(name.endswith(("_lora_a", "_lora_b")) for name in wanted)
+    loss = build(Dpo(form=form, beta=beta))
+    found = gradients(ShardedState(alone(model)), [batch], 16, objective=loss)
+    for name, grad in grads_of(model).items():
+        assert relative(grad, wanted[name]) <= 1e-10, name
+    margin, accuracy = (beta * h).mean(), (h > 0).double().mean()
+    told = torch.tensor([found.lm_loss, *found.more])
+    torch.testing.assert_close(told, torch.stack([each.mean(), margin, accuracy]).detach().float())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(temperature: float) -> None:
+    """The teacher is another model, of other layers and width."""
+    model, (texts, batch) = adapted(), rows()
+    wider = decoder(GQA, moe(balance=()), moe(balance=())).model_copy(update={"hidden": 24})
+    teacher, t = model_of(wider, seed=5), temperature
+    total, labels = torch.zeros((), dtype=torch.float64), 0
+    for text in texts:
+        p = (logits_of(teacher, text).detach() / t).log_softmax(1)
+        q = (logits_of(model, text) / t).log_softmax(1)
+        total, labels = total + t**2 * (p.exp() * (p - q)).sum(), labels + len(q)
+    wanted_loss = total / labels
+    wanted_loss.backward()
+    wanted = grads_of(model)
+    loss = build(Distill(teacher="", temperature=t))
+    loss.teacher = alone(teacher)
+    found = gradients(ShardedState(alone(model)), [batch], 16, objective=loss)
+    assert abs(found.lm_loss - wanted_loss.item()) <= 1e-10
+    for name, grad in grads_of(model).items():
+        assert relative(grad, wanted[name]) <= 1e-10, name
+
+
+def test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Path) -> None:
+    loader = Loader(prepared(tmp_path, examples(6)), 64, 2, 2)
+    for batch in loader.everything():
+        assert len(batch.lengths) % 2 == 0 and batch.lengths
+        origins = [(s.document, s.start > 0) for s in batch.sources]
+        assert origins[::2] == [(d, False) for d, _ in origins[1::2]]
+        assert all(rejected for _, rejected in origins[1::2])
+        start = 0
+        for at, length in enumerate(batch.lengths):
+            labels = batch.labels_T[start : start + length]
+            text = loader.prepared.tokenizer.decode(labels[labels >= 0].tolist())
+            assert text.startswith(("good", "bad")[at % 2]), text
+            start += length
+
+
+def examples(count: int) -> list[dict[str, Any]]:
+    """Pairs in both forms."""
+    found = []
+    for number in range(count):
+        prompt = [{"role": "user", "content": f"expert {number}"}]
+        answers = [[{"role": "assistant", "content": f"{w} {number}"}] for w in ("good", "bad")]
+        whole = number % 2 == 1
+        sides = [prompt + answer if whole else answer for answer in answers]
+        found.append(dict(zip(PAIRS, sides, strict=True)) | ({} if whole else {"prompt": prompt}))
+    return found
+
+
+def source(folder: Path, examples: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+    """The raw data of pairs."""
+    write_chat_folder(folder / "model")
+    file = folder / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, examples)))
+    return {
+        "seq": 64,
+        "tokenizer": {"kind": "file", "path": str(folder / "model")},
+        "train": [{"source": "preferences", "files": [str(file)], **how}],
+    }
+
+
+def prepared(folder: Path, examples: list[dict[str, Any]], **how: Any) -> Any:
+    raw = source(folder, examples, **how)
+    return prepare(load(Data, raw).record, folder / "prepared")
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pair without a difference"),
+        ({"prompt": "a", "chosen": "b"}, r"no pair: it has \['chosen', 'prompt'\], and no"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "without an answer: its completion"),
+        ({"prompt": "a", "chosen": "b" * 90, "rejected": "c"}, "a pair of .* raise data.seq"),
+    ],
+)
+def test_pairs_that_cannot_be_used(tmp_path: Path, pair: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:2: .*{said}"):
+        prepared(tmp_path, [*examples(1), pair])
+
+
+def run_of(folder: Path, loss: dict[str, Any], adapter: Any = None, pairs: bool = True) -> Run:
+    raw = raw_run(folder, train={"steps": 8, "loss": loss})
+    if pairs:
+        raw["data"] = source(folder, examples(12), holdout=0.2)
+    return load(Run, raw | ({"adapter": adapter} if adapter else {})).record
+
+
+def test_losses_that_do_not_fit_a_run(tmp_path: Path) -> None:
+    for loss, pairs, said in (
+        ({"kind": "dpo"}, True, "train.loss.reference.*no adapter"),
+        ({"kind": "dpo", "reference": "stored"}, False, "compares pairs of answers"),
+        ({"kind": "cross_entropy"}, True, "cannot learn from pairs"),
+        ({"kind": "distill", "teacher": "nowhere"}, False, "train.loss.teacher.*nowhere"),
+    ):
+        with pytest.raises(RunError, match=f"(?s){said}"):
+            run_of(tmp_path, loss, pairs=pairs)
+    raw = raw_run(tmp_path, layout={"graphs": "step"}, train={"steps": 8, "loss": {"kind": "dpo"}})
+    with pytest.raises(RunError, match=r"(?s)layout.graphs.*no graph repeats"):
+        load(Run, raw)
+
+
+def test_b76_a_stored_reference_is_the_model_as_the_run_began(tmp_path: Path) -> None:
+    """Also for a trainer that goes on later; answers are told apart better and better."""
+    run = run_of(tmp_path, {"kind": "dpo", "reference": "stored"})
+    with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
+        first = job.step()
+        assert first["preference/margin"] == 0.0
+        job.save()
+    with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
+        last = job.train()
+        said = job.evaluate()
+    assert last["preference/margin"] > 0 and last["lm_loss"] < first["lm_loss"]
+    assert set(said) == {"val_loss", *(f"val/preferences/{w}" for w in ("loss", *FIGURES))}
+    (tmp_path / "out" / "reference.json").unlink()
+    with (
+        pytest.raises(ValueError, match="put it back"),
+        Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job,
+    ):
+        job.evaluate()
+
+
+FIGURES = ("preference/margin", "preference/accuracy")
+
+
+def test_b77_a_teacher_is_read_from_its_folder(tmp_path: Path) -> None:
+    """A student that begins as its teacher is where it should be; another one comes nearer."""
+    with Trainer(load(Run, raw_run(tmp_path)).record, tmp_path / "base") as job:
+        job.save()
+    api.export(tmp_path / "base", hub := tmp_path / "hub")
+    raw = raw_run(tmp_path, train={"steps": 8, "loss": {"kind": "distill", "teacher": str(hub)}})
+    raw["data"]["tokenizer"] = {"kind": "file", "path": str(hub)}
+    raw["model"] |= {"balance": []}
+    like = raw | {"model": {"family": "folder", "from": str(hub), "balance": []}}
+    with Trainer(load(Run, like).record, tmp_path / "like") as job:
+        assert job.step()["lm_loss"] < 1e-6
+    run = load(Run, raw | {"seed": 2}).record
+    with Trainer(run, tmp_path / "other") as job:
+        first, last = job.step(), job.train()
+    assert 0 < last["lm_loss"] < 0.8 * first["lm_loss"]
+    tokens = json.loads((hub / "tokenizer.json").read_text())
+    other = tmp_path / "other tokens"
+    other.mkdir()
+    vocab = tokens["model"]["vocab"]
+    (a, x), (b, y) = list(vocab.items())[-2:]
+    tokens["model"]["vocab"] = vocab | {a: y, b: x}
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    (other / "tokenizer_config.json").write_text((hub / "tokenizer_config.json").read_text())
+    raw["data"] |= {"tokenizer": {"kind": "file", "path": str(other)}}
+    with (
+        pytest.raises(DataError, match=r"its token .* a teacher needs the model's tokenizer"),
+        Trainer(load(Run, raw).record, tmp_path / "refused") as job,
+    ):
+        job.step()
+    raw["data"] |= {"tokenizer": {"kind": "bpe", "vocab": 290}}
+    with pytest.raises(RunError, match="has 300 tokens and the model 290"):
+        load(Run, raw)

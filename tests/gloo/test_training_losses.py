@@ -1,0 +1,63 @@
+"""Losses beside cross-entropy in layouts: as on one rank, answers that context ranks share too."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moefold.parallel.config import Layout
+from moefold.proof.case import ProofCase, enough
+from moefold.proof.matrix import SUBJECTS
+from moefold.proof.verify import prove
+from moefold.spec.tuning import adapt
+from moefold.training.config import Lora
+from moefold.training.losses.config import Distill, Dpo
+
+LORA = Lora(rank=4, targets=("all", "head"))
+LOSSES = {
+    "dpo": Dpo(beta=0.5),
+    "ipo": Dpo(form="ipo"),
+    "stored": Dpo(reference="stored"),
+    "distill": Distill(teacher="", temperature=2.0),
+}
+MANY = (
+    *(("dpo", sizes, 2, {}) for sizes in ("tp2", "cp2", "pp2", "ep2")),
+    *(("distill", sizes, 2, {"zero": 3}) for sizes in ("tp2", "cp2", "pp2", "ep2")),
+    ("ipo", "cp4", 4, {"context": {"kind": "all_gather"}}),
+    ("ipo", "tp2 cp2", 4, {"zero": 3}),
+    ("stored", "pp2 cp2", 4, {}),
+    ("distill", "tp2 cp2", 4, {}),
+    ("dpo", "pp2 vpp2 ep2", 4, {"schedule": {"kind": "dualpipe_v"}}),
+    ("distill", "pp2 vpp2 ep2", 4, {"schedule": {"kind": "dualpipe_v"}, "zero": 3}),
+    ("dpo", "tp2 ep2 etp2", 4, {"zero": 3}),
+)
+
+
+def case(loss: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase:
+    record = Layout(sizes=sizes, **layout)
+    deep = "deep" if "vpp" in sizes else "gqa"
+    decoder = SUBJECTS[deep].decoder
+    decoder = decoder if loss in ("stored", "distill") else adapt(decoder, LORA)
+    batches = enough(record, world)
+    subject = replace(SUBJECTS[deep], decoder=decoder, micro_batches=batches, loss=LOSSES[loss])
+    return ProofCase(f"{loss}: {sizes} {layout}", subject, record, world)
+
+
+def failed(cases: list[ProofCase]) -> dict[str, Any]:
+    """Return what is wrong by layout."""
+    found = prove(cases).verdicts
+    return {v.layout: (v.problems, v.worst) for v in found if not v.passed}
+
+
+def test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank() -> None:
+    cases = [case("ipo", "cp2", 2, {}), case("distill", "cp2", 2, {})]
+    assert not failed(cases)
+
+
+def test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary() -> None:
+    assert not failed([case("dpo", "tp2", 2, {}), case("distill", "tp2", 2, {})])
+
+
+@pytest.mark.matrix
+def test_losses_in_every_kind_of_layout() -> None:
+    assert not failed([case(*one) for one in MANY])

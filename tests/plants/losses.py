@@ -1,0 +1,74 @@
+"""Plants of losses beside cross-entropy, and of what they read."""
+
+from tests.plants.plant import Plant
+
+CPU = "tests/cpu/test_training_losses.py::"
+PAIRS = CPU + "test_b76_gradients_of_pairs_are_those_of_the_closed_form"
+TEACHER = CPU + "test_b77_gradients_of_a_divergence_are_those_of_the_closed_form"
+CONTEXT = (
+    "tests/gloo/test_training_losses.py::"
+    "test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank"
+)
+VOCABULARY = (
+    "tests/gloo/test_training_losses.py::"
+    "test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary"
+)
+
+PLANTS = (
+    Plant(
+        "b76",
+        "the reference is scored with its adapters on",
+        PAIRS,
+        "training/losses/dpo.py",
+        "with placed.model.recipe.without_adapters():",
+        "with torch.no_grad():",
+    ),
+    Plant(
+        "b76",
+        "an answer's log-probability is a mean over its labels",
+        PAIRS,
+        "training/losses/dpo.py",
+        "losses_P[: rows.n_valid].to(wide), 0).sum(1)",
+        "losses_P[: rows.n_valid].to(wide), 0).sum(1) / mine_NP.sum(1)",
+    ),
+    Plant(
+        "b76",
+        "chosen and rejected change places",
+        CPU + "test_b76_a_stored_reference_is_the_model_as_the_run_began",
+        "training/losses/dpo.py",
+        "h = gain_N[0::2] - gain_N[1::2]",
+        "h = gain_N[1::2] - gain_N[0::2]",
+    ),
+    Plant(
+        "b76",
+        "a pair's answers are one conversation",
+        CPU + "test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other",
+        "data/packing.py",
+        "map(self._corpus.pieces, self._packs[n])",
+        "([self._corpus.piece(i)] for i in self._packs[n])",
+    ),
+    Plant(
+        "b76",
+        "a context rank's share of an answer is taken for the answer",
+        CONTEXT,
+        "training/losses/dpo.py",
+        'return sum_(said_N, flow.world.group("cp"))',
+        "return said_N",
+    ),
+    Plant(
+        "b77",
+        "the square of the temperature is missing",
+        TEACHER,
+        "layers/divergence.py",
+        "return total * t**2, reduce_scatter(dx_PD, ranks)",
+        "return total, reduce_scatter(dx_PD.div_(t**2), ranks)",
+    ),
+    Plant(
+        "b77",
+        "a share of the vocabulary is normalised by itself",
+        VOCABULARY,
+        "layers/divergence.py",
+        "return logits_Cv.sub_(sum_(logits_Cv.exp().sum(1, keepdim=True), ranks).log_())",
+        "return logits_Cv.sub_(logits_Cv.exp().sum(1, keepdim=True).log_())",
+    ),
+)
