@@ -126,9 +126,9 @@ class Loader:
             raise DataError(f"no held-out set {name!r}; there are: {sets}")
         return self._in_order(self._valid[name], limit)
 
-    def everything(self) -> Iterator[MicroBatch]:
-        """Yield this rank's part of every set, trained and held out, in order."""
-        for part in (*self._parts, *self._valid.values()):
+    def everything(self, held_out: bool = True) -> Iterator[MicroBatch]:
+        """Yield this rank's part of every set, trained and, if asked, held out, in order."""
+        for part in (*self._parts, *(self._valid.values() if held_out else ())):
             yield from self._in_order(part, None)
 
     def _in_order(self, part: PreparedPart, limit: int | None) -> Iterator[MicroBatch]:

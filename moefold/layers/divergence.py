@@ -6,21 +6,29 @@ With ``p`` and ``q`` the softmax of the teacher's and the model's logits over a 
 
     KL = t^2 sum_v p_v (log p_v - log q_v)      d KL / d logits = t (q - p)
 
-which keeps gradients as large as those of labels, whatever t (arXiv 1503.02531, section 2).
+which keeps gradients as large as those of labels, whatever t (arXiv 1503.02531, section 2). Where
+of p the K largest alone are known, all other tokens are one event in both: with m and r the sums of
+their probabilities, the sum is over these K and ``m (log m - log r)``, and p of each of the others
+is taken to be ``m q_v / r`` in the gradient.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, max_, reduce_scatter, sum_
+from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
 from moefold.comm.group import Group
 from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy.chunked import accumulate_head
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import widening
+
+Compare = Callable[[Tensor, slice, Group], tuple[Tensor, Tensor]]
+"""``compare(logq_Cv, rows, ranks)``: this share's part of the divergence of each row [C], and
+``q - p`` [C, v]; the log-probabilities of these rows are its to overwrite."""
 
 
 @torch.no_grad()
@@ -29,7 +37,7 @@ def divergence_and_gradients(
     head: Operand,
     flow: Flow,
     *,
-    teacher: tuple[Tensor, Operand],
+    compare: Compare,
     temperature: float,
     scale: float | Tensor,
     chunk: int,
@@ -42,43 +50,115 @@ def divergence_and_gradients(
         x_TD: normed rows of this rank.
         head: the head's matrix [V, D], this rank's share of its rows.
         flow: the pass; rows with a label count.
-        teacher: its normed rows, as many, and its head.
+        compare: with the teacher, :func:`whole` or :func:`top`.
         temperature: what logits are divided by.
         scale: factor on the gradient by the rows.
         chunk: rows whose logits exist at once.
     """
-    more = {"flow": flow, "teacher": teacher, "t": temperature, "scale": scale, "chunk": chunk}
+    more = {"flow": flow, "compare": compare, "t": temperature, "scale": scale, "chunk": chunk}
     return widening(partial(_divergence, **more), x_TD, head, flow.n_valid)
+
+
+def whole(x_TD: Tensor, head: Operand, temperature: float, flow: Flow) -> Compare:
+    """Compare with all that a teacher says, by its normed rows, as many, and its head."""
+    x_PD, labels = all_gather(x_TD, flow.world.group("tp")), flow.whole.rows.labels_T
+
+    def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
+        x_CD = torch.where((labels[rows] != IGNORED)[:, None], x_PD[rows], 0)
+        logp_Cv = _log_softmax(x_CD, head, temperature, ranks)
+        p_Cv = logp_Cv.exp()
+        losses_C = logp_Cv.sub_(logq_Cv).mul_(p_Cv).sum(1)
+        return losses_C, logq_Cv.exp_().sub_(p_Cv)
+
+    return compare
+
+
+def top(told_PW: Tensor) -> Compare:
+    """Compare with a teacher's largest probabilities, see :func:`top_probabilities`."""
+
+    def compare(logq_Cv: Tensor, rows: slice, ranks: Group) -> tuple[Tensor, Tensor]:
+        told_CW, here = told_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
+        k = told_CW.shape[1] // 2
+        ids_Ck, logp_Ck, rest_C1 = told_CW.split([k, k, 1], 1)
+        (mine_Ck, at_Ck), m_C = _here(ids_Ck, here, ranks), rest_C1[:, 0].exp()
+        p_Ck = torch.where(mine_Ck, logp_Ck.exp(), 0)
+        losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, at_Ck))).sum(1)
+        q_Cv = logq_Cv.exp_()
+        q_Ck = torch.where(mine_Ck, q_Cv.gather(1, at_Ck), 0)
+        q_Cv.scatter_add_(1, at_Ck, -q_Ck)  # exact: those of the others are left
+        r_C = sum_(q_Cv.sum(1), ranks)
+        if ranks.index == 0:
+            losses_C += torch.xlogy(m_C, m_C) - torch.xlogy(m_C, r_C)
+        q_Cv.mul_(1 - torch.where(r_C > 0, m_C / r_C, 0)[:, None])
+        return losses_C, q_Cv.scatter_add_(1, at_Ck, q_Ck - p_Ck)
+
+    return compare
+
+
+@torch.no_grad()
+def top_probabilities(
+    x_TD: Tensor, head: Operand, flow: Flow, *, k: int, temperature: float, chunk: int
+) -> Tensor:
+    """Return each row's K largest probabilities, W = 2 K + 1 numbers of the tensor group's rows.
+
+    These are [P, W] in fp32 or wider: K ids, K log-probabilities, and the logarithm of the sum of
+    all other probabilities.
+    """
+    ranks = flow.world.group("tp")
+    x_PD = all_gather(x_TD, ranks)
+    wide = torch.promote_types(x_PD.dtype, torch.float32)
+    told_PW = x_PD.new_zeros(x_PD.shape[0], 2 * k + 1, dtype=wide)
+    for start in range(0, x_PD.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logp_Cv = _log_softmax(x_PD[rows], head, temperature, ranks)
+        here = logp_Cv.shape[1]
+        best, at = logp_Cv.topk(min(k, here), 1)
+        shares_R2Ck = gather(torch.stack([best, (at + ranks.index * here).to(wide)]), ranks)
+        best, ids = shares_R2Ck.permute(1, 2, 0, 3).flatten(2)
+        best, at = best.topk(k, 1)
+        ids = ids.gather(1, at)
+        # Not one less theirs, which of a few tokens is rounding alone.
+        mine, at = _here(ids, here, ranks)
+        p_Cv = logp_Cv.exp_()
+        p_Cv.scatter_add_(1, at, -torch.where(mine, p_Cv.gather(1, at), 0))
+        rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
+        told_PW[rows] = torch.cat([ids, best, rest_C1], 1)
+    return told_PW
 
 
 def _divergence(
     x_TD: Tensor,
     head: Operand,
     flow: Flow,
-    teacher: tuple[Tensor, Operand],
+    compare: Compare,
     t: float,
     scale: float | Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     ranks, labels = flow.world.group("tp"), flow.whole.rows.labels_T
-    x_PD, rows_PD, theirs = all_gather(x_TD, ranks), all_gather(teacher[0], ranks), teacher[1]
+    x_PD = all_gather(x_TD, ranks)
     total = x_PD.new_zeros((), dtype=torch.promote_types(x_PD.dtype, torch.float32))
     dx_PD = torch.zeros_like(x_PD)
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
         counted_C1 = (labels[rows] != IGNORED)[:, None]
         x_CD = torch.where(counted_C1, x_PD[rows], 0)
-        wanted_Cv = _log_softmax(torch.where(counted_C1, rows_PD[rows], 0), theirs, t, ranks)
-        found_Cv = _log_softmax(x_CD, head, t, ranks)
-        p_Cv = wanted_Cv.exp()
-        total += torch.where(counted_C1, wanted_Cv.sub_(found_Cv).mul_(p_Cv), 0).sum()
-        weight_C1 = counted_C1.to(p_Cv.dtype).mul_(scale).mul_(t)
-        dlogits_Cv = found_Cv.exp_().sub_(p_Cv).mul_(weight_C1).to(head.value.dtype)
+        losses_C, dlogits_Cv = compare(_log_softmax(x_CD, head, t, ranks), rows, ranks)
+        total += torch.where(counted_C1[:, 0], losses_C, 0).sum()
+        weight_C1 = counted_C1.to(losses_C.dtype).mul_(scale).mul_(t)
+        dlogits_Cv = dlogits_Cv.mul_(weight_C1).to(head.value.dtype)
         dx_PD[rows] = dlogits_Cv @ head.value
         accumulate_head(head, dlogits_Cv, x_CD)
-        del wanted_Cv, found_Cv, p_Cv, dlogits_Cv  # or the next chunk's were made beside them
+        del dlogits_Cv  # or the next chunk's were made beside it
     # A share of the vocabulary has a share of the sum.
     return total * t**2, reduce_scatter(dx_PD, ranks)
+
+
+def _here(ids_Ck: Tensor, here: int, ranks: Group) -> tuple[Tensor, Tensor]:
+    """Return which ids lie in this rank's share of the vocabulary, and where; 0 of the others."""
+    at_Ck = ids_Ck.long() - ranks.index * here
+    mine_Ck = (at_Ck >= 0) & (at_Ck < here)
+    return mine_Ck, torch.where(mine_Ck, at_Ck, 0)
 
 
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:

@@ -100,21 +100,28 @@ def test_b76_gradients_of_pairs_are_those_of_the_closed_form(form: Any) -> None:
     torch.testing.assert_close(told, torch.stack([each.mean(), margin, accuracy]).detach().float())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(temperature: float) -> None:
-    """The teacher is another model, of other layers and width."""
+@pytest.mark.parametrize(("t", "k"), [(1.0, 0), (2.5, 0), (2.5, 5), (1.0, 64)])
+def test_b77_gradients_of_a_divergence_are_those_of_the_closed_form(t: float, k: int) -> None:
+    """The teacher is another model, of other layers and width; of k tokens and of all others."""
     model, (texts, batch) = adapted(), rows()
     wider = decoder(GQA, moe(balance=()), moe(balance=())).model_copy(update={"hidden": 24})
-    teacher, t = model_of(wider, seed=5), temperature
+    teacher = model_of(wider, seed=5)
     total, labels = torch.zeros((), dtype=torch.float64), 0
     for text in texts:
         p = (logits_of(teacher, text).detach() / t).log_softmax(1)
         q = (logits_of(model, text) / t).log_softmax(1)
+        if k:
+            ids, rest = p.topk(k, 1).indices, torch.ones_like(p).bool()
+            rest.scatter_(1, ids, False)
+            events = [
+                (one.gather(1, ids), (one.exp() * rest).sum(1, keepdim=True)) for one in (p, q)
+            ]
+            p, q = (torch.cat([log, m.log() if k < 64 else m], 1) for log, m in events)
         total, labels = total + t**2 * (p.exp() * (p - q)).sum(), labels + len(q)
     wanted_loss = total / labels
     wanted_loss.backward()
     wanted = grads_of(model)
-    loss = build(Distill(teacher="", temperature=t))
+    loss = build(Distill(teacher="", temperature=t, stored="" if k else None, top_k=k or 1))
     loss.teacher = alone(teacher)
     found = gradients(ShardedState(alone(model)), [batch], 16, objective=loss)
     assert abs(found.lm_loss - wanted_loss.item()) <= 1e-10
@@ -135,6 +142,52 @@ def test_b76_a_pair_stands_in_a_sequence_one_answer_after_the_other(tmp_path: Pa
             text = loader.prepared.tokenizer.decode(labels[labels >= 0].tolist())
             assert text.startswith(("good", "bad")[at % 2]), text
             start += length
+
+
+def test_b77_scores_are_stored_once_and_read_by_each_step(tmp_path: Path) -> None:
+    """With all tokens kept they say what the teacher does; others than asked for are refused."""
+    write_chat_folder(tmp_path / "model")
+    file, store = tmp_path / "chats.jsonl", tmp_path / "scores"
+    turns = [[{"role": r, "content": f"{r} {n}"} for r in ("user", "assistant")] for n in range(9)]
+    file.write_text("\n".join(json.dumps({"messages": one}) for one in turns))
+    raw = raw_run(tmp_path, train={"steps": 3}) | {
+        "data": {
+            "seq": 64,
+            "tokenizer": {"kind": "file", "path": str(tmp_path / "model")},
+            "train": [{"source": "chat", "files": [str(file)], "holdout": 0.2}],
+        }
+    }
+    with Trainer(load(Run, raw).record, tmp_path / "base") as job:
+        vocab = job.run.decoder().vocab
+        job.save()
+    api.export(tmp_path / "base", hub := tmp_path / "hub")
+    loss = {"kind": "distill", "teacher": str(hub), "temperature": 2.0}
+    stored = loss | {"stored": str(store), "top_k": vocab}
+
+    def trained(name: str, loss: dict[str, Any]) -> dict[str, float]:
+        record = load(Run, raw | {"seed": 2, "train": raw["train"] | {"loss": loss}}).record
+        with Trainer(record, tmp_path / name, cache=tmp_path / "prepared") as job:
+            found = job.train()
+            assert set(job.evaluate()) >= {"val_loss"}
+        return found
+
+    want, found = trained("resident", loss), trained("stored", stored)
+    scores = {file.name: file.read_bytes() for file in store.iterdir()}
+    assert set(scores) == {"index.json", "0.rows"}
+    again = trained("again", stored)
+    assert again["lm_loss"] == found["lm_loss"] == pytest.approx(want["lm_loss"], rel=1e-4)
+    assert scores == {file.name: file.read_bytes() for file in store.iterdir()}
+    api.export(tmp_path / "resident", tmp_path / "tuned")
+    for changed, said in (
+        ({"teacher": str(tmp_path / "tuned")}, "scored with teacher '"),
+        ({"top_k": 8}, f"scored with top_k {vocab}, and this run has 8"),
+        ({"temperature": 1.0}, r"scored with temperature 2\.0"),
+    ):
+        with pytest.raises(DataError, match=said):
+            trained(said[:20], stored | changed)
+    file.write_text("\n".join(json.dumps({"messages": one[:1] + turns[0][1:]}) for one in turns))
+    with pytest.raises(DataError, match=r"document \d of chat was not scored"):
+        trained("other data", stored)
 
 
 def examples(count: int) -> list[dict[str, Any]]:
@@ -253,6 +306,10 @@ def test_b77_a_teacher_is_read_from_its_folder(tmp_path: Path) -> None:
         Trainer(load(Run, raw).record, tmp_path / "refused") as job,
     ):
         job.step()
+    raw["train"]["loss"] |= {"stored": "scores", "top_k": 301}
+    with pytest.raises(RunError, match=r"(?s)300 tokens.*each epoch cuts it elsewhere"):
+        load(Run, raw)
+    raw["train"]["loss"] |= {"stored": None, "top_k": 64}
     raw["data"] |= {"tokenizer": {"kind": "bpe", "vocab": 290}}
     with pytest.raises(RunError, match="has 300 tokens and the model 290"):
         load(Run, raw)

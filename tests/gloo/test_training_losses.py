@@ -19,6 +19,7 @@ LOSSES = {
     "ipo": Dpo(form="ipo"),
     "stored": Dpo(reference="stored"),
     "distill": Distill(teacher="", temperature=2.0),
+    "top_k": Distill(teacher="", temperature=2.0, stored=""),
 }
 MANY = (
     *(("dpo", sizes, 2, {}) for sizes in ("tp2", "cp2", "pp2", "ep2")),
@@ -27,6 +28,8 @@ MANY = (
     ("ipo", "tp2 cp2", 4, {"zero": 3}),
     ("stored", "pp2 cp2", 4, {}),
     ("distill", "tp2 cp2", 4, {}),
+    ("top_k", "tp2 cp2", 4, {"zero": 3}),
+    ("top_k", "pp2 ep2", 4, {}),
     ("dpo", "pp2 vpp2 ep2", 4, {"schedule": {"kind": "dualpipe_v"}}),
     ("distill", "pp2 vpp2 ep2", 4, {"schedule": {"kind": "dualpipe_v"}, "zero": 3}),
     ("dpo", "tp2 ep2 etp2", 4, {"zero": 3}),
@@ -37,7 +40,7 @@ def case(loss: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase
     record = Layout(sizes=sizes, **layout)
     deep = "deep" if "vpp" in sizes else "gqa"
     decoder = SUBJECTS[deep].decoder
-    decoder = decoder if loss in ("stored", "distill") else adapt(decoder, LORA)
+    decoder = decoder if loss in ("stored", "distill", "top_k") else adapt(decoder, LORA)
     batches = enough(record, world)
     subject = replace(SUBJECTS[deep], decoder=decoder, micro_batches=batches, loss=LOSSES[loss])
     return ProofCase(f"{loss}: {sizes} {layout}", subject, record, world)
@@ -55,7 +58,7 @@ def test_b76_pairs_and_teachers_on_context_ranks_are_those_of_one_rank() -> None
 
 
 def test_b77_pairs_and_teachers_where_ranks_share_the_vocabulary() -> None:
-    assert not failed([case("dpo", "tp2", 2, {}), case("distill", "tp2", 2, {})])
+    assert not failed([case(loss, "tp2", 2, {}) for loss in ("dpo", "distill", "top_k")])
 
 
 @pytest.mark.matrix

@@ -3,9 +3,11 @@
 T rows here, P rows of the tensor group, D hidden, F figures beside the loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from moefold.config.base import Record
@@ -76,3 +78,13 @@ class Objective:
 
 
 CROSS_ENTROPY = Objective()
+
+
+def segments(batch: MicroBatch) -> Iterator[tuple[str, slice]]:
+    """Yield what each segment of a whole micro-batch is known by, its tokens and labels, and its
+    rows."""
+    rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0
+    for length in batch.lengths:
+        rows = slice(start, start + length)
+        yield sha256(rows_2T[:, rows].tobytes()).hexdigest()[:32], rows
+        start += length

@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from moefold.config.base import Record
-from moefold.config.errors import MISSING, Violation
+from moefold.config.errors import MISSING, REMOVE, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
-from moefold.data.config import FileSource, Preferences
+from moefold.data.config import Chat, FileSource, Preferences
+from moefold.layers.config import Size
 from moefold.model.config import Decoder
 from moefold.model.families.folder import read_config
 from moefold.spec.decoder import needs
@@ -64,7 +65,12 @@ class Distill(LossRecord):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """What logits of both are divided by; the loss is multiplied by its square."""
 
-    owner = "moefold.training.losses.distill:Distillation"
+    stored: Annotated[str, OnDisk()] | None = None
+    """Folder of what the teacher says of each label, its ``top_k`` largest probabilities, which is
+    written before the first step where nothing is there; none: the teacher stays and says all."""
+    top_k: Size = 64
+
+    owner = "moefold.training.losses.top_k:distillation"
 
     def decoder(self) -> Decoder:
         """Return the teacher.
@@ -93,6 +99,13 @@ class Distill(LossRecord):
         if teacher.vocab != own:
             rule = f"has {teacher.vocab} tokens and the model {own}: both speak of the same ones"
             yield Violation(path, self.teacher, rule)
+        if self.stored is not None:
+            if self.top_k > own:
+                rule = f"must not be above the vocabulary's {own} tokens"
+                yield Violation(("train", "loss", "top_k"), self.top_k, rule, own)
+            if not all(isinstance(source, Chat) for source in run.data.train):
+                rule = "must be left out where data.train names text: each epoch cuts it elsewhere"
+                yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
         if not any(run.layout.rules()) and layout.is_split:
             for found in layout.misfits(needs(teacher, run.data.seq)):

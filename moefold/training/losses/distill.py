@@ -17,7 +17,7 @@ from moefold.data.batch import MicroBatch
 from moefold.data.config import DataError
 from moefold.data.tokenizer import Tokenizer, from_path
 from moefold.kernels.operand import Operand
-from moefold.layers.divergence import divergence_and_gradients
+from moefold.layers.divergence import divergence_and_gradients, whole
 from moefold.layers.flow import Flow
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
@@ -44,7 +44,7 @@ class Distillation(Objective):
             DataError: where its tokens are others.
         """
         record = self.record
-        _demand_same_tokens(Path(record.teacher), job.tokenizer)
+        demand_same_tokens(Path(record.teacher), job.tokenizer)
         decoder = _frozen(record.decoder())
         layout, precision = record.layout(job.run.layout), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
@@ -64,7 +64,12 @@ class Distillation(Objective):
     def informed(
         self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
     ) -> list[Flow]:
-        """Return the passes with the teacher's normed rows [T, D], where the last stage is."""
+        """Return the passes with the teacher's normed rows [T, D], where the last stage is.
+
+        Those of held-out data need none.
+        """
+        if not any(flow.training for flow in flows):
+            return list(flows)
         told = (flow_of(self.teacher, batch, training=False, exact=True) for batch in batches)
         pairs = zip(flows, told, strict=True)
         return [replace(flow, known=_rows(self.teacher, theirs)) for flow, theirs in pairs]
@@ -73,10 +78,11 @@ class Distillation(Objective):
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """Return the summed divergence, and its gradient."""
+        t = self.record.temperature
         with head_here(self.teacher):
-            how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
-            teacher = flow.known, self.teacher.model.head_operand()
-            return divergence_and_gradients(x_TD, head, flow, teacher=teacher, **how)
+            compare = whole(flow.known, self.teacher.model.head_operand(), t, flow)
+            how = {"compare": compare, "temperature": t, "scale": scale, "chunk": chunk}
+            return divergence_and_gradients(x_TD, head, flow, **how)
 
 
 def _rows(teacher: ModelParts, flow: Flow) -> Tensor | None:
@@ -88,7 +94,7 @@ def _frozen(decoder: Decoder) -> Decoder:
     return freeze(trainable(decoder), ("*",))
 
 
-def _demand_same_tokens(folder: Path, own: Tokenizer) -> None:
+def demand_same_tokens(folder: Path, own: Tokenizer) -> None:
     """Refuse a teacher whose tokenizer, where the folder has one, numbers tokens otherwise."""
     if not (folder / "tokenizer.json").is_file():
         return

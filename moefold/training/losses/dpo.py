@@ -11,10 +11,9 @@ the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, as 
 its rows' sums are added up there before the loss is computed, by each of them alike.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from typing import Any, Self
 
 import torch
@@ -31,7 +30,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.loss import label_losses, loss_and_gradients
 from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.pipeline.score import score
-from moefold.training.losses.base import Objective
+from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Dpo
 
 STORED = "reference.json"
@@ -130,7 +129,7 @@ class StoredPreference(Preference):
             flow = flow_of(job.placed, batch, training=False, exact=True)
             log_N = score(job.placed, flow, log_probabilities, job.run.train.loss_chunk)
             if log_N is not None:
-                found |= zip(_keys(batch), log_N.tolist(), strict=True)
+                found |= zip((key for key, _ in segments(batch)), log_N.tolist(), strict=True)
         parts = gather_objects(found, job.world.on_host)
         return {key: value for part in parts for key, value in part.items()}
 
@@ -141,7 +140,7 @@ class StoredPreference(Preference):
         pairs = zip(batches, flows, strict=True)
         device = placed.world.device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        told = [(flow, [self._stored[key] for key in _keys(batch)]) for batch, flow in pairs]
+        told = [(flow, [self._stored[key] for key, _ in segments(batch)]) for batch, flow in pairs]
         return [replace(f, known=torch.tensor(v, dtype=wide).to(device)) for f, v in told]
 
 
@@ -152,14 +151,6 @@ class _Unreferenced(Preference):
         self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
     ) -> list[Flow]:
         return [replace(flow, known=0.0) for flow in flows]
-
-
-def _keys(batch: MicroBatch) -> Iterator[str]:
-    """Yield what each answer of a whole micro-batch is known by: its tokens and labels."""
-    rows_2T, start = torch.stack([batch.ids_T, batch.labels_T]).numpy(), 0
-    for length in batch.lengths:
-        yield sha256(rows_2T[:, start : start + length].tobytes()).hexdigest()[:32]
-        start += length
 
 
 @torch.no_grad()

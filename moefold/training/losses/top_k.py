@@ -1,0 +1,173 @@
+"""Distillation from stored scores: of each label the teacher's K largest probabilities.
+
+P rows of the tensor group, T rows of a micro-batch, W = 2 K + 1 numbers a row, as
+:func:`moefold.layers.divergence.top_probabilities` gives them.
+
+Rows of labels stand in files of fp32 numbers, one file a data rank, segment after segment;
+``index.json`` says what was scored, and in which file and at which row a segment begins.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefold.comm.agree import on_first
+from moefold.comm.collectives import gather_objects, sum_
+from moefold.convert.adapter import identity
+from moefold.convert.importer import base_shapes, import_folder
+from moefold.data.batch import IGNORED, MicroBatch
+from moefold.data.config import DataError
+from moefold.files import read_json, write_json
+from moefold.kernels.operand import Operand
+from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities
+from moefold.layers.flow import Flow
+from moefold.parallel.apply import ModelParts, flow_of
+from moefold.parallel.pipeline.score import score
+from moefold.training.losses.base import Objective, segments
+from moefold.training.losses.config import Distill
+from moefold.training.losses.distill import Distillation
+
+INDEX = "index.json"
+
+
+def distillation(record: Distill) -> Distillation:
+    """Return the loss of a record."""
+    return (Distillation if record.stored is None else TopKDistillation)(record)
+
+
+class TopKDistillation(Distillation):
+    """The teacher is there until its scores are; then these are read."""
+
+    _folder: Path | None = None
+    """Where they are; none: the teacher is asked in each step."""
+
+    def opened(self, job: Any) -> Self:
+        """Read what is stored, or let the teacher score each label of the training data.
+
+        Raises:
+            DataError: where what is there was scored otherwise than the run asks for.
+        """
+        folder, ranks = Path(self.record.stored or ""), job.world.on_host
+        asked = on_first(partial(_asked, self.record, job), ranks)
+        if not on_first((folder / INDEX).is_file, ranks):
+            super().opened(job)
+            on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
+            index = {"of": asked, "begins": self._scored(job, folder)}
+            on_first(partial(write_json, folder / INDEX, index), ranks)
+            del self.teacher
+        index = on_first(partial(read_json, folder / INDEX), ranks)
+        for name, wanted in asked.items():
+            if (found := index["of"].get(name)) != wanted:
+                raise DataError(
+                    f"{folder}: was scored with {name} {found!r}, and this run has {wanted!r}; "
+                    "name another folder as train.loss.stored, and the teacher scores anew"
+                )
+        self._folder, self._begins = folder, index["begins"]
+        self._files: dict[int, np.ndarray] = {}
+        return self
+
+    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+        """Return the loss with a teacher that is asked in each step, of a small vocabulary."""
+        self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
+        return super().trial(placed, subject)
+
+    def informed(
+        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
+    ) -> list[Flow]:
+        """Return the passes with the scores [P, W], where the last stage is."""
+        if not any(flow.training for flow in flows):
+            return list(flows)
+        told = (self._told(placed, *one, chunk) for one in zip(batches, flows, strict=True))
+        return [replace(flow, known=told_PW) for flow, told_PW in zip(flows, told, strict=True)]
+
+    def __call__(
+        self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed divergence, and its gradient."""
+        how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
+        return divergence_and_gradients(x_TD, head, flow, compare=top(flow.known), **how)
+
+    def _told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+        if self._folder is None:
+            return self._said(flow_of(self.teacher, batch, training=False, exact=True), chunk)
+        if not any(one.scores for one in placed.chunks):
+            return None
+        told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
+        return told_TW[flow.whole.rows.place_T]
+
+    def _said(self, flow: Flow, chunk: int) -> Tensor | None:
+        """Let the teacher score a micro-batch."""
+        how = {"k": self.record.top_k, "temperature": self.record.temperature}
+        return score(self.teacher, flow, partial(top_probabilities, **how), chunk)
+
+    def _scored(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
+        """Write a file a data rank; return in which file and at which row each segment begins."""
+        found: dict[str, tuple[int, int]] = {}
+        spot, count = job.world.attention, 0
+        with ExitStack() as stack:
+            file = None
+            if any(one.scores for one in job.placed.chunks) and spot.tp == spot.cp == 0:
+                file = stack.enter_context(_file(folder, spot.dp).open("wb"))
+            for batch in job.loader.everything(held_out=False):
+                flow = flow_of(self.teacher, batch, training=False, exact=True)
+                told_PW = self._said(flow, job.run.train.loss_chunk)
+                if told_PW is None:
+                    continue
+                told_TW = told_PW.new_zeros(batch.rows, told_PW.shape[1])
+                told_TW[flow.whole.rows.place_T] = told_PW
+                told_TW = sum_(told_TW, job.world.group("cp")).float().cpu()
+                if file is None:
+                    continue
+                for key, rows in segments(batch):
+                    label_TW = told_TW[rows][batch.labels_T[rows] != IGNORED]
+                    found[key] = spot.dp, count
+                    count += len(label_TW)
+                    file.write(label_TW.numpy().tobytes())
+        parts = gather_objects(found, job.world.on_host)
+        return {key: begin for part in parts for key, begin in part.items()}
+
+    def _read(self, batch: MicroBatch) -> np.ndarray:
+        """Return what is stored of a micro-batch's rows [T, W]; nothing of those without a label.
+
+        Raises:
+            DataError: where a segment was not scored.
+        """
+        assert self._folder is not None
+        told_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
+        for (key, rows), origin in zip(segments(batch), batch.sources, strict=True):
+            if key not in self._begins:
+                raise DataError(
+                    f"{self._folder}: document {origin.document} of {origin.name} was not scored; "
+                    "name another folder as train.loss.stored, and the teacher scores anew"
+                )
+            dp, first = self._begins[key]
+            if dp not in self._files:
+                said = np.memmap(_file(self._folder, dp), np.float32, "r")
+                self._files[dp] = said.reshape(-1, told_TW.shape[1])
+            places = np.flatnonzero(batch.labels_T[rows] != IGNORED) + rows.start
+            told_TW[places] = self._files[dp][first : first + len(places)]
+        return told_TW
+
+
+def _file(folder: Path, dp: int) -> Path:
+    return folder / f"{dp}.rows"
+
+
+def _asked(record: Distill, job: Any) -> dict[str, Any]:
+    """Return what tells scores from others."""
+    with import_folder(record.teacher) as found:
+        teacher = identity(base_shapes(found.tensors.targets), found.tensors.part)
+    return {
+        "teacher": teacher,
+        "tokenizer": job.tokenizer.fingerprint,
+        "seq": job.run.data.seq,
+        "top_k": record.top_k,
+        "temperature": record.temperature,
+    }
