@@ -38,6 +38,8 @@ class Subject:
     precision: Precision = "fp64"
     seed: int = 1
     loss: LossRecord = field(default_factory=CrossEntropy)
+    masked: bool = False
+    """Whether the end of each document alone has labels, as an answer has."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,10 @@ def micro_batches(subject: Subject) -> list[MicroBatch]:
         draws = np.random.Generator(np.random.PCG64((subject.seed, number)))
         ids_T = draws.integers(0, subject.decoder.vocab, sum(lengths))
         labels_T = np.append(ids_T[1:], IGNORED)[: len(ids_T)]
-        labels_T[np.cumsum(lengths, dtype=np.int64) - 1] = IGNORED
+        ends = np.cumsum(lengths, dtype=np.int64)
+        labels_T[ends - 1] = IGNORED
+        for length, end in zip(lengths, ends, strict=True) if subject.masked else ():
+            labels_T[end - length : end - length // (2 + number % 3)] = IGNORED
         token_T = np.arange(subject.rows) + number * subject.rows
         made.append(assemble(ids_T, labels_T, lengths, rows=subject.rows, token_T=token_T))
     return made

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moefold.config.base import Record
+from moefold.data.config import Chat, Preferences
 from moefold.layers.config import Precision, Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, patterns
@@ -56,7 +57,8 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     asked = Asked.of(layouts)
     rows = rounded_up(ROWS, asked.by.tp * 2 * asked.by.cp)
     decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
-    more = {"precision": precision, "loss": run.train.loss}
+    masked = any(isinstance(source, Chat | Preferences) for source in run.data.train)
+    more = {"precision": precision, "loss": run.train.loss, "masked": masked}
     return Subject(decoder, small_optimizer(run.optim), rows=rows, **more)
 
 

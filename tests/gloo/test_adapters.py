@@ -1,9 +1,11 @@
 """Adapters in layouts: as one rank, each expert's and each slice's among them."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, enough
@@ -11,7 +13,11 @@ from moefold.proof.matrix import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import adapt
 from moefold.training.config import Lora
+from moefold.training.model_checkpoint import StoredModel
+from moefold.training.trainer import Trainer
+from tests.gloo.test_checkpoint_jobs import in_ranks, quick
 
+__all__ = ["quick"]
 LORA = Lora(rank=4, targets=("all", "router", "head"))
 MANY = (
     *(("gqa", sizes, 2, {}) for sizes in ("tp2", "cp2", "ep2")),
@@ -27,7 +33,8 @@ MANY = (
 def case(name: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase:
     record = Layout(sizes=sizes, **layout)
     described = adapt(SUBJECTS[name].decoder, LORA)
-    subject = replace(SUBJECTS[name], decoder=described, micro_batches=enough(record, world))
+    changed = {"decoder": described, "micro_batches": enough(record, world), "masked": True}
+    subject = replace(SUBJECTS[name], **changed)
     return ProofCase(f"{name}: {sizes or 'dp'} {layout}", subject, record, world)
 
 
@@ -39,6 +46,22 @@ def failed(cases: list[ProofCase]) -> dict[str, Any]:
 
 def test_b61_layouts_with_adapters_compute_what_one_rank_computes() -> None:
     assert not failed([case("gqa", "tp2 etp2", 2, {})])
+
+
+def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
+    def work(job: Trainer) -> None:
+        job.step()
+        found = [(one.name, one.box, one.tensor.clone()) for one in job.data.weights()]
+        torch.save(found, quick / f"{job.world.rank}.pt")
+        job.save()
+
+    assert in_ranks(quick, "out", "ep2", 2, work, {"kind": "lora", "rank": 2}) == [0, 0]
+    with StoredModel.open(quick / "out") as stored:
+        for name, box, values in (one for rank in "01" for one in torch.load(quick / f"{rank}.pt")):
+            whole = stored.tensors.stored(name)
+            assert torch.equal(whole[tuple(slice(*ends) for ends in box)], values), name
+        a = stored.tensors.stored("layers.0.moe.experts.w_in_lora_b")
+        assert a.flatten(1).any(1).all()
 
 
 @pytest.mark.matrix

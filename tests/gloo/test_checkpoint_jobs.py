@@ -53,7 +53,13 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def in_ranks(
-    folder: Path, out: str, sizes: str, world: int, work: Callable[[Trainer], Any], **changes: Any
+    folder: Path,
+    out: str,
+    sizes: str,
+    world: int,
+    work: Callable[[Trainer], Any],
+    adapter: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> list[int]:
     """Open a run in a layout on each of some ranks, and call ``work`` with its job."""
 
@@ -64,6 +70,7 @@ def in_ranks(
             layout={"sizes": sizes, "zero": 1},
             train={"steps": STEPS},
             watch={"checkpoint": KEEP | changes},
+            adapter=adapter,
         )
         folding = Folding(run.layout.split, world)
         with World.open(folding, "cpu", 30.0) as here:

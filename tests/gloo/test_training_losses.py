@@ -41,8 +41,8 @@ def case(loss: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase
     deep = "deep" if "vpp" in sizes else "gqa"
     decoder = SUBJECTS[deep].decoder
     decoder = decoder if loss in ("stored", "distill", "top_k") else adapt(decoder, LORA)
-    batches = enough(record, world)
-    subject = replace(SUBJECTS[deep], decoder=decoder, micro_batches=batches, loss=LOSSES[loss])
+    changed = {"decoder": decoder, "loss": LOSSES[loss], "masked": True}
+    subject = replace(SUBJECTS[deep], micro_batches=enough(record, world), **changed)
     return ProofCase(f"{loss}: {sizes} {layout}", subject, record, world)
 
 

@@ -88,6 +88,23 @@ PLANTS = (
     ),
     Plant(
         "b61",
+        "A of an adapter is that of another slice of the experts",
+        B61_LAYOUTS,
+        "layers/placement.py",
+        "        index, ranks = at[axis]\n",
+        "        index, ranks = at[axis]\n"
+        '        index = ranks - 1 - index if axis == "etp" and name.endswith("_a") else index\n',
+    ),
+    Plant(
+        "b61",
+        "adapters are saved by one rank of the experts alone",
+        "tests/gloo/test_adapters.py::test_b61_adapters_of_experts_of_all_ranks_are_saved",
+        "training/state.py",
+        "        if written:\n",
+        '        if written and not ("_lora_" in name and data.placed.world.experts.ep):\n',
+    ),
+    Plant(
+        "b61",
         "copies of an adapter over slices of experts count once each in the norm",
         B61_LAYOUTS,
         "parallel/data/sharding.py",
