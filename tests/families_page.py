@@ -13,6 +13,7 @@ from moefold.model.families.sizes import (
     FamilySizes,
     LatentSizes,
     SharedSizes,
+    SinkSizes,
     WindowSizes,
 )
 
@@ -45,6 +46,7 @@ def attention(family: type[Family]) -> str:
     said += ["partial rotary"] if partial else []
     if issubclass(shape, WindowSizes):
         said.append("windows" if shape.full_turn else "windows, full layers without positions")
+        said += ["sinks"] if issubclass(shape, SinkSizes) else []
         said += ["dense ones with"] if issubclass(shape, DenseTurnSizes) else []
     if family.fixed_rope != "half":
         said.append("interleaved or half rotary" if family.fixed_rope is None else "interleaved")
@@ -56,6 +58,7 @@ def router(family: type[Family]) -> str:
     own = family.router_own
     said = [" or ".join(family.router_kinds) or own.get("score", "softmax")]
     said += ["selection bias"] if own.get("selection_bias") else []
+    said += ["bias"] if own.get("bias") else []
     said += ["over the chosen"] if own.get("order") == "topk_first" else []
     said += ["least sum"] if "floor" in family.router_fields else []
     said += ["groups"] if "groups" in family.router_fields else []
@@ -67,6 +70,8 @@ def router(family: type[Family]) -> str:
 def feed_forward(family: type[Family]) -> str:
     """Name what stands beside routed experts."""
     shape, said = _shape(family), ["routed experts"]
+    said += ["their biases"] if family.moe_own.get("expert_bias") else []
+    said += ["clamped activation"] if "activation" in family.moe_fields else []
     said += ["shared expert"] if issubclass(shape, SharedSizes) else []
     said += ["gated shared expert"] if family.shared_gate else []
     said += ["shared expert or none"] if issubclass(shape, AnySharedSizes) else []

@@ -141,4 +141,4 @@ class _Reader:
                 shapes = f"{list(tensor.shape)}, expected {list(sent.whole)}"
                 raise ConvertError(self._folder, [f"{sent.ours} has shape {shapes}"])
             self._held = (sent.ours, tensor)
-        return self._held[1][sent.index].reshape(sent.shape).to(sent.dtype)
+        return sent.to_theirs(self._held[1][sent.index]).to(sent.dtype)

@@ -101,6 +101,11 @@ class FolderTensors(Mapping[str, Tensor]):
             codes, scales = self._source.read(piece.name), self._source.read(scale)
             whole = dequantise(codes, scales, self._plan.block)
             return whole[tuple(slice(start, end) for start, end in box)]
+        if piece.order:  # on disk dims lie otherwise, and whole experts are read
+            dims = tuple((0, size) for size in piece.shape[1:])
+            stored = self._source.read_box(piece.name, (box[0], *dims))
+            ours = piece.to_ours(stored, (len(stored), *shape[1:]))
+            return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
         if len(piece.shape) > len(shape):  # the one row of a matrix

@@ -34,15 +34,12 @@ def targets(decoder: Decoder) -> dict[str, Tensor]:
     return DecoderModel(decoder, precision="fp32", device="meta").state_dict()
 
 
-@dataclass(frozen=True)
-class Sent:
+@dataclass(frozen=True, kw_only=True)
+class Sent(TensorPiece):
     """One tensor of a Hugging Face folder, and which part of ours it is."""
 
-    name: str
-    shape: tuple[int, ...]
     dtype: torch.dtype
     ours: str
-    index: tuple[int, ...]
     whole: tuple[int, ...]
     """Shape of ours."""
 
@@ -70,7 +67,7 @@ def contract(
     for name, (row, layer) in find(family_of(decoder).tensors, wanted).items():
         kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
         for piece in pieces(row, layer, whole, layout):
-            sent.append(Sent(piece.name, piece.shape, kept, name, piece.index, whole))
+            sent.append(Sent(**vars(piece), dtype=kept, ours=name, whole=whole))
     return sent
 
 

@@ -222,7 +222,7 @@ def _unpack(parts: Iterable[Part], packed: Tensor, into: Tensor) -> None:
     for part in parts:
         span, dtype = part.span, part.span.sent.dtype
         whole = [end - start for start, end in span.box]
-        raw = into[span.offset : span.offset + span.size].view(dtype).view(whole)
+        raw = span.sent.to_ours(into[span.offset : span.offset + span.size].view(dtype), (*whole,))
         values = packed[at : at + part.size].clone().view(dtype)
         raw[inside(part.box, span.box)] = values.view(part.shape)
         at += part.size

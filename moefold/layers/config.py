@@ -83,6 +83,15 @@ class Rope(Record):
             yield Violation(("rope", "fraction"), self.fraction, rule, 1.0)
 
 
+class Activation(Record):
+    """``(up + offset) * gate * sigmoid(alpha * gate)``, bounded before (gpt-oss)."""
+
+    alpha: Annotated[float, Field(gt=0)] = 1.0
+    limit: Annotated[float, Field(gt=0)] | None = None
+    """Bound of ``gate`` from above and of ``up`` from both sides; None is none."""
+    offset: float = 0.0
+
+
 class Context(Record):
     """How attention sees the rows of other context ranks; base of every kind."""
 

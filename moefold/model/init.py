@@ -46,6 +46,8 @@ def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
         return torch.zeros(piece.local_shape)
     if piece.name.endswith(LORA_A):
         return normal_piece(seed, piece, (3 * piece.shape[-1]) ** -0.5)
+    if piece.name.endswith("_bias"):
+        return torch.zeros(piece.local_shape)
     if len(piece.shape) == 1:
         return torch.full(piece.local_shape, float(piece.name.endswith("norm.weight")))
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))

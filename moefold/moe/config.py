@@ -10,7 +10,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, Violation
 from moefold.config.slot import Slot
-from moefold.layers.config import FFN, Size
+from moefold.layers.config import FFN, Activation, Size
 from moefold.mesh.config import Sizes
 from moefold.moe.describe import MoeSpec
 
@@ -67,6 +67,8 @@ class Router(Record):
     groups: Groups | None = None
     selection_bias: bool = False
     """A buffer added to the scores for the choice alone, never for the weights."""
+    bias: bool = False
+    """Whether logits have a learned bias of each expert."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
@@ -182,6 +184,10 @@ class Moe(MoeSpec):
     balance: tuple[Annotated[Record, BALANCE], ...] = ()
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on what all experts give together, the shared one's output among it."""
+    activation: Activation | None = None
+    """Of the routed experts; None is SwiGLU."""
+    expert_bias: bool = False
+    """Whether both products of a routed expert have biases."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
@@ -194,6 +200,11 @@ class Moe(MoeSpec):
         router = self.router
         sizes = f"{router.experts} experts of {self.width}, top {router.top_k}"
         return f"MoE ({sizes}{shared}, {drop})"
+
+    @property
+    def formed(self) -> bool:
+        """Whether routed experts compute another thing than SwiGLU, or have biases."""
+        return self.expert_bias or self.activation is not None
 
     @property
     def populations(self) -> frozenset[str]:

@@ -42,6 +42,7 @@ class MoeSpec(LayerSpec):
         width: Any
         router: Any
         shared: Any
+        expert_bias: Any
 
     gates: ClassVar[int] = 2
     """Matrices into the experts' width: gate and up, or one alone."""
@@ -53,6 +54,11 @@ class MoeSpec(LayerSpec):
         router, groups = self.router, self.router.groups
         kept = (groups.count, groups.keep) if groups else (1, None)
         return RoutingSpec(router.experts, router.top_k, self.inner, *kept)
+
+    @property
+    def formed(self) -> bool:
+        """Whether routed experts compute another thing than SwiGLU, or have biases."""
+        return False
 
     @property
     def inner(self) -> int | None:
@@ -84,11 +90,18 @@ class MoeSpec(LayerSpec):
         experts, columns = self._experts()
         inner, gates = self.inner or hidden, (self.gates,) if self.gates > 1 else ()
         yield Weight("router.weight", (number, hidden), (), "router", product=False)
+        if self.router.bias:
+            yield Weight("router.bias", (number,), (), "router", product=False)
         shape = (number, *gates, width, inner)
         yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
         yield Weight(
             "experts.w_out", (number, inner, width), ((0, experts), (2, columns)), "experts"
         )
+        if self.expert_bias:
+            of, shape = "experts", (number, *gates, width)
+            cuts = ((0, experts), (len(gates) + 1, columns))
+            yield Weight("experts.in_bias", shape, cuts, of, product=False)
+            yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, product=False)
         if self.inner is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
             yield Weight("up.weight", (hidden, inner), (), "experts")
@@ -125,8 +138,14 @@ class MoeSpec(LayerSpec):
                 yield Operation("gate", gate, launches=0, wide=True)
 
     def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
-        """Return what kernels beside the activation read and write of the experts' rows."""
-        return ()
+        """Return what kernels beside the activation read and write of the experts' rows.
+
+        Biases and another activation than SwiGLU take kernels of torch, one after another.
+        """
+        if not self.formed:
+            return ()
+        columns = self._experts()[1]
+        return (Traffic(self.width, 24, 40, "routed", columns), Traffic(hidden, 5, 5, "routed"))
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, the routing, the experts' rows and pre-activations."""

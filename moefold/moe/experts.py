@@ -10,18 +10,26 @@ from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
+from moefold.kernels.swiglu.form import ExpertForm
+from moefold.layers.config import Activation
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
+from moefold.moe.config import Moe
 
 
 class Experts(Adaptable):
     """E experts of width F, run at once by a grouped product or one after another."""
 
-    def __init__(self, experts: int, hidden: int, width: int, kernel: str) -> None:
+    def __init__(self, record: Moe, hidden: int, kernel: str) -> None:
         super().__init__()
+        experts, width = record.router.experts, record.width
         self.w_in = nn.Parameter(torch.empty(experts, 2, width, hidden))
         self.w_out = nn.Parameter(torch.empty(experts, hidden, width))
-        self._kernel = kernel
+        self.in_bias = self.out_bias = None
+        if record.expert_bias:
+            self.in_bias = nn.Parameter(torch.empty(experts, 2, width))
+            self.out_bias = nn.Parameter(torch.empty(experts, hidden))
+        self._kernel, self._activation = kernel, record.activation
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
         """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
@@ -69,5 +77,19 @@ class Experts(Adaptable):
         ]
         slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         low = None if slim is None else grouped_products(slim, offs_E)
+        form = self._form(offs_E, flow)
         with flow.keeper.scope("experts"):
-            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low)
+            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low, form)
+
+    def _form(self, offs_E: Tensor, flow: Flow) -> ExpertForm | None:
+        """Return what is computed beside the products; None is SwiGLU without biases."""
+        if self.in_bias is None and self._activation is None:
+            return None
+        b_in, b_out = (
+            None if bias is None else flow.operand(bias, bias.dtype)
+            for bias in (self.in_bias, self.out_bias)
+        )
+        form = self._activation or Activation()
+        # Each rank that has a slice of an expert adds its share of the output's bias.
+        share = 1 / flow.world.group("etp").size
+        return ExpertForm(offs_E, form.alpha, form.limit, form.offset, b_in, b_out, share)

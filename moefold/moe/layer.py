@@ -45,7 +45,7 @@ class MoeFfn(nn.Module):
         self.record, self.residual_scale = record, record.scale
         make = self.router_type or build
         self.router: Router = make(record.router, hidden, record.capacity)
-        self.experts = Experts(record.router.experts, hidden, record.width, expert_kernel)
+        self.experts = Experts(record, hidden, expert_kernel)
         self.shared = (
             None
             if record.shared is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moefold.comm.collectives import gather, sum_
 from moefold.comm.group import Group
 from moefold.data.batch import MicroBatch
-from moefold.kernels.linear.product import linear
+from moefold.kernels.linear.product import add_bias, linear
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
 from moefold.layers.precision import ExactBuffers
@@ -102,6 +102,7 @@ class Router(ExactBuffers, Adaptable):
         super().__init__()
         self.record, self.capacity = record, capacity
         self.weight = nn.Parameter(torch.empty(record.experts, hidden))
+        self.bias = nn.Parameter(torch.empty(record.experts)) if record.bias else None
         bias_E = torch.zeros(record.experts, dtype=torch.float32) if record.selection_bias else None
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", bias_E)
@@ -148,6 +149,9 @@ class Router(ExactBuffers, Adaptable):
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
         weight = self.operand("weight", flow, dtype)
         logits_TE = linear(x_TD, weight, n_valid=flow.n_valid, sink=flow.sink)
+        if self.bias is not None:
+            bias = flow.operand(self.bias, dtype)
+            logits_TE = add_bias(logits_TE, bias, n_valid=flow.n_valid, sink=flow.sink)
         if flow.valid_T is None:
             return logits_TE
         # Selection, not multiplication: a NaN in a padding row must not reach any sum or gradient.

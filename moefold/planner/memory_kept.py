@@ -146,7 +146,8 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
                     width = shape.width if weights[one_name].product else STATISTIC
                     outputs = weights[one_name].matrix(sizes)[0]
                     found.append(_part(f"{one_name}.gradient", rows * outputs * width))
-        vectors = sum(w.part(shape.tp, 1, 1) for w in weights.values() if len(w.shape) == 1)
+        summed = (w for w in weights.values() if len(w.shape) == 1 or w.name.endswith("_bias"))
+        vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
         vectors += shape.hidden * len(norms_of(block, name))
         found.append(_part("vectors", vectors * STATISTIC))
     return tuple(found)

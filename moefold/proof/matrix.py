@@ -38,6 +38,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import (
     BALANCE,
     DISPATCH,
+    Activation,
     Aux,
     Bias,
     Capacity,
@@ -133,6 +134,13 @@ def normed_decoder() -> Decoder:
     return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
+def formed() -> Moe:
+    """Return a mixture whose experts and router have biases, with a clamped activation."""
+    router = Router(experts=8, top_k=2, order="topk_first", bias=True)
+    bounded = Activation(alpha=1.7, limit=0.5, offset=1.0)
+    return moe(router=router, expert_bias=True, activation=bounded)
+
+
 BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
@@ -145,6 +153,7 @@ SUBJECTS: dict[str, Subject] = {
     "biased": subject(decoder(BIASES, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
+    "formed": subject(decoder(WINDOWED, DENSE, formed(), formed())),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -186,7 +195,7 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         yield record(**required)
 
 
-UNCOMMON = ("biased", "scaled", "normed")
+UNCOMMON = ("biased", "scaled", "normed", "formed")
 """Subjects of parts that only some families have."""
 
 # ----------------------------------------------------------------------------------- the rules

@@ -157,6 +157,9 @@ def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
     at = ("train", "quantise")
     if any(one.adapters for one in (decoder, *decoder.blocks)):
         yield Violation(at, kind, "reads codes of weights, to which no adapter adds", REMOVE)
+    if any(getattr(block.ffn, "formed", False) for block in decoder.blocks):
+        rule = "reads codes of experts without biases and with SwiGLU alone"
+        yield Violation(at, kind, rule, REMOVE)
     names = [name for name, *_ in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):

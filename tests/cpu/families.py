@@ -14,29 +14,30 @@ from torch import Tensor
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.base import Family, Reading
-from moefold.model.families.names import find, pieces
+from moefold.model.families.names import TensorPiece, find, pieces
 from moefold.model.families.registry import from_hf
 from moefold.spec.decoder import model_weights
 
 STORED = json.loads((Path(__file__).parents[1] / "data" / "hf_tiny_reference.json").read_text())
 
 
-def places(model: DecoderModel, family: Family) -> Iterator[tuple[str, str, Any, tuple[int, ...]]]:
-    """Yield reference name, our name, index and shape of every tensor in the packed layout."""
+def places(model: DecoderModel, family: Family) -> Iterator[tuple[str, TensorPiece]]:
+    """Yield our name and the place of every tensor in the packed layout."""
     state = model.state_dict()
     for ours, (row, layer) in find(family.tensors, state).items():
         for piece in pieces(row, layer, tuple(state[ours].shape), "packed"):
-            yield piece.name, ours, piece.index, piece.shape
+            yield ours, piece
 
 
 def fill(model: DecoderModel, family: Family, weights: Mapping[str, Tensor]) -> None:
     """Copy weights under transformers' names into our model; each is used exactly once."""
     state, used = model.state_dict(), set()
-    for theirs, ours, index, shape in places(model, family):
-        assert tuple(weights[theirs].shape) == shape, (theirs, shape)
-        part = state[ours][index]
-        part.copy_(weights[theirs].reshape(part.shape))
-        used.add(theirs)
+    for ours, piece in places(model, family):
+        stored = weights[piece.name]
+        assert tuple(stored.shape) == piece.shape, piece
+        part = state[ours][piece.index]
+        part.copy_(piece.to_ours(stored, tuple(part.shape)))
+        used.add(piece.name)
     left = set(weights) - used - ({"lm_head.weight"} if model.record.tied else set())
     assert not left, left
 
@@ -45,11 +46,11 @@ def gradients(model: DecoderModel, family: Family) -> dict[str, Tensor]:
     """Return our gradients under transformers' names and in their shapes."""
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}
-    for theirs, ours, index, shape in places(model, family):
+    for ours, piece in places(model, family):
         if ours in parameters:
             grad = parameters[ours].grad
             assert grad is not None, ours
-            found[theirs] = grad[index].reshape(shape)
+            found[piece.name] = piece.to_theirs(grad[piece.index])
     return found
 
 

@@ -267,6 +267,19 @@ def _granite_shared(random: Random, config: Fields) -> Fields:
     return _granite(random, config) | {"shared_intermediate_size": random.choice((0, 7))}
 
 
+@of("gpt_oss")
+def _gpt_oss(random: Random, config: Fields) -> Fields:
+    return windows(random, config) | {
+        "num_local_experts": random.choice(EXPERTS),
+        "intermediate_size": random.choice(WIDTHS),
+        "head_dim": random.choice((6, 8)),
+        "swiglu_alpha": random.choice((1.702, 0.9)),
+        "swiglu_limit": random.choice((7.0, 0.4)),
+        "attention_bias": random.random() < 0.7,
+        "router_aux_loss_coef": 0.02,
+    }
+
+
 @of("flex_olmo")
 def _flex_olmo(random: Random, config: Fields) -> Fields:
     return _olmoe(random, config) | {"attention_bias": _coin(random)}
@@ -326,9 +339,10 @@ SEEN: dict[str, Fields] = {
         "topk_group": 2,
         "num_experts_per_tok": 3,
     },
+    "gpt_oss": {"swiglu_limit": 0.4},
     "cohere2_moe": {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"},
 }
-"""What every other draw has: groups of which some are left out, a mean of two experts."""
+"""What every other draw has: groups of which some are left out, a bound that is met, a mean."""
 DEFAULTS: dict[str, Fields] = {
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},

@@ -68,7 +68,7 @@ def test_a_folder_of_transformers_is_imported_exported_and_loads_again(
     theirs.save_pretrained(tmp_path / "theirs", save_original_format=layout == "per_expert")
     with import_folder(tmp_path / "theirs") as found:
         packed = any(name.endswith("gate_up_proj") for name in found.source.tensors)
-        assert packed == (layout == "packed")
+        assert packed == (layout == "packed" or model_type == "gpt_oss")  # which has one
         export_folder(found.decoder, found.tensors, tmp_path / "ours", layout=layout)
     again = loaded(tmp_path / "ours")
     expected = dict(theirs.state_dict())

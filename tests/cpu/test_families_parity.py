@@ -29,6 +29,7 @@ from tests.cpu.family_draws import DEFAULTS, FAMILIES, SEEN, draw
 DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 8))]
 PUBLISHED = {
     "cohere2_moe": 190_004_928_512,
+    "gpt_oss": 116_829_156_672,
     "glm4_moe_lite": 29_943_390_976,
     "exaone_moe": 28_550_639_616,
     "hy_v3": 295_033_528_320,
@@ -53,7 +54,7 @@ def test_stored_numbers_are_reproduced(name: str) -> None:
     expected = case["expected"]
     reading = from_hf(case["config"])
     model = DecoderModel(reading.decoder, "fp64")
-    found = {theirs: shape for theirs, _, _, shape in places(model, reading.model)}
+    found = {piece.name: piece.shape for _, piece in places(model, reading.model)}
     fill(model, reading.model, {n: stored_value(n, shape) for n, shape in found.items()})
     assert sum(p.numel() for p in model.parameters()) == expected["n_params"]
 

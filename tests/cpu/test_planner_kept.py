@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
-from moefold.layers.config import Full, Kind, Selective
+from moefold.layers.config import Activation, Full, Kind, Selective
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -54,6 +54,15 @@ BLOCKS = {
         attention=GQA.model_copy(update={"gate": True}), ffn=MOE, norms="after"
     ),
     "norms on both sides": Block(attention=MLA, ffn=Dense(width=48), norms="both"),
+    "biases and a bound in experts": Block(
+        attention=GQA,
+        ffn=Moe(
+            width=24,
+            router=Router(experts=8, top_k=2, order="topk_first", bias=True),
+            expert_bias=True,
+            activation=Activation(limit=7.0),
+        ),
+    ),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
     ),

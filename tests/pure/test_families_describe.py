@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shape": SIZES | {"kv_heads": 2, "shared_width": 9}},
     "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
     "flex_olmo": {"shape": SIZES | {"kv_heads": 2}},
+    "gpt_oss": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1]}},
     "afmoe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [2]}},
     "cohere2_moe": {"shape": SIZES | {"kv_heads": 2, "window": 5, "dense_layers": [0]}},
 }

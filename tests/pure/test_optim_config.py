@@ -174,7 +174,7 @@ def test_the_rest_has_no_schedule_of_its_own() -> None:
         ("layers.0.norm.weight", (16,), False),
         ("layers.0.attention.sinks", (4,), False),
         ("layers.0.attention.q.bias", (16,), False),
-        ("layers.0.moe.experts.bias_in", (4, 32), False),  # two dims, and still a bias
+        ("layers.0.moe.experts.in_bias", (4, 2, 32), False),  # two dims, and still a bias
     ],
 )
 def test_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> None:
@@ -199,6 +199,7 @@ def test_what_decays(name: str, shape: tuple[int, ...], decays: bool) -> None:
         ("layers.0.norm.weight", (16,), False),
         ("layers.0.attention.q_norm.weight", (4, 16), False),  # a vector for each head
         ("layers.0.moe.experts.w_in", (4, 2, 32, 16), True),
+        ("layers.0.moe.experts.in_bias", (4, 2, 32), False),
     ],
 )
 def test_what_muon_takes(name: str, shape: tuple[int, ...], matrix: bool) -> None:

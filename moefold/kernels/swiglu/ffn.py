@@ -19,6 +19,7 @@ from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.linear.product import weight_gradient
 from moefold.kernels.operand import AdapterOperand, Operand
 from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu.form import ExpertForm
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def gated_ffn(
     p_N: Tensor | None = None,
     again: bool = False,
     low_products: Products | None = None,
+    form: ExpertForm | None = None,
 ) -> Tensor:
     """Return ``y_ND``.
 
@@ -69,12 +71,14 @@ def gated_ffn(
         p_N: weight of each row (fp32 or wider), or None.
         again: backward makes the pre-activation again from the rows instead of keeping it.
         low_products: products of adapters where they are others.
+        form: of experts that have biases or another activation; then rows have weights.
     """
     low = low_products or products
     adapters = Adapter.of(w_in, low, gated=True), Adapter.of(w_out, low)
     return _GatedFfn.apply(
         x_ND, w_in.master, w_out.master, p_N, w_in.value, w_out.value, products, sink, again,
-        adapters, *(matrix for one in adapters for matrix in one.masters),
+        adapters, form, *(matrix for one in adapters for matrix in one.masters),
+        *(() if form is None else form.masters),
     )  # fmt: skip
 
 
@@ -186,14 +190,20 @@ class _GatedFfn(Function):
         sink: GradientSink,
         again: bool,
         adapters: tuple[Adapter, Adapter],
+        form: ExpertForm | None,
         *masters: Tensor | None,
     ) -> Tensor:
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
+        h_N2F = h_N2F if form is None else form.shift(h_N2F)
         ctx.save_for_backward(x_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
-        ctx.adapters = adapters
-        a_NF = pieces.forward(h_N2F, p_N)
-        return adapters[1].add_(products.product(a_NF, w_out), a_NF)
+        ctx.adapters, ctx.form = adapters, form
+        if form is None:
+            a_NF = pieces.forward(h_N2F, p_N)
+            return adapters[1].add_(products.product(a_NF, w_out), a_NF)
+        assert p_N is not None
+        a_NF = form.forward(h_N2F, p_N)
+        return form.shift_out(adapters[1].add_(products.product(a_NF, w_out), a_NF), p_N)
 
     @staticmethod
     @once_differentiable
@@ -201,12 +211,16 @@ class _GatedFfn(Function):
         x_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
-        inner, outer = ctx.adapters
+        (inner, outer), form = ctx.adapters, ctx.form
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
+            h_N2F = h_N2F if form is None else form.shift(h_N2F)
         outer_back = outer.back(dy_ND)
         da_NF = outer.add_gradient_(products.input_gradient(dy_ND, w_out), outer_back)
-        dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
+        if form is None:
+            dh_N2F, dp_N, a_NF = pieces.backward(h_N2F, p_N, da_NF)
+        else:
+            dh_N2F, dp_N, a_NF = form.backward(h_N2F, p_N, da_NF, dy_ND)
 
         def product_in(into: Tensor | None) -> Tensor:
             # A view or an error: a copy would take the gradient and keep it.
@@ -226,4 +240,6 @@ class _GatedFfn(Function):
             *inner.deliver(dh_N2F, x_ND, inner_back, sink),
             *outer.deliver(dy_ND, a_NF, outer_back, sink),
         )
-        return dx_ND, dw_in, dw_out, dp_N, *(None,) * 6, *low
+        if form is not None:
+            low += form.deliver(dh_N2F, dy_ND, p_N, sink)
+        return dx_ND, dw_in, dw_out, dp_N, *(None,) * 7, *low

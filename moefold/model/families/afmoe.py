@@ -9,6 +9,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.layer_kinds import WindowKinds, every_full
+from moefold.model.families.own_fields import RootScale
 from moefold.model.families.sigmoid import SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
@@ -56,7 +57,7 @@ class Afmoe(SigmoidFamily):
         WindowKinds(every_full("global_attn_every_n_layers"), some=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
         hf.ProjectionBias("attention_bias", False, "all"),
-        hf.RootScale("mup_enabled"),
+        RootScale("mup_enabled"),
         hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
     )
     tensors = (

@@ -82,6 +82,8 @@ class Family(Record):
     """What the family's attention is by nature, as fields of its record."""
     attention_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the attention's record has too."""
+    moe_own: ClassVar[Mapping[str, Any]] = {}
+    """What the family's feed-forward with experts is by nature."""
     moe_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the feed-forward with experts has too."""
     block_own: ClassVar[Mapping[str, Any]] = {}
@@ -261,7 +263,7 @@ class Family(Record):
         """The feed-forward with experts, ``own`` being what only some families have."""
         if width := self.shape.width_of_shared:
             own = {"shared": Shared(width=width, gate=self.shared_gate)} | own
-        own = {name: getattr(self, name) for name in self.moe_fields} | own
+        own = {**self.moe_own, **{name: getattr(self, name) for name in self.moe_fields}, **own}
         return Moe(
             width=self.shape.expert_width,
             router=self.chosen_router,

@@ -7,10 +7,10 @@ from pydantic import Field
 from moefold.layers.config import Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
-from moefold.model.families import names
+from moefold.model.families import hub, names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.hub import SPECIAL
 from moefold.model.families.layer_kinds import DenseKinds, DenseTurn, WindowKinds, prefix_full
+from moefold.model.families.own_fields import Inverse, NormKind, Selection, SharedMean
 from moefold.model.families.sizes import DenseTurnSizes
 
 
@@ -58,18 +58,18 @@ class Cohere2Moe(Family):
         hf.KvHeads(),
         hf.HeadDim(128),
         hf.Rotary(1e4, "interleaved"),
-        hf.NormKind(),
+        NormKind(),
         hf.SharedNumber("num_shared_experts", True, "intermediate_size"),
-        hf.SharedMean(),
+        SharedMean(),
         DenseKinds(0, "first_k_dense_replace"),
         hf.DenseSize("prefix_dense_intermediate_size", "intermediate_size"),
         DenseTurn(),
         WindowKinds(prefix_full, some=True),
-        hf.Selection(),
+        Selection(),
         hf.ProjectionBias("attention_bias", False, "all"),
-        hf.Inverse("logit_scale", "logits_divisor", 0.0625),
+        Inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
-        hf.Unread(SPECIAL, dict.fromkeys(SPECIAL)),  # else the class's own tokens
+        hf.Unread(hub.SPECIAL, dict.fromkeys(hub.SPECIAL)),  # else the class's own tokens
     )
     tensors = (
         *names.llama_names("input_layernorm", "", "", ""),

@@ -153,6 +153,8 @@ class Rotary(ConfigField):
     """Whether ``mscale_all_dim`` scales the softmax too."""
     fraction: float | None = None
     """Of a head's dims that turn, where none is stated; None is a family in which all do."""
+    stretched: bool = False
+    """Whether YaRN is there unless its absence is stated."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take theta, YaRN and the layout."""
@@ -168,6 +170,9 @@ class Rotary(ConfigField):
         """Return the layout, and how much of a head turns, where fields say it."""
         rope = model.rope
         written = {} if self.switch is None else {self.switch: rope.layout == "interleaved"}
+        if self.stretched and rope.yarn is None:
+            plain = {"rope_type": "default", "rope_theta": rope.theta}
+            written = {"rope_parameters": plain, "rope_scaling": plain}
         return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})
 
 
@@ -368,103 +373,6 @@ class ProjectionBias(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
         return {self.name: model.bias != "none"}
-
-
-@dataclass(frozen=True)
-class Inverse(ConfigField):
-    """A field of which the record holds one over the value."""
-
-    theirs: str
-    ours: str
-    default: float
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {self.ours: 1 / config.take(self.theirs, float, self.default)}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {self.theirs: 1 / value_at(model, self.ours)}
-
-
-@dataclass(frozen=True)
-class RootScale(ConfigField):
-    """Whether embedded rows are scaled by the root of their width."""
-
-    name: str
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        scaled = config.take(self.name, bool, False)
-        return {"embed_scale": config.take("hidden_size", int) ** 0.5 if scaled else 1.0}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it.
-
-        Raises:
-            ValueError: where the factor is another.
-        """
-        root, factor = model.shape.hidden**0.5, model.embed_scale
-        if factor not in (1.0, root):
-            raise ValueError(f"embed_scale is {factor}; {model.model_type} has 1 or {root}")
-        return {self.name: factor == root}
-
-
-@dataclass(frozen=True)
-class SharedMean(ConfigField):
-    """Whether the output is the mean of routed and shared experts, or their sum."""
-
-    name: str = "shared_expert_combination_strategy"
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it; without a shared expert it says nothing."""
-        said = config.take(self.name, str, "average")
-        if said not in ("average", "sum"):
-            config.refuse(f"{self.name} is {said!r}; supported: 'average' or 'sum'")
-        shared = config.take("num_shared_experts", int, 0)
-        return {"scale": 0.5 if shared and said == "average" else 1.0}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it.
-
-        Raises:
-            ValueError: where the factor says neither.
-        """
-        if model.scale not in ((1.0, 0.5) if model.shape.width_of_shared else (1.0,)):
-            raise ValueError(f"scale is {model.scale}; {model.model_type} has 1, or 0.5 as a mean")
-        return {self.name: "sum" if model.scale == 1 else "average"}
-
-
-@dataclass(frozen=True)
-class Selection(ConfigField):
-    """The weights of chosen experts: ``expert_selection_fn`` and ``norm_topk_prob``."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take both."""
-        score = config.take("expert_selection_fn", str, "softmax")
-        if score not in ("softmax", "sigmoid"):
-            config.refuse(f"expert_selection_fn is {score!r}; supported: 'softmax' or 'sigmoid'")
-        shares = config.take("norm_topk_prob", bool, True)
-        return {"weights": {"sigmoid": "shares" if shares else "sigmoid"}.get(score, "softmax")}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return both."""
-        score = "softmax" if model.weights == "softmax" else "sigmoid"
-        return {"expert_selection_fn": score, "norm_topk_prob": model.weights != "sigmoid"}
-
-
-@dataclass(frozen=True)
-class NormKind(ConfigField):
-    """``rms_norm_eps``: where it is null the norms are LayerNorms, of another epsilon."""
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        epsilon = config.take("rms_norm_eps", float, None)
-        return {"norm": "layer"} if epsilon is None else {"norm": "rms", "norm_epsilon": epsilon}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {"rms_norm_eps": model.norm_epsilon if model.norm == "rms" else None}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Letters: E experts, F expert width, D hidden.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 HF_SIZES = {
     "vocab_size": "vocab",
@@ -42,6 +42,9 @@ class Entry:
     """Whether gate lies above up in one tensor in either layout."""
     row: bool = False
     """Whether it lies as the one row of a matrix."""
+    order: tuple[int, ...] = ()
+    """Our dims in the order in which they lie on disk, where that is another; after gate and up
+    the next dim is joined with them, or they with the dim before."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,18 @@ class TensorPiece:
     name: str
     shape: Shape
     index: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    def to_ours(self, stored: Any, shape: Shape) -> Any:
+        """Return a stored tensor as our part, of ``shape``, a view where it can be one."""
+        if not self.order:
+            return stored.reshape(shape)
+        back = sorted(range(len(self.order)), key=lambda at: self.order[at])
+        return stored.reshape([shape[dim] for dim in self.order]).permute(back)
+
+    def to_theirs(self, part: Any) -> Any:
+        """Return a part of ours, a tensor, as it is stored."""
+        return (part.permute(self.order) if self.order else part).reshape(self.shape)
 
 
 def entry(ours: str, *theirs: str, packed: str | tuple[str, ...] = ()) -> Entry:
@@ -86,6 +101,11 @@ def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Tensor
         there = (1, *shape) if row.row else _merged(shape)
         return (TensorPiece(name.format(i=layer), there, ()),)
     names = row.packed if layout == "packed" and row.packed else row.theirs
+    if row.order:
+        there = [shape[dim] for dim in row.order]
+        if (halves := row.order.index(1)) and len(shape) > 2 and shape[1] == 2:
+            there[halves - 1 : halves + 1] = [2 * there[halves - 1]]
+        return (TensorPiece(names[0].format(i=layer), tuple(there), (), row.order),)
     if len(names) < len(row.theirs) or ("{e}" in row.theirs[0] and "{e}" not in names[0]):
         merged = _merged(shape) if len(shape) == 4 else shape
         return (TensorPiece(names[0].format(i=layer), merged, ()),)
@@ -248,4 +268,18 @@ def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tu
     return tuple(
         entry(f"{ours}.{name}", *names(apart, *parts), packed=names(packed or apart, *parts))
         for name, parts in (("w_in", ("gate", "up")), ("w_out", ("down",)))
+    )
+
+
+def transposed_names() -> tuple[Entry, ...]:
+    """Names of gpt-oss's router and experts: matrices [in, out], gate and up by turns."""
+    at, ours = "model.layers.{i}.mlp", "layers.{i}.moe"
+    into = f"{ours}.experts.w_in", f"{ours}.experts.in_bias"
+    return (
+        entry(f"{ours}.router.weight", f"{at}.router.weight"),
+        entry(f"{ours}.router.bias", f"{at}.router.bias"),
+        Entry(into[0], (f"{at}.experts.gate_up_proj",), order=(0, 3, 2, 1)),
+        Entry(f"{ours}.experts.w_out", (f"{at}.experts.down_proj",), order=(0, 2, 1)),
+        Entry(into[1], (f"{at}.experts.gate_up_proj_bias",), order=(0, 2, 1)),
+        entry(f"{ours}.experts.out_bias", f"{at}.experts.down_proj_bias"),
     )

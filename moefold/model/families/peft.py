@@ -99,6 +99,8 @@ def sites(decoder: Decoder) -> list[AdapterSite]:
         linear = name == "head.weight" or weight.counted == "attention"
         for piece in pieces(row, layer, weight.shape, "packed"):
             module, _, leaf = piece.name.rpartition(".")
+            if piece.order:  # lies as [in, out], which names of adapters do not say
+                continue
             *lead, outputs, inputs = piece.shape
             whole = weight.shape[: 1 if weight.expert else 0]
             if tuple(lead) == whole and (weight.expert or len(weight.shape) - len(piece.index) < 3):

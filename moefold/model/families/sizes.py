@@ -191,6 +191,15 @@ class WindowSizes(FreeGqaSizes):
         return super().of(decoder) | {"window": window, "full_layers": full}
 
 
+class SinkSizes(WindowSizes):
+    """Sizes of a family with a sink of each head in every layer, windows in some."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention with sinks, within the window or to all before."""
+        window = None if layer in self.full_layers else self.window
+        return Windowed(**self.head_sizes, rope=rope, window=window, **own)
+
+
 class LatentSizes(FamilySizes):
     """Sizes of a family with latent attention."""
 

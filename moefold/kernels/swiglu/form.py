@@ -1,0 +1,110 @@
+"""Experts' feed-forward in other forms than SwiGLU, in plain torch: biases, and a clamped gate.
+
+R rows, D hidden, F width, E experts; rows past the last offset belong to none and may hold
+anything. ``a = p * (up + offset) * gate * sigmoid(alpha * gate)``, where ``gate`` is bounded from
+above and ``up`` from both sides by ``limit`` (gpt-oss, arXiv 2508.10925).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.gradients import GradientSink, Product
+from moefold.kernels.operand import Operand
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What one pass of some experts computes beside their products."""
+
+    offs_E: Tensor
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    in_bias: Operand | None = None
+    """[E, 2, F]"""
+    out_bias: Operand | None = None
+    """[E, D]"""
+    share: float = 1.0
+    """Of the output's bias that this rank adds, where several have a slice of each expert."""
+
+    @property
+    def masters(self) -> tuple[Tensor | None, Tensor | None]:
+        """The biases as autograd knows them."""
+        biases = self.in_bias, self.out_bias
+        return biases[0] and biases[0].master, biases[1] and biases[1].master  # type: ignore[return-value]
+
+    def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return each row's expert, and whether it has one."""
+        places_R = torch.arange(rows, device=self.offs_E.device, dtype=self.offs_E.dtype)
+        expert_R = torch.searchsorted(self.offs_E, places_R, right=True)
+        return expert_R.clamp(max=len(self.offs_E) - 1), expert_R < len(self.offs_E)
+
+    def _of_rows(self, bias: Operand, like: Tensor) -> Tensor:
+        expert_R, live_R = self._rows(len(like))
+        rows = bias.value.flatten(1).to(like.dtype)[expert_R]
+        return rows.masked_fill(~live_R[:, None], 0)
+
+    def shift(self, h_R2F: Tensor) -> Tensor:
+        """Return pre-activations with their bias; zeros in rows of no expert."""
+        if self.in_bias is None:
+            return h_R2F
+        _, live_R = self._rows(len(h_R2F))
+        return torch.where(live_R[:, None], h_R2F + self._of_rows(self.in_bias, h_R2F), 0)
+
+    def shift_out(self, y_RD: Tensor, p_R: Tensor) -> Tensor:
+        """Return outputs with their bias, weighted as they are."""
+        if self.out_bias is None:
+            return y_RD
+        bias_RD = self._of_rows(self.out_bias, y_RD)
+        return y_RD + bias_RD * (self.share * p_R[:, None]).to(y_RD.dtype)
+
+    def forward(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
+        """Return the activation [R, F] in the dtype of the pre-activation."""
+        return self._activate(_wide(h_R2F), p_R).to(h_R2F.dtype)
+
+    def _activate(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
+        gate, up = h_R2F.chunk(2, dim=1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return p_R[:, None] * ((up + self.offset) * gate * torch.sigmoid(self.alpha * gate))
+
+    def backward(
+        self, h_R2F: Tensor, p_R: Tensor, da_RF: Tensor, dy_RD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``dh_R2F``, ``dp_R``, through the output's bias too, and ``a_RF`` again."""
+        with torch.enable_grad():
+            h, p = _wide(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
+            a_RF = self._activate(h, p)
+            dh_R2F, dp_R = torch.autograd.grad(a_RF, (h, p), da_RF.to(a_RF.dtype))
+        if self.out_bias is not None:
+            bias_RD = self._of_rows(self.out_bias, dy_RD)
+            dp_R = dp_R + self.share * torch.linalg.vecdot(_wide(bias_RD), _wide(dy_RD))
+        _, live_R = self._rows(len(p_R))
+        return dh_R2F.to(h_R2F.dtype), dp_R.where(live_R, 0), a_RF.detach().to(h_R2F.dtype)
+
+    def deliver(
+        self, dh_R2F: Tensor, dy_RD: Tensor, p_R: Tensor, sink: GradientSink
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Hand the biases' gradients to the sink: sums over rows, which are made at once."""
+        found: list[Tensor | None] = [None, None]
+        if self.in_bias is not None and self.in_bias.master.requires_grad:
+            found[0] = sink.deliver(self.in_bias.master, self._sum(dh_R2F, self.in_bias))
+        if self.out_bias is not None and self.out_bias.master.requires_grad:
+            weighed_RD = _wide(dy_RD) * (self.share * p_R[:, None])
+            found[1] = sink.deliver(self.out_bias.master, self._sum(weighed_RD, self.out_bias))
+        return found[0], found[1]
+
+    def _sum(self, rows: Tensor, bias: Operand) -> Product:
+        """Return what adds up each expert's rows: sorted, so that no order is left to chance."""
+        expert_R, live_R = self._rows(len(rows))
+        rows = rows.to(bias.master.dtype).masked_fill(~live_R[:, None], 0)
+        experts = len(self.offs_E)
+        summed = torch.ops.aten.embedding_dense_backward(rows, expert_R, experts, -1, False)
+        summed = summed.view(bias.value.shape)
+        return lambda into: summed if into is None else into.add_(summed)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

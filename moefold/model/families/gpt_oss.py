@@ -1,0 +1,68 @@
+"""gpt-oss (arXiv 2508.10925): sinks and windows by turns, biases everywhere, a clamped gate."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Activation, Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import WindowKinds
+from moefold.model.families.own_fields import Swish
+from moefold.model.families.sizes import SinkSizes
+from moefold.moe.config import Aux
+
+_AUX, _THETA = 1e-3, 150000.0
+
+
+def _full(config: ConfigReader, layer: int) -> bool:
+    return layer % 2 == 1
+
+
+class GptOssShape(SinkSizes):
+    """Sizes of a gpt-oss."""
+
+
+@MODEL.register
+class GptOss(Family):
+    """A gpt-oss."""
+
+    family: Literal["gpt_oss"] = "gpt_oss"
+    shape: GptOssShape
+    bias: Literal["none", "all"] = "all"
+    """Whether projections of attention have biases."""
+    activation: Activation = Activation(alpha=1.702, limit=7.0, offset=1.0)
+    """Of the experts."""
+    balance: Balance = (Aux(coefficient=_AUX),)
+    rope: Rope = Rope(theta=_THETA)
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    router_own = {"order": "topk_first", "bias": True}
+    moe_own = {"expert_bias": True}
+    moe_fields = ("activation",)
+    attention_fields = ("bias",)
+    hf_sizes = names.HF_SIZES | {
+        "num_local_experts": "experts",
+        "intermediate_size": "expert_width",
+    }
+    fields = (
+        hf.KvHeads(),
+        hf.HeadDim(64),
+        hf.Rotary(_THETA, stretched=True),
+        hf.AuxField(_AUX),
+        hf.ProjectionBias("attention_bias", True, "all"),
+        Swish(),
+        WindowKinds(_full),
+    )
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.projection_bias_names("qkvo"),
+        names.entry("layers.{i}.attention.sinks", "model.layers.{i}.self_attn.sinks"),
+        *names.transposed_names(),
+    )
