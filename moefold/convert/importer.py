@@ -13,10 +13,11 @@ from torch import Tensor
 
 from moefold.convert.adapter import AdapterTensors
 from moefold.convert.pickled import PickledWeights
-from moefold.convert.plan import ImportPlan, make_plan, targets
+from moefold.convert.plan import CODES, SCALES, ImportPlan, make_plan, targets
 from moefold.convert.source import ConvertError, SafetensorsWeights, Weights
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
+from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family
@@ -79,7 +80,8 @@ class FolderTensors(Mapping[str, Tensor]):
             into.copy_(self._read(piece, target.shape[len(outer) :], inner))
         if bool(wanted.isnan().any()):
             names = [piece.name for piece in used]
-            sick = [n for n in names if bool(self._source.read(n).isnan().any())] or names
+            here = [n for n in names if n in self._source.tensors]
+            sick = [n for n in here if bool(self._source.read(n).isnan().any())] or names
             raise ConvertError(self._source.folder, [f"{n} holds NaN" for n in sick])
         if name == _EMBED and self._tied_head is not None:
             head = self._source.read_box(self._tied_head, box)
@@ -102,8 +104,8 @@ class FolderTensors(Mapping[str, Tensor]):
             whole = dequantise(codes, scales, self._plan.block)
             return whole[tuple(slice(start, end) for start, end in box)]
         if piece.order:  # on disk dims lie otherwise, and whole experts are read
-            dims = tuple((0, size) for size in piece.shape[1:])
-            stored = self._source.read_box(piece.name, (box[0], *dims))
+            stored = self._experts(piece.name + CODES if scale else piece.name, box)
+            stored = multiplied(stored, self._experts(scale, box)) if scale else stored
             ours = piece.to_ours(stored, (len(stored), *shape[1:]))
             return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
@@ -119,6 +121,11 @@ class FolderTensors(Mapping[str, Tensor]):
             for h in range(*halves)
         ]
         return torch.stack(parts, len(experts))
+
+    def _experts(self, name: str, box: Box) -> Tensor:
+        """Return whole experts of a tensor on disk, those of a box."""
+        rest = self._source.tensors[name].shape[1:]
+        return self._source.read_box(name, (box[0], *((0, size) for size in rest)))
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,14 @@ def import_folder(folder: str | Path, weights: str | Path | None = None) -> Impo
         source.close()
         raise
     left_out = (*source.notes, *_left_out(plan))
-    scaled = f"{len(plan.scales)} FP8 tensors multiplied out with their block scales"
-    notes = (*reading.notes, *left_out, *([scaled] if plan.scales else []), *said)
+    four = sum(scale.endswith(SCALES) for scale in plan.scales.values())
+    counts = {"FP8": len(plan.scales) - four, "MXFP4": four}
+    scaled = [
+        f"{number} {kind} tensors multiplied out with their block scales"
+        for kind, number in counts.items()
+        if number
+    ]
+    notes = (*reading.notes, *left_out, *scaled, *said)
     tensors = FolderTensors(source, plan, tied_head, adapter)
     return Imported(
         reading.decoder,
@@ -257,3 +270,12 @@ def dequantise(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = codes.shape
     spread = scales.float().repeat_interleave(block[0], 0)[:rows]
     return codes.float() * spread.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def multiplied(codes: Tensor, scales: Tensor) -> Tensor:
+    """Multiply MXFP4 codes [E, O, I / 32, 16] out with scales of E8M0; return fp32 [E, I, O].
+
+    A byte holds two numbers of E2M1, the first in its low half (OCP Microscaling Formats 1.0).
+    """
+    numbers = value_e2m1(unpack(codes), torch.float32)
+    return (numbers * scales.view(E8M0).float()[..., None]).flatten(2).transpose(1, 2)

@@ -5,7 +5,7 @@ of what is left out, with the reason. Anything else is refused with the full lis
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,6 +24,10 @@ KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types that weights are written in."""
 SCALE = "_scale_inv"
 """Ending of the name of an FP8 tensor's scales."""
+CODES, SCALES = "_blocks", "_scales"
+"""Endings of the names of an MXFP4 tensor's codes, and of their scales."""
+MXFP4 = 32
+"""Elements that share a scale, two to a byte."""
 
 
 def targets(decoder: Decoder) -> dict[str, Tensor]:
@@ -80,7 +84,7 @@ class ImportPlan:
     left_out: Mapping[str, str]
     """Tensors on disk that are not used, and why."""
     scales: Mapping[str, str]
-    """The scales that belong to each FP8 tensor on disk."""
+    """The scales that belong to each FP8 tensor on disk, and to each that lies as MXFP4 codes."""
     targets: Mapping[str, Tensor]
     """Shape and type of each parameter."""
     block: tuple[int, int] | None
@@ -115,10 +119,17 @@ def make_plan(
         layout = choose_layout(row, layer, present)
         parts[name] = pieces(row, layer, targets[name].shape, layout)
     wanted = [piece for found in parts.values() for piece in found]
-    problems = [f"{p.name} is missing" for p in wanted if p.name not in present]
+    matrices = (p.name for p in wanted if p.order and len(p.shape) == 3)
+    coded = {name for name in matrices if name + CODES in present}
+    problems = [f"{p.name} is missing" for p in wanted if p.name not in {*present, *coded}]
     scales, scale_problems = _scales(wanted, present, block)
+    for piece in wanted:
+        if piece.name in coded:
+            scales[piece.name] = piece.name + SCALES
+            scale_problems += _code_problems(piece, present)
     problems += scale_problems
-    uses = Counter([p.name for p in wanted] + list(scales.values()))
+    stored_as = [p.name + CODES if p.name in coded else p.name for p in wanted]
+    uses = Counter(stored_as + list(scales.values()))
     problems += [f"{n} would be used {count} times" for n, count in uses.items() if count > 1]
     left_out: dict[str, str] = {}
     for name in present:
@@ -164,3 +175,24 @@ def _scales(
             if held.dtype not in ("F32", "BF16"):
                 problems.append(f"{scale} is of type {held.dtype}; supported: F32, BF16")
     return scales, problems
+
+
+def _code_problems(piece: TensorPiece, present: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield what is wrong with a tensor ``[E, in, out]`` that lies as MXFP4 codes.
+
+    Those are bytes ``[E, out, in / 32, 16]``, their scales ``[E, out, in / 32]``.
+    """
+    codes, scales = piece.name + CODES, piece.name + SCALES
+    if scales not in present:
+        yield (
+            f"{scales} is missing, without which {codes} in {present[codes].file} says nothing; "
+            "fetch the file that holds it, or a folder of the same weights as BF16"
+        )
+    experts, inner, outer = piece.shape
+    shape = (experts, outer, inner // MXFP4)
+    for name, expected in ((codes, (*shape, MXFP4 // 2)), (scales, shape)):
+        held = present.get(name)
+        if held is not None and (held.shape != expected or inner % MXFP4):
+            yield f"{name} has shape {list(held.shape)}, expected {list(expected)}"
+        if held is not None and held.dtype != "U8":
+            yield f"{name} is of type {held.dtype}; MXFP4 is read as U8"

@@ -60,7 +60,7 @@ def on_disk(
     for name, (row, layer) in find(family.tensors, weights).items():
         kept = torch.float32 if name.endswith("selection_bias") else dtype
         for piece in pieces(row, layer, tuple(weights[name].shape), layout):
-            stored[piece.name] = weights[name][piece.index].reshape(piece.shape).to(kept)
+            stored[piece.name] = piece.to_theirs(weights[name][piece.index]).to(kept)
     return stored
 
 

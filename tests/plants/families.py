@@ -96,4 +96,12 @@ PLANTS = (
         "for dim in self.order]).permute(back)",
         "for dim in self.order]).permute(back).flip(1)",
     ),
+    Plant(
+        "b24",
+        "the second number of a byte of codes comes first",
+        "tests/cpu/test_convert_mxfp4.py::test_b24_codes_arrive_as_numbers_in_their_places",
+        "kernels/quantise/elements.py",
+        "torch.stack((packed & 15, packed >> 4), -1)",
+        "torch.stack((packed >> 4, packed & 15), -1)",
+    ),
 )

@@ -103,7 +103,10 @@ class ConfigReader:
         self._problems.append(problem)
 
     def quantised(self) -> tuple[int, int] | None:
-        """Return the rows and columns that share a scale, where weights are stored as FP8."""
+        """Return the rows and columns that share a scale, where weights are stored as FP8.
+
+        MXFP4 has blocks of its own, and each tensor says by its name that it is stored so.
+        """
         name = "quantization_config"
         self._read.add(name)
         found = self.config.get(name)
@@ -113,9 +116,11 @@ class ConfigReader:
         method, block = held.get("quant_method"), held.get("weight_block_size")
         if method == "fp8" and isinstance(block, list) and [type(n) for n in block] == [int, int]:
             return block[0], block[1]
+        if method == "mxfp4":
+            return None
         self._problems.append(
             f"{name} has quant_method {method!r} and weight_block_size {block!r}; supported: "
-            "'fp8' with two block sizes"
+            "'fp8' with two block sizes, or 'mxfp4'"
         )
         return None
 
