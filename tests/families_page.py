@@ -14,6 +14,7 @@ from moefold.model.families.sizes import (
     LatentSizes,
     SharedSizes,
     SinkSizes,
+    TwoKindSizes,
     WindowSizes,
 )
 
@@ -44,9 +45,14 @@ def attention(family: type[Family]) -> str:
     said += ["factor on scores"] if "scale" in family.attention_fields else []
     partial = any(isinstance(f, Rotary) and f.fraction is not None for f in family.fields)
     said += ["partial rotary"] if partial else []
+    said += (
+        ["values of other dims"] if "v_dim" in shape.model_fields and "latent" not in said else []
+    )
+    said += ["factor on values"] if "value_scale" in family.attention_fields else []
     if issubclass(shape, WindowSizes):
         said.append("windows" if shape.full_turn else "windows, full layers without positions")
-        said += ["sinks"] if issubclass(shape, SinkSizes) else []
+        said += ["sinks"] if issubclass(shape, SinkSizes | TwoKindSizes) else []
+        said += ["there twice the key-value heads"] if issubclass(shape, TwoKindSizes) else []
         said += ["dense ones with"] if issubclass(shape, DenseTurnSizes) else []
     if family.fixed_rope != "half":
         said.append("interleaved or half rotary" if family.fixed_rope is None else "interleaved")

@@ -26,9 +26,9 @@ class GroupedQueryAttention(nn.Module):
         biased = record.bias != "none"
         self.q = Linear(hidden, record.heads * record.head_dim, biased)
         self.k = Linear(hidden, record.kv_heads * record.head_dim, biased)
-        self.v = Linear(hidden, record.kv_heads * record.head_dim, biased)
-        self.o = Linear(record.heads * record.head_dim, hidden, record.bias == "all")
-        width = record.heads * record.head_dim
+        self.v = Linear(hidden, record.kv_heads * record.value_dim, biased)
+        width = record.heads * record.value_dim
+        self.o = Linear(width, hidden, record.bias == "all")
         self.out_gate = Linear(hidden, width) if record.gate else None
         self.q_norm = self.k_norm = None
         if record.qk_norm != "none":
@@ -49,12 +49,15 @@ class GroupedQueryAttention(nn.Module):
         """Return the outputs of this rank's heads [T, H, d] for the rows of its tensor group."""
         q_THd = self._turned_heads(self.q(x_TD, flow), self.q_norm, flow)
         k_TGd = self._turned_heads(self.k(x_TD, flow), self.k_norm, flow)
-        v_TGd = self.v(x_TD, flow).unflatten(1, (-1, self.record.head_dim))
-        return self.attend(q_THd, k_TGd, v_TGd, flow)
+        v_TGv = self.v(x_TD, flow).unflatten(1, (-1, self.record.value_dim))
+        if self.record.value_scale != 1:
+            v_TGv = v_TGv * self.record.value_scale
+            flow.keeper.owns("attention", v_TGv)
+        return self.attend(q_THd, k_TGd, v_TGv, flow)
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see; kinds that see otherwise replace this."""
-        return attended(self, q_THd, k_TGd, v_TGd, self.record.softmax_scale, flow)
+        return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, flow)
 
     def _turned_heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads, normed per head or before the cut, and turn them."""

@@ -1,6 +1,6 @@
 """Grouped-query attention within a window and with a sink of each head.
 
-H query heads, G key-value heads, d dims per head, T rows.
+H query heads, G key-value heads, d query-key and v value dims per head, T rows.
 """
 
 import torch
@@ -19,7 +19,7 @@ class WindowedAttention(GroupedQueryAttention):
         self.sinks = nn.Parameter(torch.empty(record.heads)) if record.sinks else None
         self.window = record.window
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, flow: Flow) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
         """Return what rows of turned queries see within the window."""
         scale = self.record.softmax_scale
-        return attended(self, q_THd, k_TGd, v_TGd, scale, flow, self.window, self.sinks)
+        return attended(self, q_THd, k_TGd, v_TGv, scale, flow, self.window, self.sinks)

@@ -6,7 +6,7 @@ and models from the recipes too: what is registered later is in the matrix witho
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from tempfile import gettempdir
 from typing import Any, get_args
 
@@ -25,14 +25,10 @@ from moefold.layers.config import (
     Offloaded,
     OffloadToDisk,
     OffloadToHost,
-    Rope,
     Selective,
-    Yarn,
 )
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
-from moefold.layers.kinds.mla import Mla
-from moefold.layers.kinds.windowed import Windowed
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import (
@@ -52,6 +48,7 @@ from moefold.moe.config import (
 )
 from moefold.optim.config import OPTIMIZER, AdamW
 from moefold.parallel.config import Layout, StatePlacement
+from moefold.proof.attentions import GQA, MHA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import CLIP, RATE, shrink, small_optimizer
 from moefold.run import load_run, recipes
@@ -63,20 +60,6 @@ ROOM = 256
 
 # ----------------------------------------------------------------------- small models, by name
 
-GQA = Gqa(heads=8, kv_heads=4, head_dim=4, qk_norm="head")
-MHA = Gqa(heads=8, kv_heads=8, head_dim=4, qk_norm="projection")
-WINDOWED = Windowed(heads=8, kv_heads=4, head_dim=4, window=5, qk_norm="head")
-BIASES = Gqa(heads=8, kv_heads=4, head_dim=4, bias="all", rope=Rope(fraction=0.5))
-YARN = Yarn(factor=4.0, original_length=16, mscale_all_dim=1.0)
-MLA = Mla(
-    heads=8,
-    q_rank=8,
-    kv_rank=8,
-    nope_dim=4,
-    rope_dim=4,
-    v_dim=6,
-    rope=Rope(yarn=YARN, layout="interleaved"),
-)
 ROUTER = Router(experts=8, top_k=2)
 DEEPSEEK = Router(
     experts=8,
@@ -101,9 +84,12 @@ def moe(**changes: Any) -> Moe:
 SHARED = moe(shared=Shared(width=16, gate=True))
 
 
-def decoder(attention: Record, *ffns: Record, **changes: Any) -> Decoder:
-    """Return a decoder of one block for each feed-forward."""
-    stacks = tuple(Stack(blocks=(Block(attention=attention, ffn=ffn),)) for ffn in ffns)
+def decoder(
+    attention: Record, *ffns: Record, other: Record | None = None, **changes: Any
+) -> Decoder:
+    """Return a decoder of one block for each feed-forward; ``other`` is every other attention."""
+    by_turns = cycle((attention, other or attention))
+    stacks = tuple(Stack(blocks=(Block(attention=next(by_turns), ffn=f),)) for f in ffns)
     usual: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
     return Decoder(**(usual | changes), stacks=stacks)
 
@@ -150,9 +136,9 @@ SUBJECTS: dict[str, Subject] = {
     "mha": subject(decoder(MHA, DENSE, SHARED)),
     "mla": subject(decoder(MLA, DENSE, BIASED)),
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
-    "biased": subject(decoder(BIASES, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
+    **{name: subject(decoder(a, DENSE, SHARED, other=b)) for name, (a, b) in UNCOMMON.items()},
     "formed": subject(decoder(WINDOWED, DENSE, formed(), formed())),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
@@ -194,9 +180,6 @@ def kinds(slot: Slot, **sizes: int) -> Iterator[Record]:
         required = {name: sizes.get(name, 2) for name, f in fields.items() if f.is_required()}
         yield record(**required)
 
-
-UNCOMMON = ("biased", "scaled", "normed", "formed")
-"""Subjects of parts that only some families have."""
 
 # ----------------------------------------------------------------------------------- the rules
 
@@ -339,7 +322,10 @@ def schedules() -> Iterator[ProofCase]:
 @rule
 def uncommon_parts() -> Iterator[ProofCase]:
     """Parts of layers that only some families have, along every axis."""
-    yield from _each(UNCOMMON, [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)])
+    yield from _each(
+        [*UNCOMMON, "scaled", "normed", "formed"],
+        [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)],
+    )
 
 
 @rule

@@ -280,6 +280,23 @@ def _gpt_oss(random: Random, config: Fields) -> Fields:
     }
 
 
+@of("mimo_v2_flash")
+def _mimo(random: Random, config: Fields) -> Fields:
+    drawn = sigmoid(random, config) | dense_kinds(random, config) | windows(random, config)
+    del drawn["n_shared_experts"]
+    own = config.pop("rope_parameters") | {"partial_rotary_factor": random.choice((0.334, 0.5))}
+    own.pop("mscale", None), own.pop("mscale_all_dim", None)
+    other = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.334}
+    return drawn | {
+        "num_key_value_heads": random.choice((1, config["num_attention_heads"] // 2)),
+        "head_dim": 12,
+        "v_head_dim": random.choice((4, 6)),
+        "attention_value_scale": random.choice((0.707, None)),
+        "attention_bias": _coin(random),
+        "rope_parameters": {"full_attention": own, "sliding_attention": other},
+    }
+
+
 @of("flex_olmo")
 def _flex_olmo(random: Random, config: Fields) -> Fields:
     return _olmoe(random, config) | {"attention_bias": _coin(random)}

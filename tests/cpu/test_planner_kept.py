@@ -63,6 +63,12 @@ BLOCKS = {
             activation=Activation(limit=7.0),
         ),
     ),
+    "narrow values with a factor, key-value heads as heads": Block(
+        attention=Windowed(
+            heads=4, kv_heads=4, head_dim=16, v_dim=8, value_scale=0.7, window=8, gate=True
+        ),
+        ffn=Dense(width=48),
+    ),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
     ),

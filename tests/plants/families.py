@@ -104,4 +104,20 @@ PLANTS = (
         "torch.stack((packed & 15, packed >> 4), -1)",
         "torch.stack((packed >> 4, packed & 15), -1)",
     ),
+    Plant(
+        "b23",
+        "values keep their size",
+        B23,
+        "layers/attention.py",
+        "v_TGv = v_TGv * self.record.value_scale",
+        "v_TGv = v_TGv * 1.0",
+    ),
+    Plant(
+        "b23",
+        "layers with a window turn as full ones do",
+        B23,
+        "model/families/sizes.py",
+        "rope=self.window_rope or rope",
+        "rope=rope",
+    ),
 )

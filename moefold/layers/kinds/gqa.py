@@ -38,6 +38,10 @@ class Gqa(LayerSpec):
     heads: Size
     kv_heads: Size
     head_dim: Annotated[int, Field(ge=2)]
+    v_dim: Size | None = None
+    """Dims of a head's values; None is ``head_dim``."""
+    value_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on values."""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm on queries and keys: per head, or over the whole projection."""
     norm_after_rope: bool = False
@@ -77,10 +81,15 @@ class Gqa(LayerSpec):
         return self.scale or self.head_dim**-0.5
 
     @property
+    def value_dim(self) -> int:
+        """``v_dim``, or what it is by default."""
+        return self.v_dim or self.head_dim
+
+    @property
     def core(self) -> Attention:
         """Attention itself."""
-        dim, normed = self.head_dim, self.qk_norm != "none"
-        return Attention(self.heads, self.kv_heads, dim, dim, head_norms=normed)
+        dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
+        return Attention(self.heads, self.kv_heads, *dims, head_norms=normed)
 
     @property
     def head_units(self) -> tuple[Units, Units]:
@@ -93,20 +102,21 @@ class Gqa(LayerSpec):
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the projections, cut by heads, and norms of queries and keys."""
         heads, groups = self.head_units
-        each = (("q", heads), ("k", groups), ("v", groups))
-        for name, units in each:
-            width = units.number * self.head_dim
+        dim, out = self.head_dim, self.heads * self.value_dim
+        each = (("q", heads, dim), ("k", groups, dim), ("v", groups, self.value_dim))
+        for name, units, dims in each:
+            width = units.number * dims
             yield Weight(f"{name}.weight", (width, hidden), ((0, units),))
             if self.bias != "none":
                 yield Weight(f"{name}.bias", (width,), ((0, units),), product=False)
-        yield Weight("o.weight", (hidden, self.heads * self.head_dim), ((1, heads),))
+        yield Weight("o.weight", (hidden, out), ((1, heads),))
         if self.bias == "all":
             yield Weight("o.bias", (hidden,), product=False)
         if self.gate:
-            yield Weight("out_gate.weight", (self.heads * self.head_dim, hidden), ((0, heads),))
+            yield Weight("out_gate.weight", (out, hidden), ((0, heads),))
         if self.qk_norm == "none":
             return
-        for name, units in each[:2]:
+        for name, units, _ in each[:2]:
             if self.qk_norm == "projection":
                 yield norm(f"{name}_norm.weight", units.number * self.head_dim, units)
             else:
@@ -118,13 +128,17 @@ class Gqa(LayerSpec):
         # The projection writes a feature, rotation reads and writes it, and so does a norm.
         turned = 2 if self.qk_norm == "none" else 4
         traffic = tuple(
-            Traffic(units.number * self.head_dim, passes, 1.5 * passes, units=units)
-            for units, passes in ((heads, turned + 1), (groups, turned + 1), (groups, 1))
+            Traffic(units.number * dims, passes, 1.5 * passes, units=units)
+            for units, dims, passes in (
+                (heads, self.head_dim, turned + 1),
+                (groups, self.head_dim, turned + 1),
+                (groups, self.value_dim, 1 if self.value_scale == 1 else 3),
+            )
         )
         products = (Matmul(("q.weight", "k.weight", "v.weight")), Matmul(("o.weight",)))
         if self.gate:
             products += (Matmul(("out_gate.weight",)),)
-            traffic += (Traffic(heads.number * self.head_dim, 4, 6, units=heads),)
+            traffic += (Traffic(heads.number * self.value_dim, 4, 6, units=heads),)
         yield Operation("attention", products, traffic=traffic, launches=12)
         yield Operation("core", core=self.core, launches=1)
 
@@ -152,12 +166,21 @@ class Gqa(LayerSpec):
             return
         for part in saved_attention(self.core, shape):
             yield replace(part, operand=False)
-        size = shape.piece * self.heads // shape.tp * self.head_dim * shape.width
+        size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
         yield Saved("out_gate", size, module="attention")
         yield Saved("gated", size, module="attention", operand=True)
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return at most two query heads for each of few key-value heads, of four dims."""
+        """Return at most two query heads for each of few key-value heads, of four dims.
+
+        Values that are narrower are half as wide; half of a head turns where not all of it does.
+        """
         kv_heads, shared = small_heads(self.kv_heads, by), min(self.heads // self.kv_heads, 2)
         changed = {"heads": kv_heads * shared, "kv_heads": kv_heads, "head_dim": SMALL_HEAD}
-        return self.model_copy(update=changed)
+        if self.v_dim is not None:
+            changed["v_dim"] = SMALL_HEAD // 2
+        small = self.model_copy(update=changed)
+        if self.rope is None or self.rope.fraction == 1:
+            return small
+        half = self.rope.model_copy(update={"fraction": 0.5})
+        return small.model_copy(update={"rope": half})

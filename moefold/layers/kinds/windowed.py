@@ -30,8 +30,8 @@ class Windowed(Gqa):
     @property
     def core(self) -> Attention:
         """Attention within the window."""
-        dim, normed = self.head_dim, self.qk_norm != "none"
-        return Attention(self.heads, self.kv_heads, dim, dim, self.window, normed)
+        dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
+        return Attention(self.heads, self.kv_heads, *dims, self.window, normed)
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the sinks, cut by heads, and the weights of grouped-query attention."""

@@ -17,7 +17,7 @@ from moefold.layers.config import Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
 from moefold.model.families.fields import ConfigField, Rotary, read_all
-from moefold.model.families.hub import ConfigReader, rope_fields
+from moefold.model.families.hub import ConfigReader
 from moefold.model.families.names import Entry
 from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
 from moefold.moe.config import BALANCE, ROUTER, Aux, Bias, Capacity, Moe, Router, Shared, Z
@@ -156,7 +156,10 @@ class Family(Record):
                 own["weights"] = name
         own |= {name: getattr(decoder.blocks[0], name) for name in cls.block_fields}
         own |= {name: getattr(decoder, name) for name in cls.decoder_fields}
-        ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
+        full_first = sorted(
+            decoder.blocks, key=lambda b: bool(getattr(b.attention, "window", None))
+        )
+        ropes = (getattr(block.attention, "rope", None) for block in full_first)
         fields = {
             "balance": moe.balance,
             "capacity": moe.capacity,
@@ -232,7 +235,6 @@ class Family(Record):
             "output_router_logits": False,
             "use_cache": True,
             **{theirs: getattr(model.shape, ours) for theirs, ours in cls.hf_sizes.items()},
-            **rope_fields(model.rope, model.context),
             **model.write(),
         }
 

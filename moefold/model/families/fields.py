@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope
+from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 from moefold.moe.config import Aux, Bias, Groups
 
 Values = dict[str, Any]
@@ -142,7 +142,7 @@ class HeadDim(ConfigField):
 
 @dataclass(frozen=True)
 class Rotary(ConfigField):
-    """Rotary positions; the base of all families writes them."""
+    """Rotary positions, and the longest sequence beside them."""
 
     theta: float
     """Where none is stated."""
@@ -167,12 +167,13 @@ class Rotary(ConfigField):
         return {"rope": rope.model_copy(update={"layout": layout})}
 
     def write(self, model: Any) -> Mapping[str, Any]:
-        """Return the layout, and how much of a head turns, where fields say it."""
-        rope = model.rope
-        written = {} if self.switch is None else {self.switch: rope.layout == "interleaved"}
+        """Return them; the layout, and how much of a head turns, where fields say it."""
+        rope, written = model.rope, rope_fields(model.rope, model.context)
+        if self.switch is not None:
+            written[self.switch] = rope.layout == "interleaved"
         if self.stretched and rope.yarn is None:
             plain = {"rope_type": "default", "rope_theta": rope.theta}
-            written = {"rope_parameters": plain, "rope_scaling": plain}
+            written |= {"rope_parameters": plain, "rope_scaling": plain}
         return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.model.families.fields import ConfigField, Values
-from moefold.model.families.hub import ConfigReader
+from moefold.layers.config import Rope
+from moefold.model.families.fields import ConfigField, Rotary, Values
+from moefold.model.families.hub import ConfigReader, read_rope, rope_fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -119,6 +120,44 @@ class WindowKinds(ConfigField):
         full = range(shape.layers) if shape.window is None else shape.full_layers
         kinds = [FULL if n in full else SLIDING for n in range(shape.layers)]
         return {"sliding_window": shape.window, "layer_types": kinds}
+
+
+@dataclass(frozen=True)
+class KindRotary(Rotary):
+    """``rope_parameters`` of full and of sliding layers, each by the name of its kind."""
+
+    window_theta: float = 1e4
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take both; those of sliding layers only where there are any and they differ."""
+        config.skip("rope_theta", "rope_scaling")
+        both = config.take("rope_parameters", dict, {})
+        if not {FULL, SLIDING}.issuperset(both):
+            config.refuse(f"rope_parameters has other keys than {FULL} and {SLIDING}")
+        context = {"max_position_embeddings": config.take("max_position_embeddings", int, None)}
+        found: list[Rope] = []
+        for kind, theta in ((FULL, self.theta), (SLIDING, self.window_theta)):
+            inner = ConfigReader(context | {"rope_parameters": both.get(kind)})
+            found.append(read_rope(inner, theta, scales_softmax=False, fraction=self.fraction))
+            try:
+                inner.refuse_all()
+            except ValueError as error:
+                config.refuse(f"{kind}: {str(error).removeprefix('config.json: ')}")
+        full, sliding = found
+        kinds = config.take("layer_types", list, [SLIDING])
+        differs = SLIDING in kinds and sliding != full
+        return {"rope": full, "shape.window_rope": sliding if differs else None}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return both."""
+        ropes = {FULL: model.rope, SLIDING: model.shape.window_rope or model.rope}
+        written: dict[str, Any] = {}
+        for kind, rope in ropes.items():
+            plain = rope_fields(rope, model.context)
+            own = {"rope_theta": rope.theta, "partial_rotary_factor": rope.fraction}
+            written[kind] = (plain["rope_scaling"] or {"rope_type": "default"}) | own
+        longest = rope_fields(model.rope, model.context)["max_position_embeddings"]
+        return {"max_position_embeddings": longest, "rope_parameters": written}
 
 
 def every_full(stated: str) -> Callable[[ConfigReader, int], bool]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Activation
-from moefold.model.families.fields import ConfigField, Values, value_at
+from moefold.model.families.fields import ConfigField, FieldValue, Values, value_at
 from moefold.model.families.hub import ConfigReader
 
 
@@ -24,6 +24,16 @@ class Inverse(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
         return {self.theirs: 1 / value_at(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class Factor(FieldValue):
+    """A factor that is 1 where its field is null."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        stated = super().read(config)
+        return {self.ours: 1.0} if config.null(self.theirs) else stated
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,52 @@ class SinkSizes(WindowSizes):
         return Windowed(**self.head_sizes, rope=rope, window=window, **own)
 
 
+class TwoKindSizes(WindowSizes):
+    """Sizes of a family whose layers with a window have sinks and twice the key-value heads."""
+
+    v_dim: Size
+    """Dims of a head's values."""
+    window_rope: Rope | None = None
+    """Rotary positions of layers with a window; None is those of full ones."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention of either kind."""
+        sizes = self.head_sizes | {"v_dim": self.v_dim}
+        if self.window is None or layer in self.full_layers:
+            return Gqa(**sizes, rope=rope, **own)
+        sizes["kv_heads"] *= 2
+        return Windowed(**sizes, rope=self.window_rope or rope, window=self.window, **own)
+
+    def rules(self) -> Iterator[Violation]:
+        """Twice the key-value heads divide the heads too; positions of a window fit a head."""
+        yield from super().rules()
+        if self.window is not None and self.heads % (2 * self.kv_heads):
+            rule = f"must divide heads ({self.heads}) twice over: layers with a window have double"
+            half = (n for n in range(self.kv_heads, 0, -1) if self.heads % (2 * n) == 0)
+            yield Violation(("kv_heads",), self.kv_heads, rule, next(half, 1))
+        if self.window_rope is not None:
+            for broken in self.window_rope.fits(self.dims_per_head):
+                path = ("window_rope", "fraction")
+                yield Violation(path, broken.value, broken.rule, broken.nearest)
+            if self.window is None:
+                rule = "is of layers with a window, and there is none"
+                yield Violation(("window_rope",), self.window_rope, rule, None)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, those of both kinds of layers."""
+        both: list[Any] = [block.attention for block in decoder.blocks]
+        sliding = next((one for one in both if isinstance(one, Windowed)), None)
+        full = next((one for one in both if one is not sliding and type(one) is Gqa), None)
+        kv_heads = full.kv_heads if full else both[0].kv_heads // 2
+        differs = sliding is not None and full is not None and sliding.rope != full.rope
+        return super().of(decoder) | {
+            "kv_heads": kv_heads,
+            "v_dim": both[0].value_dim,
+            "window_rope": sliding.rope if differs and sliding else None,
+        }
+
+
 class LatentSizes(FamilySizes):
     """Sizes of a family with latent attention."""
 

@@ -1,0 +1,74 @@
+"""MiMo-V2-Flash: windows with sinks and twice the key-value heads, values narrower than keys."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.hub import ConfigReader
+from moefold.model.families.layer_kinds import DenseKinds, KindRotary, WindowKinds
+from moefold.model.families.own_fields import Factor
+from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
+from moefold.model.families.sizes import DenseListed, TwoKindSizes
+
+_THETA, _FRACTION = 5e6, 0.334
+
+
+def _full(config: ConfigReader, layer: int) -> bool:
+    return layer == 0 or (layer + 1) % 6 == 0
+
+
+class MiMoV2FlashShape(TwoKindSizes, DenseListed):
+    """Sizes of a MiMo-V2-Flash."""
+
+
+@MODEL.register
+class MiMoV2Flash(SigmoidFamily):
+    """A MiMo-V2-Flash."""
+
+    family: Literal["mimo_v2_flash"] = "mimo_v2_flash"
+    shape: MiMoV2FlashShape
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    bias: Literal["none", "qkv"] = "none"
+    """Whether queries, keys and values have biases."""
+    value_scale: Annotated[float, Field(gt=0)] = 0.707
+    """Factor on values."""
+    rope: Rope = Rope(theta=_THETA, fraction=_FRACTION)
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "mimo_v2_flash"
+    architecture = "MiMoV2FlashForCausalLM"
+    attention_fields = ("bias", "value_scale")
+    hf_sizes = names.ROUTED_SIZES | {"v_head_dim": "v_dim"}
+    fields = (
+        *ROUTER_FIELDS,
+        hf.HeadDim(192),
+        KindRotary(_THETA, fraction=_FRACTION),
+        hf.BiasBalance(),
+        DenseKinds(),
+        hf.DenseSize(),
+        WindowKinds(_full),
+        hf.ProjectionBias("attention_bias", False),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        Factor("attention_value_scale", "value_scale", float, 0.707),
+    )
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.projection_bias_names(),
+        names.entry(
+            "layers.{i}.attention.sinks",
+            "model.layers.{i}.self_attn.attention_sink_bias",
+            packed="model.layers.{i}.self_attn.sinks",
+        ),
+        *names.expert_names(),
+        *names.bias_names(),
+    )
+
+    def ignores(self, name: str) -> str | None:
+        """Leave out layers for multi-token prediction, which have a name of their own."""
+        apart = name.startswith("model.mtp.")
+        return "layers for multi-token prediction" if apart else super().ignores(name)
