@@ -7,6 +7,7 @@ from moefold.model.families.fields import Rotary
 from moefold.model.families.registry import LACKS, families
 from moefold.model.families.sizes import (
     AnySharedSizes,
+    ChunkedSizes,
     DenseFirst,
     DenseListed,
     DenseTurnSizes,
@@ -49,6 +50,8 @@ def attention(family: type[Family]) -> str:
         ["values of other dims"] if "v_dim" in shape.model_fields and "latent" not in said else []
     )
     said += ["factor on values"] if "value_scale" in family.attention_fields else []
+    if issubclass(shape, ChunkedSizes):
+        said += ["norm without a weight", "chunks, full layers without positions", "temperature"]
     if issubclass(shape, WindowSizes):
         said.append("windows" if shape.full_turn else "windows, full layers without positions")
         said += ["sinks"] if issubclass(shape, SinkSizes | TwoKindSizes) else []
@@ -77,8 +80,10 @@ def feed_forward(family: type[Family]) -> str:
     """Name what stands beside routed experts."""
     shape, said = _shape(family), ["routed experts"]
     said += ["their biases"] if family.moe_own.get("expert_bias") else []
+    said += ["weights on their input"] if family.moe_own.get("weigh") else []
     said += ["clamped activation"] if "activation" in family.moe_fields else []
     said += ["shared expert"] if issubclass(shape, SharedSizes) else []
+    said += ["shared expert"] if "width_of_shared" in vars(shape) else []
     said += ["gated shared expert"] if family.shared_gate else []
     said += ["shared expert or none"] if issubclass(shape, AnySharedSizes) else []
     names = (*family.block_fields, *family.decoder_fields)

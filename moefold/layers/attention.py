@@ -14,7 +14,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.linear import Linear
-from moefold.layers.norm import RmsNorm, RmsNormAcross
+from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm
 
 
 class GroupedQueryAttention(nn.Module):
@@ -30,8 +30,11 @@ class GroupedQueryAttention(nn.Module):
         width = record.heads * record.value_dim
         self.o = Linear(width, hidden, record.bias == "all")
         self.out_gate = Linear(hidden, width) if record.gate else None
-        self.q_norm = self.k_norm = None
-        if record.qk_norm != "none":
+        self.q_norm: RmsNorm | UnitNorm | None = None
+        self.k_norm: RmsNorm | UnitNorm | None = None
+        if record.qk_norm == "unit":
+            self.q_norm = self.k_norm = UnitNorm(epsilon)
+        elif record.qk_norm != "none":
             whole = record.qk_norm == "projection"
             norm = RmsNormAcross if whole else RmsNorm
             self.q_norm = norm(record.head_dim * (record.heads if whole else 1), epsilon)
@@ -59,7 +62,7 @@ class GroupedQueryAttention(nn.Module):
         """Return what rows of turned queries see; kinds that see otherwise replace this."""
         return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, flow)
 
-    def _turned_heads(self, rows: Tensor, norm: RmsNorm | None, flow: Flow) -> Tensor:
+    def _turned_heads(self, rows: Tensor, norm: RmsNorm | UnitNorm | None, flow: Flow) -> Tensor:
         """Cut rows into heads, normed per head or before the cut, and turn them."""
         if norm is not None and self.record.qk_norm == "projection":
             rows, norm = norm(rows, flow), None
@@ -69,6 +72,7 @@ class GroupedQueryAttention(nn.Module):
             x_THd = x_THd if norm is None else norm(x_THd, flow)
             flow.keeper.owns("attention", x_THd)  # what attention reads, whatever made it last
             return x_THd
+        assert not isinstance(norm, UnitNorm), "it comes after rotation"
         return _turned(x_THd, rope, flow, norm)
 
 

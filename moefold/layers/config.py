@@ -92,6 +92,16 @@ class Activation(Record):
     offset: float = 0.0
 
 
+class Temperature(Record):
+    """Factor on queries at a position p (Llama 4).
+
+    It is ``1 + scale * log(1 + floor((p + 1) / every))``.
+    """
+
+    every: Size
+    scale: Annotated[float, Field(gt=0)]
+
+
 class Context(Record):
     """How attention sees the rows of other context ranks; base of every kind."""
 

@@ -111,6 +111,13 @@ class Flow:
         assert self.piece is not None
         return replace(self, rows=self.piece, piece=None)
 
+    def chunked(self, length: int) -> "Flow":
+        """Return the pass of attention in which segments end at every ``length`` rows too."""
+        cut = (
+            min(length, rows - at) for rows in self.rows.lengths for at in range(0, rows, length)
+        )
+        return replace(self, rows=replace(self.rows, lengths=tuple(cut)))
+
     def gather(self, x_TD: Tensor) -> Tensor:
         """Return the rows of the whole tensor group; backward returns each rank its own, summed."""
         return self._gathered(x_TD) if self.piece is not None else x_TD

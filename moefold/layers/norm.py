@@ -95,6 +95,37 @@ class RmsNormAcross(RmsNorm):
         return flow.keeper.run("norms", normed, x)
 
 
+class UnitNorm(nn.Module):
+    """``x / rms(x)`` over the last dim, without a weight."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor, flow: Flow) -> Tensor:
+        """Return the normed rows."""
+        return flow.keeper.run("norms", lambda x: _Unit.apply(x, self.epsilon), x)
+
+
+class _Unit(torch.autograd.Function):
+    """Keeps rows and one number of each, as RMSNorm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        ctx.save_for_backward(x, scale)
+        return (wide * scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        normed, wide = x * scale, dy.to(scale.dtype)
+        dx = scale * (wide - normed * (wide * normed).mean(-1, keepdim=True))
+        return dx.to(x.dtype), None
+
+
 class _Scaled(torch.autograd.Function):
     """Rows times a factor each, and columns times a weight: only what comes in is kept."""
 

@@ -188,6 +188,8 @@ class Moe(MoeSpec):
     """Of the routed experts; None is SwiGLU."""
     expert_bias: bool = False
     """Whether both products of a routed expert have biases."""
+    weigh: Literal["output", "input"] = "output"
+    """Whether a token's weights are factors of what its experts give, or of what they read."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
@@ -203,8 +205,8 @@ class Moe(MoeSpec):
 
     @property
     def formed(self) -> bool:
-        """Whether routed experts compute another thing than SwiGLU, or have biases."""
-        return self.expert_bias or self.activation is not None
+        """Whether routed experts compute more than SwiGLU, weighed as it is given."""
+        return self.expert_bias or self.activation is not None or self.weigh == "input"
 
     @property
     def populations(self) -> frozenset[str]:

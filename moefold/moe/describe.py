@@ -57,7 +57,7 @@ class MoeSpec(LayerSpec):
 
     @property
     def formed(self) -> bool:
-        """Whether routed experts compute another thing than SwiGLU, or have biases."""
+        """Whether routed experts compute more than SwiGLU, weighed as it is given."""
         return False
 
     @property

@@ -30,6 +30,7 @@ class Experts(Adaptable):
             self.in_bias = nn.Parameter(torch.empty(experts, 2, width))
             self.out_bias = nn.Parameter(torch.empty(experts, hidden))
         self._kernel, self._activation = kernel, record.activation
+        self._formed, self._on_input = record.formed, record.weigh == "input"
 
     def kernel(self, dtype: torch.dtype, device: torch.device) -> GroupedKernel:
         """Return the kernel that runs for rows of ``dtype`` on ``device``, and why."""
@@ -82,8 +83,8 @@ class Experts(Adaptable):
             return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low, form)
 
     def _form(self, offs_E: Tensor, flow: Flow) -> ExpertForm | None:
-        """Return what is computed beside the products; None is SwiGLU without biases."""
-        if self.in_bias is None and self._activation is None:
+        """Return what is computed beside the products; None is SwiGLU and no more."""
+        if not self._formed:
             return None
         b_in, b_out = (
             None if bias is None else flow.operand(bias, bias.dtype)
@@ -92,4 +93,5 @@ class Experts(Adaptable):
         form = self._activation or Activation()
         # Each rank that has a slice of an expert adds its share of the output's bias.
         share = 1 / flow.world.group("etp").size
-        return ExpertForm(offs_E, form.alpha, form.limit, form.offset, b_in, b_out, share)
+        how = form.alpha, form.limit, form.offset
+        return ExpertForm(offs_E, *how, b_in, b_out, share, self._on_input)

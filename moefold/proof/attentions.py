@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from moefold.config.base import Record
-from moefold.layers.config import Rope, Yarn
+from moefold.layers.config import Rope, Temperature, Yarn
+from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
@@ -23,11 +24,16 @@ MLA = Mla(
 )
 HALF = Rope(fraction=0.5)
 BIASES = Gqa(heads=8, kv_heads=4, head_dim=4, bias="all", rope=HALF)
+FEW = Temperature(every=3, scale=0.5)
 UNCOMMON: Mapping[str, tuple[Record, Record]] = {
     "biased": (BIASES, BIASES),
     "narrow": (
         Gqa(heads=8, kv_heads=4, head_dim=4, v_dim=2, value_scale=0.7, rope=HALF),
         Windowed(heads=8, kv_heads=8, head_dim=4, v_dim=2, value_scale=0.7, window=5),
+    ),
+    "chunked": (
+        Chunked(heads=8, kv_heads=4, head_dim=4, chunk=5, qk_norm="unit", norm_after_rope=True),
+        Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=FEW),
     ),
 }
 """Those that only some families have: of the layers of a model, by turns."""

@@ -127,6 +127,12 @@ def formed() -> Moe:
     return moe(router=router, expert_bias=True, activation=bounded)
 
 
+def entered() -> Moe:
+    """Return a mixture whose experts read weighed rows, and one with biases of them."""
+    router = Router(experts=8, top_k=2, score="sigmoid", renormalise=False)
+    return moe(router=router, weigh="input", shared=Shared(width=16), expert_bias=True)
+
+
 BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
@@ -140,6 +146,7 @@ SUBJECTS: dict[str, Subject] = {
     "normed": subject(normed_decoder()),
     **{name: subject(decoder(a, DENSE, SHARED, other=b)) for name, (a, b) in UNCOMMON.items()},
     "formed": subject(decoder(WINDOWED, DENSE, formed(), formed())),
+    "entered": subject(decoder(GQA, DENSE, entered(), entered())),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
@@ -323,7 +330,7 @@ def schedules() -> Iterator[ProofCase]:
 def uncommon_parts() -> Iterator[ProofCase]:
     """Parts of layers that only some families have, along every axis."""
     yield from _each(
-        [*UNCOMMON, "scaled", "normed", "formed"],
+        [*UNCOMMON, "scaled", "normed", "formed", "entered"],
         [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)],
     )
 

@@ -161,6 +161,8 @@ class Attention:
     """Tokens that a row sees, itself among them; None is all before it."""
     head_norms: bool = False
     """Whether queries and keys pass norms of their own."""
+    chunk: int | None = None
+    """Tokens among which a row sees those before it; None is all."""
 
     @property
     def key_value_width(self) -> int:
@@ -174,6 +176,9 @@ class Attention:
 
     def pairs(self, seq: int) -> float:
         """Return how many tokens a row of a sequence sees on average."""
+        if self.chunk is not None and self.chunk < seq:
+            whole, rest = divmod(seq, self.chunk)
+            return (whole * self.chunk**2 + rest**2) / (2 * seq)
         window = min(self.window or seq, seq)
         return window - window**2 / (2 * seq)
 

@@ -87,6 +87,8 @@ def reference(model_type: str, config: dict[str, Any], seed: int | None = None) 
 
 def gate_of(block: Any) -> Any:
     """Return the module that chooses experts in a layer of transformers."""
+    if hasattr(block, "feed_forward"):
+        return block.feed_forward.router
     if not hasattr(block, "mlp"):
         return block.block_sparse_moe.router
     return block.mlp.gate if hasattr(block.mlp, "gate") else block.mlp.router

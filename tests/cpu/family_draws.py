@@ -297,6 +297,30 @@ def _mimo(random: Random, config: Fields) -> Fields:
     }
 
 
+@of("llama4_text")
+def _llama4(random: Random, config: Fields) -> Fields:
+    layers = config["num_hidden_layers"]
+    turns = [random.randint(0, 1) for _ in range(layers)]
+    turns[random.randrange(layers)] = 1
+    sparse = [n for n in range(layers) if _coin(random)] or [layers - 1]
+    return {
+        "num_local_experts": random.choice(EXPERTS),
+        "num_experts_per_tok": random.choice((1, 1, 2)),
+        "intermediate_size": random.choice(WIDTHS),
+        "intermediate_size_mlp": random.choice(WIDE),
+        "head_dim": random.choice((6, 8)),
+        "moe_layers": sparse,
+        "no_rope_layers": turns,
+        "attention_chunk_size": random.choice((3, 7, 64)),
+        "use_qk_norm": random.random() < 0.7,
+        "attn_temperature_tuning": random.random() < 0.7,
+        "floor_scale": random.choice((3, 5)),
+        "attn_scale": random.choice((0.1, 0.5)),
+        "attention_bias": _coin(random),
+        "router_aux_loss_coef": 0.02,
+    }
+
+
 @of("flex_olmo")
 def _flex_olmo(random: Random, config: Fields) -> Fields:
     return _olmoe(random, config) | {"attention_bias": _coin(random)}

@@ -22,11 +22,12 @@ ENDS = (3, 3, 7, 8)
 """Where the rows of each expert end: the second has none, and the last rows belong to none."""
 
 
-def written_out(experts: Experts, x_RD: Tensor, p_R: Tensor) -> Tensor:
+def written_out(experts: Experts, x_RD: Tensor, p_R: Tensor, on_input: bool) -> Tensor:
     """Return the outputs of rows that have an expert, in the words of the formula."""
     outs, start = [], 0
     for e, end in enumerate(ENDS):
         x, p = x_RD[start:end], p_R[start:end, None]
+        x, p = (x * p, torch.ones_like(p)) if on_input else (x, p)
         gate, up = (
             x @ experts.w_in[e, half].t() + experts.in_bias[e, half]  # type: ignore[index]
             for half in (0, 1)
@@ -38,10 +39,13 @@ def written_out(experts: Experts, x_RD: Tensor, p_R: Tensor) -> Tensor:
     return torch.cat(outs)
 
 
+@pytest.mark.parametrize("weigh", ["output", "input"])
 @pytest.mark.parametrize("policy", [None, Selective(modules=("experts",))])
-def test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing(policy: Selective | None) -> None:
+def test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing(
+    policy: Selective | None, weigh: str
+) -> None:
     torch.manual_seed(0)
-    experts = Experts(RECORD, 8, "loop").double()
+    experts = Experts(RECORD.model_copy(update={"weigh": weigh}), 8, "loop").double()
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
     x_RD, p_R = torch.randn(11, 8, dtype=torch.float64), torch.rand(11, dtype=torch.float64)
@@ -54,7 +58,7 @@ def test_b15_rows_of_no_expert_read_no_bias_and_leak_nothing(policy: Selective |
     flow = Flow(rows, PrecisionPolicy("fp64"), keeper=Keeper(policy))
     live = slice(ENDS[-1])
     y_RD = experts(x_RD, torch.tensor(ENDS, dtype=torch.int32), p_R, flow)
-    expected = written_out(experts, x_RD, p_R)
+    expected = written_out(experts, x_RD, p_R, weigh == "input")
     torch.testing.assert_close(y_RD[live], expected, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad(y_RD, given, dy_RD)
     wanted = torch.autograd.grad(expected, given, dy_RD[live])

@@ -7,7 +7,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
-from moefold.layers.config import Activation, Full, Kind, Selective
+from moefold.layers.config import Activation, Full, Kind, Selective, Temperature
+from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -54,8 +55,10 @@ BLOCKS = {
         attention=GQA.model_copy(update={"gate": True}), ffn=MOE, norms="after"
     ),
     "norms on both sides": Block(attention=MLA, ffn=Dense(width=48), norms="both"),
-    "biases and a bound in experts": Block(
-        attention=GQA,
+    "narrow values with a factor, biases and a bound in experts": Block(
+        attention=Windowed(
+            heads=4, kv_heads=4, head_dim=16, v_dim=8, value_scale=0.7, window=8, gate=True
+        ),
         ffn=Moe(
             width=24,
             router=Router(experts=8, top_k=2, order="topk_first", bias=True),
@@ -63,11 +66,17 @@ BLOCKS = {
             activation=Activation(limit=7.0),
         ),
     ),
-    "narrow values with a factor, key-value heads as heads": Block(
-        attention=Windowed(
-            heads=4, kv_heads=4, head_dim=16, v_dim=8, value_scale=0.7, window=8, gate=True
+    "chunks, norms without a weight, a temperature, weights on the input": Block(
+        attention=Chunked(
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            chunk=8,
+            qk_norm="unit",
+            norm_after_rope=True,
+            temperature=Temperature(every=3, scale=0.5),
         ),
-        ffn=Dense(width=48),
+        ffn=MOE.model_copy(update={"weigh": "input"}),
     ),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"

@@ -64,9 +64,9 @@ SCALE = 1 + 1e-8
 SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
 
 
-@pytest.mark.parametrize("name", [*UNCOMMON, "scaled", "normed", "formed"])
+@pytest.mark.parametrize("name", [*UNCOMMON, "scaled", "normed", "formed", "entered"])
 def test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does(name: str) -> None:
-    sizes = "etp2" if name == "formed" else "tp2"
+    sizes = "etp2" if name in ("formed", "entered") else "tp2"
     (verdict,) = prove([case(name, sizes, 2)]).verdicts
     assert verdict.passed, (verdict.problems, verdict.worst)
 

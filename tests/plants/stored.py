@@ -38,8 +38,8 @@ PLANTS = (
         "a missing tensor is passed over",
         STRICT,
         "convert/plan.py",
-        'problems = [f"{p.name} is missing" for p in wanted if p.name not in present]',
-        "problems = list[str]()",
+        '[f"{p.name} is missing" for p in wanted if p.name not in {*present, *coded}]',
+        "list[str]()",
     ),
     Plant(
         "b24",

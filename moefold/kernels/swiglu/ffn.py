@@ -176,6 +176,11 @@ class Adapter:
         return sink.deliver(a, product_a), sink.deliver(b, product_b)
 
 
+def _entered(x_ND: Tensor, p_N: Tensor | None, form: ExpertForm | None) -> Tensor:
+    """Return the rows of the first product."""
+    return x_ND if form is None or p_N is None else form.enter(x_ND, p_N)
+
+
 class _GatedFfn(Function):
     @staticmethod
     def forward(
@@ -193,9 +198,10 @@ class _GatedFfn(Function):
         form: ExpertForm | None,
         *masters: Tensor | None,
     ) -> Tensor:
+        given_ND, x_ND = x_ND, _entered(x_ND, p_N, form)
         h_N2F = adapters[0].add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
         h_N2F = h_N2F if form is None else form.shift(h_N2F)
-        ctx.save_for_backward(x_ND, None if again else h_N2F, p_N, w_in, w_out)
+        ctx.save_for_backward(given_ND, None if again else h_N2F, p_N, w_in, w_out)
         ctx.masters, ctx.products, ctx.sink = (master_in, master_out), products, sink
         ctx.adapters, ctx.form = adapters, form
         if form is None:
@@ -208,10 +214,11 @@ class _GatedFfn(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
+        given_ND, h_N2F, p_N, w_in, w_out = ctx.saved_tensors
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
         (inner, outer), form = ctx.adapters, ctx.form
+        x_ND = _entered(given_ND, p_N, form)
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)
             h_N2F = h_N2F if form is None else form.shift(h_N2F)
@@ -242,4 +249,5 @@ class _GatedFfn(Function):
         )
         if form is not None:
             low += form.deliver(dh_N2F, dy_ND, p_N, sink)
+            dx_ND, dp_N = form.leave(given_ND, p_N, dx_ND, dp_N)
         return dx_ND, dw_in, dw_out, dp_N, *(None,) * 7, *low

@@ -11,6 +11,7 @@ from moefold.layers.config import ATTENTION, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     GATHER,
+    NORMS,
     NOTHING,
     SMALL_HEAD,
     STATISTIC,
@@ -42,8 +43,9 @@ class Gqa(LayerSpec):
     """Dims of a head's values; None is ``head_dim``."""
     value_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on values."""
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """RMSNorm on queries and keys: per head, or over the whole projection."""
+    qk_norm: Literal["none", "head", "projection", "unit"] = "none"
+    """RMSNorm on queries and keys: per head, over the whole projection, or per head without a
+    weight."""
     norm_after_rope: bool = False
     """Whether those norms come after rotation (Hunyuan)."""
     rope: Rope | None = Rope()
@@ -74,6 +76,9 @@ class Gqa(LayerSpec):
         if self.norm_after_rope and self.qk_norm == "projection":
             rule = "must be off: norms over whole projections come before heads are cut"
             yield Violation(("norm_after_rope",), True, rule, False)
+        if self.qk_norm == "unit" and not self.norm_after_rope:
+            rule = "must be on: norms without a weight come after rotation"
+            yield Violation(("norm_after_rope",), False, rule, True)
 
     @property
     def softmax_scale(self) -> float:
@@ -114,7 +119,7 @@ class Gqa(LayerSpec):
             yield Weight("o.bias", (hidden,), product=False)
         if self.gate:
             yield Weight("out_gate.weight", (out, hidden), ((0, heads),))
-        if self.qk_norm == "none":
+        if self.qk_norm in ("none", "unit"):
             return
         for name, units, _ in each[:2]:
             if self.qk_norm == "projection":
@@ -153,7 +158,7 @@ class Gqa(LayerSpec):
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp
-                per_row = heads if self.qk_norm == "head" else 1
+                per_row = 1 if self.qk_norm == "projection" else heads
                 # Over the whole projection, which tensor ranks share, in the statistic's format.
                 wide = shape.tp > 1 and self.qk_norm == "projection"
                 width = max(shape.width, STATISTIC) if wide else shape.width
@@ -161,11 +166,13 @@ class Gqa(LayerSpec):
                 yield Saved(f"{name}.projected", projected, module="attention")
                 statistic = shape.piece * per_row * STATISTIC
                 yield Saved(f"{name}_norm.statistic", statistic, module="norms")
-        if not self.gate:
-            yield from saved_attention(self.core, shape)
-            return
+        # What a norm makes last is made again by it, and what a gate scales no product reads.
+        last = ("q", "k") if self.norm_after_rope and self.qk_norm != "none" else ()
         for part in saved_attention(self.core, shape):
-            yield replace(part, operand=False)
+            dropped = part.dropped | NORMS if part.name in last else part.dropped
+            yield replace(part, dropped=dropped, operand=part.operand and not self.gate)
+        if not self.gate:
+            return
         size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
         yield Saved("out_gate", size, module="attention")
         yield Saved("gated", size, module="attention", operand=True)

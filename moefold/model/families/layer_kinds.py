@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.layers.config import Rope
+from moefold.layers.config import Rope, Temperature
 from moefold.model.families.fields import ConfigField, Rotary, Values
 from moefold.model.families.hub import ConfigReader, read_rope, rope_fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,62 @@ class ExpertLayers(ConfigField):
             if self.sparse(wanted[0], wanted[-1], step, layers) == wanted:
                 return {self.start: wanted[0], self.end: wanted[-1], self.step: step}
         raise ValueError(f"layers with experts {wanted} are no first, last and step of this family")
+
+
+@dataclass(frozen=True)
+class ExpertList(ConfigField):
+    """``moe_layers``, the layers with experts; absent, each ``interleave_moe_layer_step``-th is."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the dense ones."""
+        layers = config.take("num_hidden_layers", int)
+        step = max(1, config.take("interleave_moe_layer_step", int, 1))
+        sparse = config.take("moe_layers", list, list(range(step - 1, layers, step)))
+        return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list."""
+        layers, dense = range(model.shape.layers), model.shape.dense
+        return {"moe_layers": [n for n in layers if n not in dense]}
+
+
+@dataclass(frozen=True)
+class ChunkKinds(ConfigField):
+    """Chunks, and the layers without positions: those see all before them, with a temperature."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the chunk, the numbers of the full layers, and what either kind has."""
+        layers = config.take("num_hidden_layers", int)
+        step = max(1, config.take("no_rope_layer_interval", int, 4))
+        usual = [int((n + 1) % step != 0) for n in range(layers)]
+        turns = config.take("no_rope_layers", list, usual) or usual
+        kinds = [CHUNKED if turn else FULL for turn in turns[:layers]]
+        if config.take("layer_types", list, kinds) != kinds:
+            rule = f"{CHUNKED} where no_rope_layers has 1 and {FULL} where it has 0"
+            config.refuse(f"layer_types is supported as {rule}")
+        full = tuple(n for n, kind in enumerate(kinds) if kind == FULL)
+        every = config.take("floor_scale", int, 8192)
+        scale = config.take("attn_scale", float, 0.1)
+        tuned = config.take("attn_temperature_tuning", bool, True) and full and scale
+        return {
+            "shape.chunk": config.take("attention_chunk_size", int, 8192),
+            "shape.full_layers": full,
+            "shape.unit_norm": config.take("use_qk_norm", bool, True),
+            "shape.temperature": Temperature(every=every, scale=scale) if tuned else None,
+        }
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return all of it."""
+        shape, tuned = model.shape, model.shape.temperature
+        turns = [int(n not in shape.full_layers) for n in range(shape.layers)]
+        steps = {"floor_scale": tuned.every, "attn_scale": tuned.scale} if tuned else {}
+        return steps | {
+            "attention_chunk_size": shape.chunk,
+            "no_rope_layers": turns,
+            "layer_types": [CHUNKED if turn else FULL for turn in turns],
+            "use_qk_norm": shape.unit_norm,
+            "attn_temperature_tuning": tuned is not None,
+        }
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Tensor
     if row.order:
         there = [shape[dim] for dim in row.order]
         if (halves := row.order.index(1)) and len(shape) > 2 and shape[1] == 2:
-            there[halves - 1 : halves + 1] = [2 * there[halves - 1]]
+            at = halves - 1 if row.order[halves - 1] == 2 else halves
+            there[at : at + 2] = [there[at] * there[at + 1]]
         return (TensorPiece(names[0].format(i=layer), tuple(there), (), row.order),)
     if len(names) < len(row.theirs) or ("{e}" in row.theirs[0] and "{e}" not in names[0]):
         merged = _merged(shape) if len(shape) == 4 else shape
@@ -268,6 +269,24 @@ def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tu
     return tuple(
         entry(f"{ours}.{name}", *names(apart, *parts), packed=names(packed or apart, *parts))
         for name, parts in (("w_in", ("gate", "up")), ("w_out", ("down",)))
+    )
+
+
+def llama4_names() -> tuple[Entry, ...]:
+    """Names of Llama 4's feed-forwards: experts' matrices [in, out], all gates before all ups."""
+    at, ours = "model.layers.{i}.feed_forward", "layers.{i}"
+    both = f"{at}.gate_proj.weight", f"{at}.up_proj.weight"
+    one = [name.replace("forward.", "forward.shared_expert.") for name in both]
+    experts = f"{ours}.moe.experts"
+    return (
+        *(row for row in llama_names() if ".ffn." not in row.ours),
+        entry(f"{ours}.ffn.w_in", *both),
+        entry(f"{ours}.ffn.w_out", f"{at}.down_proj.weight"),
+        entry(f"{ours}.moe.router.weight", f"{at}.router.weight"),
+        Entry(f"{experts}.w_in", (f"{at}.experts.gate_up_proj",), order=(0, 3, 1, 2)),
+        Entry(f"{experts}.w_out", (f"{at}.experts.down_proj",), order=(0, 2, 1)),
+        entry(f"{ours}.moe.shared.w_in", *one),
+        entry(f"{ours}.moe.shared.w_out", f"{at}.shared_expert.down_proj.weight"),
     )
 
 

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Rope, Size, Temperature
+from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -243,6 +244,50 @@ class TwoKindSizes(WindowSizes):
             "kv_heads": kv_heads,
             "v_dim": both[0].value_dim,
             "window_rope": sliding.rope if differs and sliding else None,
+        }
+
+
+class ChunkedSizes(FreeGqaSizes):
+    """Sizes of a family whose layers see a chunk, but for some that see all, without positions."""
+
+    chunk: Size
+    """Tokens that see one another, counted from a document's first."""
+    full_layers: tuple[int, ...] = ()
+    """Numbers of the layers, from 0, that see all before them and have no positions."""
+    unit_norm: bool = True
+    """Whether each head of queries and keys is normed, without a weight, where it turns."""
+    temperature: Temperature | None = None
+    """Factor on queries of full layers."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention within a chunk, or to all before."""
+        if layer in self.full_layers:
+            return Chunked(**self.head_sizes, rope=None, temperature=self.temperature, **own)
+        norm = {"qk_norm": "unit", "norm_after_rope": True} if self.unit_norm else {}
+        return Chunked(**self.head_sizes, rope=rope, chunk=self.chunk, **norm, **own)
+
+    def rules(self) -> Iterator[Violation]:
+        """Full layers exist, stand once and leave another; a temperature has some."""
+        yield from super().rules()
+        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers})[: self.layers - 1]
+        if list(self.full_layers) != legal:
+            rule = f"must be increasing numbers from 0 to {self.layers - 1}, not all"
+            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+        if self.temperature is not None and not self.full_layers:
+            rule = "is of full layers, and there is none"
+            yield Violation(("temperature",), self.temperature, rule, None)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, who sees past a chunk too."""
+        both: list[Any] = [block.attention for block in decoder.blocks]
+        full = tuple(n for n, one in enumerate(both) if one.chunk is None)
+        chunked = next((one for one in both if one.chunk is not None), both[0])
+        return super().of(decoder) | {
+            "chunk": chunked.chunk,
+            "full_layers": full,
+            "unit_norm": chunked.qk_norm == "unit",
+            "temperature": both[full[0]].temperature if full else None,
         }
 
 

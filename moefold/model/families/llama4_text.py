@@ -1,0 +1,64 @@
+"""Llama 4's text model: chunks, layers without positions, weights on the input of experts."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.layer_kinds import ChunkKinds, ExpertList
+from moefold.model.families.sizes import ChunkedSizes, DenseListed
+from moefold.moe.config import Aux
+
+_AUX, _THETA = 1e-3, 5e5
+
+
+class Llama4TextShape(ChunkedSizes, DenseListed):
+    """Sizes of a Llama 4."""
+
+    @property
+    def width_of_shared(self) -> int:
+        """``expert_width``: the shared expert is as wide as a routed one."""
+        return self.expert_width
+
+
+@MODEL.register
+class Llama4Text(Family):
+    """A Llama 4, without what sees pictures."""
+
+    family: Literal["llama4_text"] = "llama4_text"
+    shape: Llama4TextShape
+    bias: Literal["none", "all"] = "none"
+    """Whether projections of attention have biases."""
+    balance: Balance = (Aux(coefficient=_AUX),)
+    rope: Rope = Rope(theta=_THETA, layout="interleaved")
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "llama4_text"
+    architecture = "Llama4ForCausalLM"
+    fixed_rope = "interleaved"
+    attention_fields = ("bias",)
+    router_own = {"score": "sigmoid", "renormalise": False}
+    moe_own = {"weigh": "input"}
+    hf_sizes = names.HF_SIZES | {
+        "num_local_experts": "experts",
+        "intermediate_size": "expert_width",
+    }
+    fields = (
+        hf.KvHeads(),
+        hf.HeadDim(128),
+        hf.Rotary(_THETA, "interleaved"),
+        hf.AuxField(_AUX),
+        hf.DenseSize("intermediate_size_mlp"),
+        hf.ProjectionBias("attention_bias", False, "all"),
+        ChunkKinds(),
+        ExpertList(),
+    )
+    tensors = (
+        *names.llama4_names(),
+        *names.gqa_names(),
+        *names.projection_bias_names("qkvo"),
+    )
