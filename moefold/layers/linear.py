@@ -97,24 +97,16 @@ class Embedding(nn.Module):
         whole, ranks = flow.whole, flow.world.group("tp")
         ids_T = whole.rows.ids_T
         if ranks.size == 1:
-            rows = _Lookup.apply(_anchor(table.master), table, ids_T, whole.n_valid, flow.sink)
+            rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
         else:
             # One rank's share of the vocabulary knows a row; the others add zeros.
             here = table.value.shape[0]
             ids_T = ids_T - ranks.index * here
             mine_T = (ids_T >= 0) & (ids_T < here)
             ids_T = torch.where(mine_T, ids_T, 0)
-            rows = _Lookup.apply(_anchor(table.master), table, ids_T, whole.n_valid, flow.sink)
+            rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
             rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
-
-
-def _anchor(table: Tensor) -> Tensor:
-    """Return what autograd follows from the first rows on: the table, or nothing of a frozen one.
-
-    So every unit has a backward, whatever of it is frozen.
-    """
-    return table if table.requires_grad else torch.empty(0, requires_grad=True)
 
 
 class _Lookup(Function):

@@ -6,10 +6,6 @@ FROZEN = "tests/cpu/test_training_frozen.py::"
 B60_BIAS = FROZEN + "test_b60_the_bias_of_a_frozen_router_stays"
 B60_BYTES = FROZEN + "test_b60_bytes_of_frozen_weights_are_those_of_the_compute_format"
 B60_GRADIENTS = FROZEN + "test_b60_frozen_weights_have_no_gradient_and_others_the_same"
-B60_LAYOUTS = (
-    "tests/gloo/test_training_frozen.py::"
-    "test_b60_layouts_with_frozen_weights_compute_what_one_rank_computes"
-)
 
 ADAPTERS = "tests/cpu/test_adapters.py::"
 B61_MERGED = ADAPTERS + "test_b61_adapters_compute_what_their_merged_weights_do"
@@ -53,14 +49,6 @@ PLANTS = (
         "model/tuning.py",
         "setattr(owner, leaf, nn.Parameter(values, requires_grad=False))",
         "setattr(owner, leaf, nn.Parameter(values))",
-    ),
-    Plant(
-        "b60",
-        "the first unit with anything to train has no backward of its input",
-        B60_LAYOUTS,
-        "layers/linear.py",
-        "return table if table.requires_grad else torch.empty(0, requires_grad=True)",
-        "return table",
     ),
     Plant(
         "b61",
