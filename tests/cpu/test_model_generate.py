@@ -16,7 +16,8 @@ from moefold.model.decoder import DecoderModel
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe.config import Capacity
-from moefold.proof.matrix import DENSE, GQA, MHA, MLA, SHARED, decoder, moe
+from moefold.proof.attentions import GQA, MHA, MLA
+from moefold.proof.subjects import DENSE, SHARED, decoder, moe
 
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2], [7, 7], [7, 7])
 TOKENS = 12

@@ -4,7 +4,7 @@ import pytest
 
 from moefold.layers.placement import placements
 from moefold.model.decoder import DecoderModel
-from moefold.proof.matrix import SUBJECTS
+from moefold.proof.subjects import SUBJECTS
 from moefold.spec.decoder import model_weights
 
 

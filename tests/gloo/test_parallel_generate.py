@@ -14,8 +14,8 @@ from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.score import continuing, next_logits
-from moefold.proof.matrix import SUBJECTS
 from moefold.proof.rank_run import fill
+from moefold.proof.subjects import SUBJECTS
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 7])
 

@@ -8,11 +8,13 @@ from proof_selection import selection
 from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
+from moefold.proof.attentions import UNCOMMON
 from moefold.proof.case import ProofCase, enough
-from moefold.proof.matrix import SUBJECTS, UNCOMMON, matrix
+from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
 from moefold.proof.pool import run_cases
 from moefold.proof.rank_run import InjectedFault
+from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import BOUND, low_precision_case, prove, prove_low_precision
 from moefold.run import load_run
 

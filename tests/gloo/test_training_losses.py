@@ -7,7 +7,7 @@ import pytest
 
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase, enough
-from moefold.proof.matrix import SUBJECTS
+from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import adapt
 from moefold.training.config import Lora

@@ -1,0 +1,144 @@
+"""Small models that the matrix proves, each of some kinds of parts, by name. Torch-free."""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any, get_args
+
+from moefold.config.base import Record
+from moefold.layers.kinds.dense import Dense
+from moefold.model.config import Block, Decoder, Stack
+from moefold.moe.config import (
+    BALANCE,
+    Activation,
+    Aux,
+    Bias,
+    Capacity,
+    Groups,
+    Moe,
+    Router,
+    Shared,
+    Z,
+)
+from moefold.optim.config import AdamW
+from moefold.proof.attentions import GQA, MHA, MLA, UNCOMMON, WINDOWED
+from moefold.proof.case import Subject
+from moefold.proof.shrink import CLIP, RATE
+
+ROUTER = Router(experts=8, top_k=2)
+DEEPSEEK = Router(
+    experts=8,
+    top_k=3,
+    score="sigmoid",
+    epsilon=1e-20,
+    scale=1.5,
+    groups=Groups(count=4, keep=2),
+    selection_bias=True,
+)
+TERMS = (Aux(), Aux(over="sequence"), Aux(over="global_batch"), Z())
+ADAMW = AdamW(lr=RATE, clip_norm=CLIP)
+DENSE = Dense(width=16)
+
+
+def moe(**changes: Any) -> Moe:
+    """Return a mixture of eight experts of width 16."""
+    usual: dict[str, Any] = {"width": 16, "router": ROUTER, "balance": TERMS}
+    return Moe(**(usual | changes))
+
+
+SHARED = moe(shared=Shared(width=16, gate=True))
+
+
+def decoder(
+    attention: Record, *ffns: Record, other: Record | None = None, **changes: Any
+) -> Decoder:
+    """Return a decoder of one block for each feed-forward; ``other`` is every other attention."""
+    by_turns = cycle((attention, other or attention))
+    stacks = tuple(Stack(blocks=(Block(attention=next(by_turns), ffn=f),)) for f in ffns)
+    usual: dict[str, Any] = {"vocab": 64, "hidden": 16, "init_std": 0.3, "init_out_scale": 1.0}
+    return Decoder(**(usual | changes), stacks=stacks)
+
+
+def subject(described: Decoder, **changes: Any) -> Subject:
+    """Return a subject with AdamW."""
+    return Subject(described, ADAMW, **changes)
+
+
+def scaled_decoder() -> Decoder:
+    """Return one with every factor, no positions, norms after rotation and a least sum."""
+    plain = GQA.model_copy(update={"rope": None, "scale": 0.7})
+    after = GQA.model_copy(update={"norm_after_rope": True})
+    router = Router(experts=8, top_k=2, floor=0.4, selection_bias=True)
+    mixture = moe(router=router, shared=Shared(width=16))
+    halves = ((plain, DENSE), (after, mixture))
+    blocks = tuple(Block(attention=a, ffn=f, residual_scale=0.6) for a, f in halves)
+    made = decoder(GQA, DENSE, embed_scale=3.0, logits_divisor=2.0)
+    return made.model_copy(update={"stacks": (Stack(blocks=blocks),)})
+
+
+def normed_decoder() -> Decoder:
+    """Return one whose norms stand in each other way, with gates on attention's output."""
+    gated, mixture = GQA.model_copy(update={"gate": True}), moe(shared=Shared(width=16), scale=0.5)
+    places = (("both", DENSE), ("after", mixture), ("shared", mixture), ("both", mixture))
+    given = ({"attention": gated, "ffn": ffn, "norms": norms} for norms, ffn in places)
+    blocks = tuple(Block.model_validate(one) for one in given)
+    return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
+
+
+def formed() -> Moe:
+    """Return a mixture whose experts and router have biases, with a clamped activation."""
+    router = Router(experts=8, top_k=2, order="topk_first", bias=True)
+    bounded = Activation(alpha=1.7, limit=0.5, offset=1.0)
+    return moe(router=router, expert_bias=True, activation=bounded)
+
+
+def entered() -> Moe:
+    """Return a mixture whose experts read weighed rows, and one with biases of them."""
+    router = Router(experts=8, top_k=2, score="sigmoid", renormalise=False)
+    return moe(router=router, weigh="input", shared=Shared(width=16), expert_bias=True)
+
+
+BIASED = moe(
+    router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
+)
+
+SUBJECTS: dict[str, Subject] = {
+    "gqa": subject(decoder(GQA, DENSE, SHARED)),
+    "mha": subject(decoder(MHA, DENSE, SHARED)),
+    "mla": subject(decoder(MLA, DENSE, BIASED)),
+    "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
+    "scaled": subject(scaled_decoder()),
+    "normed": subject(normed_decoder()),
+    **{name: subject(decoder(a, DENSE, SHARED, other=b)) for name, (a, b) in UNCOMMON.items()},
+    "formed": subject(decoder(WINDOWED, DENSE, formed(), formed())),
+    "entered": subject(decoder(GQA, DENSE, entered(), entered())),
+    "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
+    "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
+    "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),
+    "mla direct": subject(decoder(MLA.model_copy(update={"q_rank": None}), moe(), moe())),
+    "capacity": subject(decoder(GQA, DENSE, moe(capacity=Capacity(factor=1.0)))),
+    "capacity by place": subject(
+        decoder(GQA, DENSE, moe(capacity=Capacity(factor=0.75, drop="position")))
+    ),
+    "top-k first": subject(
+        decoder(GQA, moe(router=Router(experts=8, top_k=2, order="topk_first")))
+    ),
+    "softplus": subject(
+        decoder(GQA, moe(router=Router(experts=8, top_k=4, score="sqrt_softplus")))
+    ),
+    "top-1": subject(decoder(GQA, moe(router=Router(experts=8, top_k=1, renormalise=False)))),
+    "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(6, 7)),
+    "idle ranks": subject(decoder(GQA, DENSE, SHARED), empty=(1, 3), padding=12),
+    "dense": subject(decoder(GQA, DENSE, DENSE)),
+}
+
+
+def terms() -> Iterator[tuple[str, Subject]]:
+    """Yield a subject for each kind of balance and each population it can be over, alone."""
+    for kind, record in BALANCE.kinds.items():
+        fields = record.model_fields
+        given: dict[str, Any] = {"coefficient": 1.0} if "coefficient" in fields else {}
+        populations = get_args(fields["over"].annotation) if "over" in fields else ()
+        for over in populations or ("",):
+            term = record(**given, **({"over": over} if over else {}))
+            mixture = moe(router=DEEPSEEK, balance=(term,))
+            yield f"{kind} {over}".strip(), subject(decoder(GQA, mixture))
