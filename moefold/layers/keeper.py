@@ -5,7 +5,7 @@ Values never change. Three ways:
 * *checkpoint* keeps a callable's inputs and runs it again: whole blocks, the attention core, FFNs.
 * *discard* drops a callable's outputs from what its consumers keep, and makes them again from its
   inputs when a consumer's backward asks: norms, MLA's up-projections, rows gathered from tensor
-  ranks and experts' copies of rows, which are large and cheap.
+  ranks and experts' copies of rows, which are large and cheap; and the weights of experts' clones.
 * *offload* sends what is kept to the host or to disk (:mod:`moefold.layers.offload`).
 
 All that is kept passes ``keep`` and ``take``, as autograd's saved-tensor hooks or called by name:
@@ -35,7 +35,7 @@ from moefold.config.base import Record
 from moefold.layers.config import Auto, Full, Kind, Selective
 from moefold.layers.offload import Away, Departed, Offloading
 
-DISCARDED = frozenset({"norms", "mla_up", "gather", "permute"})
+DISCARDED = frozenset({"norms", "mla_up", "gather", "permute", "clones"})
 OWNED = frozenset({"norms", "attention", "ffn", "shared", "experts", "moe"})
 """Kinds that what is first kept within belongs to; what is within others is of those around."""
 TAKING = frozenset({"attention", "experts"})
@@ -80,16 +80,22 @@ class Keeper:
         record: what is made again.
         offload: what goes where.
         ends: whether the chunk ends in the loss.
+        clones: whether experts have clones on other ranks.
     """
 
     def __init__(
-        self, record: Record | None = None, offload: Offloading | None = None, ends: bool = True
+        self,
+        record: Record | None = None,
+        offload: Offloading | None = None,
+        ends: bool = True,
+        clones: bool = False,
     ) -> None:
         self.block = isinstance(record, Full)
         # Not settled, all that could be chosen.
         chosen = get_args(Kind) if isinstance(record, Auto) else ()
         chosen = record.modules if isinstance(record, Selective) else chosen
-        self.kinds = frozenset[str](chosen)
+        # Weights of clones are never kept, whatever is.
+        self.kinds = frozenset[str]((*chosen, "clones") if clones else chosen)
         self._record, self._offload, self._ends = record, offload, ends
         self._made = _ByStorage[_DiscardedOutput]()
         """Outputs whose memory the pass still holds."""
@@ -106,7 +112,7 @@ class Keeper:
 
     def begun(self, ends: bool) -> "Keeper":
         """Return the keeper of a pass through one chunk, which may end in the loss."""
-        return Keeper(self._record, self._offload, ends)
+        return Keeper(self._record, self._offload, ends, "clones" in self.kinds)
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""

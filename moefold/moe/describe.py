@@ -182,6 +182,9 @@ class MoeSpec(LayerSpec):
             yield Saved("router.total", shape.rows * STATISTIC, module="moe")
             yield Saved("router.weights", chosen * STATISTIC, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
+        if shape.clones:
+            seats = chosen + shape.ep * shape.clones
+            yield Saved("clones", seats * INDEX, saved=False, module="moe")
         yield Saved("offsets", router.experts * 4, saved=shape.apart, module="moe", operand=True)
         if self.populations:
             yield from self._saved_balance(shape)

@@ -3,10 +3,15 @@
 R rows, D hidden, F expert width, E experts.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from moefold.kernels.gradients import RETURNED
 from moefold.kernels.grouped.choose import GroupedKernel, choose
+from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
@@ -14,6 +19,7 @@ from moefold.kernels.swiglu.form import ExpertForm
 from moefold.layers.config import Activation
 from moefold.layers.flow import Flow
 from moefold.layers.linear import Adaptable
+from moefold.moe.clone_weights import CloneGradients, bring, leaves
 from moefold.moe.config import Moe
 
 
@@ -49,11 +55,14 @@ class Experts(Adaptable):
         probs_R: Tensor,
         flow: Flow,
         sent_R: Tensor | None = None,
+        clones: Tensor | None = None,
     ) -> Tensor:
         """Return ``y_RD``, weighted by ``probs_R``; rows past the last offset are unspecified.
 
-        ``sent_R`` says of which micro-batches rows are, where not all are of this rank's. Keeps
-        ``x_RD``, the pre-activation unless that is recomputed, and the routing for backward.
+        ``sent_R`` says of which micro-batches rows are, where not all are of this rank's. Where
+        there are ``clones`` (see :class:`Dispatched`), rows behind those of the experts here are
+        for them. Keeps ``x_RD``, the pre-activation unless that is recomputed, and the routing for
+        backward.
         """
         if self.narrow:
             codes_in, codes_out = (
@@ -68,7 +77,11 @@ class Experts(Adaptable):
                 return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
-        w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
+        w_in, w_out, sink = self.operand("w_in", flow), self.operand("w_out", flow), flow.sink
+        biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
+        if clones is not None:
+            w_in, w_out, *biases = self._with_clones(clones, biases, flow)
+            sink = RETURNED
         products = grouped_products(self.kernel(x_RD.dtype, x_RD.device), offs_E)
         again = flow.keeper.wants("experts")
         # A rank may be no width that the library's product takes.
@@ -78,20 +91,47 @@ class Experts(Adaptable):
         ]
         slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         low = None if slim is None else grouped_products(slim, offs_E)
-        form = self._form(offs_E, flow)
+        form = self._form(offs_E, biases, flow)
         with flow.keeper.scope("experts"):
-            return gated_ffn(x_RD, w_in, w_out, products, flow.sink, probs_R, again, low, form)
+            return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, again, low, form)
 
-    def _form(self, offs_E: Tensor, flow: Flow) -> ExpertForm | None:
+    def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertForm | None:
         """Return what is computed beside the products; None is SwiGLU and no more."""
         if not self._formed:
             return None
-        b_in, b_out = (
-            None if bias is None else flow.operand(bias, bias.dtype)
-            for bias in (self.in_bias, self.out_bias)
-        )
+        b_in, b_out = biases or (None, None)
         form = self._activation or Activation()
         # Each rank that has a slice of an expert adds its share of the output's bias.
         share = 1 / flow.world.group("etp").size
         how = form.alpha, form.limit, form.offset
         return ExpertForm(offs_E, *how, b_in, b_out, share, self._on_input)
+
+    def _with_clones(
+        self, expert_Ps: Tensor, biases: Sequence[Operand], flow: Flow
+    ) -> list[Operand]:
+        """Return both weights with the clones' behind them, not kept for backward, and biases."""
+        ranks = flow.world.group("ep")
+        label = ranks.recorder.label
+
+        def read() -> list[Operand]:
+            return leaves([self.operand("w_in", flow), self.operand("w_out", flow)])
+
+        def bring_again() -> tuple[Tensor, ...]:
+            return bring([one.value for one in read()], expert_Ps, ranks, label)
+
+        here = read()
+        with torch.no_grad():
+            values = bring([one.value for one in here], expert_Ps, ranks)
+            shifts = bring([one.value for one in biases], expert_Ps, ranks) if biases else ()
+        if not flow.keeper.again:  # What runs again is read at once.
+            flow.keeper.discard("clones", values, bring_again)
+        masters = [one.master for one in (*here, *biases)]
+        stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)
+        both = iter(map(Operand, stand_ins, (*values, *shifts)))
+        found = []
+        for one in (self.operand("w_in", flow), self.operand("w_out", flow)):
+            made, low = next(both), one.low_rank
+            if low is not None:
+                made = replace(made, low_rank=replace(low, a=next(both), b=next(both)))
+            found.append(made)
+        return [*found, *both]

@@ -53,7 +53,7 @@ class MoeFfn(nn.Module):
         )
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
-        self._dispatch = LayerDispatch(dispatch, record.router.experts, self._key)
+        self.sending = LayerDispatch(dispatch, record.router.experts, self._key)
 
     @property
     def terms(self) -> dict[str, float]:
@@ -84,14 +84,14 @@ class MoeFfn(nn.Module):
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
         tokens = RoutedTokens(x_TD, weights_TK, experts_TK, self._no_drop(flow))
-        sent = self._dispatch.send(tokens, flow, self.experts.by_micro_batch)
+        sent = self.sending.send(tokens, flow, self.experts.by_micro_batch)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:
         """Run the experts that are here, and the shared one on the rows that are here."""
         residual_TD, shared_TD = rows.residual_TD, None
         with flow.world.recorder.module(f"{self._key}.moe.experts"):
-            y_RD, handle = self._dispatch.run(rows.sent, self.experts, flow)
+            y_RD, handle = self.sending.run(rows.sent, self.experts, flow)
             if self.shared is not None:
                 shared_TD = self.shared(rows.x_TD, flow)
                 if not self.apart:
@@ -101,7 +101,7 @@ class MoeFfn(nn.Module):
 
     def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
         """Bring the experts' results back to their rows, and add them up."""
-        out_TD = self._dispatch.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
+        out_TD = self.sending.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
         out_TD = out_TD if rows.shared_TD is None else out_TD + rows.shared_TD
         added_TD = scaled(out_TD, self.residual_scale)
         if self.apart:

@@ -1,4 +1,5 @@
-"""How a layer's rows go to its experts and back: by the layout's dispatcher, or in rounds.
+"""How a layer's rows go to its experts, or clones of these, and back: by the layout's dispatcher,
+or in rounds.
 
 T rows, D hidden, R rows after dispatch.
 """
@@ -10,7 +11,8 @@ from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.kernels.scaled.rows import sent_numbers
 from moefold.layers.flow import Flow
-from moefold.moe.config import FixedRoom
+from moefold.moe.clones import ClonePlan, plan_clones
+from moefold.moe.config import Clones, FixedRoom
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
@@ -27,10 +29,17 @@ class LayerDispatch:
     """
 
     def __init__(self, record: Record, experts: int, name: str) -> None:
+        self._record, self._experts = record, experts
         self._dispatcher: Dispatcher = build(record, experts)
+        self._clones: Clones | None = None
         self._name = f"{name}.moe"
         fixed = isinstance(record, FixedRoom)
         self._rounds = Rounds(record, experts, self._name) if fixed else None
+
+    def open_slots(self, record: Clones, ranks: int) -> None:
+        """Let each of the ranks of ``ep`` have clones of other ranks' experts."""
+        self._clones = record
+        self._dispatcher = build(self._record, self._experts + ranks * record.slots)
 
     def send(
         self, tokens: RoutedTokens, flow: Flow, numbered: bool = False
@@ -41,6 +50,9 @@ class LayerDispatch:
         """
         if self._rounds is not None and self._rounds.wanted(flow):
             return tokens
+        plan = self._plan(tokens, flow)
+        if plan is not None:
+            tokens = tokens._replace(experts_TK=plan.seats_TK)
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             sent = self._dispatcher.dispatch(*tokens, flow.world)
         if sent.overflow is not None:
@@ -49,7 +61,20 @@ class LayerDispatch:
             rows_TD, copied = sent.source
             flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
         sent_R = self._numbers(tokens, flow) if numbered else None
-        return sent._replace(overflow=None, source=None, sent_R=sent_R)
+        clones = plan and plan.expert_Ps
+        return sent._replace(overflow=None, source=None, sent_R=sent_R, clones=clones)
+
+    def _plan(self, tokens: RoutedTokens, flow: Flow) -> ClonePlan | None:
+        """Return where copies go, planned once for a micro-batch as its decision is."""
+        if self._clones is None:
+            return None
+        key = f"{self._name}.clones"
+        if key not in flow.decisions:
+            with flow.world.recorder.module(key):
+                flow.decisions[key] = plan_clones(
+                    tokens.experts_TK, self._experts, self._clones, flow.world
+                )
+        return flow.decisions[key]
 
     def run(
         self, sent: Dispatched | RoutedTokens, experts: Experts, flow: Flow
@@ -57,7 +82,7 @@ class LayerDispatch:
         """Return the experts' results, and what brings them back: nothing after rounds."""
 
         def here(sent: Dispatched, flow: Flow) -> Tensor:
-            return experts(sent.x_RD, sent.offs_E, sent.probs_R, flow, sent.sent_R)
+            return experts(sent.x_RD, sent.offs_E, sent.probs_R, flow, sent.sent_R, sent.clones)
 
         if isinstance(sent, Dispatched):
             return here(sent, flow), sent.handle

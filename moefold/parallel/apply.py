@@ -115,6 +115,9 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     _keep(model, chunks)
     shards = _cut(model, world)
     locate_products(model, shards)
+    if layout.clones is not None:
+        for _, mixture in model.mixtures():
+            mixture.sending.open_slots(layout.clones, sizes.ep)
     beside = world.beside if table.has_pairs else None
     for each in filter(None, (world, beside)):
         for kind, inner in layout.split_groups:
@@ -176,7 +179,7 @@ def flow_of(
     return Flow(
         rows.to(device),
         model.recipe,
-        keeper=Keeper(layout.recompute, placed.offload),
+        keeper=Keeper(layout.recompute, placed.offload, clones=layout.clones is not None),
         training=training,
         world=world,
         context=layout.context,

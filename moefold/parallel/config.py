@@ -16,7 +16,7 @@ from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring, Se
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
-from moefold.moe.config import DISPATCH, AllToAll, Dispatch
+from moefold.moe.config import DISPATCH, AllToAll, Clones, Dispatch, Foreign
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
@@ -70,6 +70,8 @@ class Layout(Record):
     state: StatePlacement = StatePlacement()
     """Where master weights and moments lie between steps."""
     dispatch: Annotated[Record, DISPATCH] = AllToAll()
+    clones: Clones | None = None
+    """Copies of hot experts on ranks that have fewer rows; None makes none."""
     recompute: Annotated[Record, RECOMPUTE] | None = None
     offload: Offload | None = None
     """Activations that lie in the host's memory or on disk between forward and backward."""
@@ -97,6 +99,8 @@ class Layout(Record):
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
+        if self.clones is not None:
+            yield from self._clone_misfits(self.clones, model.experts)
         if self.offload is not None:
             misfits = self.offload.misfits(model.modules, self.recompute)
             yield from (broken.under("offload") for broken in misfits)
@@ -134,6 +138,21 @@ class Layout(Record):
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):
             yield from broken[-1]
+
+    def _clone_misfits(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
+        """Yield why there can be no clones, or not so many, of layers with so many experts."""
+        ep = self.split.ep
+        if ep == 1:
+            rule = "clones are on other ranks of ep, of which there are none"
+            yield Violation(("clones",), clones, rule, None)
+            return
+        if isinstance(self.dispatch, Foreign):
+            rule = f"dispatch {self.dispatch.kind} knows the experts of the model, and no clones"
+            yield Violation(("clones",), clones, rule, None)
+        most = min((n - n // ep for n in experts), default=clones.slots)
+        if clones.slots > most:
+            rule = f"at most the experts that other ranks of ep{ep} have, {most}"
+            yield Violation(("clones", "slots"), clones.slots, rule, most)
 
     def _schedule_misfits(self) -> Iterator[Violation]:
         """Yield where sizes are outside the schedule's domain, whatever the step."""
@@ -201,6 +220,6 @@ class Layout(Record):
     @property
     def is_split(self) -> bool:
         """Whether anything could misfit: an axis is split, or a choice is named that could."""
-        chosen = self.stages, self.schedule, self.offload, self.recompute
+        chosen = self.stages, self.schedule, self.offload, self.recompute, self.clones
         named = any(one is not None for one in chosen)
         return bool(self.sizes.strip()) or named or self.graphs != "none"

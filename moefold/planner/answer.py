@@ -309,6 +309,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         fixed = issubclass(DISPATCH.kinds[choice.dispatch], FixedRoom)
         room = {"max_rows": choice.max_rows} if fixed else {}
         said["dispatch"] = {"kind": choice.dispatch, **node, **room}
+    if choice.clones:
+        said["clones"] = {"slots": choice.clones}
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
     elif again := keeping.recompute & needs(layout.case.decoder).made_again(choice.sizes.tp):

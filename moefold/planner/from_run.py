@@ -36,6 +36,7 @@ from moefold.planner.case import (
     Overlaps,
     Recipe,
     Software,
+    evened,
     kinds,
     offloaded,
     recomputed,
@@ -120,6 +121,8 @@ class Choice:
     order: Order = ORDERS[0]
     max_rows: int | None = None
     """Room that the run file gives a dispatch of fixed shapes."""
+    clones: int = 0
+    """Slots of each rank for clones of experts."""
 
     @property
     def paired(self) -> bool:
@@ -162,13 +165,14 @@ class Choice:
             stages=stages,
             schedule=self.schedule,
             dispatch="local" if self.sizes.ep * self.sizes.etp == 1 else self.dispatch,
-            load=task.load,
+            load=evened(task.load, self.clones),
             numbers=numbers,
             keeping=self.keeping,
             software=replace(task.software, overlaps=overlaps),
             context=self.context,
             order=self.order,
             max_rows=self.max_rows,
+            clones=self.clones,
         )
 
     @property
@@ -285,6 +289,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         context=context,
         order=layout.order,
         max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedRoom) else None,
+        clones=0 if layout.clones is None else layout.clones.slots,
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from moefold.layers.config import leaving
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Held, Keeping, kinds
-from moefold.planner.memory_kept import CODES, kept, operands
+from moefold.planner.memory_kept import CODES, experts_here, kept, operands
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, activation_width, described
@@ -173,6 +173,11 @@ def _layer(
     sent = rows * features * shape.width
     inner = rows * activation_width(spec, shape) * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
+    if shape.clones and spec.routing is not None:
+        # Weights with the clones' behind them; in backward their gradients, and those in pieces.
+        both = experts_here(spec, shape) * (1 + shape.clones * shape.ep / spec.routing.experts)
+        forward += both * shape.width
+        backward += both * (shape.width + 2 * STATISTIC)
     waiting = sum(part.bytes for part in operands(block, shape))
     if stack != "moefold":
         waiting *= CODES.get(recipe, shape.width) / shape.width

@@ -73,6 +73,7 @@ def shape_of(case: Case) -> Shape:
         sizes.ep,
         _room(case),
         isinstance(case.schedule, (Merged, DualPipeV)),
+        case.clones,
     )
 
 
@@ -139,8 +140,15 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     for name, spec in halves(block):
         weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
         sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
+        # With clones the experts' products run at once, and their sums wait.
+        summed = spec.routing is not None and shape.clones > 0
+        if summed:
+            found = [part for part in found if part.module != "experts"]
+            found.append(_part("experts.sums", experts_here(spec, shape) * STATISTIC))
         for one in spec.operations(shape.hidden):
             for matmul in one.matmuls:
+                if summed and matmul.rows == "routed":
+                    continue
                 rows = _rows(matmul.rows, spec, shape)
                 for one_name in matmul.weights:
                     width = shape.width if weights[one_name].product else STATISTIC
@@ -151,6 +159,12 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
         vectors += shape.hidden * len(norms_of(block, name))
         found.append(_part("vectors", vectors * STATISTIC))
     return tuple(found)
+
+
+def experts_here(spec: LayerSpec, shape: Shape) -> float:
+    """Return the elements of the routed experts' weights on a rank."""
+    weights = (weight for weight in spec.weights(shape.hidden) if weight.expert)
+    return sum(weight.part(shape.tp, shape.ep, shape.etp) for weight in weights)
 
 
 def _rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:

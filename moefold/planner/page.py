@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
+from moefold.planner.case import evened
 from moefold.planner.from_run import TrainingTask
 from moefold.planner.goodput import bill, curve, goodput
 from moefold.planner.memory import memory, shortened, totals
@@ -249,7 +250,7 @@ def _transfers(table: Table) -> int:
 def _imbalance(task: TrainingTask, one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
     room = task.cluster.device.memory_bytes
     for load in LOADS:
-        case = replace(one.case, load=load)
+        case = replace(one.case, load=evened(load, one.case.clones))
         needed = max(totals(case))
         yield {
             "load": load,

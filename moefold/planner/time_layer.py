@@ -35,7 +35,7 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
-from moefold.spec.layer import Attention, RoutingSpec, described
+from moefold.spec.layer import STATISTIC, Attention, RoutingSpec, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
@@ -129,13 +129,15 @@ class LayerPolicy(NamedTuple):
     disk: frozenset[str] = frozenset()
     disk_share: float = 1.0
     context: Context = RING
+    clones: int = 0
+    """Slots of a rank for clones of experts."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return a case's."""
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
-        return cls(case.dispatch, kept.recompute, *host, *disk, case.context)
+        return cls(case.dispatch, kept.recompute, *host, *disk, case.context, case.clones)
 
 
 @dataclass
@@ -190,6 +192,8 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         made.put("cp", ahead, back + again)
     if policy.offload or policy.disk:
         _offload(made, block, share, setting, policy)
+    if policy.clones:
+        made.put("dispatch", *_clone_seconds(block, share, setting, policy.clones))
     made.put("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))
     return made
 
@@ -345,6 +349,29 @@ def _tensor_seconds(block: Block, share: RankShare, setting: Setting) -> tuple[f
     once = ring_seconds(share.t * share.hidden * BF16, group, setting.cluster, setting.rates)
     shown = gathering * once * (0.5 if setting.overlap_tp else 1.0)
     return 2 * shown, 3 * shown
+
+
+def _clone_seconds(
+    block: Block, share: RankShare, setting: Setting, slots: int
+) -> tuple[float, float]:
+    """Return what clones' weights take forward, and again backward with their gradients in fp32.
+
+    All experts of a rank leave it in pieces, and then as many as fill the slots of all ranks.
+    """
+    spec = described(block.ffn)
+    if spec.routing is None or share.ep == 1:
+        return 0.0, 0.0
+    sizes = share.tp, share.ep, share.etp
+    here = sum(w.part(*sizes) for w in spec.weights(share.hidden) if w.expert)
+    sent = here * (1 + slots * share.ep / spec.routing.experts)
+    group = reach(setting.cluster, share.ep, share.etp)
+    once, back = (
+        exchange_seconds(
+            Rows(1.0, sent * size, 1), "alltoall", group, setting.cluster, setting.rates, 1.0
+        )
+        for size in (BF16, BF16 + STATISTIC)
+    )
+    return once, back
 
 
 DISK_BANDWIDTH = 3e9

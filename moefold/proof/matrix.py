@@ -29,12 +29,7 @@ from moefold.layers.config import (
 )
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import ORDERS, Sizes
-from moefold.moe.config import (
-    DISPATCH,
-    FixedRoom,
-    Foreign,
-    Shared,
-)
+from moefold.moe.config import DISPATCH, Clones, FixedRoom, Foreign, Shared
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.attentions import GQA, MLA, UNCOMMON
@@ -173,6 +168,23 @@ def dispatchers() -> Iterator[ProofCase]:
         yield from _each(["gqa"], [*layouts, ("", 2)], dispatch=record)
         yield from _each(["capacity", "idle experts"], [("tp2 ep4", 8)], dispatch=record)
         yield from _each(["idle ranks"], [("ep4", 4)], dispatch=record)
+
+
+@rule
+def clones() -> Iterator[ProofCase]:
+    """Clones of hot experts by every dispatcher that needs no GPU, and in every schedule."""
+    made = Clones(slots=2)
+    layouts = [("ep2", 2), ("tp2 ep4", 4), ("ep2 etp2", 4), ("cp2 ep4", 8)]
+    for record in kinds(DISPATCH, max_rows=ROOM):
+        if not isinstance(record, Foreign):
+            yield from _each(["gqa"], layouts, dispatch=record, clones=made)
+            names = ["capacity", "idle ranks", "formed"]
+            yield from _each(names, [("ep4", 4)], dispatch=record, clones=made)
+    for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
+        sizes = [("pp2 ep2", 4), ("pp2 vpp2 ep4", 8)]
+        yield from _each(["deep", "mla"], sizes, schedule=schedule, zero=zero, clones=made)
+    for again in (Full(), Selective(modules=get_args(Kind))):
+        yield from _each(["deep", "mla"], [("ep4", 4)], recompute=again, clones=made)
 
 
 @rule

@@ -283,6 +283,8 @@ class Shape:
     """Rows that the dispatcher receives in any case, where its shapes are fixed."""
     apart: bool = False
     """Whether a schedule runs a block's exchanges as parts of their own, beside other work."""
+    clones: int = 0
+    """Slots of a rank for clones of other ranks' experts."""
 
     @property
     def piece(self) -> int:

@@ -143,6 +143,10 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
     if again and cuts.experts and sizes.ep * sizes.etp > 1:
         rule = "makes a step again in rounds, which would cut rows that share a scale, or blocks"
         yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
+    names = narrow_weights(decoder)
+    if layout.clones is not None and any(w.expert and n in names for n, w, _ in _products(decoder)):
+        rule = "brings weights of experts, and not their codes"
+        yield Violation(("clones",), layout.clones, rule, None)
     if isinstance(layout.dispatch, Foreign):
         rule = "sends numbers of rows in no format that keeps them, and train.quantise asks them"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")

@@ -17,6 +17,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
+from moefold.moe.clones import ClonePlan
 from moefold.moe.config import Capacity, Shared, TwoLevel
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
@@ -109,6 +110,7 @@ class Sending:
             software=Software(loss_chunk=LOSS_CHUNK),
             context=chosen.context,
             max_rows=chosen.max_rows,
+            clones=chosen.clones,
         )
 
     def planned(self, rank: int, choices: Choices) -> Totals:
@@ -176,6 +178,8 @@ def chosen(kept: Kept) -> dict[tuple[int, int], list[list[int]]]:
     found = {}
     for micro, decisions in kept:
         for key, decision in decisions.items():
+            if isinstance(decision, ClonePlan):
+                continue
             experts_TK, kept_TK = decision.experts_TK, decision.kept_TK
             if kept_TK is not None:
                 experts_TK = torch.where(kept_TK, experts_TK, small.ROUTER.experts)

@@ -13,6 +13,7 @@ ALLGATHER, ONCE = {"dispatch": {"kind": "allgather"}}, {"dispatch": {"kind": "al
 TWO_LEVEL = {"dispatch": {"kind": "two_level", "node": 2}}
 PADDED = {"dispatch": {"kind": "padded", "max_rows": 64}}
 SPREAD = {"dispatch": {"kind": "spread", "max_rows": 150}}
+CLONES = SPREAD | {"clones": {"slots": 2}}
 GATHERED = {"context": {"kind": "all_gather"}}
 HEADS = {"context": {"kind": "all_to_all"}}
 MIXED = {"context": {"kind": "mixed", "heads": 2}}
@@ -64,6 +65,8 @@ REST = (
     Sending("ep2 etp2", 4, layout=ALLGATHER),
     Sending("ep2 etp2", 4, layout=PADDED | FULL),
     Sending("ep2 etp2", 4, layout=SPREAD),
+    Sending("ep4", 4, layout=CLONES | {"zero": 3}),
+    Sending("ep2 etp2", 4, layout=CLONES | FULL),
     Sending("tp2", 4, "tied", precision="bf16", layout={"zero": 3}),
     Sending("ep2", 4, "capacity", layout={"zero": 2, **again("experts", "norms", "attention")}),
     Sending("pp2 ep2", 4, "tied"),

@@ -1,4 +1,4 @@
-"""Plants B01, B02, B13, B14, B21, B30, B32, B40 and B65: rows on their way to other ranks."""
+"""Plants B01, B02, B13, B14, B21, B30, B32, B40, B65 to B67: rows on their way to other ranks."""
 
 from tests.plants.plant import Plant
 
@@ -6,6 +6,8 @@ STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
 EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
 ROUNDS = "tests/gloo/test_moe_rounds.py::"
+PLANS = "tests/cpu/test_moe_clones.py::"
+CLONES = "tests/gloo/test_moe_clones.py::test_b67_gradients_with_clones_are_those_of_one_rank"
 ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_as_the_exact_one"
 GRADIENTS = STEPS + "test_b01_b02_gradients_are_those_of_one_rank"
 
@@ -95,6 +97,70 @@ PLANTS = (
         "kernels/gradients.py",
         "        self._queue.deliver(weight, made(self._sums[weight]))\n",
         "        self._queue.deliver(weight, product)\n",
+    ),
+    Plant(
+        "b66",
+        "a rank's own rows count twice",
+        PLANS + "test_b66_plans_keep_rows_and_slots",
+        "moe/clones.py",
+        "left_XE, free_EP = (counts_PSE - own_PSE).flatten(0, 1),",
+        "left_XE, free_EP = counts_PSE.flatten(0, 1),",
+    ),
+    Plant(
+        "b66",
+        "slots that are taken count as free",
+        PLANS + "test_b66_plans_keep_rows_and_slots",
+        "moe/clones.py",
+        "    free_CP = record.slots - clone_CEP.sum(1)\n",
+        "    free_CP = record.slots - 0 * clone_CEP.sum(1)\n",
+    ),
+    Plant(
+        "b67",
+        "a clone's gradient is lost",
+        CLONES,
+        "moe/clone_weights.py",
+        "made(one[:here] + back)",
+        "made(one[:here].clone())",
+    ),
+    Plant(
+        "b67",
+        "a clone's gradient is added twice",
+        CLONES,
+        "moe/clone_weights.py",
+        "made(one[:here] + back)",
+        "made(one[:here] + 2 * back)",
+    ),
+    Plant(
+        "b67",
+        "a clone is sent by its number at home",
+        CLONES,
+        "moe/clone_weights.py",
+        "expert_Ps.flatten().clamp(max=pieces_EN.shape[0] - 1)",
+        "expert_Ps.flatten() % values[0].shape[0]",
+    ),
+    Plant(
+        "b67",
+        "a plan is made again as its layer runs again",
+        CLONES,
+        "moe/layer_dispatch.py",
+        "        if key not in flow.decisions:\n",
+        "        if key:\n",
+    ),
+    Plant(
+        "b67",
+        "a micro-batch goes by the first one's plan",
+        CLONES,
+        "moe/layer_dispatch.py",
+        "        return flow.decisions[key]\n",
+        '        return self.__dict__.setdefault("_first", flow.decisions[key])\n',
+    ),
+    Plant(
+        "b67",
+        "weights of clones are kept for backward",
+        CLONES,
+        "moe/experts.py",
+        "        if not flow.keeper.again:  # What",
+        "        if flow.keeper.again:  # What",
     ),
     Plant(
         "b30",

@@ -1,10 +1,17 @@
 """The table of bytes in ``docs/communication.md`` is what the formulas give."""
 
-from math import comb
+from math import ceil, comb
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from moefold.mesh.config import Sizes
+from moefold.moe.config import Padded, Spread
+from moefold.planner.case import evened
+from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.published import model
+from moefold.spec.layer import Shape as LayerShape
 
 DOC = Path(__file__).parents[2] / "docs" / "communication.md"
 ELEMENT, WEIGHT, ID = 2, 4, 8
@@ -105,3 +112,46 @@ def test_the_table_is_what_the_formulas_give(name: str) -> None:
     table = text.partition(f"**{name}**")[2].partition("\n\n**")[0]
     missing = [line(way, SHAPES[name]) for way in WAYS if line(way, SHAPES[name]) not in table]
     assert not missing, "\n".join(missing)
+
+
+MODELS = {"DeepSeek-V3": 64, "Qwen3-235B-A22B": 32}
+"""Published models, and over how many ranks their experts are."""
+LOADS = (1, 1.6, 4, None)
+"""Rows of the fullest rank over the mean; None is all rows of all ranks on one."""
+SLOTS = 4
+
+
+def room(way: str, copies: int, load: float, ep: int) -> int:
+    """Return the rows that a rank has place for so that no row of such a load lacks it."""
+    match way:
+        case "alltoall":
+            return round(copies * load)
+        case "padded":
+            return Padded(max_rows=ceil(copies * load / ep)).arriving(Sizes(ep=ep))
+        case "spread":
+            return Spread(max_rows=ceil(copies * load)).arriving(Sizes(ep=ep))
+        case _:
+            return room("spread", copies, evened(load, SLOTS), ep)
+
+
+def kept_of(name: str, way: str, load: float | None) -> float:
+    """Return the bytes that a layer with experts keeps of one micro-batch."""
+    decoder, ep = model(name).decoder, MODELS[name]
+    block = decoder.blocks[-1]
+    copies = TOKENS * block.ffn.router.top_k  # type: ignore[attr-defined]
+    slots = SLOTS if way == "clones" else 0
+    rows = room(way, copies, ep if load is None else load, ep)
+    shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
+    return kept_bytes(kept(block, shape))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_of_memory_is_what_is_planned(name: str) -> None:
+    text = DOC.read_text("utf-8")
+    title = f"**{name}, ep{MODELS[name]}**"
+    table = text.partition(title)[2].partition("\n\n**")[0]
+    titles = {"alltoall": "`alltoall`", "padded": "`padded`, all pairs alike", "spread": "`spread`"}
+    titles["clones"] = f"`spread`, {SLOTS} slots for clones"
+    for way, said in titles.items():
+        values = (f"{kept_of(name, way, load) / 1e9:.2f}" for load in LOADS)
+        assert f"| {said} | " + " | ".join(values) + " |" in table, (said, way)

@@ -82,6 +82,8 @@ def _layer(
     hidden, k = getattr(record, "latent", None) or shape.hidden, record.router.top_k
     row, members = hidden * shape.width, sizes.ep * sizes.etp
     told = _told(case, record) * INDEX
+    if case.clones and sizes.ep > 1:
+        yield from _clones(case, record, count, again)
     beside = paired(case)
     if told:
         times = count * again * (2 if case.dispatch == "spread" else 1)
@@ -118,6 +120,25 @@ def _layer(
         yield make("etp", "gather_rows", mine * row, "combine", True)
         for size in grads:
             yield make("etp", "scatter_rows", theirs * size, "dispatch", True)
+
+
+def _clones(case: Case, record: Moe, count: int, again: int) -> Iterator[Call]:
+    """Yield the counts that plan clones, their weights in pieces, and their gradients.
+
+    The plan is made once; weights come again in backward, with the block or by themselves.
+    """
+    sizes, shape, experts = case.sizes, shape_of(case), record.router.experts
+    counts = gathers(experts * INDEX, sizes.ep * sizes.etp)
+    yield Call("tp_ep", "all_gather", counts, count, part="clones", beside=paired(case))
+    elements = 3 * shape.hidden * record.width // sizes.etp
+    piece = -(-elements // sizes.ep)
+    for number in (experts // sizes.ep, case.clones):
+        sent = number * (sizes.ep - 1) * piece
+        weights, sums = sent * shape.width, sent * STATISTIC
+        yield Call("ep", "all_to_all", weights, count * again, part="experts")
+        if again == 1:
+            yield Call("ep", "all_to_all", weights, count, BACKWARD, "experts")
+        yield Call("ep", "all_to_all", sums, count, BACKWARD, "experts")
 
 
 @dataclass(frozen=True)
@@ -174,11 +195,11 @@ def _fixed(case: Case, record: Moe, row: float, make: _Maker) -> Iterator[Call]:
 def _told(case: Case, record: Moe) -> int:
     """Return how many counts a rank tells the others before rows are sent."""
     ranks = case.sizes.ep
-    nodes = case.expert_domains
+    nodes, seats = case.expert_domains, record.router.experts + ranks * case.clones
     return {
-        "alltoall": record.router.experts,
-        "padded": record.router.experts,
-        "spread": record.router.experts,
+        "alltoall": seats,
+        "padded": seats,
+        "spread": seats,
         "alltoall_once": 2 * ranks,
         "two_level": nodes + 2 * ranks,
         "allgather": 1 + ranks,

@@ -47,6 +47,9 @@ class Dispatched(NamedTuple):
     """What ``x_RD`` can be made from again, where that is smaller."""
     sent_R: Tensor | None = None
     """Which micro-batch each row is of, and its place there, where products on codes ask."""
+    clones: Tensor | None = None
+    """int64 [P, s]: the expert whose clone is in each slot of each rank; behind the experts at home
+    rows are for those of this rank."""
 
 
 class Dispatcher(Generic[Config]):
