@@ -3,6 +3,11 @@
 Shows a run as it will be computed: every value with the file and line, base, override or default it
 comes from, then what follows from them, and where each rank of its layout stands. Needs no data and
 no GPU.
+
+exit status:
+  0  shown
+  1  with --graphs, a step reads what no graph can hold
+  2  wrong input, or a layout that is not legal
 """
 
 import argparse
@@ -69,6 +74,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="print the JSON schema of run files, with which editors complete and check them, and "
         "nothing else; with RUN, also of the kinds that its plug-ins bring",
     )
+    text = (
+        "also make a step of the run's small model without values, and list the operators that a "
+    )
+    text += "CUDA graph cannot hold, with file and line"
+    parser.add_argument("--graphs", action="store_true", help=text)
     add_json(parser)
 
 
@@ -82,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run, following = loaded.record, derived(loaded)
     drawn = Picture.of(run, args.world)
+    reads = _reads(run, drawn) if args.graphs and not drawn.violations else None
     if args.json:
         origins = {dotted(path): str(origin) for path, origin in loaded.origins.items()}
         answer = {"run": to_dict(run), "origins": origins, "derived": following}
-        print_json(answer | {"layout": drawn.facts(), "notes": list(notes(run))})
+        graphs = {} if reads is None else {"graphs": reads}
+        print_json(answer | graphs | {"layout": drawn.facts(), "notes": list(notes(run))})
     else:
         console, tree = Console(), Tree(Text(run.name, style="bold"))
         _grow(tree, to_dict(run), (), loaded.origins, args.given)
@@ -97,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
             drawn.show(console)
         for note in notes(run):
             console.print(Text(note, style="yellow"), soft_wrap=True)
-    return WRONG_INPUT if drawn.violations else 0
+        _show_reads(console, reads)
+    return WRONG_INPUT if drawn.violations else int(bool(reads and reads["reads"]))
 
 
 def _load(args: argparse.Namespace) -> Loaded[Run]:
@@ -120,6 +133,38 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
     origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked)}
     run = loaded.record.model_copy(update={"layout": record})
     return replace(loaded, record=run, origins=origins)
+
+
+def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
+    """Return what of the step no graph can hold, and why the layout has none."""
+    from moefold.proof.capture import uncaptured
+    from moefold.proof.verify import cases_of
+
+    (case,) = cases_of(run, world=drawn.world, as_run=True)
+    found = uncaptured(case)
+    asked = run.layout.model_copy(update={"graphs": "step"})
+    broken = [*asked.misfits(needs(run.decoder(), run.data.seq)), *asked.misfits_over(drawn.world)]
+    return {
+        "reads": [{**read._asdict(), "times": times} for read, times in found.reads.items()],
+        "ended": found.ended,
+        "refused": [one.rule for one in broken if one.path == ("graphs",)],
+    }
+
+
+def _show_reads(console: Console, reads: Mapping[str, Any] | None) -> None:
+    if reads is None:
+        return
+    console.print(Text("\nwhat no graph can hold of a step's forward and backward", style="bold"))
+    rows = [(str(one["times"]), one["operator"], one["at"]) for one in reads["reads"]]
+    if rows:
+        console.print(_table(["times", "operator", "at"], rows, right=["times"], most=len(rows)))
+    else:
+        console.print("nothing: no operator needs a value")
+    if reads["ended"]:
+        said = f"a pass ended at {reads['ended']}, which needs the values themselves"
+        console.print(Text(said), soft_wrap=True)
+    for rule in reads["refused"]:
+        console.print(Text(f"layout.graphs: step is refused: {rule}"), soft_wrap=True)
 
 
 # --------------------------------------------------------------------------- values and origins

@@ -1,119 +1,55 @@
 """Passes of a whole step where tensors have no values: nothing in them depends on one.
 
-A size that follows from a value, or a value that is read, cannot be captured; here it is an error.
-One rank of a layout runs, over groups whose other ranks are not there.
+What needs a value, because it is read or because a size follows from it, no graph can hold.
 """
 
-import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
 
-from moefold.comm.world import World
-from moefold.data.batch import MicroBatch
+from moefold.cli.main import main
 from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
-from moefold.layers.loss import loss_and_gradients
-from moefold.mesh.folding import Folding
 from moefold.moe.config import Clones, Padded, Spread
-from moefold.parallel.apply import ModelParts, build, flow_of
+from moefold.moe.layer import MoeFfn
+from moefold.moe.rows import DispatchedRows
 from moefold.parallel.config import Layout
-from moefold.parallel.pipeline.executor import Executor, Factors
-from tests.cpu.small import DEEP, MLA, Dense, decoder, moe, padded_rows
+from moefold.proof.capture import Uncaptured, uncaptured
+from moefold.proof.case import ProofCase, enough
+from moefold.proof.subjects import SUBJECTS
 
 PADDED, SPREAD, CLONES = Padded(max_rows=64), Spread(max_rows=150), Clones(slots=2)
 AGAIN = Selective(modules=("norms", "experts", "attention", "permute", "gather"))
-DECODERS = {"small": decoder(), "latent": decoder(MLA, Dense(width=24), moe(router=DEEP))}
-FIELDS = ("ids_T", "labels_T", "positions_T", "valid_T", "token_T", "row_T")
 
 
-def without_values(found: Any, mode: FakeTensorMode) -> Any:
-    """Return rows whose tensors have lost their values."""
-    if found is None:
-        return None
-    parts = {name: getattr(found, name, None) for name in FIELDS}
-    given = {name: mode.from_tensor(t) for name, t in parts.items() if isinstance(t, Tensor)}
-    return dataclasses.replace(found, **given)
+def found(model: str, ranks: int, given: dict[str, Any]) -> Uncaptured:
+    """Return what no graph can hold of a step in bf16."""
+    layout = Layout(**given)
+    subject = replace(SUBJECTS[model], precision="bf16", micro_batches=enough(layout, ranks))
+    return uncaptured(ProofCase("", subject, layout, ranks))
 
 
-@contextmanager
-def one_rank_of(layout: Layout, ranks: int) -> Iterator[World]:
-    """Open the first rank's groups of a layout; what the others send is never there."""
-    if ranks == 1:
-        yield World.single()
-        return
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        world = World(Folding(layout.split, ranks), 0, torch.device("cpu"), 30)
-        world._make_all()
-        yield world
-    finally:
-        dist.destroy_process_group()
-
-
-def lose_values(placed: ModelParts, mode: FakeTensorMode) -> None:
-    """Replace parameters and buffers by such without values."""
-    for module in placed.model.modules():
-        for name, one in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(mode.from_tensor(one.detach())))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            module.register_buffer(name, mode.from_tensor(buffer))
-
-
-def sizes_from_values(layout: Layout, ranks: int, model: str, rows: list[MicroBatch]) -> int:
-    """Run all forwards and backwards of a step, and return how many sizes depended on values."""
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, static_shapes=True)
-    with one_rank_of(layout, ranks) as world:
-        placed = build(DECODERS[model], "bf16", layout, world)
-        flows = [flow_of(placed, one) for one in rows]
-        lose_values(placed, mode)
-        with mode:
-
-            def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
-                head = placed.model.head_operand()
-                return loss_and_gradients(x_TD, head, flow, scale=scale, chunk=16)
-
-            for _, mixture in placed.model.mixtures():
-                mixture.balance.start_step()
-            bare = [
-                dataclasses.replace(
-                    flow,
-                    rows=without_values(flow.rows, mode),
-                    piece=without_values(flow.piece, mode),
-                )
-                for flow in flows
-            ]
-            factors = Factors(torch.ones(()), torch.ones(len(rows)))
-            Executor(placed, bare, factors, loss).run()
-            trained = [p for p in placed.model.parameters() if p.requires_grad]
-            assert trained and all(p.grad is not None for p in trained)
-    return int(shapes.unbacked_symint_counter)
-
-
-LAYOUTS: tuple[tuple[int, str, dict[str, Any]], ...] = (
-    (4, "small", {"sizes": "tp2 ep4", "dispatch": SPREAD, "clones": CLONES, "recompute": AGAIN}),
+FEW: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("top-1", 4, {"sizes": "tp2 ep4", "dispatch": SPREAD, "clones": CLONES, "recompute": AGAIN}),
 )
-MORE: tuple[tuple[int, str, dict[str, Any]], ...] = (
-    (1, "small", {}),
-    (1, "latent", {"recompute": Full()}),
-    (1, "small", {"recompute": AGAIN}),
+MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("gqa", 1, {}),
+    ("mla", 1, {"recompute": Full()}),
+    ("gqa", 1, {"recompute": AGAIN}),
     *(
-        (ranks, model, {"sizes": sizes, **way})
-        for ranks, model, sizes in (
-            (4, "small", "ep4"),
-            (4, "latent", "tp2 ep2"),
-            (4, "latent", "ep2 etp2"),
-            (8, "small", "tp2 ep4 etp2"),
-            (8, "small", "cp2 ep4"),
+        (model, ranks, {"sizes": sizes, "zero": zero, **way})
+        for zero, (model, sizes, ranks) in enumerate(
+            (
+                ("gqa", "ep4", 4),
+                ("mla", "tp2 ep2", 4),
+                ("mla", "ep2 etp2", 8),
+                ("gqa", "cp2 ep4", 8),
+            )
         )
         for way in (
             {"dispatch": PADDED, "recompute": AGAIN},
@@ -122,32 +58,89 @@ MORE: tuple[tuple[int, str, dict[str, Any]], ...] = (
             {"dispatch": PADDED, "clones": CLONES, "recompute": Full()},
         )
     ),
+    *(
+        ("deep", 4, {"sizes": sizes, "schedule": schedule, "zero": zero, **way})
+        for sizes, schedule, zero in (
+            ("pp2 ep2", "1f1b", 1),
+            ("pp2 ep2", "zb_h1", 2),
+            ("pp2 ep2", "merged", 3),
+            ("pp2 vpp2 ep2", "interleaved", 0),
+            ("pp2 vpp2 ep2", "zb_v", 1),
+            ("pp2 vpp2 ep2", "dualpipe_v", 2),
+        )
+        for way in (
+            {"dispatch": PADDED},
+            {"dispatch": SPREAD, "clones": CLONES, "recompute": AGAIN},
+        )
+    ),
 )
 
 
-def check(ranks: int, model: str, given: dict[str, Any]) -> None:
-    """Hold a layout to sizes that no value decides."""
-    rows = [padded_rows((24, 16), 8, seed=seed) for seed in range(2)]
-    assert sizes_from_values(Layout(**given, zero=0), ranks, model, rows) == 0
-
-
-@pytest.mark.parametrize(("ranks", "model", "given"), LAYOUTS)
-def test_passes_run_without_values(ranks: int, model: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "ranks", "given"), FEW)
+def test_b69_passes_run_without_values(model: str, ranks: int, given: dict[str, Any]) -> None:
     """Fixed room, clones, and what is made again: whatever is routed, shapes are the same."""
-    check(ranks, model, given)
+    assert found(model, ranks, given) == ({}, "")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("ranks", "model", "given"), MORE)
+@pytest.mark.parametrize(("model", "ranks", "given"), MORE)
 def test_passes_of_any_layout_run_without_values(
-    ranks: int, model: str, given: dict[str, Any]
+    model: str, ranks: int, given: dict[str, Any]
 ) -> None:
-    check(ranks, model, given)
+    assert found(model, ranks, given) == ({}, "")
 
 
-def test_an_exact_dispatch_is_noticed() -> None:
-    """It reads counts."""
-    with pytest.raises(
-        Exception, match=r"data-dependent|unbacked|Cannot call|tolist|_local_scalar"
-    ):
-        check(4, "small", {"sizes": "ep4"})
+def _reading(x: Tensor) -> None:
+    chosen = x[:, 0] > 0
+    x.sum().item()
+    x[0].tolist()
+    x.nonzero()
+    x.add(x[chosen].sum())
+    x.repeat_interleave(chosen.long(), 0)
+    bool(x.sum() > 3)
+    x[:, 0].unique()
+
+
+OPERATORS = ("_local_scalar_dense", "_local_scalar_dense", "nonzero", "nonzero")
+OPERATORS += ("repeat_interleave.Tensor", "_local_scalar_dense", "_unique2")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_b69_each_read_is_named_with_its_line(backward: bool) -> None:
+    """And all of them, not the first alone: in a forward, and where autograd runs a backward."""
+    run = MoeFfn.run_experts
+
+    class Reading(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            _reading(grad)
+            return grad
+
+    def reading(layer: MoeFfn, rows: DispatchedRows, flow: Flow) -> Any:
+        if not backward:
+            _reading(rows.x_TD)
+        return run(layer, rows._replace(residual_TD=Reading.apply(rows.residual_TD)), flow)
+
+    with mock.patch.object(MoeFfn, "run_experts", reading):
+        reads, ended = found("top-1", 1, {})
+    first = _reading.__code__.co_firstlineno + 2
+    where = [int(read.at.removeprefix(f"{__file__}:")) - first for read in reads]
+    assert [read.operator for read in reads] == list(OPERATORS) and not ended
+    assert where == list(range(len(OPERATORS)))
+
+
+def test_explain_lists_what_no_graph_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """The counts of an exact dispatch, after which its pass ends; and why it has no graph."""
+    words = ["explain", "tiny", "--graphs", "--json", "--layout", "ep2"]
+    assert main(words) == 1
+    said = json.loads(capsys.readouterr().out)["graphs"]
+    (read,) = said["reads"]
+    assert read["operator"] == "_local_scalar_dense" and read["times"] > 0
+    assert read["at"].startswith("moefold/moe/dispatch/alltoall.py:")
+    assert said["ended"].startswith("moefold/comm/") and len(said["refused"]) == 1
+    assert main(["explain", "tiny", "--graphs"]) == 0
+    assert "nothing: no operator needs a value" in capsys.readouterr().out

@@ -6,6 +6,7 @@ STEPS = "tests/gloo/test_moe_dispatch_layouts.py::"
 EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
 ROUNDS = "tests/gloo/test_moe_rounds.py::"
+VALUES = "tests/cpu/test_no_values.py::"
 PLANS = "tests/cpu/test_moe_clones.py::"
 CLONES = "tests/gloo/test_moe_clones.py::test_b67_gradients_with_clones_are_those_of_one_rank"
 ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_as_the_exact_one"
@@ -113,6 +114,23 @@ PLANTS = (
         "moe/clones.py",
         "    free_CP = record.slots - clone_CEP.sum(1)\n",
         "    free_CP = record.slots - 0 * clone_CEP.sum(1)\n",
+    ),
+    Plant(
+        "b69",
+        "the host counts a plan's rows",
+        VALUES + "test_b69_passes_run_without_values",
+        "moe/clones.py",
+        "    quota_EP = quotas(counts_XE.sum(0), ranks, record)\n",
+        "    quota_EP = quotas(counts_XE.sum(0), ranks, record)\n"
+        "    assert int(quota_EP.sum()) >= 0\n",
+    ),
+    Plant(
+        "b69",
+        "a read is said to be at a line of torch",
+        VALUES + "test_b69_each_read_is_named_with_its_line",
+        "proof/capture.py",
+        "    if path.startswith(libraries):\n",
+        '    if path.startswith("<"):\n',
     ),
     Plant(
         "b67",

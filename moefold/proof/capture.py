@@ -1,0 +1,171 @@
+"""What of a step's forward and backward the host reads, which no CUDA graph can hold.
+
+The step is made where tensors have no values (torch's fake tensors), by one rank of each stage of a
+layout: what other ranks send is never there. Where an operator needs values, because the host reads
+one or because the size of its result follows from them, its place is noted and it gets zeros, so
+that the pass goes on; where these fit nothing, it ends there. Operators are those of a CPU; copies
+between host and device are not seen.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import RLock, local
+from traceback import walk_stack, walk_tb
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from moefold.comm.alone import lone_rank
+from moefold.comm.world import World
+from moefold.data.batch import ROWS, MicroBatch
+from moefold.layers.flow import Flow
+from moefold.parallel.apply import ModelParts, build
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss
+from moefold.proof.case import ProofCase
+from moefold.proof.rank_run import LOSS_CHUNK, micro_batches
+from moefold.training.step import gradients
+
+PACKAGE = Path(__file__).parents[1]
+
+
+class HostRead(NamedTuple):
+    """An operator that needs values."""
+
+    operator: str
+    at: str
+    """``file:line`` of the innermost line of the project, or of a plug-in, that runs it."""
+
+
+class Valueless(FakeTensorMode):
+    """Tensors without values; an operator that needs some is noted, and gets zeros.
+
+    The mode belongs to its tensors: what a pass runs on a second thread comes here too.
+    """
+
+    def __init__(self) -> None:
+        self._here, self._turn = local(), RLock()
+        super().__init__(allow_non_fake_inputs=True)
+        self.reads = Counter[HostRead]()
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        """Whether a kernel runs, which torch asks of a mode; here, of a thread."""
+        return getattr(self._here, "inside", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, inside: bool) -> None:
+        """Note it of this thread."""
+        self._here.inside = inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator."""
+        try:
+            with self._turn:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self.reads[HostRead(func.name().partition("::")[2], _place())] += 1
+        with _disable_current_modes():
+            args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs or {}))
+            made = func(*args, **kwargs)
+        return tree_map_only(Tensor, self.from_tensor, made)
+
+
+def _zeros(one: Tensor) -> Tensor:
+    return torch.zeros(one.shape, dtype=one.dtype)
+
+
+def _place() -> str:
+    """Return the innermost line that runs now, outside of libraries and of this file."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in walk_stack(None))
+    return next(filter(None, (_line(*one) for one in frames)), "?")
+
+
+def _line(path: str, line: int) -> str:
+    libraries = (sys.prefix, sys.base_prefix, str(Path(torch.__file__).parent), __file__, "<")
+    if path.startswith(libraries):
+        return ""
+    named = Path(path)
+    inside = PACKAGE in named.parents
+    return f"{named.relative_to(PACKAGE.parent) if inside else named}:{line}"
+
+
+class Uncaptured(NamedTuple):
+    """What of a step no graph can hold."""
+
+    reads: dict[HostRead, int]
+    """And how often a step does so, on all stages."""
+    ended: str = ""
+    """The line where a pass ended that zeros did not fit, before its last one."""
+
+
+def uncaptured(case: ProofCase) -> Uncaptured:
+    """Make a step of a case without values, and return what its passes read."""
+    found, ended = Counter[HostRead](), ""
+    for stage in range(case.layout.split.pp):
+        with lone_rank(case.folding, case.folding.on_stage(0, stage)) as world:
+            reads, at = _reads_of(case, world)
+            found, ended = found + reads, ended or at
+    return Uncaptured(dict(found), ended)
+
+
+class _Ran(Exception):
+    """Ends a step behind its passes."""
+
+    def __init__(self, ended: str) -> None:
+        super().__init__(ended)
+        self.ended = ended
+
+
+def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
+    """Return a rank's reads, and where its passes ended early."""
+    mode, subject = Valueless(), case.subject
+    placed = build(subject.decoder, subject.precision, case.layout, world)
+    for module in placed.model.modules():
+        for name, one in list(module.named_parameters(recurse=False)):
+            setattr(module, name, Parameter(mode.from_tensor(one.detach()), one.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, mode.from_tensor(buffer))
+    with mode:
+        data = ShardedState(placed)
+
+    def bare(rows: MicroBatch | None) -> MicroBatch | None:
+        named = (name for name in (*ROWS, "row_T") if getattr(rows, name, None) is not None)
+        return rows and replace(rows, **{n: mode.from_tensor(getattr(rows, n)) for n in named})
+
+    def run(
+        placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+    ) -> NoReturn:
+        flows = [replace(one, rows=bare(one.rows), piece=bare(one.piece)) for one in flows]
+        factors = Factors(*map(mode.from_tensor, factors))
+        ended = ""
+        try:
+            with mode:
+                Executor(placed, flows, factors, loss).run()
+        except Exception as error:  # of zeros in the place of values, whatever they led to
+            if not mode.reads:
+                raise
+            stack = walk_tb(error.__traceback__)
+            lines = [_line(frame.f_code.co_filename, line) for frame, line in stack]
+            ended = [line for line in lines if line][-1]
+        raise _Ran(ended)
+
+    spot, dp = world.attention, world.folding.dp
+    try:
+        gradients(data, micro_batches(subject)[spot.dp :: dp], LOSS_CHUNK, executor=run)
+    except _Ran as ran:
+        return mode.reads, ran.ended
+    raise AssertionError("a step runs its passes")
