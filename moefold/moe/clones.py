@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.moe.config import Clones
+from moefold.moe.dispatch.config import Clones
 from moefold.moe.dispatch.routing_plan import gather_counts, sort_copies
 
 CAPS = (1000, 1005, 1010, 1020, 1030, 1045, 1060, 1100, 1150, 1250, 1500, 2000)

@@ -327,15 +327,6 @@ class AllGather(Dispatch):
     owner = "moefold.moe.dispatch.allgather:AllGatherDispatch"
 
 
-class Clones(Record):
-    """Copies of hot experts on other ranks of ``ep``, made anew for each layer and micro-batch."""
-
-    slots: Size = 2
-    """Experts of other ranks that a rank takes in at most, beside its own."""
-    least_rows: Size = 1
-    """Rows that a clone takes at least, or there is none."""
-
-
 class FixedRoom(Dispatch):
     """A dispatcher of fixed shapes, into room that the run file states; base of its records.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.moe.clones import ClonePlan, lay, plan_clones, quotas, shares
-from moefold.moe.config import Clones
+from moefold.moe.dispatch.config import Clones
 from moefold.planner.case import EVENED
 
 RECORDED = json.loads(Path(__file__).parents[1].joinpath("data/recorded_counts.json").read_text())

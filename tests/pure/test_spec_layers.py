@@ -32,8 +32,7 @@ MAKES_DECODERS = {
     "moefold/planner/published.py": "describes published models",
     "moefold/planner/foreign.py": "kinds that are planned build on kinds that are trained",
     "moefold/training/calibrate.py": "describes what is timed",
-    "moefold/proof/matrix.py": "models of blocks of codes",
-    "moefold/proof/subjects.py": "the small models of the matrix",
+    "moefold/proof/": "the small models of the matrix",
 }
 """Who names kinds to describe models, and why."""
 
