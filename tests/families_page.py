@@ -4,10 +4,10 @@ from pathlib import Path
 
 from moefold.model.families.base import Family
 from moefold.model.families.fields import Rotary
+from moefold.model.families.mixed_sizes import ChunkedSizes, ConvolvedSizes, TwoKindSizes
 from moefold.model.families.registry import LACKS, families
 from moefold.model.families.sizes import (
     AnySharedSizes,
-    ChunkedSizes,
     DenseFirst,
     DenseListed,
     DenseTurnSizes,
@@ -15,7 +15,6 @@ from moefold.model.families.sizes import (
     LatentSizes,
     SharedSizes,
     SinkSizes,
-    TwoKindSizes,
     WindowSizes,
 )
 
@@ -37,6 +36,7 @@ def attention(family: type[Family]) -> str:
     """Name the parts of a family's attention."""
     shape, own = _shape(family), family.attention_own
     said = ["latent" if issubclass(shape, LatentSizes) else "grouped-query"]
+    said += ["short convolutions"] if issubclass(shape, ConvolvedSizes) else []
     if own.get("qk_norm"):
         said.append(f"q/k norm per {own['qk_norm']}")
     said += ["biases"] if "bias" in family.attention_fields else []
@@ -67,6 +67,7 @@ def router(family: type[Family]) -> str:
     own = family.router_own
     said = [" or ".join(family.router_kinds) or own.get("score", "softmax")]
     said += ["selection bias"] if own.get("selection_bias") else []
+    said += ["selection bias or none"] if "selection_bias" in family.router_fields else []
     said += ["bias"] if own.get("bias") else []
     said += ["over the chosen"] if own.get("order") == "topk_first" else []
     said += ["least sum"] if "floor" in family.router_fields else []

@@ -19,7 +19,7 @@ from moefold.spec.decoder import LORA_A, LORA_B
 BLOCK = 1 << 16
 """Elements drawn from one key."""
 
-WRITES_RESIDUAL = (".o.weight", ".w_out")
+WRITES_RESIDUAL = (".o.weight", ".out.weight", ".w_out")
 
 
 def initialise(

@@ -100,8 +100,9 @@ class MoeSpec(LayerSpec):
         if self.expert_bias:
             of, shape = "experts", (number, *gates, width)
             cuts = ((0, experts), (len(gates) + 1, columns))
-            yield Weight("experts.in_bias", shape, cuts, of, product=False)
-            yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, product=False)
+            small = {"product": False, "summed": True}
+            yield Weight("experts.in_bias", shape, cuts, of, **small)
+            yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, **small)
         if self.inner is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
             yield Weight("up.weight", (hidden, inner), (), "experts")

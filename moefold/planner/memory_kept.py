@@ -154,7 +154,7 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
                     width = shape.width if weights[one_name].product else STATISTIC
                     outputs = weights[one_name].matrix(sizes)[0]
                     found.append(_part(f"{one_name}.gradient", rows * outputs * width))
-        summed = (w for w in weights.values() if len(w.shape) == 1 or w.name.endswith("_bias"))
+        summed = (w for w in weights.values() if len(w.shape) == 1 or w.summed)
         vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
         vectors += shape.hidden * len(norms_of(block, name))
         found.append(_part("vectors", vectors * STATISTIC))

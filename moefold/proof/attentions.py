@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from moefold.config.base import Record
 from moefold.layers.config import Rope, Temperature, Yarn
 from moefold.layers.kinds.chunked import Chunked
+from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
@@ -31,6 +32,7 @@ UNCOMMON: Mapping[str, tuple[Record, Record]] = {
         Gqa(heads=8, kv_heads=4, head_dim=4, v_dim=2, value_scale=0.7, rope=HALF),
         Windowed(heads=8, kv_heads=8, head_dim=4, v_dim=2, value_scale=0.7, window=5),
     ),
+    "convolved": (ShortConvolution(taps=4), GQA),
     "chunked": (
         Chunked(heads=8, kv_heads=4, head_dim=4, chunk=5, qk_norm="unit", norm_after_rope=True),
         Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=FEW),

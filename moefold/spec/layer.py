@@ -92,6 +92,12 @@ class Weight:
     """Whether it is the norm of a latent, which counts of FLOPs take for one product."""
     frozen: bool = False
     """Whether it is not trained: then it exists in the format that it is read in alone."""
+    stacked: bool = False
+    """Whether matrices of several outputs are read in one product: it has no adapter and stays
+    wide."""
+    summed: bool = False
+    """Whether its gradient is a sum over rows, which is made at once and waits as such, though it
+    is no vector."""
 
     @property
     def narrow(self) -> bool:

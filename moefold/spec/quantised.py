@@ -44,7 +44,7 @@ def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
             weights = {weight.name: weight for weight in spec.weights(decoder.hidden)}
             for operation in spec.operations(decoder.hidden):
                 for matmul in operation.matmuls if not operation.wide else ():
-                    for name in matmul.weights:
+                    for name in (n for n in matmul.weights if not weights[n].stacked):
                         yield at + name, weights[name], matmul.rows
 
 

@@ -109,7 +109,7 @@ def is_target(weight: Weight, targets: Sequence[str]) -> bool:
 
     A gate, which has one output, is named by a pattern alone.
     """
-    if len(weight.shape) < 2 or weight.looked_up:
+    if len(weight.shape) < 2 or weight.looked_up or weight.stacked or weight.summed:
         return False
     kind = "head" if weight.name == "head.weight" else weight.counted
     gate = weight.shape[-2] == 1

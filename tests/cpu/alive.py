@@ -67,7 +67,7 @@ def bytes_held(block: Block, policy: Record | None, precision: str) -> int:
     """Return the bytes that a block holds after its backward for the products of its weights."""
     layer, flow, x_TD = set_up(block, policy, precision)
     sink = Deferred()
-    flow = flow.begun(sink, UnshardHooks())
+    flow = flow.begun(sink, UnshardHooks(), ends=False)
     made = Made()
     with made, flow.keeper.keeping():
         out = flow.keeper.run("block", lambda x: layer(x, flow), x_TD)

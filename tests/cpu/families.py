@@ -88,7 +88,8 @@ def reference(model_type: str, config: dict[str, Any], seed: int | None = None) 
 def gate_of(block: Any) -> Any:
     """Return the module that chooses experts in a layer of transformers."""
     if hasattr(block, "feed_forward"):
-        return block.feed_forward.router
+        feed_forward = block.feed_forward
+        return feed_forward.gate if hasattr(feed_forward, "gate") else feed_forward.router
     if not hasattr(block, "mlp"):
         return block.block_sparse_moe.router
     return block.mlp.gate if hasattr(block.mlp, "gate") else block.mlp.router
@@ -122,7 +123,8 @@ def wide(model: Any) -> Iterator[None]:
     import importlib
 
     module = importlib.import_module(type(model).__module__)
-    rotary = type(model.model.rotary_emb)
+    inner = model.model
+    rotary = type(inner.rotary_emb if hasattr(inner, "rotary_emb") else inner.pos_emb)
     forward = rotary.forward
 
     def narrow(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -321,6 +321,25 @@ def _llama4(random: Random, config: Fields) -> Fields:
     }
 
 
+@of("lfm2_moe")
+def _lfm2(random: Random, config: Fields) -> Fields:
+    layers = config["num_hidden_layers"]
+    kinds = [random.choice(("conv", "full_attention")) for _ in range(layers)]
+    kinds[random.randrange(layers)] = "full_attention"
+    return {
+        "num_experts": random.choice(EXPERTS),
+        "moe_intermediate_size": random.choice(WIDTHS),
+        "intermediate_size": random.choice(WIDE),
+        "num_dense_layers": random.choice((0, 1)),
+        "layer_types": kinds,
+        "conv_L_cache": random.choice((2, 3, 4)),
+        "use_expert_bias": _coin(random),
+        "norm_topk_prob": _coin(random),
+        "routed_scaling_factor": random.choice((1.0, 2.5)),
+        "norm_eps": config.pop("rms_norm_eps"),
+    }
+
+
 @of("flex_olmo")
 def _flex_olmo(random: Random, config: Fields) -> Fields:
     return _olmoe(random, config) | {"attention_bias": _coin(random)}
@@ -381,10 +400,13 @@ SEEN: dict[str, Fields] = {
         "num_experts_per_tok": 3,
     },
     "gpt_oss": {"swiglu_limit": 0.4},
+    "mimo_v2_flash": {"attention_value_scale": 0.707},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "cohere2_moe": {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"},
 }
 """What every other draw has: groups of which some are left out, a bound that is met, a mean."""
 DEFAULTS: dict[str, Fields] = {
+    "lfm2_moe": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from moefold.config.base import Record
 from moefold.layers.config import Activation, Full, Kind, Selective, Temperature
 from moefold.layers.kinds.chunked import Chunked
+from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -78,6 +79,7 @@ BLOCKS = {
         ),
         ffn=MOE.model_copy(update={"weigh": "input"}),
     ),
+    "short convolution": Block(attention=ShortConvolution(taps=3), ffn=Dense(width=48)),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
     ),

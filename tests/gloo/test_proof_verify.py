@@ -66,6 +66,11 @@ SCALE = 1 + 1e-8
 SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
 
 
+def test_b23_a_convolution_reaches_rows_of_other_context_ranks() -> None:
+    (verdict,) = prove([case("convolved", "cp2", 2)]).verdicts
+    assert verdict.passed, (verdict.problems, verdict.worst)
+
+
 @pytest.mark.parametrize("name", [*UNCOMMON, "scaled", "normed", "formed", "entered"])
 def test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does(name: str) -> None:
     sizes = "etp2" if name in ("formed", "entered") else "tp2"

@@ -66,10 +66,10 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "return weight_gradient(dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype), into)\n",
+        "dy, x = dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype)\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
-        "                return weight_gradient(dy, x.to(dy_TO.dtype), into)\n",
+        "                x = x.to(dy_TO.dtype)\n",
     ),
     Plant(
         "b15",

@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "solar_open": {"shape": SIZES | {"kv_heads": 2}, "groups": {"count": 2, "keep": 1}},
     "flex_olmo": {"shape": SIZES | {"kv_heads": 2}},
     "gpt_oss": {"shape": SIZES | {"kv_heads": 2, "window": 5, "full_layers": [1]}},
+    "lfm2_moe": {"shape": SIZES | {"kv_heads": 2, "taps": 4, "full_layers": [1]}},
     "llama4_text": {"shape": SIZES | {"kv_heads": 2, "chunk": 5, "full_layers": [1]}},
     "mimo_v2_flash": {
         "shape": SIZES | {"kv_heads": 1, "v_dim": 6, "window": 5, "full_layers": [2]},

@@ -26,7 +26,7 @@ def linear(
 
     Args:
         x_TI: rows, in the operand's dtype or narrower (then widened inside and kept narrow).
-        weight: operand [O, I].
+        weight: operand [O, I], or several such, whose outputs stand side by side.
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
@@ -79,6 +79,7 @@ class _Linear(Function):
         sink: GradientSink,
     ) -> Tensor:
         # The rows are read for the weight's gradient alone.
+        ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
@@ -94,7 +95,9 @@ class _Linear(Function):
         if ctx.needs_input_grad[1]:
 
             def product(into: Tensor | None) -> Tensor:
-                return weight_gradient(dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype), into)
+                flat = None if into is None else into.view(-1, into.shape[-1])
+                dy, x = dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype)
+                return weight_gradient(dy, x, flat).view(ctx.shape)
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx, dw, None, None, None

@@ -89,6 +89,24 @@ class ExpertLayers(ConfigField):
 
 
 @dataclass(frozen=True)
+class ConvolvedKinds(ConfigField):
+    """``layer_types``: for each layer full attention or a convolution."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take the numbers of the layers with attention."""
+        layers = config.take("num_hidden_layers", int)
+        kinds = config.take("layer_types", list)
+        if len(kinds) != layers or not {FULL, "conv"}.issuperset(kinds) or FULL not in kinds:
+            config.refuse(f"layer_types is not {FULL} or conv for each of {layers} layers")
+        return {"shape.full_layers": tuple(n for n, kind in enumerate(kinds) if kind == FULL)}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the list."""
+        full, layers = model.shape.full_layers, range(model.shape.layers)
+        return {"layer_types": [FULL if n in full else "conv" for n in layers]}
+
+
+@dataclass(frozen=True)
 class ExpertList(ConfigField):
     """``moe_layers``, the layers with experts; absent, each ``interleave_moe_layer_step``-th is."""
 

@@ -10,7 +10,8 @@ from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import ChunkKinds, ExpertList
-from moefold.model.families.sizes import ChunkedSizes, DenseListed
+from moefold.model.families.mixed_sizes import ChunkedSizes
+from moefold.model.families.sizes import DenseListed
 from moefold.moe.config import Aux
 
 _AUX, _THETA = 1e-3, 5e5

@@ -10,9 +10,10 @@ from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import DenseKinds, KindRotary, WindowKinds
+from moefold.model.families.mixed_sizes import TwoKindSizes
 from moefold.model.families.own_fields import Factor
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
-from moefold.model.families.sizes import DenseListed, TwoKindSizes
+from moefold.model.families.sizes import DenseListed
 
 _THETA, _FRACTION = 5e6, 0.334
 

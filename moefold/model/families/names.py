@@ -121,8 +121,8 @@ def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[Tensor
 
 
 def _merged(shape: Shape) -> Shape:
-    """``[E, 2, F, D]`` is stored as ``[E, 2 * F, D]``, without E too; other shapes stay."""
-    if len(shape) < 3 or shape[-3] != 2:
+    """``[E, 2, F, D]`` is stored as ``[E, 2 * F, D]``, without E too; matrices stay."""
+    if len(shape) < 3:
         return shape
     return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
 
@@ -202,6 +202,33 @@ def expert_names(gate: str = "gate.weight", packed: str = "gate.weight") -> tupl
             f"{one}.down_proj.weight",
             packed=f"{at}.experts.down_proj",
         ),
+    )
+
+
+def lfm2_names() -> tuple[Entry, ...]:
+    """Names of LFM2's layers, of both kinds."""
+    at, ours, moe = "model.layers.{i}", "layers.{i}", "model.layers.{i}.feed_forward"
+    parts = {p: f"{p}_proj" for p in "qkv"} | {"o": "out_proj"}
+    parts |= {n: n.replace("norm", "layernorm") for n in ("q_norm", "k_norm")}
+    one = f"{moe}.experts.{{e}}"
+    packed = f"{moe}.experts.gate_up_proj", f"{moe}.experts.down_proj"
+    both = f"{one}.w1.weight", f"{one}.w3.weight"
+    return (
+        entry("embed.weight", "model.embed_tokens.weight"),
+        entry("norm.weight", "model.embedding_norm.weight"),
+        entry("head.weight", "lm_head.weight"),
+        entry(f"{ours}.attention_norm.weight", f"{at}.operator_norm.weight"),
+        entry(f"{ours}.ffn_norm.weight", f"{at}.ffn_norm.weight"),
+        *attention_names(parts),
+        Entry(f"{ours}.attention.w_in", (f"{at}.conv.in_proj.weight",), fused=True),
+        entry(f"{ours}.attention.taps", f"{at}.conv.conv.weight"),
+        entry(f"{ours}.attention.out.weight", f"{at}.conv.out_proj.weight"),
+        entry(f"{ours}.ffn.w_in", f"{moe}.w1.weight", f"{moe}.w3.weight"),
+        entry(f"{ours}.ffn.w_out", f"{moe}.w2.weight"),
+        entry(f"{ours}.moe.router.weight", f"{moe}.gate.weight"),
+        entry(f"{ours}.moe.router.selection_bias", f"{moe}.expert_bias"),
+        entry(f"{ours}.moe.experts.w_in", *both, packed=packed[0]),
+        entry(f"{ours}.moe.experts.w_out", f"{one}.w2.weight", packed=packed[1]),
     )
 
 

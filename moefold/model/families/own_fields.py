@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Activation
-from moefold.model.families.fields import ConfigField, FieldValue, Values, value_at
+from moefold.model.families.fields import BiasBalance, ConfigField, FieldValue, Values, value_at
 from moefold.model.families.hub import ConfigReader
 
 
@@ -34,6 +34,21 @@ class Factor(FieldValue):
         """Take it."""
         stated = super().read(config)
         return {self.ours: 1.0} if config.null(self.theirs) else stated
+
+
+@dataclass(frozen=True)
+class BiasSwitch(BiasBalance):
+    """``use_expert_bias``: whether there is a selection bias, which then moves."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it."""
+        stated = config.take("use_expert_bias", bool, True)
+        moving = super().read(config) if stated else {"balance": ()}
+        return moving | {"selection_bias": stated}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it."""
+        return {"use_expert_bias": model.selection_bias}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""A short causal convolution of each channel between two gates, as LFM2 has it, in plain torch.
+
+    y_t = c_t * sum over j < K of w[K - 1 - j] * (b * x)_(t - j)
+
+over rows of one document: a row at position p has p before it. T rows, C channels, K taps, P runs
+of rows that lie apart, each with the J = K - 1 rows before it, which may be on another rank.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moefold.kernels.function import Function
+from moefold.kernels.gradients import RETURNED, GradientSink, made
+from moefold.kernels.operand import Operand
+
+
+def gated_convolution(
+    h_T3C: Tensor,
+    before_PJC: Tensor | None,
+    weight: Operand,
+    positions_T: Tensor,
+    *,
+    n_valid: int | None = None,
+    sink: GradientSink = RETURNED,
+) -> Tensor:
+    """Return ``y_TC`` in the rows' dtype; only what comes in is kept.
+
+    Args:
+        h_T3C: b, c and x of each row, one after the other.
+        before_PJC: ``b * x`` of the rows before each run; None where one run has all rows.
+        weight: operand [C, 1, K]; the last tap is of the row itself.
+        positions_T: of each row in its document.
+        n_valid: the first so many rows count in the weight's gradient; None where all do.
+        sink: where the weight's gradient goes.
+    """
+    given = weight.master, weight.value, positions_T, n_valid, sink
+    return _Convolution.apply(h_T3C, before_PJC, *given)  # type: ignore[no-any-return]
+
+
+def reference(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Compute it by autograd and torch's own convolution, each document by itself."""
+    made_TC = []
+    for rows in h_T3C.split(list(lengths)):
+        b, c, x = rows.t().chunk(3)
+        taps, channels = weight_C1K.shape[-1], len(b)
+        mixed = torch.conv1d((b * x)[None], weight_C1K, padding=taps - 1, groups=channels)
+        made_TC.append((c * mixed[0, :, : len(rows)]).t())
+    return torch.cat(made_TC)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _joined(u_TC: Tensor, before_PJC: Tensor | None, reach: int) -> Tensor:
+    """Return each run with the rows before it, [P, J + T / P, C]."""
+    if before_PJC is None:
+        before_PJC = u_TC.new_zeros(1, reach, u_TC.shape[1])
+    runs = u_TC.unflatten(0, (len(before_PJC), -1))
+    return torch.cat([before_PJC.to(u_TC.dtype), runs], 1)
+
+
+def _places(taps: int, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield how far each tap reaches back, and which of a run's joined rows it reads."""
+    for back in range(taps):
+        start = taps - 1 - back
+        yield back, slice(start, start + rows)
+
+
+class _Convolution(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_T3C: Tensor,
+        before_PJC: Tensor | None,
+        master: Tensor,
+        value_C1K: Tensor,
+        positions_T: Tensor,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> Tensor:
+        ctx.save_for_backward(h_T3C, before_PJC, value_C1K, positions_T)
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        b, c, x = _wide(h_T3C).chunk(3, 1)
+        taps = value_C1K.shape[-1]
+        joined = _joined(b * x, before_PJC, taps - 1)
+        return (c * _mixed(joined, value_C1K, positions_T)).to(h_T3C.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
+        h_T3C, before_PJC, value_C1K, positions_T = ctx.saved_tensors
+        b, c, x = _wide(h_T3C).chunk(3, 1)
+        taps, dy = value_C1K.shape[-1], _wide(dy_TC)
+        joined = _joined(b * x, before_PJC, taps - 1)
+        dc, dz = dy * _mixed(joined, value_C1K, positions_T), dy * c
+        runs, length = len(joined), joined.shape[1] - taps + 1
+        djoined, sums = torch.zeros_like(joined), list[Tensor]()
+        rows = slice(ctx.n_valid)
+        for back, place in _places(taps, length):
+            there_T1 = (positions_T >= back)[:, None]
+            share = dz * value_C1K[:, 0, taps - 1 - back].to(dz.dtype)
+            djoined[:, place] += share.where(there_T1, 0).unflatten(0, (runs, -1))
+            seen = joined[:, place].flatten(0, 1)
+            sums.append((dz * seen).where(there_T1, 0)[rows].sum(0))
+        du = djoined[:, taps - 1 :].flatten(0, 1)
+        dh = torch.cat([du * x, dc, du * b], 1).to(h_T3C.dtype)
+        dbefore = None if before_PJC is None else djoined[:, : taps - 1].to(before_PJC.dtype)
+        dw = None
+        if ctx.needs_input_grad[2]:
+            found = torch.stack(sums[::-1], 1)[:, None].to(ctx.master.dtype)
+            dw = ctx.sink.deliver(ctx.master, made(found))  # a sum, made at once
+        return dh, dbefore, dw, None, None, None, None
+
+
+def _mixed(joined: Tensor, value_C1K: Tensor, positions_T: Tensor) -> Tensor:
+    """Return the convolution's rows [T, C]."""
+    taps, mixed = value_C1K.shape[-1], None
+    for back, place in _places(taps, joined.shape[1] - taps + 1):
+        seen = joined[:, place].flatten(0, 1).where((positions_T >= back)[:, None], 0)
+        part = seen * value_C1K[:, 0, taps - 1 - back].to(seen.dtype)
+        mixed = part if mixed is None else mixed + part
+    assert mixed is not None
+    return mixed

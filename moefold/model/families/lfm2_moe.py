@@ -1,0 +1,64 @@
+"""LFM2-MoE: short convolutions beside grouped-query attention, sigmoid scores, a selection bias."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.layer_kinds import ConvolvedKinds
+from moefold.model.families.mixed_sizes import ConvolvedSizes
+from moefold.model.families.own_fields import BiasSwitch
+from moefold.model.families.sizes import DenseFirst
+from moefold.moe.config import Bias
+
+_THETA = 1e6
+
+
+class Lfm2MoeShape(ConvolvedSizes, DenseFirst):
+    """Sizes of an LFM2-MoE."""
+
+
+@MODEL.register
+class Lfm2Moe(Family):
+    """An LFM2-MoE."""
+
+    family: Literal["lfm2_moe"] = "lfm2_moe"
+    shape: Lfm2MoeShape
+    renormalise: bool = True
+    """Whether the chosen scores are divided by their sum."""
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the weights of routed experts."""
+    selection_bias: bool = True
+    """Whether a buffer is added to the scores for the choice alone."""
+    balance: Balance = (Bias(rate=hf.RATE),)
+    rope: Rope = Rope(theta=_THETA)
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    tied: bool = True
+
+    model_type = "lfm2_moe"
+    architecture = "Lfm2MoeForCausalLM"
+    attention_own = {"qk_norm": "head"}
+    router_own = {"score": "sigmoid", "epsilon": 1e-6}
+    router_fields = ("renormalise", "scale", "selection_bias")
+    epsilon_field = "norm_eps"
+    hf_sizes = names.HF_SIZES | {
+        "num_experts": "experts",
+        "moe_intermediate_size": "expert_width",
+        "num_dense_layers": "dense_layers",
+        "conv_L_cache": "taps",
+    }
+    fields = (
+        hf.KvHeads(),
+        hf.Rotary(_THETA),
+        hf.DenseSize(),
+        hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        hf.Only("conv_bias", False),
+        BiasSwitch(),
+        ConvolvedKinds(),
+    )
+    tensors = names.lfm2_names()

@@ -1,0 +1,137 @@
+"""Sizes of families whose layers mix rows in two ways: windows, chunks or convolutions in some."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.errors import Violation
+from moefold.layers.config import Rope, Size, Temperature
+from moefold.layers.kinds.chunked import Chunked
+from moefold.layers.kinds.convolution import ShortConvolution
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.windowed import Windowed
+from moefold.model.config import Decoder
+from moefold.model.families.sizes import FreeGqaSizes, GqaSizes, WindowSizes
+
+
+class TwoKindSizes(WindowSizes):
+    """Sizes of a family whose layers with a window have sinks and twice the key-value heads."""
+
+    v_dim: Size
+    """Dims of a head's values."""
+    window_rope: Rope | None = None
+    """Rotary positions of layers with a window; None is those of full ones."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention of either kind."""
+        sizes = self.head_sizes | {"v_dim": self.v_dim}
+        if self.window is None or layer in self.full_layers:
+            return Gqa(**sizes, rope=rope, **own)
+        sizes["kv_heads"] *= 2
+        return Windowed(**sizes, rope=self.window_rope or rope, window=self.window, **own)
+
+    def rules(self) -> Iterator[Violation]:
+        """Twice the key-value heads divide the heads too; positions of a window fit a head."""
+        yield from super().rules()
+        if self.window is not None and self.heads % (2 * self.kv_heads):
+            rule = f"must divide heads ({self.heads}) twice over: layers with a window have double"
+            half = (n for n in range(self.kv_heads, 0, -1) if self.heads % (2 * n) == 0)
+            yield Violation(("kv_heads",), self.kv_heads, rule, next(half, 1))
+        if self.window_rope is not None:
+            for broken in self.window_rope.fits(self.dims_per_head):
+                path = ("window_rope", "fraction")
+                yield Violation(path, broken.value, broken.rule, broken.nearest)
+            if self.window is None:
+                rule = "is of layers with a window, and there is none"
+                yield Violation(("window_rope",), self.window_rope, rule, None)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, those of both kinds of layers."""
+        both: list[Any] = [block.attention for block in decoder.blocks]
+        sliding = next((one for one in both if isinstance(one, Windowed)), None)
+        full = next((one for one in both if one is not sliding and type(one) is Gqa), None)
+        kv_heads = full.kv_heads if full else both[0].kv_heads // 2
+        differs = sliding is not None and full is not None and sliding.rope != full.rope
+        return super().of(decoder) | {
+            "kv_heads": kv_heads,
+            "v_dim": both[0].value_dim,
+            "window_rope": sliding.rope if differs and sliding else None,
+        }
+
+
+class ChunkedSizes(FreeGqaSizes):
+    """Sizes of a family whose layers see a chunk, but for some that see all, without positions."""
+
+    chunk: Size
+    """Tokens that see one another, counted from a document's first."""
+    full_layers: tuple[int, ...] = ()
+    """Numbers of the layers, from 0, that see all before them and have no positions."""
+    unit_norm: bool = True
+    """Whether each head of queries and keys is normed, without a weight, where it turns."""
+    temperature: Temperature | None = None
+    """Factor on queries of full layers."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention within a chunk, or to all before."""
+        if layer in self.full_layers:
+            return Chunked(**self.head_sizes, rope=None, temperature=self.temperature, **own)
+        norm = {"qk_norm": "unit", "norm_after_rope": True} if self.unit_norm else {}
+        return Chunked(**self.head_sizes, rope=rope, chunk=self.chunk, **norm, **own)
+
+    def rules(self) -> Iterator[Violation]:
+        """Full layers exist, stand once and leave another; a temperature has some."""
+        yield from super().rules()
+        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers})[: self.layers - 1]
+        if list(self.full_layers) != legal:
+            rule = f"must be increasing numbers from 0 to {self.layers - 1}, not all"
+            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+        if self.temperature is not None and not self.full_layers:
+            rule = "is of full layers, and there is none"
+            yield Violation(("temperature",), self.temperature, rule, None)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, who sees past a chunk too."""
+        both: list[Any] = [block.attention for block in decoder.blocks]
+        full = tuple(n for n, one in enumerate(both) if one.chunk is None)
+        chunked = next((one for one in both if one.chunk is not None), both[0])
+        return super().of(decoder) | {
+            "chunk": chunked.chunk,
+            "full_layers": full,
+            "unit_norm": chunked.qk_norm == "unit",
+            "temperature": both[full[0]].temperature if full else None,
+        }
+
+
+class ConvolvedSizes(GqaSizes):
+    """Sizes of a family some of whose layers have a short convolution in attention's place."""
+
+    taps: Annotated[int, Field(ge=2)] = 3
+    """Rows that a convolution sees, the row itself among them."""
+    full_layers: tuple[int, ...]
+    """Numbers of the layers, from 0, that have attention."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention, or a convolution."""
+        if layer in self.full_layers:
+            return super().attention(layer, rope, own)
+        return ShortConvolution(taps=self.taps)
+
+    def rules(self) -> Iterator[Violation]:
+        """Layers with attention exist and stand once; there is one."""
+        yield from super().rules()
+        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers}) or [0]
+        if list(self.full_layers) != legal:
+            rule = f"must be increasing numbers from 0 to {self.layers - 1}, at least one"
+            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, which layers have attention too."""
+        both: list[Any] = [block.attention for block in decoder.blocks]
+        full = tuple(n for n, one in enumerate(both) if not isinstance(one, ShortConvolution))
+        taps = next((one.taps for one in both if isinstance(one, ShortConvolution)), 3)
+        return super().of(decoder) | {"full_layers": full, "taps": taps}
