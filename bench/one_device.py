@@ -37,6 +37,7 @@ from moefold.moe.config import Moe, Router
 from moefold.optim.config import AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import alone
+from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.count import count
 from moefold.training.machine import cpu_name, measure
@@ -62,12 +63,12 @@ Step = Callable[[], float]
 """Makes one optimizer step and returns its loss."""
 
 
-def ours(ids_BS: Tensor, precision: Any) -> tuple[Step, DecoderModel]:
-    """Return our step, on fresh weights."""
+def ours(ids_BS: Tensor, precision: Any, again: Any = None) -> tuple[Step, DecoderModel]:
+    """Return our step, on fresh weights; ``again`` is what it recomputes."""
     model = DecoderModel(SHAPE, precision)
     initialise(model, SHAPE, seed=1)
     optimizer = build(AdamW(lr=LR, weight_decay=0.0), dict(model.named_parameters()))
-    rows, data = from_ids(ids_BS), ShardedState(alone(model))
+    rows, data = from_ids(ids_BS), ShardedState(alone(model, Layout(recompute=again)))
 
     def step() -> float:
         figures = gradients(data, [rows], loss_chunk=1024)
