@@ -62,15 +62,40 @@ class Yarn(Record):
             )
 
 
+class Bands(Record):
+    """Rotary frequencies of which slow ones are divided, as Llama 3.1 stretches its context."""
+
+    factor: Annotated[float, Field(ge=1.0)]
+    """What frequencies are divided by whose turn takes longer than ``original_length / slow``."""
+    original_length: Size
+    slow: Annotated[float, Field(gt=0)] = 1.0
+    fast: Annotated[float, Field(gt=0)] = 4.0
+    """Those whose turn is shorter than ``original_length / fast`` stay; between both they blend."""
+
+    def rules(self) -> Iterator[Violation]:
+        """The fast boundary lies above the slow one."""
+        if self.fast <= self.slow:
+            yield Violation(
+                ("fast",), self.fast, f"must be above slow ({self.slow})", self.slow * 4
+            )
+
+
 class Rope(Record):
     """Rotary position embedding (arXiv 2104.09864)."""
 
     theta: Annotated[float, Field(gt=0)] = 10000.0
     yarn: Yarn | None = None
+    bands: Bands | None = None
+    """Beside ``yarn`` None: a context is stretched one way."""
     layout: Literal["half", "interleaved"] = "half"
     """Which dims form a pair: i and i + d/2, or 2i and 2i + 1."""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of a head's dims, the first, that turn; latent attention states its rotary dims itself."""
+
+    def rules(self) -> Iterator[Violation]:
+        """A context is stretched one way."""
+        if self.yarn is not None and self.bands is not None:
+            yield Violation(("bands",), self.bands, "must be left out beside yarn", None)
 
     def dims(self, head_dim: int) -> int:
         """Return how many dims of a head turn."""

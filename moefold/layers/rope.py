@@ -1,4 +1,4 @@
-"""Rotary angles: plain frequencies, or stretched by YaRN (arXiv 2309.00071)."""
+"""Rotary angles: plain frequencies, or stretched: by YaRN (arXiv 2309.00071), or in bands."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moefold.layers.config import Rope, Yarn
+from moefold.layers.config import Bands, Rope, Yarn
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,16 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """Return the ``dim / 2`` angular frequencies, in radians per position."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / rope.theta**exponents
+    if rope.bands is not None:
+        return _banded(plain, rope.bands)
     return plain if rope.yarn is None else _stretched(plain, rope.yarn, rope.theta, dim)
+
+
+def _banded(plain: Tensor, bands: Bands) -> Tensor:
+    """Divide slow frequencies by ``factor``, leave fast ones, blend between the two boundaries."""
+    turns = bands.original_length * plain / (2 * math.pi)
+    kept = ((turns - bands.slow) / (bands.fast - bands.slow)).clamp(0, 1)
+    return (1 - kept) * plain / bands.factor + kept * plain
 
 
 def _stretched(plain: Tensor, yarn: Yarn, theta: float, dim: int) -> Tensor:

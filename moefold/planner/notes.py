@@ -60,8 +60,8 @@ def _saves(layers: list[tuple[Saved, ...]], without: Modules, with_it: Modules) 
 def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
     """Yield that sequences are longer than any that the model is meant for."""
     ropes = (getattr(block.attention, "rope", None) for block in decoder.blocks)
-    yarns = [rope.yarn for rope in ropes if rope is not None and rope.yarn is not None]
-    known = [round(yarn.factor * yarn.original_length) for yarn in yarns]
+    scaled = [one for rope in ropes if rope is not None for one in (rope.yarn, rope.bands) if one]
+    known = [round(one.factor * one.original_length) for one in scaled]
     known += [] if decoder.context is None else [decoder.context]
     if known and seq > max(known):
         yield (

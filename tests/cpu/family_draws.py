@@ -9,6 +9,14 @@ from typing import Any
 
 Fields = dict[str, Any]
 OWN: dict[str, Callable[[Random, Fields], Fields]] = {}
+BANDS: Fields = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 EXPERTS, WIDTHS, WIDE = (4, 6, 8), (6, 10), (12, 20)
 
 
@@ -303,6 +311,8 @@ def _llama4(random: Random, config: Fields) -> Fields:
     turns = [random.randint(0, 1) for _ in range(layers)]
     turns[random.randrange(layers)] = 1
     sparse = [n for n in range(layers) if _coin(random)] or [layers - 1]
+    if _coin(random):
+        config["rope_parameters"] = BANDS
     return {
         "num_local_experts": random.choice(EXPERTS),
         "num_experts_per_tok": random.choice((1, 1, 2)),
@@ -401,6 +411,7 @@ SEEN: dict[str, Fields] = {
     },
     "gpt_oss": {"swiglu_limit": 0.4},
     "mimo_v2_flash": {"attention_value_scale": 0.707},
+    "llama4_text": {"rope_parameters": BANDS},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "cohere2_moe": {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"},
 }

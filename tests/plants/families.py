@@ -170,4 +170,12 @@ PLANTS = (
         "ordered[second - 1]])",
         "ordered[second]])",
     ),
+    Plant(
+        "b23",
+        "slow bands keep their frequencies",
+        B23,
+        "layers/rope.py",
+        "(1 - kept) * plain / bands.factor",
+        "(1 - kept) * plain",
+    ),
 )

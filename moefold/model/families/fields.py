@@ -171,7 +171,7 @@ class Rotary(ConfigField):
         rope, written = model.rope, rope_fields(model.rope, model.context)
         if self.switch is not None:
             written[self.switch] = rope.layout == "interleaved"
-        if self.stretched and rope.yarn is None:
+        if self.stretched and rope.yarn is None and rope.bands is None:
             plain = {"rope_type": "default", "rope_theta": rope.theta}
             written |= {"rope_parameters": plain, "rope_scaling": plain}
         return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})

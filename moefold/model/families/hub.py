@@ -7,7 +7,7 @@ is left over is refused, because a field nobody read may be the one that changes
 from collections.abc import Mapping
 from typing import Any
 
-from moefold.layers.config import Rope, Yarn
+from moefold.layers.config import Bands, Rope, Yarn
 from moefold.model.config import Decoder
 from moefold.moe.config import Aux, Moe
 
@@ -189,17 +189,27 @@ def read_rope(
             fraction = dims / config.take("head_dim", int)
         stated = config.take("partial_rotary_factor", float, fraction)
         turning = inner.take("partial_rotary_factor", float, stated)
-    yarn = None
+    yarn = bands = None
     if kind == "yarn":
         yarn = _read_yarn(config, inner, scales_softmax)
+    elif kind == "llama3":
+        bands = Bands(
+            factor=inner.take("factor", float),
+            original_length=inner.take("original_max_position_embeddings", int),
+            slow=inner.take("low_freq_factor", float),
+            fast=inner.take("high_freq_factor", float),
+        )
     elif kind != "default":
-        inner.refuse(f"rope_type is {kind!r}; supported: 'default' or 'yarn'")
+        inner.refuse(f"rope_type is {kind!r}; supported: 'default', 'yarn' or 'llama3'")
     try:
         inner.finish()
     except ValueError as error:
         config.refuse(f"rotary positions: {str(error).removeprefix('config.json: ')}")
-        yarn = None
-    return Rope(theta=theta, yarn=yarn, fraction=turning)
+        yarn = bands = None
+    if any(bands.rules()) if bands else False:
+        config.refuse(f"rotary positions: {bands!r} has no fast boundary above its slow one")
+        bands = None
+    return Rope(theta=theta, yarn=yarn, bands=bands, fraction=turning)
 
 
 def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) -> Yarn:
@@ -232,12 +242,18 @@ def _read_yarn(config: ConfigReader, inner: ConfigReader, scales_softmax: bool) 
 
 def rope_fields(rope: Rope, context: int | None) -> dict[str, Any]:
     """Write rotary positions and the context length, in the form every release reads."""
-    yarn = rope.yarn
+    yarn, bands = rope.yarn, rope.bands
     longest = context or (round(yarn.factor * yarn.original_length) if yarn else 4096)
     fields = {"max_position_embeddings": longest, "rope_theta": rope.theta}
+    scaling: dict[str, Any]
+    if bands is not None:
+        scaling = {"rope_type": "llama3", "low_freq_factor": bands.slow, "factor": bands.factor}
+        scaling |= {"high_freq_factor": bands.fast}
+        scaling |= {"original_max_position_embeddings": bands.original_length}
+        return fields | {"rope_scaling": scaling}
     if yarn is None:
         return fields | {"rope_scaling": None}
-    scaling: dict[str, Any] = {
+    scaling = {
         "rope_type": "yarn",
         "factor": yarn.factor,
         "original_max_position_embeddings": yarn.original_length,
