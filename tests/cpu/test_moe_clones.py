@@ -1,4 +1,5 @@
-"""Plans of clones: rows are kept, slots are enough, no rank is fuller than before, load is even.
+"""Plans of clones: rows are kept, slots are enough, no rank is fuller than before, load is even,
+and two hops have room.
 
 P ranks, S slices, X = P * S senders, E experts, e at home on each rank, s slots, T rows, K experts
 per token.
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.moe.clones import ClonePlan, lay, plan_clones, quotas, shares
+from moefold.moe.config import Spread
 from moefold.moe.dispatch.config import Clones
 from moefold.planner.case import EVENED
+from tests.pure.test_moe_dispatch_config import dealt
 
 RECORDED = json.loads(Path(__file__).parents[1].joinpath("data/recorded_counts.json").read_text())
 """Copies for each of 64 experts of layers of two small models (top 8, with and without a balancing
@@ -71,6 +74,13 @@ def check_plan(counts_XE: Tensor, ranks: int, record: Clones) -> float:
     own_PE = counts_XE.unflatten(0, (ranks, -1)).sum(1)
     stay = sent_XEP.unflatten(0, (ranks, -1)).sum(1).diagonal(0, 0, 2).t()
     assert torch.equal(stay, own_PE.minimum(quota_EP.t()))
+    slices = len(counts_XE) // ranks
+    for at in range(slices):  # Ranks of a slice deal among themselves.
+        sent_PP = sent_XEP[at::slices].sum(1).numpy()
+        rows = int(max(sent_PP.sum(0).max(), sent_PP.sum(1).max()))
+        room = Spread(max_rows=max(rows, 1))
+        assert room.dealt(ranks) * ranks >= rows
+        assert int(dealt(sent_PP[None]).max()) <= room.between(ranks)
     return after * ranks / max(int(counts_E.sum()), 1)
 
 

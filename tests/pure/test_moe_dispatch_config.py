@@ -93,20 +93,23 @@ def routings(ranks: int, copies: int, chance: np.random.Generator) -> np.ndarray
     return np.stack(some)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def dealt(counts: np.ndarray) -> np.ndarray:
+    """Return copies [N, dealer, target] of routings [N, source, target], each dealt in turn."""
+    ends, ranks = counts.cumsum(2), counts.shape[2]
+    # Of the places before one, each rank is dealt those of its turn.
+    upto_end, upto_start = (
+        (at[..., None] - np.arange(ranks) + ranks - 1) // ranks for at in (ends, ends - counts)
+    )
+    return (upto_end - upto_start).sum(1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
 def test_b65_spread_has_room_for_every_routing(ranks: int) -> None:
     """In which no rank gets, or sends, more rows than are stated; and not for much more."""
     chance, most = np.random.default_rng(ranks), 0.0
     for copies in (1, 7, 64, 1000):
         counts = routings(ranks, copies, chance)
-        ends = counts.cumsum(2)
-        starts = ends - counts
-        # Of the places before one, each rank is dealt those of its turn.
-        upto_end, upto_start = (
-            (at[..., None] - np.arange(ranks) + ranks - 1) // ranks for at in (ends, starts)
-        )
-        dealt = (upto_end - upto_start).sum(1)
-        for routing, got in zip(counts, dealt, strict=True):
+        for routing, got in zip(counts, dealt(counts), strict=True):
             rows = max(routing.sum(0).max(), routing.sum(1).max())
             if rows:
                 record = Spread(max_rows=int(rows))
