@@ -79,8 +79,9 @@ class Run(Record):
                 yield from (one.under("layout") for one in found)
             yield from () if misfits else self.train.loss.misfits(self)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
-                model = needs(self.decoder(), self.data.seq)
-                yield from (found.under("layout") for found in self.layout.misfits(model))
+                model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
+                found = self.layout.misfits(model, rows * self.data.seq)
+                yield from (broken.under("layout") for broken in found)
                 yield from self._step_misfits()
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))

@@ -333,6 +333,8 @@ class FixedRoom(Dispatch):
     Nothing is read on the host in a pass. The step looks at its end whether the room was enough.
     """
 
+    of_pair: ClassVar[bool] = False
+    """Whether room is that of a pair of ranks."""
     max_rows: Size
     on_overflow: Literal["again", "stop"] = "again"
     """What follows a step whose rows did not fit, before it changes anything: it is made once more
@@ -356,6 +358,7 @@ class FixedRoom(Dispatch):
 class Padded(FixedRoom):
     """Token copies in equal splits: nothing is read on the host, and every shape is fixed."""
 
+    of_pair = True
     kind: Literal["padded"] = "padded"
     max_rows: Size
     """Room between each pair of ranks, in copies of tokens of one micro-batch."""

@@ -16,7 +16,7 @@ from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring, Se
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
-from moefold.moe.config import DISPATCH, AllToAll, Dispatch, Foreign
+from moefold.moe.config import DISPATCH, AllToAll, Dispatch, FixedRoom, Foreign
 from moefold.moe.dispatch.config import Clones
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
@@ -92,14 +92,19 @@ class Layout(Record):
                 ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
             )
 
-    def misfits(self, model: ModelNeeds) -> Iterator[Violation]:
-        """Yield what does not fit together or not the model."""
+    def misfits(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
+        """Yield what does not fit together or not the model.
+
+        ``rows`` are those of a micro-batch, where they are known.
+        """
         yield from violations(self.split, model, order=self.order, stages=self.stages)
         if isinstance(self.context, Context):
             broken = self.context.misfits(self.split, model.heads)
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
             yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
+        if isinstance(self.dispatch, FixedRoom) and rows is not None:
+            yield from self._room_misfits(self.dispatch, model, rows)
         if self.clones is not None:
             yield from self._clone_misfits(self.clones, model.experts)
         if self.offload is not None:
@@ -139,6 +144,20 @@ class Layout(Record):
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):
             yield from broken[-1]
+
+    def _room_misfits(
+        self, dispatch: FixedRoom, model: ModelNeeds, rows: int
+    ) -> Iterator[Violation]:
+        """Yield where room is stated that even an even routing lacks."""
+        sizes = self.split
+        routings = (s.routing for s in model.specs if getattr(s, "capacity", None) is None)
+        top_k = max((one.top_k for one in routings if one is not None), default=0)
+        sent = rows // (sizes.tp * sizes.cp) * top_k
+        least = -(-sent // sizes.ep) if dispatch.of_pair else sent
+        if sizes.ep * sizes.etp > 1 and dispatch.max_rows < least:
+            rule = f"no less than {least}, the mean of {sent} copies that each rank sends: every "
+            rule += "step would lack room"
+            yield Violation(("dispatch", "max_rows"), dispatch.max_rows, rule, least)
 
     def _clone_misfits(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
         """Yield why there can be no clones, or not so many, of layers with so many experts."""

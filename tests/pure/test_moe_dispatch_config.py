@@ -73,6 +73,24 @@ def test_what_refuses_to_run_deterministically_is_refused() -> None:
     assert load_run("tiny", asked[1:]).layout.sizes == "ep2"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kind", "least"),
+    [("ep2", "padded", 128), ("ep2", "spread", 256), ("tp2 ep4", "padded", 32), ("", "spread", 1)],
+)
+def test_room_below_the_mean_is_refused(sizes: str, kind: str, least: int) -> None:
+    """Two copies of each of 128 tokens; on one rank no row needs room."""
+
+    def asked(rows: int) -> list[str]:
+        return [f'layout.sizes="{sizes}"', f"layout.dispatch={{kind: {kind}, max_rows: {rows}}}"]
+
+    load_run("tiny", asked(least))
+    if sizes:
+        with pytest.raises(RunError, match="every step would lack room") as error:
+            load_run("tiny", asked(least - 1))
+        (found,) = error.value.violations
+        assert (found.path, found.nearest) == (("layout", "dispatch", "max_rows"), least)
+
+
 def test_a_split_of_groups_is_stated_where_it_is_needed() -> None:
     two_level = {"kind": "two_level", "node": 2}
     assert ("ep", 2) in Layout(sizes="ep4", dispatch=two_level).split_groups  # type: ignore[arg-type]
