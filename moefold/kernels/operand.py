@@ -1,5 +1,6 @@
 """A weight as the kernels see it: the trained parameter beside the values products use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,3 +37,9 @@ class AdapterOperand:
     b: Operand
     """[..., out, rank]"""
     scale: float
+    drop: Callable[[Tensor], Tensor] | None = None
+    """What ``x`` is handed through in training; linear, and its own gradient."""
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Return the rows that A reads, or of their gradient what comes back."""
+        return x if self.drop is None else self.drop(x)

@@ -36,7 +36,7 @@ class SwiGlu(Adaptable):
                 x_PD = flow.gather(x_TD)
                 share_PD = narrow_ffn(x_PD, codes_in, codes_out, whole.run, flow.sink)
             else:
-                w_in, w_out = self.operand("w_in", flow), self.operand("w_out", flow)
+                w_in, w_out = (self.operand(name, flow.whole) for name in ("w_in", "w_out"))
                 products = dense_products(flow.whole.n_valid)
                 share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
             y_TD = flow.scatter(share_PD)

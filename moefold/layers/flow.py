@@ -24,7 +24,7 @@ from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 from moefold.kernels.scaled.products import NarrowOperand
-from moefold.kernels.scaled.rows import RowRuns
+from moefold.kernels.scaled.rows import RowRuns, sent_numbers
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.keeper import Decisions, Keeper
@@ -161,6 +161,11 @@ class Flow:
     def run(self) -> RowRuns:
         """The rows that count, as products on codes take them."""
         return RowRuns.dense(self.rows.n_valid, self.rows.place_T + self.rows.first)
+
+    @cached_property
+    def number_T(self) -> Tensor:
+        """int64 number of each row in the step, by which dropout draws."""
+        return sent_numbers(self.rows.first, self.rows.place_T).to(torch.int64)
 
     def angles(self, rope: Rope, dim: int) -> Angles:
         """Return the rows' rotary angles, computed once per pass and kind."""

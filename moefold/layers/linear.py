@@ -1,7 +1,9 @@
 """A linear layer, and the token embedding."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +12,27 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
+from moefold.kernels.linear.dropout import Dropout
 from moefold.kernels.linear.product import add_bias, linear
 from moefold.kernels.lookup import fused as kernels
 from moefold.kernels.operand import AdapterOperand, Operand
 from moefold.kernels.scaled.products import scaled_product
 from moefold.layers.flow import Flow
+from moefold.layers.placement import Shard
 from moefold.layers.precision import PrecisionPolicy, WeightProducts
 from moefold.model.config import LowRank
 from moefold.spec.decoder import LORA_A, LORA_B
+
+
+class DropPlace(NamedTuple):
+    """What of a weight is on this rank, whose adapter's rows are thinned out in training."""
+
+    rate: float
+    number: int
+    """Of the weight, by its name."""
+    columns: range
+    """Inputs that are here."""
+    first_expert: int
 
 
 class Adaptable(WeightProducts):
@@ -27,6 +42,8 @@ class Adaptable(WeightProducts):
         super().__init__()
         self.adapters: dict[str, LowRank] = {}
         """By the weight's name in this module; their matrices are parameters beside it."""
+        self.drops: dict[str, DropPlace] = {}
+        """Of those adapters that have dropout."""
 
     def add_adapter(self, name: str, record: LowRank, a: Tensor, b: Tensor) -> None:
         """Put an adapter's matrices beside a weight."""
@@ -34,22 +51,57 @@ class Adaptable(WeightProducts):
         self.register_parameter(name + LORA_A, nn.Parameter(a))
         self.register_parameter(name + LORA_B, nn.Parameter(b))
 
-    def operand(self, name: str, flow: Flow, dtype: torch.dtype | None = None) -> Operand:
-        """Return a weight as products take it, with its adapter."""
-        found = adapted(self, name, flow.recipe, dtype)
+    def operand(
+        self,
+        name: str,
+        flow: Flow,
+        dtype: torch.dtype | None = None,
+        number_N: Tensor | None = None,
+    ) -> Operand:
+        """Return a weight as products of a flow's rows take it, with its adapter.
+
+        ``number_N`` tells the rows apart where they are not the flow's.
+        """
+        found = adapted(self, name, flow.recipe, dtype, flow, number_N)
         flow.keeper.stays(*found.tensors)
         return found
 
 
 def adapted(
-    owner: Adaptable, name: str, recipe: PrecisionPolicy, dtype: torch.dtype | None = None
+    owner: Adaptable,
+    name: str,
+    recipe: PrecisionPolicy,
+    dtype: torch.dtype | None = None,
+    flow: Flow | None = None,
+    number_N: Tensor | None = None,
 ) -> Operand:
-    """Return a weight of a layer as products take it, with its adapter."""
+    """Return a weight of a layer as products take it, with its adapter.
+
+    In a pass of training, a ``flow`` that is named, adapters have their dropout.
+    """
     weight, record = recipe.operand(owner.get_parameter(name), dtype), owner.adapters.get(name)
     if record is None or not recipe.adapts:
         return weight
     a, b = (recipe.operand(owner.get_parameter(name + end), dtype) for end in (LORA_A, LORA_B))
-    return replace(weight, low_rank=AdapterOperand(a, b, record.scale))
+    drop, place = None, owner.drops.get(name)
+    if place is not None and flow is not None and flow.training:
+        number_N = flow.number_T if number_N is None else number_N
+        key = recipe.seed, place.number
+        drop = Dropout(place.rate, key, recipe.step, place.columns, number_N)
+    return replace(weight, low_rank=AdapterOperand(a, b, record.scale, drop))
+
+
+def locate_adapters(model: nn.Module, shards: Mapping[str, Shard]) -> None:
+    """Tell layers whose adapters have dropout what of each weight is on this rank."""
+    for path, module in model.named_modules():
+        if not isinstance(module, Adaptable):
+            continue
+        for leaf, record in module.adapters.items():
+            name = f"{path}.{leaf}"
+            box = shards[name + LORA_A].box
+            place = DropPlace(record.dropout, crc32(name.encode()), range(*box[-1]), box[0][0])
+            if record.dropout:
+                module.drops[leaf] = place
 
 
 class Linear(Adaptable):

@@ -60,7 +60,7 @@ def widened(x_TD: Tensor, head: Operand) -> tuple[Tensor, Operand]:
     """Return rows and head side by side with those of the head's adapter: one product of both."""
     low = head.low_rank
     assert low is not None
-    inner_TR = (x_TD @ low.a.value.t()).mul_(low.scale)
+    inner_TR = (low.dropped(x_TD) @ low.a.value.t()).mul_(low.scale)
     value = torch.cat([head.value, low.b.value], 1)
     return torch.cat([x_TD, inner_TR], 1), replace(head, value=value)
 
@@ -69,8 +69,9 @@ def _narrowed(dwide_TD: Tensor, x_TD: Tensor, low: AdapterOperand, n_valid: int 
     """Return the gradient of the rows, and add that of A."""
     dx_TD, dinner_TR = dwide_TD.split([x_TD.shape[1], low.a.value.shape[0]], 1)
     dinner_TR = dinner_TR * low.scale
-    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], x_TD[:n_valid]))
-    return dx_TD + dinner_TR @ low.a.value
+    rows_TD = low.dropped(x_TD)
+    accumulate(low.a.master, partial(weight_gradient, dinner_TR[:n_valid], rows_TD[:n_valid]))
+    return dx_TD + low.dropped(dinner_TR @ low.a.value)
 
 
 def _loss_and_gradients(

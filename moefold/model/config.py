@@ -27,6 +27,8 @@ class LowRank(Record):
     """The weight's name, as ``frozen`` has it."""
     rank: Size
     scale: float
+    dropout: float = 0.0
+    """Share of the features of ``x`` that A does not see in a step of training."""
 
 
 class Block(Record):

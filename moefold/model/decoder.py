@@ -143,10 +143,10 @@ class DecoderModel(nn.Module):
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
 
-    def head_operand(self) -> Operand:
-        """Return the head as products take it."""
+    def head_operand(self, flow: Flow | None = None) -> Operand:
+        """Return the head as products take it, those of a pass of training where it is named."""
         if self.head is not None:
-            return adapted(self.head, "weight", self.recipe)
+            return adapted(self.head, "weight", self.recipe, flow=flow)
         return self.recipe.operand(self.head_weight)
 
     def router_terms(self, terms: dict[int, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -22,6 +22,9 @@ from moefold.layers.linear import Adaptable
 from moefold.moe.clone_weights import CloneGradients, bring, leaves
 from moefold.moe.config import Moe
 
+EXPERT = 53
+"""Bits of a row's number below those of its expert."""
+
 
 class Experts(Adaptable):
     """E experts of width F, run at once by a grouped product or one after another."""
@@ -47,6 +50,15 @@ class Experts(Adaptable):
     def by_micro_batch(self) -> bool:
         """Whether the rows of a micro-batch and expert share blocks and scales."""
         return any(not narrow.by_rank for narrow in self.narrow.values())
+
+    def _numbers(self, offs_E: Tensor, sent_R: Tensor | None) -> Tensor | None:
+        """Return what tells rows and their experts apart, where adapters have dropout."""
+        if sent_R is None or not self.drops:
+            return None
+        row_R = torch.arange(sent_R.shape[0], device=sent_R.device)
+        expert_R = torch.searchsorted(offs_E, row_R, right=True)
+        (first,) = {place.first_expert for place in self.drops.values()}
+        return sent_R.to(torch.int64) + ((expert_R + first) << EXPERT)
 
     def forward(
         self,
@@ -77,7 +89,8 @@ class Experts(Adaptable):
                 return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
-        w_in, w_out, sink = self.operand("w_in", flow), self.operand("w_out", flow), flow.sink
+        number_R, sink = self._numbers(offs_E, sent_R), flow.sink
+        w_in, w_out = (self.operand(name, flow, None, number_R) for name in ("w_in", "w_out"))
         biases = [flow.operand(b, b.dtype) for b in (self.in_bias, self.out_bias) if b is not None]
         if clones is not None:
             w_in, w_out, *biases = self._with_clones(clones, biases, flow)

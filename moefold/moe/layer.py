@@ -84,7 +84,8 @@ class MoeFfn(nn.Module):
         """Send copies of the rows to the ranks of their experts."""
         residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
         tokens = RoutedTokens(x_TD, weights_TK, experts_TK, self._no_drop(flow))
-        sent = self.sending.send(tokens, flow, self.experts.by_micro_batch)
+        draws = flow.training and bool(self.experts.drops)
+        sent = self.sending.send(tokens, flow, self.experts.by_micro_batch, draws)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
 
     def run_experts(self, rows: DispatchedRows, flow: Flow) -> ExpertRows:

@@ -43,11 +43,12 @@ class LayerDispatch:
         self._dispatcher = build(self._record, self._experts + ranks * record.slots)
 
     def send(
-        self, tokens: RoutedTokens, flow: Flow, numbered: bool = False
+        self, tokens: RoutedTokens, flow: Flow, numbered: bool = False, draws: bool = False
     ) -> Dispatched | RoutedTokens:
         """Send copies of rows to the ranks of their experts; rounds send theirs in ``run``.
 
-        ``numbered``: codes ask which rows are of one micro-batch, and in which order.
+        ``numbered``: codes ask which rows are of one micro-batch, and in which order; ``draws``:
+        chance asks which each row is.
         """
         if self._rounds is not None and self._rounds.wanted(flow):
             return tokens
@@ -61,7 +62,8 @@ class LayerDispatch:
         if sent.source is not None:
             rows_TD, copied = sent.source
             flow.keeper.discard("permute", (sent.x_RD,), copied, rows_TD)
-        sent_R = self._numbers(tokens, flow) if numbered else None
+        alone = flow.world.group("tp_ep").size == 1
+        sent_R = self._numbers(tokens, flow) if draws or (numbered and not alone) else None
         clones = plan and plan.expert_Ps
         return sent._replace(overflow=None, source=None, sent_R=sent_R, clones=clones)
 
@@ -97,10 +99,8 @@ class LayerDispatch:
         with flow.world.recorder.module(f"{self._name}.combine"):
             return self._dispatcher.combine(y_RD, handle, no_drop, flow.world)
 
-    def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor | None:
+    def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor:
         """Send the rows' numbers the way of the rows; a rank alone has those of one micro-batch."""
-        if flow.world.group("tp_ep").size == 1:
-            return None
         number_T1 = sent_numbers(flow.rows.first, flow.rows.place_T)[:, None]
         numbers = tokens._replace(x_TD=number_T1, weights_TK=tokens.weights_TK.detach())
         with torch.no_grad(), flow.world.recorder.module(f"{self._name}.dispatch"):

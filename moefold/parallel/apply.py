@@ -16,6 +16,7 @@ from moefold.data.batch import MicroBatch
 from moefold.layers.config import Precision
 from moefold.layers.flow import Flow, cut
 from moefold.layers.keeper import Keeper
+from moefold.layers.linear import locate_adapters
 from moefold.layers.offload import Offloading
 from moefold.layers.placement import Shard, placements, shard
 from moefold.layers.precision import locate_products
@@ -115,6 +116,7 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     _keep(model, chunks)
     shards = _cut(model, world)
     locate_products(model, shards)
+    locate_adapters(model, shards)
     if layout.clones is not None:
         for _, mixture in model.mixtures():
             mixture.sending.open_slots(layout.clones, sizes.ep)

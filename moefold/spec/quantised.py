@@ -127,28 +127,43 @@ class _Cuts(NamedTuple):
 
 
 def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
-    """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix."""
+    """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix; and
+    where it does not tell rows apart, by which random bits are drawn."""
     record = decoder.quantise
-    if not isinstance(record, Quantise) or any(layout.rules()):
+    if any(layout.rules()):
+        return
+    if not isinstance(record, Quantise):
+        adapters = [one for at in (decoder, *decoder.blocks) for one in at.adapters if one.dropout]
+        if adapters:
+            experts = any("experts." in one.weight for one in adapters)
+            yield from _draw_misfits(layout, "adapter.dropout", experts)
+            if layout.clones is not None and experts:
+                rule = "brings weights of experts, and adapter.dropout asks whose rows they are"
+                yield Violation(("clones",), layout.clones, rule, None)
         return
     cuts, sizes = _Cuts.of(decoder, record, seq), layout.split
     rules = list(cuts.broken(sizes, seq))
     if rules:
         nearest = cuts.nearest(sizes, needs(decoder, seq), seq).text
         yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
-    if layout.graphs != "none":
-        rule = f"replays a step's draws, and {record.kind} draws anew"
-        yield Violation(("graphs",), layout.graphs, rule, "none")
-    again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
-    if again and cuts.experts and sizes.ep * sizes.etp > 1:
-        rule = "makes a step again in rounds, which would cut rows that share a scale, or blocks"
-        yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
     names = narrow_weights(decoder)
     if layout.clones is not None and any(w.expert and n in names for n, w, _ in _products(decoder)):
         rule = "brings weights of experts, and not their codes"
         yield Violation(("clones",), layout.clones, rule, None)
+    yield from _draw_misfits(layout, "train.quantise", cuts.experts)
+
+
+def _draw_misfits(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
+    """Yield where a layout does not say of each row which it is."""
+    if layout.graphs != "none":
+        rule = f"replays a step's draws, and {what} draws anew"
+        yield Violation(("graphs",), layout.graphs, rule, "none")
+    again = isinstance(layout.dispatch, FixedRoom) and layout.dispatch.on_overflow == "again"
+    if again and experts and layout.split.ep * layout.split.etp > 1:
+        rule = f"makes a step again in rounds, in which {what} does not know one row from another"
+        yield Violation(("dispatch", "on_overflow"), "again", rule, "stop")
     if isinstance(layout.dispatch, Foreign):
-        rule = "sends numbers of rows in no format that keeps them, and train.quantise asks them"
+        rule = f"sends numbers of rows in no format that keeps them, and {what} asks them"
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 
 

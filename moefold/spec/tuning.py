@@ -83,7 +83,8 @@ def adapt(decoder: Decoder, lora: Lora) -> Decoder:
             if weight.name.startswith(at) and (at or not weight.name.startswith("layers.")):
                 rank = lora.rank_of(top_k if weight.expert else None)
                 name = weight.name.removeprefix(at)
-                found.append(LowRank(weight=name, rank=rank, scale=lora.alpha / rank))
+                how = {"scale": lora.alpha / rank, "dropout": lora.dropout}
+                found.append(LowRank(weight=name, rank=rank, **how))
         return tuple(found)
 
     def changed_block(number: int, block: Block) -> Block:

@@ -57,6 +57,9 @@ class Lora(Record):
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all",)
     """Words (``attention``, ``ffn`` for dense feed-forwards, ``shared``, ``experts``; ``all`` for
     those four that are there; ``router``, ``head``) and patterns of weights' global names."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the features that an adapter reads which a step of training leaves out; others are
+    scaled up."""
     start: Annotated[str, OnDisk()] | None = Field(default=None, alias="from")
     """Folder of an adapter in PEFT's format that training goes on from; none: from nothing."""
     divided: bool = False

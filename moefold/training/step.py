@@ -89,7 +89,7 @@ def _pass(
         mixture.balance.start_step()
 
     def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
-        head = model.head_operand()
+        head = model.head_operand(flow)
         with module("loss"):
             return objective(x_TD, head, flow, scale=scale, chunk=loss_chunk)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from moefold import api
 from moefold.config.errors import RunError, dotted
 from moefold.config.load import load
+from moefold.kernels.linear.dropout import Dropout
+from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import normal
@@ -23,10 +25,11 @@ from moefold.run import Run, load_run
 from moefold.spec.decoder import LORA_A, LORA_B, model_weights
 from moefold.spec.tuning import adapt, trainable
 from moefold.training.config import Lora
+from moefold.training.evaluate import evaluate
 from moefold.training.step import gradients
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import job_of, raw_run, run_of
-from tests.cpu.small import GQA, MLA, decoder, model_of, padded_rows
+from tests.cpu.small import GQA, MLA, decoder, model_of, moe, padded_rows
 
 LORA = Lora(rank=4, alpha=6.0, targets=("all", "router", "head"))
 ROWS = padded_rows((40, 23), 3)
@@ -99,6 +102,51 @@ def test_b61_adapters_compute_what_their_merged_weights_do(attention: Any) -> No
     assert seen == sum(w.name.endswith(LORA_A) for w in model_weights(model.record)) > 8
 
 
+def test_b61_gradients_are_those_of_what_dropout_left() -> None:
+    """Along a random direction, of all adapters; evaluation leaves nothing out."""
+    record = decoder(GQA, Dense(width=24), moe(balance=()))
+    model = adapted(record, LORA.model_copy(update={"dropout": 0.25}))
+    plain, data = adapted(record), ShardedState(alone(model))
+    trained = {n: p for n, p in data.params.items() if "_lora_" in n}
+    ways = {name: normal(3, name, tuple(p.shape), 1.0).double() for name, p in trained.items()}
+
+    def loss(step: int, way: float = 0.0) -> float:
+        model.recipe.step = step
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.add_(ways[name], alpha=way)
+        found = gradients(data, [ROWS], loss_chunk=16).lm_loss
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.sub_(ways[name], alpha=way)
+        return found
+
+    slope = (loss(1, 1e-5) - loss(1, -1e-5)) / 2e-5
+    first = loss(1)
+    grads = [(name, p.grad) for name, p in trained.items()]
+    along = sum(float((grad * ways[n]).sum()) for n, grad in grads if grad is not None)
+    assert slope == pytest.approx(along, rel=1e-6)
+    assert loss(1) == first and abs(loss(2) - first) > 1e-6
+    ids = torch.arange(24).view(2, 12)
+    assert torch.equal(model.logits(ids), plain.logits(ids))
+    (total,), labels, _ = evaluate(data.placed, [ROWS], 16)
+    without = gradients(ShardedState(alone(plain)), [ROWS], loss_chunk=16).lm_loss
+    assert total / labels == pytest.approx(without, rel=1e-12)
+
+
+def test_dropout_leaves_its_share_out_and_keeps_the_mean() -> None:
+    rows = torch.arange(400)
+    drop = Dropout(0.25, (1, 7), 3, range(64), rows)
+    kept = drop(torch.ones(400, 64, dtype=torch.float64))
+    assert set(kept.unique().tolist()) == {0.0, 1 / 0.75}
+    assert kept.mean() == pytest.approx(1, abs=0.02)
+    part = drop._replace(columns=range(24, 40), number_N=rows[5:9])
+    assert torch.equal(part(torch.ones(4, 16, dtype=torch.float64)), kept[5:9, 24:40])
+    for other in ({"key": (2, 7)}, {"key": (1, 8)}, {"step": 4}, {"number_N": rows + 400}):
+        found = drop._replace(**other)(torch.ones(400, 64))
+        assert 0.3 < ((found == 0) == (kept == 0)).double().mean() < 0.7
+
+
 def test_every_routed_experts_adapter_has_a_gradient() -> None:
     data = ShardedState(alone(adapted(decoder())))
     gradients(data, [ROWS], loss_chunk=16)
@@ -145,6 +193,10 @@ def test_targets_that_match_nothing_and_ranks_that_do_not_divide_are_refused(
         "adapter.targets[1]": "*.q.weight",
         "adapter.rank": 4,
     }
+    asked = {"kind": "lora", "dropout": 0.1}
+    layout = {"graphs": "step", "dispatch": {"kind": "deep_ep"}}
+    with pytest.raises(RunError, match=r"(?s)step's draws, and adapter\.dropout.*numbers of rows"):
+        run_of(tmp_path, adapter=asked, layout=layout)
 
 
 def test_a_run_trains_its_adapters_alone(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.gloo.test_checkpoint_jobs import in_ranks, quick
 
 __all__ = ["quick"]
 LORA = Lora(rank=4, targets=("all", "router", "head"))
+DROPPED = LORA.model_copy(update={"dropout": 0.3})
 MANY = (
     *(("gqa", sizes, 2, {}) for sizes in ("tp2", "cp2", "ep2")),
     ("mla", "tp2", 2, {"zero": 3}),
@@ -30,9 +31,9 @@ MANY = (
 )
 
 
-def case(name: str, sizes: str, world: int, layout: dict[str, Any]) -> ProofCase:
+def case(name: str, sizes: str, world: int, layout: dict[str, Any], lora: Lora = LORA) -> ProofCase:
     record = Layout(sizes=sizes, **layout)
-    described = adapt(SUBJECTS[name].decoder, LORA)
+    described = adapt(SUBJECTS[name].decoder, lora)
     changed = {"decoder": described, "micro_batches": enough(record, world), "masked": True}
     subject = replace(SUBJECTS[name], **changed)
     return ProofCase(f"{name}: {sizes or 'dp'} {layout}", subject, record, world)
@@ -46,6 +47,11 @@ def failed(cases: list[ProofCase]) -> dict[str, Any]:
 
 def test_b61_layouts_with_adapters_compute_what_one_rank_computes() -> None:
     assert not failed([case("gqa", "tp2 etp2", 2, {})])
+
+
+def test_b61_ranks_leave_the_same_features_out() -> None:
+    cases = [case("gqa", sizes, 2, {}, DROPPED) for sizes in ("tp2 etp2", "cp2 ep2")]
+    assert not failed(cases)
 
 
 def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
@@ -66,4 +72,4 @@ def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
 
 @pytest.mark.matrix
 def test_adapters_in_every_kind_of_layout() -> None:
-    assert not failed([case(*one) for one in MANY])
+    assert not failed([case(*one, lora) for one in MANY for lora in (LORA, DROPPED)])

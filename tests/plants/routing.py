@@ -66,7 +66,7 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "dy, x = dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype)\n",
+        "dy, x = dy_TO[:n_valid], ctx.dropped(x_TI.to(dy_TO.dtype))[:n_valid]\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
         "                x = x.to(dy_TO.dtype)\n",

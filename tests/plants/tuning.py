@@ -9,6 +9,8 @@ B60_GRADIENTS = FROZEN + "test_b60_frozen_weights_have_no_gradient_and_others_th
 
 ADAPTERS = "tests/cpu/test_adapters.py::"
 B61_MERGED = ADAPTERS + "test_b61_adapters_compute_what_their_merged_weights_do"
+B61_DROPOUT = ADAPTERS + "test_b61_gradients_are_those_of_what_dropout_left"
+B61_SAME = "tests/gloo/test_adapters.py::test_b61_ranks_leave_the_same_features_out"
 B61_LAYOUTS = (
     "tests/gloo/test_adapters.py::test_b61_layouts_with_adapters_compute_what_one_rank_computes"
 )
@@ -90,6 +92,38 @@ PLANTS = (
         "training/state.py",
         "        if written:\n",
         '        if written and not ("_lora_" in name and data.placed.world.experts.ep):\n',
+    ),
+    Plant(
+        "b61",
+        "dropout of an adapter differs between ranks",
+        B61_SAME,
+        "layers/linear.py",
+        "key = recipe.seed, place.number",
+        "key = recipe.seed + flow.world.rank, place.number",
+    ),
+    Plant(
+        "b61",
+        "dropout counts the inputs of a slice from zero",
+        B61_SAME,
+        "layers/linear.py",
+        "range(*box[-1])",
+        "range(box[-1][1] - box[-1][0])",
+    ),
+    Plant(
+        "b61",
+        "dropout counts the experts of each rank from zero",
+        B61_SAME,
+        "moe/experts.py",
+        "((expert_R + first) << EXPERT)",
+        "(expert_R << EXPERT)",
+    ),
+    Plant(
+        "b61",
+        "the gradient of rows passes where dropout left them out",
+        B61_DROPOUT,
+        "kernels/linear/product.py",
+        "dx = ctx.dropped(dy_TO @ value_OI).to(ctx.dtype)",
+        "dx = (dy_TO @ value_OI).to(ctx.dtype)",
     ),
     Plant(
         "b61",

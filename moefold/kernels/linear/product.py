@@ -4,6 +4,7 @@ T rows, I in, O out. Padding rows come last and are cut off before the weight's 
 masked by multiplication, so that a NaN in one stays in its row, and no bit depends on their number.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +31,22 @@ def linear(
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    y_TO: Tensor = _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink)  # type: ignore[assignment]
+    y_TO = _product(x_TI, weight, n_valid, sink)
     low = weight.low_rank
     if low is None:
         return y_TO
-    inner_TR = linear(x_TI, low.a, n_valid=n_valid, sink=sink)
+    inner_TR = _product(x_TI, low.a, n_valid, sink, low.dropped)
     return y_TO.add(linear(inner_TR, low.b, n_valid=n_valid, sink=sink), alpha=low.scale)
+
+
+def _product(
+    x_TI: Tensor,
+    weight: Operand,
+    n_valid: int | None,
+    sink: GradientSink,
+    dropped: Callable[[Tensor], Tensor] = lambda x_TI: x_TI,
+) -> Tensor:
+    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, dropped)
 
 
 def add_bias(
@@ -77,30 +88,31 @@ class _Linear(Function):
         value_OI: Tensor,
         n_valid: int | None,
         sink: GradientSink,
+        dropped: Callable[[Tensor], Tensor],
     ) -> Tensor:
         # The rows are read for the weight's gradient alone.
         ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        return x_TI.to(value_OI.dtype) @ value_OI.t()
+        ctx.master, ctx.n_valid, ctx.sink, ctx.dropped = master, n_valid, sink, dropped
+        return dropped(x_TI.to(value_OI.dtype)) @ value_OI.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
         n_valid = ctx.n_valid
-        dx = (dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        dx = ctx.dropped(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
 
             def product(into: Tensor | None) -> Tensor:
                 flat = None if into is None else into.view(-1, into.shape[-1])
-                dy, x = dy_TO[:n_valid], x_TI[:n_valid].to(dy_TO.dtype)
+                dy, x = dy_TO[:n_valid], ctx.dropped(x_TI.to(dy_TO.dtype))[:n_valid]
                 return weight_gradient(dy, x, flat).view(ctx.shape)
 
             dw = ctx.sink.deliver(ctx.master, product)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class _AddBias(Function):

@@ -121,7 +121,8 @@ class Adapter:
     def _inner(self, x_NI: Tensor) -> Tensor:
         """Return ``scale * A x``, [N, J * r]."""
         assert self.low is not None
-        return self.products.product(x_NI, self._a(self.low.a.value)).mul_(self.low.scale)
+        rows_NI = self.low.dropped(x_NI)
+        return self.products.product(rows_NI, self._a(self.low.a.value)).mul_(self.low.scale)
 
     def back(self, dy_NO: Tensor) -> Tensor | None:
         """Return the gradient of ``A x``, [N, J * r]."""
@@ -145,7 +146,8 @@ class Adapter:
         """Add the gradient of the rows, in place."""
         if self.low is None or back is None:
             return dx_NI
-        return dx_NI.add_(self.products.input_gradient(back, self._a(self.low.a.value)))
+        more_NI = self.products.input_gradient(back, self._a(self.low.a.value))
+        return dx_NI.add_(self.low.dropped(more_NI))
 
     def deliver(
         self, dy_NO: Tensor, x_NI: Tensor, back: Tensor | None, sink: GradientSink
@@ -154,11 +156,11 @@ class Adapter:
         if self.low is None or back is None:
             return None, None
         # Not in the products: when these run, the matrices may be on other ranks again.
-        inners = self._inner(x_NI).chunk(self.parts, 1)
+        inners, dropped = self._inner(x_NI).chunk(self.parts, 1), self.low.dropped
 
         def product_a(into: Tensor | None) -> Tensor:
             flat = None if into is None else self._a(into)
-            made = self.products.weight_gradient(back, x_NI, flat)
+            made = self.products.weight_gradient(back, dropped(x_NI), flat)
             return made.unflatten(0, (self.parts, -1)) if self.parts > 1 else made
 
         def product_b(into: Tensor | None) -> Tensor:
