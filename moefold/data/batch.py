@@ -95,6 +95,12 @@ class MicroBatch:
         rows_T = self.place_T[: self.n_valid]
         return torch.searchsorted(self.cu_seqlens[1:], rows_T, right=True)
 
+    def last(self, x_TX: Tensor) -> Tensor:
+        """Return the last row of each segment, where all rows of the micro-batch are here."""
+        if len(self.lengths) == self.rows:
+            return x_TX
+        return x_TX[(self.cu_seqlens[1:] - 1).long()]
+
     def part(self, pieces: Sequence[range]) -> "MicroBatch":
         """Return some of the rows, neighbouring ones in each piece; call it on the host's copy.
 
@@ -112,6 +118,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the same micro-batch with its tensors on ``device``; the host waits for none."""
+        if torch.device(device) == self.ids_T.device:
+            return self
         names = ROWS if self.row_T is None else (*ROWS, "row_T")
         rows: dict[str, Tensor] = {name: getattr(self, name) for name in names}
         if torch.device(device).type == "cuda":
@@ -212,6 +220,23 @@ def pack(
     rows = padded(len(ids_T), pad_to) if rows is None else rows
     token_T = np.arange(first_token, first_token + rows, dtype=np.int64)
     return assemble(ids_T, labels_T, [len(d) for d in kept], rows=rows, token_T=token_T)
+
+
+def last_rows(texts: Sequence[Sequence[int]], pad_to: int = 1) -> MicroBatch:
+    """Return the last token of each text as a segment of one row, at its place in the text."""
+    valid = len(texts)
+    rows = padded(valid, pad_to)
+    token_T, none = torch.arange(rows), [0] * (rows - valid)
+    return MicroBatch(
+        ids_T=torch.tensor([text[-1] for text in texts] + none),
+        labels_T=torch.full_like(token_T, IGNORED),
+        positions_T=torch.tensor([len(text) - 1 for text in texts] + none),
+        valid_T=token_T < valid,
+        token_T=token_T,
+        lengths=(1,) * valid,
+        n_valid=valid,
+        n_labels=0,
+    )
 
 
 def from_ids(ids_BS: Tensor, labels_BS: Tensor | None = None) -> MicroBatch:

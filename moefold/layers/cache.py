@@ -5,14 +5,13 @@ R = H / G query heads each, d query-key dims and v value dims per head.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefold.data.batch import MicroBatch, pack
+from moefold.data.batch import MicroBatch, last_rows, pack
 from moefold.model.config import Decoder
 
 
@@ -26,8 +25,6 @@ class KeyValueCache:
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
         self._kept: dict[nn.Module, _Kept] = {}
-        self._alike = True
-        """Whether all texts have one length, so that no column of any is before its start."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self | None:
@@ -42,18 +39,13 @@ class KeyValueCache:
         found = [places.get(tuple(text[:-1])) for text in texts]
         there = list(range(len(self._texts)))
         self._texts = [list(text) for text in texts]
-        lengths = [len(text) for text in texts]
-        self._alike = len(set(lengths)) == 1
         if None in found:
             self._kept.clear()
             return pack(texts, pad_to)
         if found != there:
             for kept in self._kept.values():
                 kept.choose(found)  # type: ignore[arg-type]
-        rows = pack([text[-1:] for text in texts], pad_to)
-        positions_T = rows.positions_T.clone()
-        positions_T[: len(texts)] = torch.tensor(lengths) - 1
-        return replace(rows, positions_T=positions_T)
+        return last_rows(texts, pad_to)
 
     def attend(
         self,
@@ -76,22 +68,30 @@ class KeyValueCache:
             self._kept[layer] = _Kept.of(k_TGd, v_TGv, lengths)
             return None
         k_PGLd, v_PGLv = kept.grown(k_TGd[:texts], v_TGv[:texts], window)
-        q_PGRd = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1))
-        logits_PGRL = (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale)
-        if not self._alike:
+        q_PGRd, seen = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
+        if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
             ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
             length_P = torch.tensor(lengths).to(q_THd.device, non_blocking=True)
-            before_PL = ago_L >= length_P[:, None]
-            logits_PGRL.masked_fill_(before_PL[:, None, None], -torch.inf)
-        if sinks_H is not None:
-            sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
-            logits_PGRL = torch.cat([logits_PGRL, sinks_GR1.expand(texts, -1, -1, -1)], -1)
-        wide = torch.promote_types(logits_PGRL.dtype, torch.float32)
-        weights_PGRL = logits_PGRL.softmax(-1, dtype=wide).to(v_PGLv.dtype)
-        out_PHv = (weights_PGRL[..., : v_PGLv.shape[2]] @ v_PGLv).flatten(1, 2)
+            seen = (ago_L < length_P[:, None])[:, None, None].expand(*q_PGRd.shape[:3], -1)
+        if sinks_H is None:
+            out_PGRv = F.scaled_dot_product_attention(q_PGRd, k_PGLd, v_PGLv, seen, scale=scale)
+        else:
+            out_PGRv = _beside(sinks_H, (q_PGRd @ k_PGLd.transpose(2, 3)).mul_(scale), seen, v_PGLv)
+        out_PHv = out_PGRv.flatten(1, 2)
         # Padding, which tensor ranks share too, sees nothing.
         padding = len(q_THd) - texts
         return F.pad(out_PHv, (0, 0, 0, 0, 0, padding)) if padding else out_PHv
+
+
+def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: Tensor) -> Tensor:
+    """Return the values that queries see beside a logit of each head whose value is zero."""
+    if seen is not None:
+        logits_PGRL.masked_fill_(~seen, -torch.inf)
+    sinks_GR1 = sinks_H.to(logits_PGRL.dtype).view(*logits_PGRL.shape[1:3], 1)
+    with_sinks = torch.cat([logits_PGRL, sinks_GR1.expand(len(v_PGLv), -1, -1, -1)], -1)
+    wide = torch.promote_types(logits_PGRL.dtype, torch.float32)
+    weights_PGRL = with_sinks.softmax(-1, dtype=wide)[..., :-1].to(v_PGLv.dtype)
+    return weights_PGRL @ v_PGLv
 
 
 class _Kept:

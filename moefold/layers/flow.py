@@ -32,6 +32,9 @@ from moefold.layers.precision import Narrow, PrecisionPolicy
 from moefold.layers.rope import Angles
 from moefold.layers.unshard import RESIDENT, UnshardHooks
 
+SINGLE_RANK = World.single()
+"""Made once: a pass a token would make one a token."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -61,7 +64,7 @@ class Flow:
     keeper: Keeper = field(default_factory=Keeper)
     decisions: Decisions = field(default_factory=Decisions)
     training: bool = True
-    world: World = field(default_factory=World.single)
+    world: World = SINGLE_RANK
     context: Record | None = None
     overflow: list[Tensor] = field(default_factory=list)
     exact: bool = False

@@ -179,7 +179,7 @@ class DecoderModel(nn.Module):
         """
         rows = (pack(texts) if cache is None else cache.rows(texts)).to(self.head_weight.device)
         x_TD, _ = self(Flow(rows, self.recipe, training=False, cache=cache, dropless=True))
-        return linear(x_TD[(rows.cu_seqlens[1:] - 1).long()], self.head_operand())
+        return linear(rows.last(x_TD), self.head_operand())
 
     def loss(self, ids_BS: Tensor, labels: Tensor | None = None) -> LossOutput:
         """Return the differentiable loss of sequences [B, S].

@@ -93,12 +93,15 @@ def _draw(
 ) -> list[int]:
     if temperature == 0:
         return logits_PV.argmax(-1).tolist()
-    probability_PV = (logits_PV / temperature).softmax(-1)
+    probability_PV, ids_PV = (logits_PV / temperature).softmax(-1), None
     if top_p < 1:
-        sorted_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
-        beyond_PV = sorted_PV.cumsum(-1) - sorted_PV >= top_p
-        probability_PV = torch.zeros_like(probability_PV).scatter_(
-            -1, ids_PV, sorted_PV.masked_fill(beyond_PV, 0)
-        )
-    rows = zip(probability_PV, draws, strict=True)
-    return [int(torch.multinomial(p_V, 1, generator=stream)) for p_V, stream in rows]
+        probability_PV, ids_PV = torch.sort(probability_PV, dim=-1, descending=True, stable=True)
+    sums_PV = probability_PV.cumsum(-1)
+    whole_P1 = sums_PV[:, -1:]
+    if top_p < 1:
+        last_P1 = torch.searchsorted(sums_PV, torch.full_like(whole_P1, top_p))
+        whole_P1 = sums_PV.gather(-1, last_P1.clamp_(max=sums_PV.shape[1] - 1))
+    # Above 0 and at most 1, so that what has no probability is never found.
+    drawn = [1 - torch.rand(1, generator=stream, dtype=torch.float64) for stream in draws]
+    place_P1 = torch.searchsorted(sums_PV, torch.stack(drawn) * whole_P1)
+    return (place_P1 if ids_PV is None else ids_PV.gather(-1, place_P1)).flatten().tolist()

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.conversations import chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
-from moefold.layers.cache import KeyValueCache
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_of, is_hub_folder
-from moefold.model.generate import generate, stream
+from moefold.model.generate import NextLogits, generate, stream
+from moefold.model.rows import Continued
 from moefold.training.distributed import device_kind
 from moefold.training.model_checkpoint import StoredModel, fill
 
@@ -99,9 +98,9 @@ class Speaker:
                 shown = text
         yield self.tokenizer.decode(ids)[len(shown) :]
 
-    def _logits(self) -> Any:
+    def _logits(self) -> NextLogits:
         """Return the model with a cache of its own: none is kept across prompts."""
-        return partial(self.model.next_logits, cache=KeyValueCache.of(self.decoder))
+        return Continued(self.model)
 
 
 def _demanded(path: Path, tokenizer: Tokenizer | None) -> Tokenizer:

@@ -11,17 +11,23 @@ from torch import Tensor
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import ATTENTION
 from moefold.layers.kinds.gqa import Gqa
+from moefold.model import rows
+from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.generate import generate
+from moefold.model.generate import NextLogits, generate
 from moefold.model.init import initialise
-from moefold.moe.config import Capacity
+from moefold.model.rows import Continued
+from moefold.moe.config import Capacity, Router
 from moefold.proof.attentions import GQA, MHA, MLA
 from moefold.proof.subjects import DENSE, SHARED, decoder, moe
 
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2], [7, 7], [7, 7])
 TOKENS = 12
+BIASED = Router(experts=4, top_k=2, score="sigmoid", selection_bias=True, scale=2.5)
 MODELS = {
+    "normed heads": decoder(GQA.model_copy(update={"qk_norm": "head", "bias": "all"}), moe()),
+    "a bias that chooses": decoder(MHA, moe(router=BIASED), SHARED),
     "gqa": decoder(GQA, DENSE, SHARED),
     "mha": decoder(MHA, moe()),
     "latent, yarn": decoder(MLA, DENSE, moe()),
@@ -40,8 +46,8 @@ def model_of(record: Decoder, precision: Any = "fp32") -> DecoderModel:
 class Noting:
     """Logits as a model gives them, noted."""
 
-    def __init__(self, model: DecoderModel, cache: KeyValueCache | None) -> None:
-        self.of, self.seen, self.rows = partial(model.next_logits, cache=cache), list[Tensor](), []
+    def __init__(self, model: DecoderModel, follows: NextLogits) -> None:
+        self.of, self.seen, self.rows = follows, list[Tensor](), []
         assert model.embed is not None
         self.hook = model.embed.register_forward_hook(
             lambda module, given, out: self.rows.append(len(out))
@@ -52,8 +58,11 @@ class Noting:
         return self.seen[-1]
 
 
-def written(model: DecoderModel, cache: KeyValueCache | None, **how: Any) -> tuple[Noting, Any]:
-    noting = Noting(model, cache)
+def written(
+    model: DecoderModel, cache: KeyValueCache | Continued | None, **how: Any
+) -> tuple[Noting, Any]:
+    lean = isinstance(cache, Continued)
+    noting = Noting(model, cache if lean else partial(model.next_logits, cache=cache))
     texts = generate(noting, PROMPTS, TOKENS, **how)
     noting.hook.remove()
     return noting, texts
@@ -70,9 +79,13 @@ def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     kept, same = written(model, KeyValueCache.of(MODELS[name]), temperature=0, ends=[end])
     assert same == texts
     bound = {"fp32": 1e-5, "fp64": 1e-13}[precision]
-    for one, other in zip(kept.seen, plain.seen, strict=True):
-        torch.testing.assert_close(one, other, rtol=bound, atol=bound * float(other.abs().max()))
-    assert kept.rows == [sum(map(len, PROMPTS)), *(len(part) for part in kept.seen[1:])]
+    lean, again = written(model, Continued(model), temperature=0, ends=[end])
+    assert again == texts
+    for found in (kept, lean):
+        for one, other in zip(found.seen, plain.seen, strict=True):
+            atol = bound * float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=bound, atol=atol)
+        assert found.rows == [sum(map(len, PROMPTS)), *(len(part) for part in found.seen[1:])]
 
 
 def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
@@ -111,3 +124,48 @@ def test_a_layer_from_outside_is_computed_anew() -> None:
     assert Outside not in ATTENTION.kinds.values() and KeyValueCache.of(record) is not None
     stack = record.stacks[0].model_copy(update={"blocks": (other,)})
     assert KeyValueCache.of(record.model_copy(update={"stacks": (stack,)})) is None
+
+
+def test_what_is_drawn_is_the_same_with_few_calls() -> None:
+    """To the bit in fp64: of one prompt, and of more rows than go to experts one by one."""
+    model = model_of(MODELS["normed heads"], "fp64")
+    how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "window": 24}
+    for prompts in ([[3, 1, 4]], [[i, 2 * i] for i in range(1, 13)]):
+        plain = generate(model.next_logits, prompts, 40, **how)
+        assert generate(Continued(model), prompts, 40, **how) == plain
+        assert len({tuple(text) for text in plain}) == len(prompts)
+
+
+def test_blocks_of_a_kind_that_is_not_known_run_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of common kinds never reach their modules once a text is there."""
+    for name, known in (("gqa", True), ("mha", False), ("latent, direct", False)):
+        model, calls = model_of(MODELS[name]), list[int]()
+        follows = Continued(model)
+        follows([[1, 2]])
+        for block in model.layers.values():
+            assert isinstance(block, DecoderBlock)
+            block.attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        follows([[1, 2, 3]])
+        assert bool(calls) is not known
+    model = model_of(MODELS["gqa"])
+    monkeypatch.setattr(rows, "SMALL", 1)
+    assert rows.steps_of(model) is None
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    """The nucleus is the smallest set that holds ``top_p``, and shares are kept."""
+    logits = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).double().log()
+
+    def share(top_p: float) -> list[float]:
+        (many,) = generate(lambda texts: logits, [[0]], 4000, top_p=top_p)
+        return [many.count(token) / len(many) for token in range(4)]
+
+    for top_p, wanted in (
+        (1.0, [0.5, 0.3, 0.2, 0]),
+        (0.6, [0.625, 0.375, 0, 0]),
+        (0.49, [1, 0, 0, 0]),
+    ):
+        for one, other in zip(share(top_p), wanted, strict=True):
+            assert abs(one - other) < 0.03 and (other > 0 or one == 0)

@@ -15,9 +15,9 @@ from torch import Tensor
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect, spread
+from moefold.layers.flow import SINGLE_RANK
 from moefold.moe.dispatch.routing_plan import Permutation, RoutedTokens, sort_copies
 
-SINGLE_RANK = World.single()
 Handle = tuple[Any, ...]
 """Tensors, on the rows' device as whatever streams hand on, and values that the host knows."""
 Config = TypeVar("Config", bound=Record)

@@ -1,0 +1,181 @@
+"""A row a text through a small model in few calls: what a token costs where calls are the cost.
+
+The modules of a small model wait for Python, not for products: a row takes a thousand calls through
+them. Here blocks of the common kind (grouped-query attention, routed experts) are the few calls
+that a row without gradients needs, on weights looked up once; other blocks run as they are.
+
+P texts, a row of each; D hidden, H query heads, G key-value heads, d dims of a head, K experts of a
+row, E experts, F expert width.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefold.config.base import Record
+from moefold.kernels.linear.product import linear
+from moefold.kernels.rope.rotate import rotate
+from moefold.layers.attention import GroupedQueryAttention
+from moefold.layers.cache import KeyValueCache
+from moefold.layers.flow import Flow, scaled
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.norm import RmsNorm
+from moefold.model.block import DecoderBlock
+from moefold.model.decoder import DecoderModel
+from moefold.moe.layer import MoeFfn
+from moefold.moe.router import DTYPES, Router
+from moefold.moe.rows import MoeInput
+from moefold.moe.scoring import scores, weights
+from moefold.moe.topk import select
+
+SMALL = 1 << 27
+"""Parameters of a model that is small: beyond, a row waits for weights and not for calls."""
+FEW = 16
+"""Rows times experts that are multiplied one by one; more are sorted, as the module does it."""
+
+ATTENDS = {"heads", "kv_heads", "head_dim", "qk_norm", "rope", "scale", "bias"}
+MIXES = {"width", "router", "shared", "capacity", "balance", "scale"}
+"""Fields that attention and mixtures here know."""
+
+Step = Callable[[Tensor, Flow], Tensor]
+"""From the rows before a block, or a half of one, to those after it."""
+
+
+class Continued:
+    """The logits of what follows texts that grow: a ``NextLogits`` with keys and values kept."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self._model, self._cache = model, KeyValueCache.of(model.record)
+        self._steps = None if self._cache is None else steps_of(model)
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits [P, V]; see :meth:`DecoderModel.next_logits`."""
+        model, cache = self._model, self._cache
+        if cache is None or self._steps is None:
+            return model.next_logits(texts, cache)
+        rows = cache.rows(texts).to(model.head_weight.device)
+        flow = Flow(rows, model.recipe, training=False, cache=cache, dropless=True)
+        if rows.rows > len(texts):
+            return linear(rows.last(model(flow)[0]), model.head_operand())
+        x_PD = model.start(flow)
+        for step in self._steps:
+            x_PD = step(x_PD, flow)
+        return F.linear(x_PD, model.head_weight)
+
+
+def steps_of(model: DecoderModel) -> list[Step] | None:
+    """Return blocks and last norm as steps; None where calls are not what a row costs."""
+    there, record = list(model.parameters()), model.record
+    small = sum(p.numel() for p in there) <= SMALL and all(p.device.type == "cpu" for p in there)
+    plain = record.quantise is None and not any(block.adapters for block in record.blocks)
+    if not (small and plain) or any(p.dtype != model.recipe.dtype for p in there):
+        return None
+    blocks = zip(model.layers.values(), record.blocks, strict=True)
+    steps = [_block(block, one.residual_scale) for block, one in blocks]  # type: ignore[arg-type]
+    if type(model.norm) is not RmsNorm:
+        return [*steps, lambda x_PD, flow: model.finish(flow, x_PD)]
+    last, divisor = _norm(model.norm), model.record.logits_divisor
+    return [*steps, lambda x_PD, flow: scaled(last(x_PD, flow), 1 / divisor)]
+
+
+def _block(block: DecoderBlock, scale: float) -> Step:
+    norms = block.attention_norm, block.ffn_norm
+    after = block.attention_out_norm, block.ffn_out_norm
+    if any(type(norm) is not RmsNorm for norm in norms) or after != (None, None):
+        return lambda x_PD, flow: block(x_PD, flow).x_TD
+    first, second = map(_norm, norms)
+    attention, mixture = _attention(block.attention), block.moe
+    experts = None if mixture is None else _mixture(mixture)
+
+    def step(x_PD: Tensor, flow: Flow) -> Tensor:
+        x_PD = x_PD + scaled(attention(first(x_PD, flow), flow), scale)
+        normed_PD = second(x_PD, flow)
+        if mixture is None:
+            return x_PD + scaled(block.ffn(normed_PD, flow), scale)
+        if experts is None or len(x_PD) * mixture.record.router.top_k > FEW:
+            return mixture(MoeInput(x_PD, normed_PD), flow).x_TD
+        return x_PD + scaled(experts(normed_PD, flow), mixture.residual_scale)
+
+    return step
+
+
+def _norm(norm: RmsNorm | None) -> Step:
+    assert norm is not None
+    weight_D, epsilon = norm.weight.detach(), norm.epsilon
+    return lambda x_PD, flow: F.rms_norm(x_PD, weight_D.shape, weight_D, epsilon)
+
+
+def _attention(layer: nn.Module) -> Step:
+    """Return attention with queries, keys and values of one product."""
+    record = getattr(layer, "record", None)
+    if not isinstance(layer, GroupedQueryAttention) or type(record) is not Gqa:
+        return layer
+    if record.qk_norm == "projection" or not _says_only(record, ATTENDS):
+        return layer
+    heads, groups, dim, rope = record.heads, record.kv_heads, record.head_dim, record.rope
+    if rope is not None and rope.fraction < 1:
+        return layer
+    parts, out, scale = (layer.q, layer.k, layer.v), layer.o, record.softmax_scale
+    w_in = torch.cat([part.weight.detach() for part in parts])
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    b_in, w_out = torch.cat(biases) if biases else None, out.weight.detach()
+    b_out = None if out.bias is None else out.bias.detach()
+    each = (layer.q_norm, heads), (layer.k_norm, groups)
+    normed = [norm.weight.detach().expand(count, -1) for norm, count in each if norm is not None]
+    w_norm = torch.cat(normed) if normed else None
+    epsilon = None if layer.q_norm is None else layer.q_norm.epsilon
+
+    def step(x_PD: Tensor, flow: Flow) -> Tensor:
+        assert flow.cache is not None
+        all_PNd = F.linear(x_PD, w_in, b_in).view(len(x_PD), -1, dim)
+        x_PNd, v_PGd = all_PNd.split((heads + groups, groups), 1)
+        if w_norm is not None:
+            x_PNd = F.rms_norm(x_PNd, (dim,), None, epsilon).mul_(w_norm)
+        if rope is not None:
+            angles = flow.angles(rope, dim)
+            x_PNd = rotate(x_PNd, angles.cos_Tp, angles.sin_Tp, rope.layout)
+        q_PHd, k_PGd = x_PNd.split((heads, groups), 1)
+        seen_PHd = flow.cache.attend(layer, q_PHd, k_PGd, v_PGd, scale)
+        assert seen_PHd is not None
+        return F.linear(seen_PHd.flatten(1), w_out, b_out)
+
+    return step
+
+
+def _mixture(mixture: MoeFfn) -> Step | None:
+    """Return routed experts one by one, and the shared one; None where they are of another kind."""
+    record, router = mixture.record.router, mixture.router
+    plain = type(mixture) is MoeFfn and type(router) is Router
+    if not plain or mixture.apart or not _says_only(mixture.record, MIXES):
+        return None
+    w_router, bias_E = router.weight.detach(), router.selection_bias
+    wide = torch.promote_types(DTYPES[record.dtype], w_router.dtype)
+    w_router = w_router.to(wide)
+    w_in = mixture.experts.w_in.detach().flatten(1, 2).unbind()
+    w_out, shared = mixture.experts.w_out.detach().unbind(), mixture.shared
+
+    def step(x_PD: Tensor, flow: Flow) -> Tensor:
+        scores_PE = scores(F.linear(x_PD.to(wide), w_router), record)
+        experts_PK = select(scores_PE, record.top_k, bias_E=bias_E, groups=record.groups)
+        chosen = experts_PK.tolist(), weights(scores_PE, experts_PK, record).tolist()
+        rows = list[Tensor]()
+        for x_1D, experts, shares in zip(x_PD.split(1), *chosen, strict=True):
+            parts = list[Tensor]()
+            for expert, share in zip(experts, shares, strict=True):
+                gate_1F, up_1F = F.linear(x_1D, w_in[expert]).chunk(2, 1)
+                a_1F = F.silu(gate_1F).mul_(up_1F).mul_(share)
+                parts.append(F.linear(a_1F, w_out[expert]))
+            rows.append(sum(parts[1:], parts[0]))
+        out_PD = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return out_PD if shared is None else out_PD + shared(x_PD, flow)
+
+    return step
+
+
+def _says_only(record: Record, fields: Collection[str]) -> bool:
+    """Whether all other fields of a record are as by default: what is new is not known here."""
+    others = {n: field for n, field in type(record).model_fields.items() if n not in fields}
+    return all(getattr(record, name) == field.default for name, field in others.items())
