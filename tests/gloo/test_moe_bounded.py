@@ -90,6 +90,8 @@ def came(rank: int, sizes: str, ranks: int, way: str, slots: int) -> dict[str, C
     world, found = open_world(sizes, ranks), {}
     clones = Clones(slots=slots) if slots else None
     senders, ep = sources(world), world.group("ep")
+    # One pass: what an earlier layer lacked is not forgotten by a later one.
+    flow = Flow(padded_rows((ROWS,), 0), PrecisionPolicy("fp64"), world=world)
     for routing in ROUTINGS:
         parts = [uneven(routing, one) for one in senders]
         whole = there_and_back(LocalExperts(), joined(parts), *expert_weights())
@@ -101,20 +103,19 @@ def came(rank: int, sizes: str, ranks: int, way: str, slots: int) -> dict[str, C
         mine = parts[place]
         sending = LayerDispatch(record, E, "layer")
         if clones is not None:
+            flow.decisions.clear()
             sending.open_slots(clones, ep.size)
-        flow = Flow(padded_rows((ROWS,), 0), PrecisionPolicy("fp64"), world=world)
         sent = sending.send(RoutedTokens(mine.x_TD, mine.weights_TK, mine.experts_TK), flow)
         given = Given(world)
         y_RD, handle = sending.run(sent, given, flow)  # type: ignore[arg-type]
         out_TD = sending.fetch(y_RD, handle, False, flow)
         assert isinstance(record, FixedRoom)
-        (missing,) = flow.overflow
         found[routing] = Came(
             float((out_TD - whole.out_TD.split(ROWS)[place]).abs().max()),
             *given.rows,
             record.arriving(world.folding.sizes),
             record.filled(world.folding.sizes),
-            int(missing),
+            int(flow.overflow[len(found)]),
         )
     return found
 

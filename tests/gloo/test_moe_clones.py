@@ -14,6 +14,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Full
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
+from moefold.moe.clone_weights import take_home
 from moefold.moe.config import Spread
 from moefold.moe.dispatch.config import Clones
 from moefold.parallel.apply import build
@@ -124,6 +125,24 @@ def test_b67_gradients_with_clones_are_those_of_one_rank() -> None:
 @pytest.mark.matrix
 def test_b67_gradients_of_more_layouts_with_clones_are_those_of_one_rank() -> None:
     check(MORE)
+
+
+def added(rank: int) -> bool:
+    """Return whether the clones of one expert on all ranks are added up one rank after another."""
+    world = World.open(Folding(Layout(sizes="ep4").split, 4), "cpu", 20)
+    parts = [
+        torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(at)) * 10**at
+        for at in range(4)
+    ]
+    at_Ps = torch.zeros(4, 1, dtype=torch.int64)
+    (home,) = take_home([parts[rank]], at_Ps, 4, world.group("ep"), "clones")
+    want = sum(parts, torch.zeros(1, 3, 5))
+    return torch.equal(home, want) if rank == 0 else not home.any()
+
+
+def test_b67_gradients_of_clones_are_added_in_the_order_of_ranks() -> None:
+    """Whatever comes first: a repeated run has the same bits."""
+    assert all(run_ranks(added, 4))
 
 
 @pytest.mark.parametrize(

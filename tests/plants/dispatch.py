@@ -7,6 +7,7 @@ EDGES = "tests/gloo/test_moe_dispatch_edges.py::"
 BYTES = "tests/gloo/test_moe_dispatch_bytes.py::"
 ROUNDS = "tests/gloo/test_moe_rounds.py::"
 VALUES = "tests/cpu/test_no_values.py::"
+BOUNDED = "tests/gloo/test_moe_bounded.py::test_b65_rooms_that_are_stated_are_enough"
 PLANS = "tests/cpu/test_moe_clones.py::"
 CLONES = "tests/gloo/test_moe_clones.py::test_b67_gradients_with_clones_are_those_of_one_rank"
 ROOM = EDGES + "test_b65_a_step_without_room_is_made_again_as_the_exact_one"
@@ -98,6 +99,51 @@ PLANTS = (
         "kernels/gradients.py",
         "        self._queue.deliver(weight, made(self._sums[weight]))\n",
         "        self._queue.deliver(weight, product)\n",
+    ),
+    Plant(
+        "b65",
+        "what a layer lacked is forgotten by the next",
+        BOUNDED,
+        "moe/layer_dispatch.py",
+        "            flow.overflow.append(sent.overflow)\n",
+        "            flow.overflow[:] = [sent.overflow]\n",
+    ),
+    Plant(
+        "b65",
+        "the second hop takes copies for dealt in blocks",
+        BOUNDED,
+        "moe/dispatch/spread.py",
+        "* ep.size + ep.index\n",
+        "+ dealt * ep.index\n",
+    ),
+    Plant(
+        "b65",
+        "a step that is made again moves biases twice",
+        "tests/gloo/test_moe_again.py::"
+        "test_b65_a_run_with_steps_made_again_ends_as_the_one_without",
+        "training/step.py",
+        "    needed = enough_room(placed, missing)\n",
+        "    needed = enough_room(placed, missing)\n"
+        "    for _, mixture in placed.model.mixtures():\n"
+        "        mixture.balance.finish_step(mixture.router)\n",
+    ),
+    Plant(
+        "b67",
+        "gradients of clones are added in another order",
+        "tests/gloo/test_moe_clones.py::"
+        "test_b67_gradients_of_clones_are_added_in_the_order_of_ranks",
+        "moe/clone_weights.py",
+        "zip(expert_Ps.unbind(), came.chunk(ranks.size), strict=True):",
+        "reversed([*zip(expert_Ps.unbind(), came.chunk(ranks.size), strict=True)]):",
+    ),
+    Plant(
+        "b67",
+        "clones have the weights of an earlier micro-batch's",
+        CLONES,
+        "moe/experts.py",
+        "            values = bring([one.value for one in here], expert_Ps, ranks)\n",
+        "            values = bring([one.value for one in here], expert_Ps, ranks)\n"
+        '            values = self.__dict__.setdefault("_kept", values)\n',
     ),
     Plant(
         "b66",
