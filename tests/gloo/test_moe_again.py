@@ -30,7 +30,7 @@ def ended(rank: int, flagged: bool) -> tuple[dict[str, Tensor], list[int]]:
 
     def missing(placed: object, overflow: list[Tensor]) -> Tensor | None:
         found = real(placed, overflow)  # type: ignore[arg-type]
-        if flagged and overflow and (rank, len(lacked)) in FLAGGED:
+        if flagged and overflow and found is not None and (rank, len(lacked)) in FLAGGED:
             return torch.full_like(found, 3)
         return found
 
