@@ -58,6 +58,12 @@ def decoder(
     return Decoder(**(usual | changes), stacks=stacks)
 
 
+def by_turns(name: str, *ffns: Record) -> Decoder:
+    """Return a decoder with two attentions that only some families have."""
+    first, second = UNCOMMON[name]
+    return decoder(first, *ffns, other=second)
+
+
 def subject(described: Decoder, **changes: Any) -> Subject:
     """Return a subject with AdamW."""
     return Subject(described, ADAMW, **changes)
@@ -108,9 +114,9 @@ SUBJECTS: dict[str, Subject] = {
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
-    **{name: subject(decoder(a, DENSE, SHARED, other=b)) for name, (a, b) in UNCOMMON.items()},
-    "formed": subject(decoder(WINDOWED, DENSE, formed(), formed())),
-    "entered": subject(decoder(GQA, DENSE, entered(), entered())),
+    **{name: subject(by_turns(name, DENSE, SHARED)) for name in UNCOMMON},
+    "formed": subject(by_turns("narrow", DENSE, formed(), formed())),
+    "entered": subject(by_turns("chunked", DENSE, entered(), entered())),
     "deep": subject(decoder(GQA, DENSE, SHARED, moe(), moe())),
     "tied": subject(decoder(GQA, DENSE, SHARED, tied=True)),
     "tied deep": subject(decoder(GQA, DENSE, moe(), moe(), moe(), tied=True)),

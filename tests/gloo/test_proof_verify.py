@@ -8,7 +8,6 @@ from proof_selection import selection
 from moefold.api import verify
 from moefold.comm.recorder import Site
 from moefold.parallel.config import Layout
-from moefold.proof.attentions import UNCOMMON
 from moefold.proof.case import ProofCase, enough
 from moefold.proof.matrix import matrix
 from moefold.proof.negative_controls import control, cover, faults_of, halves
@@ -66,15 +65,17 @@ SCALE = 1 + 1e-8
 SCALED = ("layers.1.moe.experts.w_in", "layers.1.attention.k.weight", "norm.weight")
 
 
-def test_b23_a_convolution_reaches_rows_of_other_context_ranks() -> None:
-    (verdict,) = prove([case("convolved", "cp2", 2)]).verdicts
-    assert verdict.passed, (verdict.problems, verdict.worst)
+FEW = dict.fromkeys(("biased", "scaled", "normed"), "tp2") | {
+    "formed": "tp2 etp2",
+    "entered": "tp2 etp2",
+    "convolved": "cp2",
+}
+"""Models of parts that few families have, each over what it may break."""
 
 
-@pytest.mark.parametrize("name", [*UNCOMMON, "scaled", "normed", "formed", "entered"])
-def test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does(name: str) -> None:
-    sizes = "etp2" if name in ("formed", "entered") else "tp2"
-    (verdict,) = prove([case(name, sizes, 2)]).verdicts
+@pytest.mark.parametrize("name", FEW)
+def test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does(name: str) -> None:
+    (verdict,) = prove([case(name, FEW[name], 2)]).verdicts
     assert verdict.passed, (verdict.problems, verdict.worst)
 
 

@@ -219,7 +219,7 @@ PLANTS = (
         "b23",
         "each tensor rank adds the output's bias",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_tensor_ranks_what_one_rank_does",
+        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
         "layers/attention.py",
         "self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)",
         "flow.scatter(self.o(out_TO, whole))",
