@@ -12,6 +12,7 @@ from moefold.config.errors import RunError, dotted
 from moefold.config.load import load
 from moefold.kernels.linear.dropout import Dropout
 from moefold.layers.kinds.dense import Dense
+from moefold.layers.linear import Adaptable
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import normal
@@ -45,12 +46,19 @@ def adapted(record: Decoder, lora: Lora = LORA, precision: str = "fp64") -> Deco
     return model
 
 
+def scale_of(model: DecoderModel, name: str) -> float:
+    """Return the scale of a weight's adapter."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    assert isinstance(owner, Adaptable)
+    return owner.adapters[leaf].scale
+
+
 def merged(model: DecoderModel, name: str) -> Tensor:
     """Return ``scale * B A`` of a weight, in its shape, written as one sum of products."""
     held = dict(model.named_parameters())
     a, b = held[name + LORA_A].detach(), held[name + LORA_B].detach()
-    path, _, leaf = name.rpartition(".")
-    scale = model.get_submodule(path).adapters[leaf].scale
+    scale = scale_of(model, name)
     lead = "ej"[: a.dim() - 2]
     if ".experts.w_in" in name:
         return scale * torch.einsum("eri,ejor->ejoi", a, b)
@@ -89,8 +97,7 @@ def test_b61_adapters_compute_what_their_merged_weights_do(attention: Any) -> No
         # The chain rule: of W + s B A.
         base, seen = name.removesuffix(LORA_A), seen + 1
         a, b, dw = held[name].detach(), held[base + LORA_B].detach(), wholes[base]
-        path, _, leaf = base.rpartition(".")
-        scale = model.get_submodule(path).adapters[leaf].scale
+        scale = scale_of(model, base)
         lead = "ej"[: a.dim() - 2]
         inner, outer = f"{lead}ri", f"{lead}or"
         if ".experts.w_in" in name:
@@ -213,8 +220,8 @@ def test_b61_a_folder_is_tuned_and_goes_out_with_its_adapters_in_it(tmp_path: Pa
     with job_of(tmp_path, "base") as job:
         job.save()
     api.export(tmp_path / "base", tmp_path / "hub")
-    model = {"family": "folder", "from": str(tmp_path / "hub")}
-    raw = raw_run(tmp_path, adapter=asked) | {"model": model}
+    raw = raw_run(tmp_path, adapter=asked)
+    raw["model"] = {"family": "folder", "from": str(tmp_path / "hub")}
     raw["data"]["tokenizer"] = {"kind": "file", "path": str(tmp_path / "hub")}
     run = load(Run, raw).record
     with Trainer(run, tmp_path / "out", cache=tmp_path / "prepared") as job:
