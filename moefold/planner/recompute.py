@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from moefold.layers.config import Kind
 from moefold.planner.case import Case, kinds
@@ -15,16 +15,6 @@ from moefold.spec.layer import Module, Modules
 
 PRICED = "H100"
 """The device whose rates price a step where a cluster's links are not known: a CPU's processes."""
-
-
-class KindPrice(NamedTuple):
-    """What making a kind again alone changes on the fullest rank."""
-
-    kind: Module
-    saved: float
-    """Bytes."""
-    seconds: float
-    """Of a step."""
 
 
 def cheapest(case: Case, limit: float) -> Modules:
@@ -43,16 +33,6 @@ def cheapest(case: Case, limit: float) -> Modules:
         f"layout.recompute.limit {limit / 1e9:.4g} GB: whatever is made again, the fullest rank "
         f"needs {least / 1e9:.4g} GB; raise the limit to that, or take a smaller micro-batch or "
         "more ranks"
-    )
-
-
-def prices(case: Case) -> tuple[KindPrice, ...]:
-    """Return what each kind saves and takes, made again alone."""
-    before, took = max(totals(case)), _seconds(case, case.keeping.recompute)
-    return tuple(
-        KindPrice(one, before - max(totals(_with(case, again))), _seconds(case, again) - took)
-        for one in _useful(case)
-        for again in [frozenset((one,))]
     )
 
 
