@@ -4,13 +4,13 @@
 ``layout`` says where and never changes the maths; ``watch`` says what is seen.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
+from moefold import finetune
 from moefold.config.base import Record, to_dict
 from moefold.config.errors import RunError, Violation
 from moefold.config.fields import OnDisk
@@ -34,8 +34,6 @@ IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
 FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"))
 """Fields inside those that may change all the same. Not the micro-batch: balance terms and
 capacity are decided over it."""
-STAND_IN: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
-"""What a Hugging Face folder is trained on until an override names data of one's own."""
 KNOWN = (registry, custom, folder)
 """Imported so that every family stands in its slot."""
 
@@ -131,7 +129,8 @@ def load_run(source: str | Path, overrides: Sequence[str] = ()) -> Run:
 
     Args:
         source: a run file, a recipe's name, or a Hugging Face folder to train further.
-        overrides: ``path=value`` on top, such as ``train.steps=10``.
+        overrides: ``path=value`` on top, such as ``train.steps=10``; of a folder also
+            ``base=RECIPE``.
 
     Raises:
         RunError: with every violation, each with path, rule and the nearest legal value.
@@ -144,30 +143,8 @@ def loaded_run(source: str | Path, overrides: Sequence[str] = ()) -> Loaded[Run]
     path = Path(source)
     if (path / "config.json").is_file():
         folder.read_config(path)  # says more of a family that is not known than judging a run does
-        own = any(override.startswith("data.tokenizer") for override in overrides)
-        if not own and not (path / "tokenizer.json").is_file():
-            raise ValueError(
-                f"{path} has no tokenizer.json; save the model's fast tokenizer there, or name one "
-                "with data.tokenizer={kind: file, path: ...}"
-            )
-        return load(Run, finetuning(path), overrides, recipes(), f"fine-tuning of {path}")
+        raw, overrides = finetune.raw_run(path, overrides)
+        known = recipes() | finetune.recipes()
+        return load(Run, raw, overrides, known, f"fine-tuning of {path}")
+    finetune.refuse_alone(source)
     return load(Run, source, overrides, recipes())
-
-
-def finetuning(folder: Path) -> dict[str, Any]:
-    """Return the raw run that trains a Hugging Face folder's weights further.
-
-    The tokenizer is the folder's. The data is the standard library's sources until an override
-    names one's own: ``data.train=[{source: jsonl, files: [chats.jsonl]}]``.
-    """
-    return {
-        "name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("-._") or "finetune",
-        "model": {"family": "folder", "from": str(folder)},
-        "data": {
-            "seq": 1024,
-            "tokenizer": {"kind": "file", "path": str(folder)},
-            "train": [STAND_IN],
-        },
-        "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
-        "train": {"steps": 200, "batch": 8, "micro_batch": 1},
-    }

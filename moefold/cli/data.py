@@ -1,6 +1,6 @@
 """``moefold data``: turn sources into indexed token files; see what such files hold.
 
-Makes and reads indexed token files (Megatron's .bin and .idx).
+Makes and reads indexed token files (Megatron's .bin and .idx), and makes conversations to try on.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from rich.text import Text
 from moefold.cli._common import add_json, on_stderr, plain_table, print_json, progress_bars
 from moefold.config.load import load
 from moefold.data.config import Data, DataError
+from moefold.data.docstrings import write_chats
 from moefold.data.index import Corpus, Indexed, read_facts
 from moefold.data.packing import REJECTED
 from moefold.data.prepare import MASK, Prepared, masks_of, prepare
@@ -52,6 +53,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--tokenizer", metavar="PATH", help=text)
     make.add_argument("--folder", metavar="OUT", default="data", help="where to")
     add_json(make)
+    text = "makes conversations from the docstrings of Python's standard library, to tune on"
+    chats = actions.add_parser("chats", help=text, description=text)
+    chats.add_argument("file", metavar="FILE", type=Path, help="a new file of JSON lines")
+    chats.add_argument("--number", metavar="N", type=int, default=2000, help="how many")
     text = "reads token files from end to end; exit status 1 where a byte is not as written"
     look = actions.add_parser("inspect", help=text, description=text)
     text = "path of the files without .bin or .idx, or a folder that holds such files"
@@ -66,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     """Make token files, or look at some; exit status 1 where a byte is not as written."""
     if args.action == "inspect":
         return _inspect(args)
+    if args.action == "chats":
+        print(f"{write_chats(args.file, args.number)} conversations in {args.file}")
+        return WHOLE
     with progress_bars(on_stderr(), log_stages=True) as progress:
         prepared = prepare(_data(args), args.folder, progress)
     if args.json:

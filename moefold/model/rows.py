@@ -9,6 +9,7 @@ row, E experts, F expert width.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,9 +111,9 @@ def _norm(norm: RmsNorm | None) -> Step:
 
 def _attention(layer: nn.Module) -> Step:
     """Return attention with queries, keys and values of one product."""
-    record = getattr(layer, "record", None)
-    if not isinstance(layer, GroupedQueryAttention) or type(record) is not Gqa:
+    if not isinstance(layer, GroupedQueryAttention) or type(layer.record) is not Gqa:
         return layer
+    record = layer.record
     if record.qk_norm == "projection" or not _says_only(record, ATTENDS):
         return layer
     heads, groups, dim, rope = record.heads, record.kv_heads, record.head_dim, record.rope
@@ -123,7 +124,7 @@ def _attention(layer: nn.Module) -> Step:
     biases = [part.bias.detach() for part in parts if part.bias is not None]
     b_in, w_out = torch.cat(biases) if biases else None, out.weight.detach()
     b_out = None if out.bias is None else out.bias.detach()
-    each = (layer.q_norm, heads), (layer.k_norm, groups)
+    each: list[tuple[Any, int]] = [(layer.q_norm, heads), (layer.k_norm, groups)]
     normed = [norm.weight.detach().expand(count, -1) for norm, count in each if norm is not None]
     w_norm = torch.cat(normed) if normed else None
     epsilon = None if layer.q_norm is None else layer.q_norm.epsilon

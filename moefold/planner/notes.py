@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from moefold.data.config import PythonStdlib
+from moefold.finetune import STAND_IN
 from moefold.layers.config import Selective
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
 from moefold.planner.case import kinds
 from moefold.planner.memory_kept import kept, kept_bytes
-from moefold.run import STAND_IN, Run
+from moefold.run import Run
 from moefold.spec.layer import Modules, Saved, Shape
 
 

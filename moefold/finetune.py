@@ -1,0 +1,72 @@
+"""The run that trains a Hugging Face folder further: by itself, or as a recipe for folders says."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moefold.data.config import TEMPLATE_FILE, TOKENIZER_CONFIG
+from moefold.files import read_json
+
+FOLDER = Path(__file__).parent / "recipes" / "folder"
+PLAIN = FOLDER / "plain.jinja"
+"""The chat template of a folder that has none."""
+STAND_IN: dict[str, Any] = {"source": "python_stdlib", "holdout": 0.05}
+"""What a Hugging Face folder is trained on until an override names data of one's own."""
+_BASE = "base="
+
+
+def recipes() -> dict[str, Path]:
+    """Return the recipes that say all but the model and its tokenizer, by name."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def refuse_alone(source: str | Path) -> None:
+    """Raise ``ValueError`` where a recipe for folders is given without one."""
+    if str(source) in recipes():
+        said = f"moefold train FOLDER {_BASE}{source}"
+        raise ValueError(f"{source} trains a Hugging Face folder, which is to be named: {said}")
+
+
+def raw_run(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the raw run of a folder, and the overrides that are left.
+
+    The tokenizer is the folder's. Without ``base=RECIPE`` all weights are trained, on the standard
+    library's sources until an override names one's own:
+    ``data.train=[{source: jsonl, files: [notes.jsonl]}]``.
+
+    Raises:
+        ValueError: where the folder has no tokenizer, and none is named.
+    """
+    own = any(override.startswith("data.tokenizer") for override in overrides)
+    if not own and not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json; save the model's fast tokenizer there, or name one "
+            "with data.tokenizer={kind: file, path: ...}"
+        )
+    bases = [override for override in overrides if override.startswith(_BASE)]
+    left = [override for override in overrides if override not in bases]
+    tokenizer = {"kind": "file", "path": str(folder)}
+    raw: dict[str, Any] = {
+        "name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).strip("-._") or "finetune",
+        "model": {"family": "folder", "from": str(folder)},
+    }
+    if bases:
+        template = {} if _has_template(folder) else {"template": str(PLAIN)}
+        return raw | {
+            "base": bases[-1][len(_BASE) :],
+            "data": {"tokenizer": tokenizer | template},
+        }, left
+    return raw | {
+        "data": {"seq": 1024, "tokenizer": tokenizer, "train": [STAND_IN]},
+        "optim": {"kind": "adamw", "lr": 1e-5, "schedule_lr": {"kind": "cosine", "warmup": 0.03}},
+        "train": {"steps": 200, "batch": 8, "micro_batch": 1},
+    }, left
+
+
+def _has_template(folder: Path) -> bool:
+    """Return whether a chat template lies beside a folder's tokenizer."""
+    file = folder / TOKENIZER_CONFIG
+    if (folder / TEMPLATE_FILE).is_file():
+        return True
+    return file.is_file() and bool(read_json(file).get("chat_template"))

@@ -1,0 +1,92 @@
+"""The recipe of adapters on a folder, from conversations made of docstrings to an answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from moefold.cli.main import main
+from moefold.data.config import DataError
+from moefold.data.docstrings import write_chats
+from moefold.data.sources import Document, StdlibReader
+from moefold.run import load_run
+from tests.chats import write_chat_folder
+from tests.cpu.families import reference
+from tests.cpu.family_draws import draw
+
+SOURCE = '''
+class Shelf:
+    """Holds books in the order of their names."""
+    def take(self):
+        """Takes the first
+        book.
+
+        Nothing else.
+        """
+    def _hidden(self):
+        """Is not asked for by anyone at all."""
+def short():
+    """Too short."""
+'''
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def documents(*_: object) -> Iterator[Document]:
+        yield Document("shop/shelves.py", SOURCE)
+        yield Document("broken.py", "def (")
+
+    monkeypatch.setattr(StdlibReader, "documents", documents)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder without a chat template."""
+    config = draw("qwen3_moe", Random("a recipe for folders")) | {"vocab_size": 352}
+    reference("qwen3_moe", config, 0).save_pretrained(tmp_path / "theirs")
+    return write_chat_folder(tmp_path / "theirs", None, eos_token="<|endoftext|>")
+
+
+@pytest.mark.usefixtures("library")
+def test_docstrings_become_questions_and_answers(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    assert write_chats(file, 2) == 2
+    rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    said = {asked["content"]: answer["content"] for asked, answer in rows}
+    assert said == {
+        "What does the class shop.shelves.Shelf do?": "Holds books in the order of their names.",
+        "What does the function shop.shelves.Shelf.take do?": "Takes the first book.",
+    }
+    with pytest.raises(DataError, match="3 conversations: this Python"):
+        write_chats(file, 3)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_folder_is_tuned_by_the_recipe_and_answers(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is exported is an adapter alone, beside a template of the recipe's."""
+    chats, tuned, out = tmp_path / "chats.jsonl", tmp_path / "tuned", tmp_path / "adapter"
+    assert main(["data", "chats", str(chats), "--number", "2"]) == 0
+    files = [f"data.train[0].files=[{chats.as_posix()}]", "data.train[0].holdout=0.5"]
+    small = ["data.seq=256", "train.steps=2", "train.batch=1", "train.micro_batch=1"]
+    words = [str(folder), "base=finetune_lora", *files, *small, "--folder", str(tuned)]
+    assert main(["train", *words]) == 0
+    assert main(["export", str(tuned), str(out)]) == 0
+    assert (out / "adapter_config.json").is_file() and not (out / "config.json").exists()
+    capsys.readouterr()
+    speaks = ["sample", str(tuned), "--chat", "--prompt", "What is a shelf?", "--tokens", "4"]
+    assert main([*speaks, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"][0]["prompt"] == "What is a shelf?"
+
+
+def test_a_recipe_for_folders_is_one_for_folders(folder: Path) -> None:
+    run = load_run(folder, ["base=finetune_lora"])
+    assert run.adapter is not None
+    template = getattr(run.data.tokenizer, "template", None)
+    assert template is not None and Path(template).name == "plain.jinja"
+    assert load_run(folder).adapter is None
+    with pytest.raises(ValueError, match="moefold train FOLDER base=finetune_lora"):
+        load_run("finetune_lora")
