@@ -19,7 +19,7 @@ from moefold.data.config import Data, DataError
 from moefold.mesh.legality import violations
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
-from moefold.moe.config import Dispatch
+from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs

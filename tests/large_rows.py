@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moefold.kernels.grouped.choose import GroupedKernel
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import LocalExperts
 from moefold.moe.dispatch.base import Dispatched, Dispatcher
+from moefold.moe.dispatch.config import LocalExperts
 
 
 @dataclass(frozen=True)

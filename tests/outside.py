@@ -6,7 +6,8 @@ from moefold.config.plugins import OUTSIDE
 from moefold.data.config import SOURCE
 from moefold.layers.config import ATTENTION
 from moefold.model.config import MODEL
-from moefold.moe.config import BALANCE, DISPATCH, ROUTER
+from moefold.moe.config import BALANCE, ROUTER
+from moefold.moe.dispatch.config import DISPATCH
 from moefold.optim.config import OPTIMIZER
 from moefold.training.hooks.config import HOOKS
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moefold.moe.config import DeepEp, HybridEp, NcclEp
+from moefold.moe.dispatch.config import DeepEp, HybridEp, NcclEp
 
 FACTS = Path(__file__).parent / "data" / "dispatch_signatures.json"
 TE = "transformer_engine/pytorch/ep.py"

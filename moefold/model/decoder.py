@@ -29,7 +29,7 @@ from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
 from moefold.model.tuning import tune
-from moefold.moe.config import AllToAll
+from moefold.moe.dispatch.config import AllToAll
 from moefold.moe.layer import MoeFfn
 
 DISPATCH = AllToAll()

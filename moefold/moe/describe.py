@@ -169,7 +169,8 @@ class MoeSpec(LayerSpec):
                 yield Saved("shared.gated", size, dropped, module="shared")
         # Apart, the way back runs once even where the block runs again, and keeps where rows go.
         yield Saved("combine.tokens", received * INDEX, saved=not shape.apart, module="moe")
-        yield Saved("dispatch.rows", shape.rows * top_k * INDEX, module="moe")
+        places = shape.rows * top_k + shape.places
+        yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
         """Yield scores, weights and choices of the router, and what its loss terms read."""
@@ -185,8 +186,11 @@ class MoeSpec(LayerSpec):
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
         if shape.clones:
             seats = chosen + shape.ep * shape.clones
-            yield Saved("clones", seats * INDEX, saved=False, module="moe")
-        yield Saved("offsets", router.experts * 4, saved=shape.apart, module="moe", operand=True)
+            # And what stands for the master of each weight.
+            size = seats * INDEX + (4 if self.expert_bias else 2) * STATISTIC
+            yield Saved("clones", size, saved=False, module="moe")
+        seats = router.experts if shape.room is None else router.experts // shape.ep + shape.clones
+        yield Saved("offsets", seats * 4, saved=shape.apart, module="moe", operand=True)
         if self.populations:
             yield from self._saved_balance(shape)
         if self.keeps_logits:

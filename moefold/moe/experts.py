@@ -136,7 +136,7 @@ class Experts(Adaptable):
         with torch.no_grad():
             values = bring([one.value for one in here], expert_Ps, ranks)
             shifts = bring([one.value for one in biases], expert_Ps, ranks) if biases else ()
-        if not flow.keeper.again:  # What runs again is read at once.
+        if not (flow.keeper.again or flow.keeper.block):  # What runs again is read at once.
             flow.keeper.discard("clones", values, bring_again)
         masters = [one.master for one in (*here, *biases)]
         stand_ins = CloneGradients.apply(expert_Ps, ranks, flow.sink, *masters)

@@ -12,9 +12,8 @@ from moefold.config.slot import build
 from moefold.kernels.scaled.rows import sent_numbers
 from moefold.layers.flow import Flow
 from moefold.moe.clones import ClonePlan, plan_clones
-from moefold.moe.config import FixedRoom
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, FixedRoom
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
 from moefold.moe.rounds import Rounds

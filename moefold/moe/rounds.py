@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from moefold.comm.world import World
 from moefold.kernels.gradients import AtOnce, Deferred
 from moefold.layers.flow import Flow
-from moefold.moe.config import AllToAll, FixedRoom
 from moefold.moe.dispatch.alltoall import AllToAllDispatch
 from moefold.moe.dispatch.base import Dispatched
+from moefold.moe.dispatch.config import AllToAll, FixedRoom
 from moefold.moe.dispatch.routing_plan import (
     RoutedTokens,
     gather_counts,

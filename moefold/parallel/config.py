@@ -16,8 +16,7 @@ from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring, Se
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
-from moefold.moe.config import DISPATCH, AllToAll, Dispatch, FixedRoom, Foreign
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
 from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds

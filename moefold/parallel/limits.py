@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moefold.comm.collectives import max_, sum_
 from moefold.data.batch import MicroBatch
-from moefold.moe.config import Dispatch, FixedRoom
+from moefold.moe.dispatch.config import Dispatch, FixedRoom
 from moefold.optim.norm import read_scalars
 from moefold.parallel.apply import ModelParts
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moefold.moe.config import DISPATCH, FixedRoom
+from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.from_run import (
     LOAD,

@@ -25,7 +25,7 @@ from moefold.layers.config import (
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder
-from moefold.moe.config import DISPATCH, FixedRoom, Foreign
+from moefold.moe.dispatch.config import DISPATCH, FixedRoom, Foreign
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
     RING,

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from moefold.model.config import Block
-from moefold.moe.config import DISPATCH, FixedRoom
+from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
 from moefold.schedule.config import DualPipeV, Merged
@@ -61,6 +61,7 @@ def shape_of(case: Case) -> Shape:
     sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
     # NCCL EP has room for all rows of all ranks, filled or not.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
+    fixed = _fixed(case)
     return Shape(
         case.decoder.hidden,
         case.rows,
@@ -71,18 +72,19 @@ def shape_of(case: Case) -> Shape:
         sizes.cp,
         case.context,
         sizes.ep,
-        _room(case),
+        None if fixed is None else fixed.arriving(sizes),
+        0 if fixed is None else fixed.places(sizes),
         isinstance(case.schedule, (Merged, DualPipeV)),
         case.clones,
     )
 
 
-def _room(case: Case) -> int | None:
-    """Return the rows that a dispatch of fixed shapes receives, filled or not."""
+def _fixed(case: Case) -> FixedRoom | None:
+    """Return a case's dispatch of fixed shapes; None where it has another."""
     record = DISPATCH.kinds[case.dispatch]
     if case.max_rows is None or not issubclass(record, FixedRoom):
         return None
-    return record.model_validate({"max_rows": case.max_rows}).arriving(case.sizes)
+    return record.model_validate({"max_rows": case.max_rows})
 
 
 @remembered(1 << 12)

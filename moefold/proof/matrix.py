@@ -29,8 +29,8 @@ from moefold.layers.config import (
 )
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import ORDERS, Sizes
-from moefold.moe.config import DISPATCH, FixedRoom, Foreign, Shared
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.config import Shared
+from moefold.moe.dispatch.config import DISPATCH, Clones, FixedRoom, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.attentions import GQA, MLA, UNCOMMON

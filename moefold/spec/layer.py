@@ -287,6 +287,8 @@ class Shape:
     ep: int = 1
     room: int | None = None
     """Rows that the dispatcher receives in any case, where its shapes are fixed."""
+    places: int = 0
+    """Places of rows that it notes then, beyond those of entries and of rows received."""
     apart: bool = False
     """Whether a schedule runs a block's exchanges as parts of their own, beside other work."""
     clones: int = 0

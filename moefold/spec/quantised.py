@@ -9,7 +9,7 @@ from moefold.config.errors import REMOVE, Violation
 from moefold.layers.config import Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
-from moefold.moe.config import FixedRoom, Foreign
+from moefold.moe.dispatch.config import FixedRoom, Foreign
 from moefold.optim.config import matches
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import ModelNeeds, halves, needs

@@ -127,8 +127,10 @@ class Weighing(Executor):
         known: dict[str, set[int]] = defaultdict(set)
         for part, tensor in held_by(self._data):
             known[part].add(tensor.untyped_storage()._cdata)
-        # What all layers of a pass share, and figures: shares of losses and router terms.
+        # What all layers of a pass share, and figures: shares of losses, router terms, rows that a
+        # dispatch had no room for.
         shared = [*self._ran.losses, *(terms for *_, terms in self._ran.terms)]
+        shared += chain.from_iterable(flow.overflow for flow in self._flows)
         rows = [one for flow in self._flows for one in (flow.rows, flow.piece) if one is not None]
         shared += chain.from_iterable(vars(one).values() for one in rows)
         shared += chain.from_iterable(one.flow.shared for one in held)

@@ -20,8 +20,9 @@ from moefold.layers.kinds.dense import Dense
 from moefold.model.generate import generate
 from moefold.model.init import initialise
 from moefold.moe import experts as experts_room
-from moefold.moe.config import Capacity, LocalExperts, Shared
+from moefold.moe.config import Capacity, Shared
 from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.config import LocalExperts
 from moefold.parallel.apply import alone
 from moefold.training.evaluate import evaluate
 from tests.cpu.small import (

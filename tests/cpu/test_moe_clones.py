@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.moe.clones import ClonePlan, lay, plan_clones, quotas, shares
-from moefold.moe.config import Spread
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, Spread
 from moefold.planner.case import EVENED
 from tests.pure.test_moe_dispatch_config import dealt
 

@@ -15,8 +15,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from moefold.moe.config import Capacity, Groups, LocalExperts, Moe
+from moefold.moe.config import Capacity, Groups, Moe
 from moefold.moe.config import Router as RouterRecord
+from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Decision, Routed, Router
 from moefold.moe.scoring import probabilities

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moefold.layers.precision import PrecisionPolicy
-from moefold.moe.config import LocalExperts
+from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import HIDDEN, padded_rows

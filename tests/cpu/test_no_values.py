@@ -15,8 +15,7 @@ from torch import Tensor
 from moefold.cli.main import main
 from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
-from moefold.moe.config import Padded, Spread
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.moe.layer import MoeFfn
 from moefold.moe.rows import DispatchedRows
 from moefold.parallel.config import Layout

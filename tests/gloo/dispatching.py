@@ -14,7 +14,8 @@ from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.moe.config import (
+from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.config import (
     AllGather,
     AllToAll,
     AllToAllOnce,
@@ -23,7 +24,6 @@ from moefold.moe.config import (
     Spread,
     TwoLevel,
 )
-from moefold.moe.dispatch.base import Dispatcher
 
 E, D, F = 8, 6, 4
 ROOM = 64

@@ -18,7 +18,8 @@ from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.moe.clones import ClonePlan
-from moefold.moe.config import Capacity, Shared, TwoLevel
+from moefold.moe.config import Capacity, Shared
+from moefold.moe.dispatch.config import TwoLevel
 from moefold.optim.config import AdamW, Muon, Optim
 from moefold.parallel import apply
 from moefold.parallel.config import Layout

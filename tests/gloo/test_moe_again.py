@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.moe.config import Padded
+from moefold.moe.dispatch.config import Padded
 from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase

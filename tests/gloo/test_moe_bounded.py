@@ -12,8 +12,7 @@ from moefold.config.base import Record
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.moe.clones import quotas
-from moefold.moe.config import FixedRoom, LocalExperts, Padded, Spread
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, FixedRoom, LocalExperts, Padded, Spread
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.layer_dispatch import LayerDispatch
 from tests.cpu.small import padded_rows

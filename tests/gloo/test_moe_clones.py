@@ -15,8 +15,7 @@ from moefold.layers.config import Full
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
 from moefold.moe.clone_weights import take_home
-from moefold.moe.config import Spread
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState

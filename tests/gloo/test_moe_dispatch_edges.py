@@ -17,7 +17,7 @@ from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
-from moefold.moe.config import AllToAll, FixedRoom, Padded, Spread
+from moefold.moe.dispatch.config import AllToAll, FixedRoom, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState

@@ -18,7 +18,7 @@ import torch
 
 from moefold.config import slot
 from moefold.data.batch import assemble
-from moefold.moe.config import DeepEp, Foreign, HybridEp, LocalExperts, NcclEp
+from moefold.moe.dispatch.config import DeepEp, Foreign, HybridEp, LocalExperts, NcclEp
 from moefold.moe.dispatch.third_party import check_rows
 from moefold.parallel.config import Layout
 from moefold.training import step

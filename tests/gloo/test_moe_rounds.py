@@ -16,7 +16,7 @@ from moefold.kernels.gradients import AtOnce, Deferred
 from moefold.layers.flow import Flow
 from moefold.layers.precision import PrecisionPolicy
 from moefold.mesh.config import Sizes
-from moefold.moe.config import LocalExperts, Padded, Spread
+from moefold.moe.dispatch.config import LocalExperts, Padded, Spread
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.layer_dispatch import LayerDispatch
 from tests.cpu.small import padded_rows

@@ -13,8 +13,7 @@ from moefold.comm.world import World
 from moefold.layers.config import Full, Selective
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
-from moefold.moe.config import Padded, Spread
-from moefold.moe.dispatch.config import Clones
+from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState

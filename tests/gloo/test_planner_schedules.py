@@ -81,6 +81,8 @@ class Asked(NamedTuple):
     zero: int = 0
     dp: int = 1
     away: Away | None = None
+    room: tuple[str, int, int] | None = None
+    """A dispatch of fixed shapes, its room, and slots for clones."""
 
     @property
     def layout(self) -> Layout:
@@ -88,6 +90,9 @@ class Asked(NamedTuple):
         again = {"kind": "full"} if self.policy == ("block",) else again
         given = {"sizes": self.sizes, "schedule": {"kind": self.schedule}, "zero": self.zero}
         away = None if self.away is None else self.away.stated
+        if self.room is not None:
+            given["dispatch"] = {"kind": self.room[0], "max_rows": self.room[1]}
+            given["clones"] = {"slots": self.room[2]} if self.room[2] else None
         return Layout.model_validate({**given, "recompute": again, "offload": away})
 
     @property
@@ -142,17 +147,19 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
 def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
     """Return the same of a pipeline rank."""
     layout, world = asked.layout, asked.world
-    sizes = layout.split
+    sizes, (kind, rows, slots) = layout.split, asked.room or ("local", None, 0)
     case = Case(
         decoder=asked.decoder,
         seq=SEQ,
-        batch=ROWS * MICRO * asked.dp,
+        batch=ROWS * MICRO * Folding(sizes, world).dp,
         micro_batch=ROWS,
         cluster=Cluster(processor(1e11, 1e10, 2**34), world, 1, 1),
         sizes=sizes,
         stages=Stages.balanced(sizes.pp, sizes.vpp, asked.layers, way=layout.way),
         schedule=layout.schedule,  # type: ignore[arg-type]
-        dispatch="local",
+        dispatch=kind,
+        max_rows=rows,
+        clones=slots,
         load=1.0,
         numbers=Numbers("fp32", AdamW(lr=1e-3), weight_bytes=0),
         keeping=Keeping(
@@ -232,3 +239,16 @@ def test_so_it_is_in_every_layout(sizes: str, kind: str, more: str) -> None:
 def test_so_it_is_where_any_activations_leave(sizes: str, kind: str) -> None:
     """On the device, on the host and on disk."""
     check([Asked(*one, sizes, kind, away=away) for *one, away in AWAY])
+
+
+@pytest.mark.parametrize(
+    "room", [("padded", 160, 0), ("spread", 160, 0), ("spread", 160, 1)], ids=str
+)
+def test_so_it_is_where_room_is_stated(room: tuple[str, int, int]) -> None:
+    """Whatever the routing is."""
+    check(
+        [
+            Asked(*one, "pp2 ep2", "1f1b", room=room)
+            for one in ((SHARED, None), (SHARED, ("block",)))
+        ]
+    )

@@ -238,7 +238,7 @@ PLANTS = (
         "b65",
         "room is rounded down",
         "tests/pure/test_moe_dispatch_config.py::test_b65_spread_has_room_for_every_routing",
-        "moe/config.py",
+        "moe/dispatch/config.py",
         "return -(-self.max_rows // ranks)",
         "return self.max_rows // ranks",
     ),

@@ -7,7 +7,8 @@ from moefold.config.errors import RunError
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
-from moefold.moe.config import Moe, Router, Spread
+from moefold.moe.config import Moe, Router
+from moefold.moe.dispatch.config import Spread
 from moefold.parallel.config import Layout
 from moefold.run import load_run
 from moefold.spec.decoder import needs

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from moefold.mesh.config import Sizes
-from moefold.moe.config import Padded, Spread
+from moefold.moe.dispatch.config import Padded, Spread
 from moefold.planner.case import evened
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.planner.published import model

@@ -9,7 +9,7 @@ import yaml
 from moefold.config.check import check
 from moefold.mesh.config import Sizes
 from moefold.mesh.legality import violations
-from moefold.moe.config import DISPATCH
+from moefold.moe.dispatch.config import DISPATCH
 from moefold.parallel.config import Layout as RunLayout
 from moefold.planner.answer import Plan, PlannedLayout, fragment, plan
 from moefold.planner.case import Case

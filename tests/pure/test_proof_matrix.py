@@ -10,7 +10,8 @@ from proof_selection import selection
 
 from moefold.layers.config import CONTEXT, RECOMPUTE
 from moefold.mesh.config import ORDERS
-from moefold.moe.config import BALANCE, DISPATCH, Aux, Dispatch, Foreign
+from moefold.moe.config import BALANCE, Aux
+from moefold.moe.dispatch.config import DISPATCH, Dispatch, Foreign
 from moefold.optim.config import OPTIMIZER
 from moefold.parallel.config import Layout
 from moefold.proof.case import ProofCase

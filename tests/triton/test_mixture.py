@@ -8,7 +8,7 @@ from moefold.kernels.fused import forced
 from moefold.kernels.grouped import fused
 from moefold.kernels.grouped.fused import ProductTile
 from moefold.layers.precision import PrecisionPolicy
-from moefold.moe.config import LocalExperts
+from moefold.moe.dispatch.config import LocalExperts
 from moefold.moe.layer import MoeFfn
 from tests.cpu.mixtures import MIXTURES, run_mixture
 from tests.cpu.small import HIDDEN, padded_rows

@@ -11,8 +11,8 @@ from torch import Tensor
 from moefold.comm.collectives import gather_rows, scatter_rows
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import AllGather
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
+from moefold.moe.dispatch.config import AllGather
 from moefold.moe.dispatch.routing_plan import (
     RoutedTokens,
     gather_counts,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import AllToAll, AllToAllOnce
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, in_order, permute
+from moefold.moe.dispatch.config import AllToAll, AllToAllOnce
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,

@@ -15,8 +15,8 @@ from torch import Tensor
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import DeepEp
 from moefold.moe.dispatch.base import Dispatched, Handle, permute
+from moefold.moe.dispatch.config import DeepEp
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.dispatch.third_party import (
     NativeArrival,

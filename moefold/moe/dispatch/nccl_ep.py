@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.moe.config import NcclEp
 from moefold.moe.dispatch.base import Dispatched, Handle
+from moefold.moe.dispatch.config import NcclEp
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.dispatch.third_party import ThirdPartyDispatch, check_rows, row_ends
 

@@ -13,8 +13,8 @@ from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, pick, spread
-from moefold.moe.config import FixedRoom
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
+from moefold.moe.dispatch.config import FixedRoom
 from moefold.moe.dispatch.routing_plan import (
     Permutation,
     RoutedTokens,

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, pick, spread
-from moefold.moe.config import Spread
 from moefold.moe.dispatch.base import Dispatched, Handle
+from moefold.moe.dispatch.config import Spread
 from moefold.moe.dispatch.padded import PaddedDispatch, equal_splits, inverse
 from moefold.moe.dispatch.routing_plan import RoutedTokens, gather_counts, sort_copies
 

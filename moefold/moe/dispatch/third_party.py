@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moefold.moe.config import Foreign
 from moefold.moe.dispatch.base import Dispatcher, Handle
+from moefold.moe.dispatch.config import Foreign
 
 DEVICE = "cuda"
 """Where the back ends run."""

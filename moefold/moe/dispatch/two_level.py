@@ -14,8 +14,8 @@ from moefold.comm.collectives import all_to_all
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
-from moefold.moe.config import TwoLevel
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
+from moefold.moe.dispatch.config import TwoLevel
 from moefold.moe.dispatch.routing_plan import (
     ExchangePlan,
     RoutedTokens,
