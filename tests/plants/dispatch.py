@@ -223,8 +223,8 @@ PLANTS = (
         "weights of clones are kept for backward",
         CLONES,
         "moe/experts.py",
-        "        if not flow.keeper.again:  # What",
-        "        if flow.keeper.again:  # What",
+        "        if not (flow.keeper.again or flow.keeper.block):  # What",
+        "        if flow.keeper.again or flow.keeper.block:  # What",
     ),
     Plant(
         "b30",
