@@ -26,12 +26,12 @@ def selection() -> tuple[ProofCase, ...]:
     choices: dict[Any, list[ProofCase]] = {}
     every = matrix()
     for name, cases in every.items():
-        found: dict[Any, list[ProofCase]] = {}
+        of_rule: dict[Any, list[ProofCase]] = {}
         for made in cases if name not in UNSELECTED else ():
             what = replace(made.subject, micro_batches=0) if name in BY_MODEL else None
             choice = made.layout.model_copy(update={"sizes": "", "stages": None})
-            found.setdefault((name, what, choice), []).append(made)
-        choices |= islice(found.items(), 0, None, EVERY.get(name, 1))
+            of_rule.setdefault((name, what, choice), []).append(made)
+        choices |= islice(of_rule.items(), 0, None, EVERY.get(name, 1))
     chosen = []
     for turn, found in enumerate(choices.values()):
         fewest = min(made.world for made in found)

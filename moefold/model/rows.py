@@ -21,7 +21,6 @@ from moefold.kernels.rope.rotate import rotate
 from moefold.layers.attention import GroupedQueryAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow, scaled
-from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.norm import RmsNorm
 from moefold.model.block import DecoderBlock
 from moefold.model.decoder import DecoderModel
@@ -111,7 +110,7 @@ def _norm(norm: RmsNorm | None) -> Step:
 
 def _attention(layer: nn.Module) -> Step:
     """Return attention with queries, keys and values of one product."""
-    if not isinstance(layer, GroupedQueryAttention) or type(layer.record) is not Gqa:
+    if not isinstance(layer, GroupedQueryAttention) or layer.record.kind != "gqa":
         return layer
     record = layer.record
     if record.qk_norm == "projection" or not _says_only(record, ATTENDS):

@@ -61,7 +61,7 @@ def base_model() -> DecoderModel:
     """Return the stored base in fp64."""
     reading = from_hf(read_json(PEFT / "config.json"))
     model = DecoderModel(reading.decoder, "fp64")
-    shapes = {theirs: shape for theirs, _, _, shape in places(model, reading.model)}
+    shapes = {piece.name: piece.shape for _, piece in places(model, reading.model)}
     fill(model, reading.model, {n: stored_value(n, shape) for n, shape in shapes.items()})
     return model
 

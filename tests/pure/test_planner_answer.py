@@ -104,8 +104,8 @@ def case(*overrides: str, devices: int = 4) -> Case:
 
 FIELDS = {
     "two_level": {"node": 2},
-    "padded": {"max_rows": 9000},
-    "spread": {"max_rows": 40000},
+    "padded": {"max_rows": 20000},
+    "spread": {"max_rows": 80000},
     "nccl_ep": {"max_rows": 9000},
 }
 
