@@ -10,7 +10,9 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from random import sample
 
 import pytest
 import torch
@@ -193,9 +195,12 @@ def environ(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
+    """Return a free port of those that the system gives to nobody who asks for any."""
+    for port in sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+    pytest.fail("no port is free")
 
 
 SRUN = """#!/bin/bash
@@ -220,13 +225,12 @@ def test_the_slurm_script_starts_ranks_and_rank_zero_may_be_stopped(tmp_path: Pa
     srun.chmod(0o755)
     slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "MASTER_PORT": str(free_port())}
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", ROOT / "docs" / "slurm.sh", *PROGRAM, tmp_path],
-        env=environ(PATH=path, **slurm),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["bash", str(ROOT / "docs" / "slurm.sh"), *map(str, PROGRAM), str(tmp_path)]
+    env = environ(PATH=path, **slurm)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"no end: {(late.stderr or b'').decode()}")
     ranks = re.findall(r"rank \d of 2 has 11", done.stdout)
     assert sorted(ranks) == ["rank 0 of 2 has 11", "rank 1 of 2 has 11"], done.stderr
     assert done.returncode == 1 and "Timed out" in done.stderr
