@@ -74,11 +74,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="print the JSON schema of run files, with which editors complete and check them, and "
         "nothing else; with RUN, also of the kinds that its plug-ins bring",
     )
-    text = (
-        "also make a step of the run's small model without values, and list the operators that a "
+    parser.add_argument(
+        "--graphs",
+        action="store_true",
+        help="also make a step of the run's small model without values, and list the operators "
+        "that a CUDA graph cannot hold, with file and line",
     )
-    text += "CUDA graph cannot hold, with file and line"
-    parser.add_argument("--graphs", action="store_true", help=text)
     add_json(parser)
 
 

@@ -1,5 +1,6 @@
-"""Rows in pieces, for kernels written in several elementwise passes."""
+"""Rows as plain kernels take them: in pieces, in wide numbers, and by the expert they are of."""
 
+import torch
 from torch import Tensor
 
 DEVICE_PIECE = 1 << 26
@@ -17,3 +18,14 @@ def row_pieces(x_ND: Tensor, elements: int) -> list[slice]:
         elements = max(elements, DEVICE_PIECE)
     step = max(1, elements // max(x_ND.shape[1], 1))
     return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return numbers in fp32, and fp64 as they are."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def expert_of_rows(offs_E: Tensor, rows: int) -> Tensor:
+    """Return the int64 expert [R] of each of so many rows, E of those past the last offset."""
+    place_R = torch.arange(rows, device=offs_E.device, dtype=offs_E.dtype)
+    return torch.searchsorted(offs_E, place_R, right=True)

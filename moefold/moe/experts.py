@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefold.kernels.gradients import RETURNED
 from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import expert_of_rows
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.ffn import gated_ffn, grouped_products
@@ -55,8 +56,7 @@ class Experts(Adaptable):
         """Return what tells rows and their experts apart, where adapters have dropout."""
         if sent_R is None or not self.drops:
             return None
-        row_R = torch.arange(sent_R.shape[0], device=sent_R.device)
-        expert_R = torch.searchsorted(offs_E, row_R, right=True)
+        expert_R = expert_of_rows(offs_E, sent_R.shape[0])
         (first,) = {place.first_expert for place in self.drops.values()}
         return sent_R.to(torch.int64) + ((expert_R + first) << EXPERT)
 

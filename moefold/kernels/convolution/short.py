@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink, made
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import wide
 
 
 def gated_convolution(
@@ -52,10 +53,6 @@ def reference(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Te
     return torch.cat(made_TC)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _joined(u_TC: Tensor, before_PJC: Tensor | None, reach: int) -> Tensor:
     """Return each run with the rows before it, [P, J + T / P, C]."""
     if before_PJC is None:
@@ -85,7 +82,7 @@ class _Convolution(Function):
     ) -> Tensor:
         ctx.save_for_backward(h_T3C, before_PJC, value_C1K, positions_T)
         ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        b, c, x = _wide(h_T3C).chunk(3, 1)
+        b, c, x = wide(h_T3C).chunk(3, 1)
         taps = value_C1K.shape[-1]
         joined = _joined(b * x, before_PJC, taps - 1)
         return (c * _mixed(joined, value_C1K, positions_T)).to(h_T3C.dtype)
@@ -94,8 +91,8 @@ class _Convolution(Function):
     @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         h_T3C, before_PJC, value_C1K, positions_T = ctx.saved_tensors
-        b, c, x = _wide(h_T3C).chunk(3, 1)
-        taps, dy = value_C1K.shape[-1], _wide(dy_TC)
+        b, c, x = wide(h_T3C).chunk(3, 1)
+        taps, dy = value_C1K.shape[-1], wide(dy_TC)
         joined = _joined(b * x, before_PJC, taps - 1)
         dc, dz = dy * _mixed(joined, value_C1K, positions_T), dy * c
         runs, length = len(joined), joined.shape[1] - taps + 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefold.kernels.gradients import GradientSink, Product
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import expert_of_rows, wide
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class ExpertForm:
 
     def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return each row's expert, and whether it has one."""
-        places_R = torch.arange(rows, device=self.offs_E.device, dtype=self.offs_E.dtype)
-        expert_R = torch.searchsorted(self.offs_E, places_R, right=True)
+        expert_R = expert_of_rows(self.offs_E, rows)
         return expert_R.clamp(max=len(self.offs_E) - 1), expert_R < len(self.offs_E)
 
     def _of_rows(self, bias: Operand, like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class ExpertForm:
         """Return gradients of rows and weights from that of the first product's rows."""
         if not self.on_input or dx_RD is None:
             return dx_RD, dp_R
-        towards_R = torch.linalg.vecdot(_wide(x_RD), _wide(dx_RD)).to(p_R.dtype)
+        towards_R = torch.linalg.vecdot(wide(x_RD), wide(dx_RD)).to(p_R.dtype)
         _, live_R = self._rows(len(p_R))
         return dx_RD * p_R[:, None].to(dx_RD.dtype), towards_R.where(live_R, 0)
 
@@ -84,7 +84,7 @@ class ExpertForm:
 
     def forward(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
         """Return the activation [R, F] in the dtype of the pre-activation."""
-        return self._activate(_wide(h_R2F), p_R).to(h_R2F.dtype)
+        return self._activate(wide(h_R2F), p_R).to(h_R2F.dtype)
 
     def _activate(self, h_R2F: Tensor, p_R: Tensor) -> Tensor:
         gate, up = h_R2F.chunk(2, dim=1)
@@ -98,7 +98,7 @@ class ExpertForm:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return ``dh_R2F``, ``dp_R``, through the output's bias too, and ``a_RF`` again."""
         with torch.enable_grad():
-            h, p = _wide(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
+            h, p = wide(h_R2F).detach().requires_grad_(), p_R.detach().requires_grad_()
             a_RF = self._activate(h, p)
             asked = (h,) if self.on_input else (h, p)
             dh_R2F, *found = torch.autograd.grad(a_RF, asked, da_RF.to(a_RF.dtype))
@@ -108,7 +108,7 @@ class ExpertForm:
         (dp_R,) = found
         if self.out_bias is not None:
             bias_RD = self._of_rows(self.out_bias, dy_RD)
-            dp_R = dp_R + self.share * torch.linalg.vecdot(_wide(bias_RD), _wide(dy_RD))
+            dp_R = dp_R + self.share * torch.linalg.vecdot(wide(bias_RD), wide(dy_RD))
         _, live_R = self._rows(len(p_R))
         return dh_R2F.to(h_R2F.dtype), dp_R.where(live_R, 0), a_RF
 
@@ -120,7 +120,7 @@ class ExpertForm:
         if self.in_bias is not None and self.in_bias.master.requires_grad:
             found[0] = sink.deliver(self.in_bias.master, self._sum(dh_R2F, self.in_bias))
         if self.out_bias is not None and self.out_bias.master.requires_grad:
-            weighed_RD = _wide(dy_RD) * self._of_bias(p_R)
+            weighed_RD = wide(dy_RD) * self._of_bias(p_R)
             found[1] = sink.deliver(self.out_bias.master, self._sum(weighed_RD, self.out_bias))
         return found[0], found[1]
 
@@ -132,7 +132,3 @@ class ExpertForm:
         summed = torch.ops.aten.embedding_dense_backward(rows, expert_R, experts, -1, False)
         summed = summed.view(bias.value.shape)
         return lambda into: summed if into is None else into.add_(summed)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.fused import fused
-from moefold.kernels.rows import row_pieces
+from moefold.kernels.rows import row_pieces, wide
 from moefold.kernels.swiglu import fused as kernels
 
 PIECE = 1 << 17
@@ -24,7 +24,7 @@ def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
     rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     a_NF = h_N2F.new_empty(rows, width)
     for piece in row_pieces(a_NF, PIECE):
-        gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
+        gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
         a = F.silu(gate).mul_(up)
         a_NF[piece] = a if p_N is None else a.mul_(p_N[piece, None])
     return a_NF
@@ -45,8 +45,8 @@ def backward(
     dh_N2F, a_NF = torch.empty_like(h_N2F), torch.empty_like(da_NF)
     dp_N = None if p_N is None else torch.empty_like(p_N)
     for piece in row_pieces(a_NF, PIECE):
-        gate, up = _wide(h_N2F[piece]).chunk(2, dim=1)
-        da = _wide(da_NF[piece])
+        gate, up = wide(h_N2F[piece]).chunk(2, dim=1)
+        da = wide(da_NF[piece])
         silu = F.silu(gate)
         a = silu * up
         if p_N is not None and dp_N is not None:
@@ -57,7 +57,3 @@ def backward(
         dh_N2F[piece, width:] = silu.mul_(da)
         dh_N2F[piece, :width] = torch.ops.aten.silu_backward(da * up, gate)
     return dh_N2F, dp_N, a_NF
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

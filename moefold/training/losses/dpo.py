@@ -28,6 +28,7 @@ from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
 from moefold.layers.loss import label_losses, loss_and_gradients
+from moefold.optim.norm import widest
 from moefold.parallel.apply import ModelParts, flow_of
 from moefold.parallel.pipeline.score import score
 from moefold.training.losses.base import Objective, segments
@@ -139,9 +140,8 @@ class StoredPreference(Preference):
         """Return the passes with the stored log-probability of each segment [N]."""
         pairs = zip(batches, flows, strict=True)
         device = placed.world.device
-        wide = torch.float32 if device.type == "mps" else torch.float64
         told = [(flow, [self._stored[key] for key, _ in segments(batch)]) for batch, flow in pairs]
-        return [replace(f, known=torch.tensor(v, dtype=wide).to(device)) for f, v in told]
+        return [replace(f, known=torch.tensor(v, dtype=widest(device)).to(device)) for f, v in told]
 
 
 class _Unreferenced(Preference):
@@ -157,7 +157,7 @@ class _Unreferenced(Preference):
 def log_probabilities(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tensor:
     """Return the log-probability [N] of each whole segment's labels, in the widest dtype."""
     rows, losses_P = flow.whole.rows, label_losses(x_TD, head, flow, chunk=chunk)
-    wide = torch.float32 if losses_P.device.type == "mps" else torch.float64
+    wide = widest(losses_P.device)
     number_N1 = torch.arange(len(rows.lengths), device=losses_P.device)[:, None]
     mine_NP = rows.segment_T == number_N1
     # One sum a segment: scattered additions would come in any order.
