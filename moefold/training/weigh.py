@@ -206,8 +206,14 @@ def weigh(
 ) -> list[Bytes]:
     """Compute a step's gradients; return what is there after each step of this rank's line.
 
-    ``wanted``: what is planned to be there then.
+    ``wanted``: what is planned to be there then. Of a step that is made twice, as rows lacked
+    room, it is the first that is planned and weighed.
     """
-    left: list[Bytes] = []
-    gradients(data, batches, loss_chunk, executor=partial(Weighing, data, left, wanted))
-    return left
+    tries: list[list[Bytes]] = []
+
+    def executor(*given: Any) -> Executor:
+        tries.append([])
+        return Weighing(data, tries[-1], wanted, *given) if len(tries) == 1 else Executor(*given)
+
+    gradients(data, batches, loss_chunk, executor=executor)
+    return tries[0]

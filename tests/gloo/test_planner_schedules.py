@@ -242,10 +242,10 @@ def test_so_it_is_where_any_activations_leave(sizes: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "room", [("padded", 160, 0), ("spread", 160, 0), ("spread", 160, 1)], ids=str
+    "room", [("padded", 160, 0), ("spread", 80, 0), ("spread", 160, 1)], ids=str
 )
 def test_so_it_is_where_room_is_stated(room: tuple[str, int, int]) -> None:
-    """Whatever the routing is."""
+    """Whatever the routing is, also where it lacks that room and the step is made twice."""
     check(
         [
             Asked(*one, "pp2 ep2", "1f1b", room=room)
