@@ -334,4 +334,70 @@ PLANTS = (
         "if self.experts and (sizes",
         "if False and (sizes",
     ),
+    Plant(
+        "b50",
+        "an exponent is that of the largest, not above it",
+        OTHERS,
+        BLOCKS,
+        'if form.scales == "up":',
+        'if form.scales == "none":',
+    ),
+    Plant(
+        "b50",
+        "elements of blocks are E5M2",
+        OTHERS,
+        BLOCKS,
+        'None if kind == "nvfp4" else E4M3, across',
+        'None if kind == "nvfp4" else E5M2, across',
+    ),
+    Plant(
+        "b51",
+        "the input's gradient reads the scales of the transposed weight",
+        THREE,
+        PRODUCTS,
+        "        along = weight.along_outputs\n",
+        "        along = weight.along_outputs\n"
+        "        if along.dim == -1:\n"
+        "            rest = along.matrix_scale, along.format, -1, along.shape\n"
+        "            along = Quantised(along.codes, along.scales.mT, *rest)\n",
+    ),
+    Plant(
+        "b51",
+        "blocks of rows go on from one expert to the next",
+        THREE,
+        PRODUCTS,
+        "    turned = [part.mT for part in parts] if narrow_dw else []\n",
+        "    turned = [part.mT for part in parts] if narrow_dw else []\n"
+        "    if turned and recipe.block:\n"  # codes of codes with powers of two are those codes
+        "        joined = encode(torch.cat(turned, 1), recipe.form(role)).dequantise(x_NI.dtype)\n"
+        "        turned = joined.split([part.shape[1] for part in turned], 1)\n",
+    ),
+    Plant(
+        "b51",
+        "no rows are transformed",
+        THREE,
+        PRODUCTS,
+        "        turned = [transform(one, recipe.run) for one in turned]",
+        "        filled = [-one.shape[-1] % recipe.run for one in turned]\n"
+        "        turned = [one.new_zeros(len(one), n) for one, n in zip(turned, filled)]\n"
+        "        turned = [torch.cat((p.mT, z), 1).float() for p, z in zip(parts, turned)]",
+    ),
+    Plant(
+        "b51",
+        "codes of weights are rounded by chance",
+        THREE,
+        PRODUCTS,
+        "        made = encode(value, form, amax=amax)",
+        "        drawn = torch.full(value.shape, 0.25) if recipe.by_chance else None\n"
+        "        made = encode(value, form, -1, drawn, amax)",
+    ),
+    Plant(
+        "b52",
+        "the head reads codes",
+        "tests/pure/test_spec_quantised.py::"
+        "test_b52_products_of_blocks_are_narrow_and_nothing_else",
+        "spec/quantised.py",
+        "    return {\n        name: number\n",
+        '    return {"head.weight": 0} | {\n        name: number\n',
+    ),
 )

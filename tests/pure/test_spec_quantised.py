@@ -15,11 +15,12 @@ def run_of(*overrides: str) -> Run:
 
 
 def test_b52_products_of_blocks_are_narrow_and_nothing_else() -> None:
-    """By the layers' descriptions. Plant: a narrow router."""
+    """By the layers' descriptions. Plants: a narrow router, a narrow head."""
     assert narrow_weights(run_of().decoder()) == {}
     decoder = run_of("train.quantise=nvfp4").decoder()
     names = narrow_weights(decoder)
     wide = [w for w in model_weights(decoder) if w.name not in names]
+    assert all(name.startswith("layers.") for name in names)
     assert all(len(w.shape) > 1 for w in model_weights(decoder) if w.name in names)
     words = {w.name.removesuffix(".weight").rsplit(".", 1)[-1] for w in wide if len(w.shape) > 1}
     assert {"embed", "router"} <= words <= {"embed", "head", "router", "gate"}
