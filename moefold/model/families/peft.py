@@ -30,6 +30,8 @@ ORIENTED = "0.19.0"
 HEADER_LIMIT = 64 * 2**20
 _AT = "base_model.model."
 _INNER = ".base_layer"
+_ONCE_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Linear layers of these names PEFT takes for experts', wherever they are."""
 _PLAIN = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none"}
 """Settings with which an adapter adds ``scale * B A`` and nothing else."""
 
@@ -88,15 +90,15 @@ class AdapterSite:
 def sites(decoder: Decoder) -> list[AdapterSite]:
     """Return where PEFT can adapt a decoder, a module's parameters in their order.
 
-    Feed-forwards and routers are told of as parameters: where a model's experts once were linear
-    layers, PEFT takes names such as ``gate_proj`` for theirs.
+    Feed-forwards and routers are told of as parameters, and so is what has the name of a linear
+    layer that a model's experts once were, such as the gate of attention in ``afmoe``.
     """
     weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
     weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
     found: list[AdapterSite] = []
     for name, (row, layer) in find(family_of(decoder).tensors, weights).items():
         weight = weights[name]
-        linear = name == "head.weight" or weight.counted == "attention"
+        outside = name == "head.weight" or weight.counted == "attention"
         for piece in pieces(row, layer, weight.shape, "packed"):
             module, _, leaf = piece.name.rpartition(".")
             if piece.order:  # lies as [in, out], which names of adapters do not say
@@ -104,6 +106,7 @@ def sites(decoder: Decoder) -> list[AdapterSite]:
             *lead, outputs, inputs = piece.shape
             whole = weight.shape[: 1 if weight.expert else 0]
             if tuple(lead) == whole and (weight.expert or len(weight.shape) - len(piece.index) < 3):
+                linear = outside and module.rpartition(".")[2] not in _ONCE_EXPERTS
                 parameter = None if linear else leaf
                 found.append(AdapterSite(weight, piece.index, module, parameter, outputs, inputs))
     return found
