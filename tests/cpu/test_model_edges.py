@@ -1,5 +1,6 @@
 """The model at the edges: no rows, no labels, chunks and tiles of any size, weights swapped."""
 
+import weakref
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -136,6 +137,45 @@ def test_b60_what_is_changed_in_place_is_kept_not_made_again() -> None:
         total = (y * y).sum()
     total.backward()
     assert x.grad is not None and torch.allclose(x.grad, 4 * (2 * x.detach() + 1))
+
+
+@pytest.mark.parametrize("policy", [Full(), SOME])
+def test_b60_what_runs_again_reads_the_weights_that_its_forward_read(policy: Record) -> None:
+    """Step after step, though weights move between them and products read copies of them."""
+    rows, found = padded_rows((9, 4), 3), []
+    for recompute in (None, policy):
+        model, steps = model_of(decoder(MLA, moe()), "bf16"), list[Tensor]()
+        for _ in range(3):
+            gradients(model, [rows], recompute, 16)
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            steps += [grad.clone() for grad in grads]
+            with torch.no_grad():
+                for parameter, grad in zip(model.parameters(), grads, strict=True):
+                    parameter -= 0.1 * grad
+        found.append(steps)
+    assert not torch.equal(found[0][0], found[0][len(found[0]) // 3]), "no weight moved"
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_b60_what_is_made_again_is_made_once_for_all_its_takers() -> None:
+    """Each takes it in its turn, and the last lets it go."""
+    runs, recompute = list[weakref.ref[Tensor]](), Keeper(SOME)
+
+    def made(x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        runs.append(weakref.ref(y))
+        return y
+
+    x = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)
+    with recompute.keeping():
+        y = recompute.run("norms", made, x)
+        total = (y**2 + torch.sin(y) + y**3).sum()
+    del y
+    total.backward()
+    assert len(runs) == 2 and runs[-1]() is None
+    y = torch.tanh(x.detach())
+    want = (2 * y + torch.cos(y) + 3 * y**2) * (1 - y**2)
+    assert x.grad is not None and torch.allclose(x.grad, want)
 
 
 def test_discarded_outputs_are_made_again_for_each_backward() -> None:

@@ -1,14 +1,19 @@
 """Passes in parts: which tasks exchange, what stays alive, where gradients go."""
 
 import weakref
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, get_args
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.comm.world import World
+from moefold.config.base import Record
+from moefold.data.batch import MicroBatch
 from moefold.kernels.gradients import Deferred
-from moefold.layers.config import Full
+from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.flow import Flow
 from moefold.layers.keeper import Keeper
 from moefold.parallel.apply import Chunk
@@ -17,18 +22,23 @@ from moefold.parallel.pipeline.passes import ChunkPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 from tests.cpu import small
 
-ROWS = small.padded_rows((5, 7), 0)
+ROWS, PADDED = small.padded_rows((5, 7), 0), small.padded_rows((5, 7), 4)
+EVERYTHING = Selective(modules=get_args(Kind))
 
 
 def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares, and its gradient."""
+    """Return the sum of squares of rows that count, and its gradient."""
+    x_TD = x_TD * 1
+    x_TD[flow.rows.n_valid :] = 0
     return x_TD.square().sum(), 2 * x_TD
 
 
-def ways(recompute: Full | None = None, apart: bool = True) -> tuple[ChunkPass, Deferred]:
+def ways(
+    recompute: Record | None = None, apart: bool = True, rows: MicroBatch = ROWS
+) -> tuple[ChunkPass, Deferred]:
     """Return a pass over a dense layer and a mixture, embedding and loss included."""
     model, sink = small.model_of(small.decoder()), Deferred()
-    flow = Flow(ROWS, model.recipe, sink, Keeper(recompute))
+    flow = Flow(rows, model.recipe, sink, Keeper(recompute))
     chunk = Chunk(("0", "1"), embeds=True, scores=True)
     return ChunkPass(model, chunk, flow, 1.0, loss, World.single() if apart else None), sink
 
@@ -75,18 +85,63 @@ def test_a_block_that_runs_again_has_its_last_exchange_once() -> None:
     assert kinds(way.backward(sink.drain)) == "c" + again + "cccccc" + "c" + "w"
 
 
+def gradients(way: ChunkPass, sink: Deferred) -> dict[str, Tensor]:
+    state = run(way.forward())
+    run(way.backward(sink.drain), *state)
+    return named(way)
+
+
+def named(way: ChunkPass) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in way._model.named_parameters() if p.grad is not None}
+
+
 def test_all_forms_give_the_same_gradients() -> None:
     found: list[dict[str, Tensor]] = []
     for recompute, apart in ((None, False), (None, True), (Full(), False), (Full(), True)):
         way, sink = ways(recompute, apart)
-        state = run(way.forward())
-        run(way.backward(sink.drain), *state)
-        model = way._model
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        untouched = {n for n, _ in model.named_parameters()} - set(found[0])
+        found.append(gradients(way, sink))
+        untouched = {n for n, _ in way._model.named_parameters()} - set(found[0])
         assert untouched == {"head.weight"}, "the head's gradient comes with the loss"
     for other in found[1:]:
         small.same(other, found[0], 1e-14)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("policy", [Full(), EVERYTHING], ids=["full", "selective"])
+def test_b60_padding_rows_of_what_runs_again_reach_no_gradient(
+    policy: Record, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN stands in those of all that is made, each time, and in those of its gradient."""
+    want, (way, sink) = gradients(*ways(rows=PADDED)), ways(policy, apart, PADDED)
+    pad_T, runs, plain = ~PADDED.valid_T, Counter[str](), Keeper.run
+
+    def poisoned(name: str, out: Any) -> Any:
+        if type(out) is tuple:
+            return tuple(poisoned(name, one) for one in out)
+        if not isinstance(out, Tensor) or len(out) != len(pad_T):
+            return out
+        runs[name] += 1
+        pad = pad_T.view(-1, *[1] * (out.dim() - 1))
+        if out.requires_grad:
+            out.register_hook(lambda grad: torch.where(pad, torch.nan, grad))
+        return torch.where(pad, torch.nan, out)
+
+    def keep(self: Keeper, kind: str, function: Callable[..., Any], *given: Tensor) -> Any:
+        return plain(self, kind, lambda *given: poisoned(kind, function(*given)), *given)
+
+    def hook(module: nn.Module, given: Any, out: Any) -> Any:
+        return poisoned(type(module).__name__, out)
+
+    monkeypatch.setattr(Keeper, "run", keep)
+    # What a hook returns in place of an output is no output that could be discarded.
+    for module in way._model.modules() if isinstance(policy, Full) else ():
+        module.register_forward_hook(hook)
+    state = run(way.forward())
+    before = runs.copy()
+    run(way.backward(sink.drain), *state)
+    again = {*(runs - before)}
+    assert again >= ({"Linear", "SwiGlu"} if isinstance(policy, Full) else {"norms", "attention"})
+    small.same(named(way), want, 1e-13)
 
 
 class Payload:

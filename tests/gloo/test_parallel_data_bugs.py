@@ -2,13 +2,14 @@
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from moefold.comm.world import World
+from moefold.layers.config import Full, Kind, Selective
 from moefold.layers.placement import Box
 from moefold.mesh.folding import Folding
 from moefold.optim.norm import clip_scale
@@ -27,6 +28,11 @@ SHARED = (
     Case("ep4", 1),
     Case("pp2", 3, model="tied", micro_batches=8),
 )
+AGAIN = (
+    Case(zero=3, model="latent", more=(("recompute", Selective(modules=get_args(Kind))),)),
+    Case("pp2", 3, micro_batches=8, more=(("schedule", "merged"), ("recompute", Full()))),
+)
+"""Weights that are there for a unit's pass alone, and units that run again."""
 RANKS = 4
 FROZEN = ("embed", "layers.0")
 
@@ -144,7 +150,29 @@ def one_rank_frozen(alone: Case) -> dict[str, Tensor]:
     return {held.name: held.tensor for held in data.gradients()}
 
 
+def next_step(case: Case) -> float:
+    """Return what B60 looks at: the largest error of a gradient after an update."""
+    data = opened(case, RANKS)
+    optimizer = data.optimizer(OPTIMIZERS[case.optim])
+    for _ in range(2):
+        norm = gradients(data, own(case, data), CHUNK).grad_norm
+        found = error(data, one_rank_next(case.alone))
+        update(data, optimizer, norm)
+    return found
+
+
+@Reference
+def one_rank_next(alone: Case) -> dict[str, Tensor]:
+    """Return whole gradients of the second step."""
+    data = opened(alone, 1)
+    state = data.optimizer(OPTIMIZERS[alone.optim])
+    update(data, state, gradients(data, batches(alone.micro_batches), CHUNK).grad_norm)
+    gradients(data, batches(alone.micro_batches), CHUNK)
+    return {held.name: held.tensor for held in data.gradients()}
+
+
 QUESTIONS = {
+    "again": next_step,
     "counted": counted,
     "experts": experts_alone,
     "repeated": repeated,
@@ -153,6 +181,7 @@ QUESTIONS = {
 }
 EMPTY = tuple(case for case in SHARED if case.model == "small" and case.sizes != "ep4")
 ASKED = {
+    "again": AGAIN,
     "empty": EMPTY,
     "experts": tuple(case for case in SHARED if case.model == "small"),
     "frozen": tuple(case for case in SHARED if case.zero and not case.more),
@@ -175,7 +204,10 @@ def answers() -> list[dict[tuple[str, Case], Any]]:
         one_rank(case.alone, case.micro_batches)
         one_rank(case.alone, 1)
         one_rank_frozen(case.alone)
-    return run_ranks(answered, RANKS, time_out_s=120, references=[one_rank, one_rank_frozen])
+    for case in AGAIN:
+        one_rank_next(case.alone)
+    references = [one_rank, one_rank_frozen, one_rank_next]
+    return run_ranks(answered, RANKS, time_out_s=120, references=references)
 
 
 def of(what: str, case: Case) -> list[Any]:
@@ -212,6 +244,11 @@ def test_b13_ranks_without_rows_and_experts_without_tokens_have_zeros(case: Case
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_b30_no_micro_batch_and_no_rank_is_added_twice(case: Case) -> None:
     assert max(of("repeated", case)) <= 1e-12
+
+
+@pytest.mark.parametrize("case", AGAIN, ids=str)
+def test_b60_units_whose_weights_are_gathered_run_again_with_them(case: Case) -> None:
+    assert max(of("again", case)) <= 1e-10
 
 
 @pytest.mark.parametrize("case", ASKED["frozen"], ids=str)

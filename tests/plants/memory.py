@@ -53,6 +53,43 @@ PLANTS = (
     ),
     Plant(
         "b60",
+        "what was made again is let go before its last taker has had it",
+        "tests/cpu/test_model_edges.py::test_b60_what_is_made_again_is_made_once_for_all_its_takers",
+        "layers/keeper.py",
+        "            output.made.waiting += 1\n",
+        "            output.made.waiting = 1\n",
+    ),
+    Plant(
+        "b60",
+        "what runs again reads the weights of the next step",
+        "tests/cpu/test_model_edges.py::"
+        "test_b60_what_runs_again_reads_the_weights_that_its_forward_read",
+        "layers/precision.py",
+        "if held is None or held[2].dtype != dtype or not _fresh(weight, *held[:2]):",
+        "old = not torch.is_grad_enabled() and held and not _fresh(weight, *held[:2])\n"
+        "        if held is None or held[2].dtype != dtype or old:",
+    ),
+    Plant(
+        "b60",
+        "gathered weights come after what runs again has begun",
+        "tests/gloo/test_parallel_data_bugs.py::"
+        "test_b60_units_whose_weights_are_gathered_run_again_with_them",
+        "parallel/pipeline/passes.py",
+        "self._back.append([before, *backward, after])",
+        "self._back.append([*backward[:3], before, *backward[3:], after])",
+    ),
+    Plant(
+        "b60",
+        "padding rows count where a layer runs again",
+        "tests/cpu/test_parallel_passes.py::"
+        "test_b60_padding_rows_of_what_runs_again_reach_no_gradient",
+        "layers/flow.py",
+        "return None if self.rows.n_valid == self.rows.rows else self.rows.n_valid",
+        "all_ = self.keeper.again or self.rows.n_valid == self.rows.rows\n"
+        "        return None if all_ else self.rows.n_valid",
+    ),
+    Plant(
+        "b60",
         "experts are chosen again where a block runs again",
         "tests/gloo/test_parallel_pipeline_counts.py::"
         "test_b60_what_is_made_again_is_made_once_and_nothing_else",
