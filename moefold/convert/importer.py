@@ -20,7 +20,7 @@ from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
-from moefold.model.families.base import Family
+from moefold.model.families.base import Family, Reading
 from moefold.model.families.folder import CONFIG_LIMIT, read_config
 from moefold.model.families.names import TensorPiece
 from moefold.model.families.peft import base_of, read_adapter
@@ -160,19 +160,22 @@ class Imported:
             self.adapter.close()
 
 
-def import_folder(folder: str | Path, weights: str | Path | None = None) -> Imported:
+def import_folder(
+    folder: str | Path, weights: str | Path | None = None, reading: Reading | None = None
+) -> Imported:
     """Open a Hugging Face folder and account for everything in it; no weight is read yet.
 
     An adapter's folder is its base's, with the adapter in the weights. ``weights`` names a pickled
-    checkpoint to take them from instead, see ``pickled.py``. What is returned is a context manager,
-    and closed when the tensors are no longer needed.
+    checkpoint to take them from instead, see ``pickled.py``; ``reading`` says what ``config.json``
+    describes where no family does. What is returned is a context manager, and closed when the
+    tensors are no longer needed.
 
     Raises:
         ValueError: where ``config.json`` has anything that is not supported.
         ConvertError: listing every tensor that is missing, unexpected, or of another shape.
     """
     own, folder = Path(folder), base_of(Path(folder))
-    reading = read_config(folder)
+    reading = reading or read_config(folder)
     names = {row.ours: row.theirs[0] for row in reading.model.tensors}
     source: Weights
     if weights is None:

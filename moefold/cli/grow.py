@@ -1,0 +1,159 @@
+"""``moefold grow``: make a larger or smaller mixture of trained models, dense ones too.
+
+A dense folder (llama, mistral, qwen3) becomes a mixture whose experts are copies of its
+feed-forwards, or of parts of them (upcycling); several become one mixture, an expert or more of
+each. A mixture gets copies of its experts, more layers or more width, and computes what it did; or
+it keeps the experts that take most tokens of a text. The answer is a folder again.
+"""
+
+import argparse
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.cli._common import add_json, print_conversion
+from moefold.data.tokenizer import from_path
+from moefold.files import read_json
+from moefold.model.families.dense import DENSE, read_dense
+from moefold.model.families.folder import CONFIG_LIMIT, read_config
+
+if TYPE_CHECKING:
+    from moefold.convert.growth import Grown, Growth
+    from moefold.convert.importer import Imported
+
+PIECE = 512
+"""Tokens of a text that a model sees at once while its experts are counted."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    text = "a model's folder; several dense ones of the same shape are merged"
+    parser.add_argument("sources", metavar="HF_FOLDER", nargs="+", type=Path, help=text)
+    parser.add_argument("folder", metavar="NEW_FOLDER", type=Path, help="a new folder")
+    numbers = {
+        "experts": "experts of a layer (default: those of a mixture)",
+        "top-k": "experts of a token (default: two copies, or as many times more as copies)",
+        "granularity": "parts that a dense feed-forward is cut into (default: 1)",
+        "layers": "layers; new ones change nothing at first (default: as many)",
+        "hidden-times": "how often hidden dims and heads stand side by side (default: 1)",
+        "width-times": "how often the units of feed-forwards do (default: 1)",
+    }
+    for name, said in numbers.items():
+        parser.add_argument(f"--{name}", metavar="N", type=_positive, help=said)
+    text = "factors of cut feed-forwards: what gives the dense output, or the published cube root"
+    parser.add_argument("--scale", choices=("exact", "cube_root"), default="exact", help=text)
+    text = "with fewer experts: a text whose tokens say which are kept (default: none)"
+    parser.add_argument("--text", metavar="FILE", type=Path, help=text)
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of a new router's weights"
+    )
+    text = "type of the weights on disk (default: as the source's embedding, or float32)"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the new folder; say what it is and whether it computes what its source does."""
+    from moefold.convert.exporter import demand_new, export_folder
+
+    demand_new(args.folder)
+    wanted = _wanted(args)
+    with ExitStack() as opened:
+        made, first = _made(args, wanted, opened)
+        own = (first.source.folder / "tokenizer.json").is_file()
+        tokenizer = from_path(str(first.source.folder)) if own else None
+        stored = first.source.tensors["model.embed_tokens.weight"].dtype
+        dtype = args.dtype or ("bfloat16" if stored == "BF16" else "float32")
+        notes = export_folder(
+            made.decoder, made, args.folder, tokenizer, dtype, special_tokens=first.special_tokens
+        )
+    shape = made.model.shape
+    facts = {"folder": str(args.folder), "family": made.model.model_type, "layers": shape.layers}
+    facts |= {"experts": shape.experts, "top_k": shape.top_k, "dtype": dtype}
+    print_conversion(facts | {"notes": [*made.notes, *first.notes, *notes]}, args.json)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _wanted(args: argparse.Namespace) -> "Growth":
+    """Return what is asked for, where it is anything."""
+    from moefold.convert.growth import Growth
+
+    names = ("experts", "top_k", "granularity", "layers", "hidden_times", "width_times")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if not asked:
+        raise ValueError("nothing to grow: name --experts, --layers, or how many times wider")
+    return Growth(**asked, scale=args.scale, seed=args.seed)
+
+
+def _made(
+    args: argparse.Namespace, wanted: "Growth", opened: ExitStack
+) -> tuple["Grown", "Imported"]:
+    """Return the new model, and the first of those that it is made of."""
+    from moefold.convert.growth import grow, upcycle
+    from moefold.convert.importer import import_folder
+
+    configs = [_config(folder) for folder in args.sources]
+    dense = [config.get("model_type") in DENSE for config in configs]
+    if not all(dense):
+        if len(configs) > 1:
+            raise ValueError(f"one mixture, or dense models alone ({', '.join(DENSE)})")
+        if wanted.granularity > 1:
+            raise ValueError("--granularity: it is a dense feed-forward that is cut; leave it out")
+        reading = read_config(args.sources[0])
+        found = opened.enter_context(import_folder(args.sources[0]))
+        return grow(reading, found.tensors, wanted, _loads(args)), found
+    _demand_alike(args.sources, configs)
+    sizes = wanted.experts, wanted.top_k, wanted.granularity
+    readings = [read_dense(config, *sizes) for config in configs]
+    sources = [
+        opened.enter_context(import_folder(folder, reading=plain))
+        for folder, (plain, _) in zip(args.sources, readings, strict=True)
+    ]
+    return upcycle(readings[0][1], [one.tensors for one in sources], wanted), sources[0]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist")
+    return read_json(path, limit=CONFIG_LIMIT)
+
+
+def _demand_alike(folders: list[Path], configs: list[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` where dense models differ in more than what they are called."""
+    aside = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
+    for one, other in combinations(range(len(folders)), 2):
+        names = sorted({*configs[one], *configs[other]} - aside)
+        differ = [n for n in names if configs[one].get(n) != configs[other].get(n)]
+        if differ:
+            said = ", ".join(
+                f"{n} is {configs[one].get(n)!r} and {configs[other].get(n)!r}" for n in differ[:5]
+            )
+            raise ValueError(
+                f"{folders[one]} and {folders[other]} are not of one shape: {said}; merge models "
+                "that were trained from the same one"
+            )
+
+
+def _loads(args: argparse.Namespace) -> Mapping[int, list[float]] | None:
+    """Return what the experts of each layer take of the text that is named."""
+    if args.text is None:
+        return None
+    from moefold.api import load_model
+    from moefold.training.hooks.experts import route
+
+    tokenizer = from_path(str(args.sources[0]))
+    ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))
+    if not ids:
+        raise ValueError(f"{args.text} has no token to count experts on")
+    pieces = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
+    model = load_model(args.sources[0])
+    return {int(layer.name): layer.load_E.tolist() for layer in route(model, pieces)}

@@ -1,0 +1,266 @@
+"""Larger and smaller mixtures from trained models: upcycling, copies, pruning, depth and width.
+
+Every rule is a function from the name of a tensor of the new model to its values, made of those of
+the old one; they stand on each other and hold one tensor at a time.
+
+- *Upcycling* (arXiv 2212.05055): experts are copies of a dense feed-forward. With granularity G
+  (arXiv 2410.07524) it is cut into G shards, expert ``g * C + c`` is shard g of copy c of C, and
+  the router's rows for a copy's shards are equal, so that a token's ``top_k = G * k`` experts are
+  all shards of k copies. Their weights sum to 1, a shard's share is 1 / G of its copy's, and a
+  factor G on ``w_out`` gives the dense output whatever is chosen. The published factor, the cube
+  root of G on each of three matrices, does not.
+- *Copies* of a mixture's experts, m of each beside one another: m times ``top_k`` are chosen.
+- *Depth*: a new layer repeats the one before it with outputs of zero, and so changes no row.
+- *Width* (Net2Net, arXiv 1511.05641): what a product writes stands m times, what it reads counts
+  1 / m each.
+
+Shapes: E experts, F width, D hidden.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.convert.plan import targets
+from moefold.model.config import Decoder
+from moefold.model.families.base import Family, Reading, refuse
+from moefold.model.families.sizes import first_moe
+from moefold.spec.decoder import has_routing
+
+Read = Callable[[str], Tensor]
+ROUTER, W_IN, W_OUT = ".moe.router.weight", ".moe.experts.w_in", ".moe.experts.w_out"
+EXPERT_OUTPUTS = (W_OUT, ".moe.experts.out_bias")
+OUTPUTS = (
+    ".attention.o.weight", ".attention.o.bias", ".attention.out.weight", ".ffn.w_out",
+    ".moe.shared.w_out", *EXPERT_OUTPUTS,
+)  # fmt: skip
+"""What the halves of a block end in."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a new model has more or less of; 1 and None leave a size as it is."""
+
+    experts: int | None = None
+    top_k: int | None = None
+    """Experts of a token; None is two copies of a dense model, or as many times more as copies."""
+    granularity: int = 1
+    scale: Literal["exact", "cube_root"] = "exact"
+    """Factors of virtual groups: G on ``w_out``, or its cube root on each matrix."""
+    layers: int | None = None
+    hidden_times: int = 1
+    """How often hidden dims and heads stand side by side."""
+    width_times: int = 1
+    """How often the units of feed-forwards do."""
+    seed: int = 0
+    """Of a new router's weights."""
+
+
+class Grown(Mapping[str, Tensor]):
+    """The new model's tensors by name, each made when it is asked for."""
+
+    def __init__(self, model: Family, decoder: Decoder, read: Read, notes: Sequence[str]) -> None:
+        self.model, self.decoder, self.notes = model, decoder, tuple(notes)
+        self._read, self._targets = read, targets(decoder)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Make one tensor."""
+        return tiled(name, self._read(name), self._targets[name].shape)
+
+
+def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: Growth) -> Grown:
+    """Return a mixture whose experts are copies of dense models' feed-forwards, in turns.
+
+    All else is the mean of the models, which is one's own where there is one.
+
+    Raises:
+        ValueError: where experts cannot be shared out among the models.
+    """
+    router = mixture.model.chosen_router
+    shards, copies = wanted.granularity, router.experts // wanted.granularity
+    if copies % len(sources):
+        nearest = max(1, round(copies / len(sources))) * len(sources) * shards
+        raise ValueError(f"--experts: {len(sources)} models have as many each, such as {nearest}")
+    root = shards ** (1 / 3)
+    into, out = (root, root) if wanted.scale == "cube_root" else (1.0, float(shards))
+
+    def rows(name: str) -> Tensor:
+        shape, std = (copies, mixture.decoder.hidden), mixture.decoder.init_std
+        draw = torch.Generator().manual_seed(wanted.seed * 1_000_003 + int(name.split(".")[1]))
+        return (std * torch.randn(shape, generator=draw)).repeat(shards, 1)
+
+    def read(name: str) -> Tensor:
+        if name.endswith(ROUTER):
+            return rows(name)
+        if not name.endswith((W_IN, W_OUT)):
+            return torch.stack([one[name] for one in sources]).mean(0)
+        at, factor = (-2, into) if name.endswith(W_IN) else (-1, out)
+        whole = [one[name.replace(".moe.experts.", ".ffn.")] for one in sources]
+        cut = [one.mul(factor).chunk(shards, at) for one in whole]
+        return torch.stack([cut[c % len(cut)][g] for g in range(shards) for c in range(copies)])
+
+    notes: list[str] = []
+    if len(sources) > 1:
+        notes.append("another function than each of the models: what is no expert is their mean")
+    elif wanted.scale == "cube_root" and shards > 1:
+        off = step0_error(read, sources[0], shards, copies)
+        notes.append(f"the first feed-forward's output is off by {off:.3g} of its norm at step 0")
+    return deepened(mixture, read, wanted, notes)
+
+
+def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
+    """Return how far the first layer's experts are from the dense output, over its norm.
+
+    On 64 rows of chance, in fp64; all shards of one copy are chosen, as in any choice.
+    """
+    x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1]).double()
+
+    def swiglu(w_in: Tensor, w_out: Tensor) -> Tensor:
+        gate_TF, up_TF = (F.linear(x_TD, part.double()) for part in w_in)
+        return F.linear(F.silu(gate_TF) * up_TF, w_out.double())
+
+    want_TD = swiglu(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
+    w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))
+    have_TD = sum(map(swiglu, w_in, w_out), torch.zeros(())) / shards
+    return float((have_TD - want_TD).norm() / want_TD.norm())
+
+
+def grow(
+    source: Reading,
+    tensors: Mapping[str, Tensor],
+    wanted: Growth,
+    loads: Mapping[int, Sequence[float]] | None = None,
+) -> Grown:
+    """Return a mixture with more or fewer experts, and more layers or width.
+
+    Args:
+        source: the mixture's ``config.json``.
+        tensors: its tensors.
+        wanted: what the new one has.
+        loads: what each expert of a layer took, by the layer's number, to keep the busiest.
+
+    Raises:
+        ValueError: where there is no such model.
+    """
+    router, notes = source.model.chosen_router, list[str]()
+    have, want = router.experts, wanted.experts or router.experts
+    times = want // have
+    if want != have and router.groups is not None:
+        raise ValueError("--experts: groups of experts would be others; leave it out")
+    if want > have and want % have:
+        nearest = round(want / have) * have
+        raise ValueError(f"--experts: {want} is no multiple of {have}; the nearest is {nearest}")
+    if want < have and loads is None:
+        raise ValueError("--experts: to keep the busiest, name a --text whose tokens are counted")
+    top_k = wanted.top_k or min(want, router.top_k * max(1, times))
+    if want < have or top_k != router.top_k * times or not (times == 1 or _shared_out(source)):
+        notes.append("another function than the source's: other experts, or other weights of them")
+    # Of weights that nothing divides, copies have as many times more.
+    free = router.score != "softmax" and not router.renormalise
+    share = 1 / times if times > 1 and free else 1.0
+    shape = source.model.shape.model_copy(update={"experts": want, "top_k": top_k})
+    for name in ("dense_width", "shared_width"):  # which may follow from top_k
+        if getattr(shape, name, 0) is None and _present(source.decoder, name):
+            value = getattr(source.model.shape, f"width_of_{name.removesuffix('_width')}")
+            shape = shape.model_copy(update={name: value})
+
+    def kept(layer: int) -> Tensor:
+        if want >= have:
+            return torch.arange(want) // times
+        load = torch.tensor((loads or {})[layer], dtype=torch.float64)
+        return load.argsort(descending=True, stable=True)[:want].sort().values
+
+    def read(name: str) -> Tensor:
+        found = tensors[name]
+        if want == have or not (".moe.experts." in name or ".moe.router." in name):
+            return found
+        found = found[kept(int(name.split(".")[1]))]
+        return found * share if name.endswith(EXPERT_OUTPUTS) else found
+
+    model = source.model.model_copy(update={"shape": shape})
+    decoder = model.describe(source.decoder.vocab)
+    return deepened(Reading(model, decoder, source.special_tokens, (), None), read, wanted, notes)
+
+
+def deepened(source: Reading, read: Read, wanted: Growth, notes: Sequence[str]) -> Grown:
+    """Return a model with more layers, spread evenly behind dense ones, and with more width."""
+    blocks, shape, times = source.decoder.blocks, source.model.shape, wanted.hidden_times
+    layers = wanted.layers or len(blocks)
+    if layers < len(blocks):
+        raise ValueError(f"--layers: {layers} is less than the {len(blocks)} that there are")
+    first = next(n for n, block in enumerate(blocks) if has_routing(block.ffn))
+    spread = (len(blocks) - first) / (layers - first)
+    origin = [n if n < first else first + int((n - first) * spread) for n in range(layers)]
+    update: dict[str, Any] = {"layers": layers}
+    for name, value in shape:
+        if isinstance(value, tuple):  # numbers of layers
+            update[name] = tuple(n for n in range(layers) if origin[n] in value)
+    deep = source.model.model_copy(update={"shape": shape.model_copy(update=update)})
+    if [blocks[n] for n in origin] != list(deep.describe(source.decoder.vocab).blocks):
+        raise ValueError("--layers: layers differ here, and new ones would change their turn")
+    widths = ("expert_width", "dense_width", "shared_width")
+    for name in ("hidden", "heads", "kv_heads", *widths):
+        if value := getattr(shape, name, None):
+            update[name] = value * (wanted.width_times if name in widths else times)
+    model = source.model.model_copy(update={"shape": shape.model_copy(update=update)})
+    refuse((broken.under("shape") for broken in model.shape.rules()), "the new model:")
+    refuse(model.rules(), "the new model:")
+    decoder = model.describe(source.decoder.vocab)
+    if times > 1 and source.decoder.tied:
+        raise ValueError("--hidden-times: the head is the embedding, whose logits would be larger")
+
+    def deep_read(name: str) -> Tensor:
+        if not name.startswith("layers."):
+            return read(name)
+        _, number, rest = name.split(".", 2)
+        layer = origin[int(number)]
+        found = read(f"layers.{layer}.{rest}")
+        new = int(number) > 0 and origin[int(number) - 1] == layer
+        return torch.zeros_like(found) if new and name.endswith(OUTPUTS) else found
+
+    return Grown(model, decoder, deep_read, notes)
+
+
+def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a weight as often side by side as ``shape`` has room; what a product sums, shared.
+
+    The last dim of a matrix is what its product sums, but for the embedding, which is looked up.
+
+    Raises:
+        ValueError: where a dim is no multiple.
+    """
+    if tuple(found.shape) == tuple(shape):
+        return found
+    times = [new // old for new, old in zip(shape, found.shape, strict=True)]
+    if [old * n for old, n in zip(found.shape, times, strict=True)] != list(shape):
+        raise ValueError(f"{name} is {list(found.shape)} and would be {list(shape)}: no multiple")
+    summed = found.dim() > 1 and name != "embed.weight" and not name.endswith("bias")
+    return found.repeat(times) / (times[-1] if summed else 1)
+
+
+def _shared_out(source: Reading) -> bool:
+    """Return whether copies of an expert are chosen together and make what it made alone."""
+    router, moe = source.model.chosen_router, first_moe(source.decoder)
+    soft = router.score == "softmax"
+    if soft and router.order == "score_first" and router.selection_bias:
+        return False  # probabilities are as many times less, the bias is not
+    if moe.weigh == "input" and (soft or router.renormalise):
+        return False
+    return soft or not router.renormalise or max(router.epsilon, router.floor) < 1e-12
+
+
+def _present(decoder: Decoder, name: str) -> bool:
+    """Return whether a model has the feed-forward whose width this is."""
+    if name == "shared_width":
+        return first_moe(decoder).shared is not None
+    return not all(has_routing(block.ffn) for block in decoder.blocks)

@@ -1,0 +1,60 @@
+"""Dense models as what mixtures are made of: their folders are read, and become a mixture's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moefold.layers.kinds.dense import Dense
+from moefold.model.config import patterns
+from moefold.model.families.base import Reading
+from moefold.model.families.registry import from_hf
+
+DENSE = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
+"""Dense families by ``model_type``, and the mixture that has the same blocks but for experts."""
+
+
+def read_dense(
+    config: Mapping[str, Any], experts: int | None, top_k: int | None, shards: int
+) -> tuple[Reading, Reading]:
+    """Return the reading of a dense model's ``config.json``, and that of its mixture.
+
+    ``shards`` is the parts that each copy of a feed-forward is cut into.
+
+    Raises:
+        ValueError: where there is no such mixture, with the nearest number that there is.
+    """
+    top_k = top_k or 2 * shards
+    dense, width = DENSE[config["model_type"]], config.get("intermediate_size") or 0
+    asked = {
+        "experts": experts is not None and experts % shards == 0,
+        "top-k": top_k % shards == 0 and top_k <= (experts or top_k),
+        "granularity": width % shards == 0,
+    }
+    rules = {
+        "experts": f"a dense model needs it, a multiple of the granularity, {shards}, such as "
+        f"{max(1, (experts or 8) // shards) * shards}",
+        "top-k": f"must be a multiple of the granularity, {shards}, as a token takes all shards of "
+        f"a copy, and at most --experts; the nearest is "
+        f"{min(max(1, round(top_k / shards)) * shards, experts or top_k)}",
+        "granularity": f"must divide the width of the feed-forward, {width}; the nearest is "
+        f"{max(n for n in range(1, shards + 1) if width % n == 0)}",
+    }
+    if wrong := [f"--{name}: {rules[name]}" for name, fits in asked.items() if not fits]:
+        raise ValueError("; ".join(wrong))
+    own = {"model_type": dense, "num_experts_per_tok": top_k, "rope_theta": 1e4}
+    own |= {"architectures": None, "router_aux_loss_coef": 1e-3}
+    if dense == "mixtral":
+        own |= {"num_local_experts": experts, "intermediate_size": width // shards}
+    else:
+        own |= {"num_experts": experts, "moe_intermediate_size": width // shards}
+        own |= {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    given = {name: value for name, value in config.items() if name != "layer_types"}
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        given["layer_types"] = config["layer_types"]
+    if (config.get("rope_theta") or config.get("rope_parameters")) is not None:
+        del own["rope_theta"]
+    mixture = from_hf({**given, **own})
+    ffn = Dense(width=width)
+    blocks = (block.model_copy(update={"ffn": ffn}) for block in mixture.decoder.blocks)
+    decoder = mixture.decoder.model_copy(update={"stacks": patterns(blocks)})
+    tokens, notes = mixture.special_tokens, mixture.notes
+    return Reading(mixture.model, decoder, tokens, notes, mixture.quantised), mixture

@@ -1,0 +1,57 @@
+"""Plants B85: models that are grown."""
+
+from tests.plants.plant import Plant
+
+UPCYCLED = "tests/cpu/test_convert_growth.py::test_b85_an_upcycled_model_is_its_dense_one"
+SAME = "tests/cpu/test_convert_growth.py::test_b85_a_mixture_grows_into_one_that_computes_the_same"
+
+PLANTS = (
+    Plant(
+        "b85",
+        "rows of the router are not repeated",
+        UPCYCLED,
+        "convert/growth.py",
+        "torch.randn(shape, generator=draw)).repeat(shards, 1)",
+        "torch.randn(shards * copies, shape[1], generator=draw))",
+    ),
+    Plant(
+        "b85",
+        "shards of a copy stand beside one another, their router's rows do not",
+        UPCYCLED,
+        "convert/growth.py",
+        "for g in range(shards) for c in range(copies)]",
+        "for c in range(copies) for g in range(shards)]",
+    ),
+    Plant(
+        "b85",
+        "a shard's output counts once",
+        UPCYCLED,
+        "convert/growth.py",
+        "else (1.0, float(shards))",
+        "else (1.0, 1.0)",
+    ),
+    Plant(
+        "b85",
+        "a new layer adds what the one before it adds",
+        SAME,
+        "convert/growth.py",
+        "return torch.zeros_like(found) if new and name.endswith(OUTPUTS) else found",
+        "return found",
+    ),
+    Plant(
+        "b85",
+        "what stands twice is read as twice as much",
+        SAME,
+        "convert/growth.py",
+        "(times[-1] if summed else 1)",
+        "1",
+    ),
+    Plant(
+        "b85",
+        "copies of an expert are as many times as much",
+        SAME,
+        "convert/growth.py",
+        "share = 1 / times if times > 1 and free else 1.0",
+        "share = 1.0",
+    ),
+)
