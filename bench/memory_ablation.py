@@ -3,10 +3,16 @@
 Planned, in GB of 10^9 bytes, on the fullest rank of the report's layout (arXiv 2603.07685, sections
 4.1 and 4.2): BF16, PP4 VPP4 EP64 on 256 GPUs, micro-batches of one sequence of 4,096 tokens.
 
-    python bench/memory_ablation.py
+    python bench/memory_ablation.py [--execute]
+
+With ``--execute`` every policy runs on a shrunk model of the same layers, in a pipeline of two
+processes, and what ranks hold after each action is compared with what is planned, to the byte.
 """
 
-from dataclasses import replace
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
@@ -16,6 +22,7 @@ from moefold.planner.hardware import cluster
 from moefold.planner.memory import memory
 from moefold.planner.memory_after import after_each
 from moefold.planner.published import model
+from moefold.run import Run, load_run
 from moefold.schedule.config import Interleaved
 from moefold.spec.layer import Module
 
@@ -43,6 +50,18 @@ REPORTED, COPIES, NARROW = 131.0, 26.3, 16.0
 product, whose output is not kept then; and by inputs of products in FP8."""
 GIB, THIRD = 2**30, 2
 """What the report's figures are in, and the pipeline rank that all of them fit."""
+READERS = 3
+"""Products that hold a layer's normed rows in codes, each its own: both down-projections of latent
+attention, and the shared expert's. The router holds them in BF16."""
+SHRUNK = (
+    "model.shape={hidden: 64, layers: 8, dense_layers: 1, dense_width: 144, heads: 4, q_rank: 24, "
+    "kv_rank: 16, nope_dim: 8, rope_dim: 4, v_dim: 8, experts: 8, top_k: 2, expert_width: 16, "
+    "shared_width: 16, vocab: 512}",
+    "model.groups={count: 4, keep: 2}", "model.context=64", "data.tokenizer.vocab=512",
+    "data.seq=64", "train.batch=4",
+    "train.micro_batch=1", "train.precision=fp32", "layout.sizes=pp2 vpp2",
+)  # fmt: skip
+WORLD = 2
 
 
 def case(stack: Stack, policy: Policy, recipe: Recipe = "bf16") -> Case:
@@ -72,25 +91,91 @@ def copies() -> float:
     return max(after.rows.get("experts.input", 0.0) for after in each) / GIB
 
 
+def normed() -> float:
+    """Return what normed rows take there in FP8, whoever holds them."""
+    rows = activations_of(case("megatron", NOTHING, "fp8_tensor"))["norm.output"]
+    # Planned are codes before attention, and BF16 before the mixture.
+    return rows / 3 * (READERS + 2) / GIB
+
+
+def activations_of(one: Case) -> dict[str, float]:
+    """Return the third rank's bytes by row where it holds most."""
+    return max(
+        (after.rows for after in after_each(one, THIRD)), key=lambda rows: sum(rows.values())
+    )
+
+
 def savings() -> dict[str, tuple[float, float]]:
     """Return what Megatron-Core keeps, and takes off by each means, planned and reported."""
     whole, more = theirs(NOTHING), copies()
     found = {"all of it": (whole + more, REPORTED), "less by weighing rows early": (more, COPIES)}
+    narrow = theirs(NOTHING, "fp8_tensor")
     for name, (policy, reported) in THEIRS.items():
         found[f"less by {name}"] = whole - theirs(policy), reported
-    narrow = theirs(NOTHING, "fp8_tensor")
+        less = normed() if name == "norms" else narrow - theirs(policy, "fp8_tensor")
+        found[f"less by {name}, in FP8"] = less, reported
     return {**found, "less by inputs of products in FP8": (whole - narrow, NARROW)}
 
 
-def main() -> None:
-    """Print both tables."""
-    print("| moefold keeps all but | GB |\n|---|---|")
+@dataclass(frozen=True)
+class Executed:
+    """A policy on the shrunk model: the most activations of a rank in bytes, and what differs."""
+
+    planned: float
+    executed: float
+    wrong: tuple[str, ...]
+    """Rank, action and part where what was held is not what is planned."""
+
+
+def shrunk(policy: Policy) -> Run:
+    """Return the run of the shrunk model under a policy."""
+    again, away = policy
+    modules = "full" if again == ("block",) else f"{{kind: selective, modules: {list(again)}}}"
+    given = [f"layout.recompute={modules if again else 'null'}"]
+    given += [f"layout.offload={{host: {{modules: {list(away)}}}}}"] if away else []
+    return load_run("deepseek_v3", [*SHRUNK, *given])
+
+
+def execute(policy: Policy) -> Executed:
+    """Run two steps of the shrunk model under a policy."""
+    from moefold.training.memory_bench import compare  # torch, which plans do without
+
+    found, parts = compare(shrunk(policy), WORLD), ("activations", "operands", "messages", "host")
+    wrong = (
+        f"rank {one.rank} {one.action} {part}: {one.executed[part]}, planned {one.planned[part]}"
+        for one in found
+        for part in parts
+        if one.executed.get(part, 0) != round(one.planned[part])
+    )
+    planned = max(one.planned["activations"] for one in found)
+    return Executed(planned, max(one.executed["activations"] for one in found), tuple(wrong))
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of both tables of plans."""
+    yield "| moefold keeps all but | GB |\n|---|---|"
     for name, policy in OURS.items():
-        print(f"| {name} | {activations('moefold', policy):.1f} |")
-    print("\n| Megatron-Core, third rank | planned, GiB | reported |\n|---|---|---|")
+        yield f"| {name} | {activations('moefold', policy):.1f} |"
+    yield "\n| Megatron-Core, third rank | planned, GiB | reported |\n|---|---|---|"
     for name, (planned, reported) in savings().items():
-        print(f"| {name} | {planned:.1f} | {reported:.1f} |")
+        yield f"| {name} | {planned:.1f} | {reported:.1f} |"
+
+
+def main() -> int:
+    """Print the tables; returns 1 where what was executed is not what is planned."""
+    parser = argparse.ArgumentParser(description="activations of DeepSeek-V3, policy by policy")
+    parser.add_argument("--execute", action="store_true", help="run a shrunk model instead")
+    if not parser.parse_args().execute:
+        print(*table(), sep="\n")
+        return 0
+    failed = False
+    print("| the shrunk model keeps all but | planned, bytes | executed |\n|---|---|---|")
+    for name, policy in OURS.items():
+        one = execute(policy)
+        print(f"| {name} | {one.planned:,.0f} | {one.executed:,.0f} |", *one.wrong, sep="\n")
+        failed |= bool(one.wrong)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
