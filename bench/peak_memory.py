@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,16 +56,21 @@ def step_of(name: str, precision: Precision, folder: Path) -> Step:
     return theirs(folder, ids_BS, dtype, THEIRS[name])
 
 
-def peak(name: str, precision: Precision, folder: Path, threads: int) -> tuple[int, float]:
-    """Return the most bytes of a program's step, and the loss of its first, in this process."""
-    torch.set_num_threads(threads)
+def highest(make: Callable[[], Step]) -> tuple[int, float]:
+    """Return the most bytes of a program from its second step on, and the first's loss."""
     before = resident("VmRSS")
-    step = step_of(name, precision, folder)
+    step = make()
     first = step()
     Path("/proc/self/clear_refs").write_text("5")
     for _ in range(3):
         step()
     return resident("VmHWM") - before, first
+
+
+def peak(name: str, precision: Precision, folder: Path, threads: int) -> tuple[int, float]:
+    """Return the most bytes of a program's step, and the loss of its first, in this process."""
+    torch.set_num_threads(threads)
+    return highest(lambda: step_of(name, precision, folder))
 
 
 def measured(precision: Precision, threads: int) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """``moefold report``: a run's curves and expert health as a self-contained page.
 
-Reads what a run wrote, finished or not, and makes one HTML file of it that needs no network.
+Reads what a run wrote, finished or not, and makes one HTML file of it that needs no network. Of
+adapters of experts it also draws moved.png: how far their newest checkpoint has moved each expert.
 """
 
 import argparse
 from pathlib import Path
 
+from moefold.checkpoint import manifest
+from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, print_json
 from moefold.files import write_text
 from moefold.training.report import page, summary
@@ -33,4 +36,12 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.html) if args.html else folder / "report.html"
     write_text(path, page(history, folder.resolve().name, str(folder)))
     print(path)
+    checkpoint = newest(folder)
+    if checkpoint is not None and manifest.read(checkpoint).meta.get("adapters"):
+        # Imported here: torch takes a second.
+        from moefold.training.moved import draw_moved
+
+        picture = folder / "moved.png"
+        if draw_moved(checkpoint, picture, folder.resolve().name):
+            print(picture)
     return 0

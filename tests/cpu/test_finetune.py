@@ -6,12 +6,18 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from matplotlib.image import imread
 
+from moefold.checkpoint.load import Reader
 from moefold.cli.main import main
 from moefold.data.config import DataError
 from moefold.data.docstrings import write_chats
 from moefold.data.sources import Document, StdlibReader
 from moefold.run import load_run
+from moefold.training.model_checkpoint import ModelTensors
+from moefold.training.moved import moved
+from moefold.training.run_folder import History
 from tests.chats import write_chat_folder
 from tests.cpu.families import reference
 from tests.cpu.family_draws import draw
@@ -52,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("library")
 def test_docstrings_become_questions_and_answers(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
-    assert write_chats(file, 2) == 2
+    assert main(["data", "chats", str(file), "--number", "2"]) == 0
     rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     said = {asked["content"]: answer["content"] for asked, answer in rows}
     assert said == {
@@ -63,17 +69,38 @@ def test_docstrings_become_questions_and_answers(tmp_path: Path) -> None:
         write_chats(file, 3)
 
 
-@pytest.mark.usefixtures("library")
 def test_a_folder_is_tuned_by_the_recipe_and_answers(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is exported is an adapter alone, beside a template of the recipe's."""
+    """The loss of held-out answers falls, a picture has what moved, an adapter alone goes out."""
     chats, tuned, out = tmp_path / "chats.jsonl", tmp_path / "tuned", tmp_path / "adapter"
-    assert main(["data", "chats", str(chats), "--number", "2"]) == 0
-    files = [f"data.train[0].files=[{chats.as_posix()}]", "data.train[0].holdout=0.5"]
-    small = ["data.seq=256", "train.steps=2", "train.batch=1", "train.micro_batch=1"]
+    names = [
+        f"{first}{last}" for first in ("red", "blue", "grey") for last in ("box", "hat", "cup")
+    ]
+    asked = [{"role": "user", "content": f"What is a {name}?"} for name in names]
+    answers = [{"role": "assistant", "content": f"It is a {name} again."} for name in names]
+    lines = [{"messages": both} for both in zip(asked, answers, strict=True)]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [f"data.train[0].files=[{chats.as_posix()}]", "data.train[0].holdout=0.4"]
+    small = ["data.seq=256", "train.steps=6", "train.batch=1", "train.micro_batch=1"]
+    small += ["optim.lr=0.05"]
     words = [str(folder), "base=finetune_lora", *files, *small, "--folder", str(tuned)]
     assert main(["train", *words]) == 0
+    first, *_, last = History.read(tuned).lines
+    assert (first["step"], last["step"]) == (0, 6) and last["val_loss"] < 0.9 * first["val_loss"]
+    assert main(["report", str(tuned)]) == 0
+    assert imread(tuned / "moved.png").std() > 0.05
+    with Reader(tuned / "step-00000006") as reader:
+        tensors = ModelTensors(reader, reader.manifest.meta["adapters"])
+        layers, shares = moved(tensors)
+        for layer, share_E in zip(layers, torch.from_numpy(shares), strict=True):
+            at = f"layers.{layer}.moe.experts."
+            with_E, base_E = (
+                torch.cat([of(at + name).double().flatten(1) for name in ("w_in", "w_out")], 1)
+                for of in (tensors.__getitem__, tensors.stored)
+            )
+            want_E = (with_E - base_E).norm(dim=1) / base_E.norm(dim=1)
+            torch.testing.assert_close(share_E[: len(want_E)], want_E, rtol=1e-3, atol=0)
     assert main(["export", str(tuned), str(out)]) == 0
     assert (out / "adapter_config.json").is_file() and not (out / "config.json").exists()
     capsys.readouterr()

@@ -5,7 +5,8 @@
    ``sample`` writes
 3. hooks from outside, which may read what was added and add to it
 4. ``metrics.jsonl``, TensorBoard and W&B write the figures
-5. ``progress`` shows them; ``plots`` and the page of experts draw from what was written
+5. ``progress`` shows them; an evaluation before the first step is told to those of 4; ``plots``
+   and the page of experts draw from what was written
 6. the alarm, and checkpoints: everything of a step is written before its checkpoint, so a run
    that resumes there has lost nothing
 7. ``profile`` starts the trace of the next step
@@ -21,7 +22,7 @@ from moefold.training.hooks.alarms import AlarmHook
 from moefold.training.hooks.base import Hook
 from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.config import Watch
-from moefold.training.hooks.evaluate import BaselinesHook
+from moefold.training.hooks.evaluate import BaselinesHook, StartEvaluationHook
 from moefold.training.hooks.logs import EventsHook, MetricsHook, TensorBoardHook
 from moefold.training.hooks.profile import ProfileHook, ProfileStart
 
@@ -44,13 +45,15 @@ def assemble(
     looks = (watch.health, watch.pace, watch.spikes, watch.sample)
     hooks += [build(record, console) for record in looks if record]
     hooks += [*(build(record) for record in watch.hooks), *outside]
-    hooks += [EventsHook(), MetricsHook()]
+    logs: list[Hook] = [MetricsHook()]
     wanted = watch.metrics.tensorboard
     if wanted == "on" or (wanted == "auto" and find_spec("tensorboard") is not None):
-        hooks.append(TensorBoardHook())
+        logs.append(TensorBoardHook())
     if watch.metrics.wandb is not None:
-        hooks.append(build(watch.metrics.wandb))
-    hooks.append(build(watch.progress, console))
+        logs.append(build(watch.metrics.wandb))
+    hooks += [EventsHook(), *logs, build(watch.progress, console)]
+    if watch.evaluate is not None and watch.evaluate.at_start:
+        hooks.append(StartEvaluationHook(logs))
     hooks += [build(record) for record in (watch.plots, watch.experts_page) if record]
     if watch.health is not None:
         hooks.append(AlarmHook(watch.health))

@@ -54,6 +54,8 @@ class Evaluate(Record):
     every: Size = 100
     tokens: Size | None = None
     """Held-out tokens of each set that are read; None is all of them."""
+    at_start: bool = False
+    """Whether there is an evaluation before the first step, as of a model tuned further."""
     at_end: Literal["same", "all"] = "same"
     """Whether the evaluation after the run's last step reads so many too, or all there are."""
     baselines: tuple[Literal["bigram", "byte_bigram", "byte_trigram", "xz"], ...] = ()

@@ -1,6 +1,7 @@
 """Evaluation on the held-out sets, and the baselines that its result is set beside."""
 
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -21,6 +22,20 @@ class EvaluateHook(Hook):
         """Evaluate where the step is due, and at the end."""
         if job.step_number % self._every == 0 or job.step_number == job.last_step:
             metrics.update(job.evaluate())
+
+
+class StartEvaluationHook(Hook):
+    """Evaluates before the first step of a run, and has the result written as that of step 0."""
+
+    def __init__(self, logs: Sequence[Hook]) -> None:
+        self._logs = logs
+
+    def on_start(self, job: JobView) -> None:
+        """Evaluate where nothing was trained yet."""
+        if job.step_number == 0:
+            found = job.evaluate()
+            for log in self._logs:
+                log.on_step(job, found)
 
 
 class BaselinesHook(Hook):

@@ -65,18 +65,21 @@ def loss_figure(history: History, title: str) -> Figure | None:
     axes = figure.add_subplot()
     axes.plot(steps, train["y"], color=TRAIN, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth, color=TRAIN, linewidth=1.8, label="training")
-    ends = [("training", smooth[-1], TRAIN)]
+    ends, begins = [("training", smooth[-1], TRAIN)], list[float]()
     for line in others:
         if line["x"]:
             drawn = {"color": HELD_OUT, "markersize": 3.5, "linewidth": 1.8}
             axes.plot(line["x"], line["y"], "o-", **drawn)
             name = line["name"] if len(others) > 1 else "held out"
+            if line["x"][0] == 0:
+                begins.append(1.02 * line["y"][0])
+                name += f" {line['y'][0]:.2f} →"
             ends.append((name, line["y"][-1], HELD_OUT))
     for name, value in chart["marks"]:
         axes.axhline(value, color=SOFT, linestyle=(0, (4, 3)), linewidth=1.1)
         ends.append((name, value, SOFT))
     # The first steps would squeeze everything that matters into the bottom.
-    top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends)])
+    top = max([smooth[len(smooth) // 25], *(1.12 * v for _, v, _ in ends), *begins])
     low = min([*smooth, *(v for _, v, _ in ends)])
     axes.set_ylim(low - 0.06 * (top - low), top)
     axes.set_xlim(0, steps[-1])
@@ -125,6 +128,21 @@ def load_figure(history: History, title: str) -> Figure | None:
         _finish(panel, f"layer {layers[index]} over steps", grid=False, size=9)
         if place % columns == 0:
             panel.set_ylabel("expert", color=INK)
+    return figure
+
+
+def moved_figure(layers: list[str], shares: np.ndarray, title: str) -> Figure:
+    """Draw how far adapters moved each expert [layers, experts], in percent of its weights."""
+    figure = Figure(figsize=(9, 0.9 + max(1.2, 0.28 * len(layers))), layout="constrained")
+    percent = np.ma.masked_invalid(100 * shares)
+    low, high = float(percent.min()), float(percent.max())
+    norm = TwoSlopeNorm(float(np.ma.mean(percent)), low - 1e-9, high + 1e-9)
+    axes = figure.add_subplot()
+    image = _draw_now(axes, percent, layers, norm)
+    _finish(axes, f"{title}: how far adapters moved each expert", grid=False)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.05)
+    bar.set_label("% of its weights", color=INK)
+    bar.outline.set_visible(False)
     return figure
 
 
