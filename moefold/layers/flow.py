@@ -90,8 +90,9 @@ class Flow:
 
     @property
     def shared(self) -> list[Tensor]:
-        """What all layers of the pass read: rotary angles."""
-        return [one for angles in self._angles.values() for one in (angles.cos_Tp, angles.sin_Tp)]
+        """What all layers of the pass read: rotary angles, and rows' numbers where any asked."""
+        angles = [one for a in self._angles.values() for one in (a.cos_Tp, a.sin_Tp)]
+        return [*angles, self.number_T] if "number_T" in vars(self) else angles
 
     @property
     def n_valid(self) -> int | None:

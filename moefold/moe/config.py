@@ -66,6 +66,8 @@ class Router(Record):
     """A buffer added to the scores for the choice alone, never for the weights."""
     bias: bool = False
     """Whether logits have a learned bias of each expert."""
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """In training, what the router reads is times 1 - jitter to 1 + jitter, by chance (Switch)."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
@@ -105,12 +107,60 @@ class Router(Record):
             yield Violation(("groups", "best"), groups.best, rule, size)
 
 
+class _OwnChoice(Router):
+    """A router that chooses by more than the scores: no bias and no groups move its choice."""
+
+    def rules(self) -> Iterator[Violation]:
+        """As for top-k, and nothing else that chooses."""
+        yield from super().rules()
+        for name, without in (("groups", None), ("selection_bias", False)):
+            if (value := getattr(self, name)) != without:
+                yield Violation((name,), value, f"{self.kind} chooses without it", without)
+
+
+@ROUTER.register
+class Sinkhorn(_OwnChoice):
+    """In training, chooses by scores scaled so that all experts are wanted alike.
+
+    The micro-batch decides together (BASE layers, arXiv 2103.16716; scaling as in arXiv
+    2202.01169); elsewhere each token chooses by its own scores.
+    """
+
+    kind: Literal["sinkhorn"] = "sinkhorn"  # type: ignore[assignment]
+    rounds: Annotated[int, Field(ge=1)] = 8
+    """How often experts and tokens are scaled in turn."""
+
+    owner = "moefold.moe.routers:SinkhornRouter"
+
+
+@ROUTER.register
+class Hash(_OwnChoice):
+    """Chooses by the token's id, another choice in each layer (hash layers, arXiv 2106.04426).
+
+    Scores are weights alone.
+    """
+
+    kind: Literal["hash"] = "hash"  # type: ignore[assignment]
+
+    owner = "moefold.moe.routers:HashRouter"
+
+
+@ROUTER.register
+class RoundRobin(_OwnChoice):
+    """Gives all experts as many tokens, in turns, whatever they are: to measure balanced load."""
+
+    kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
+
+    owner = "moefold.moe.routers:RoundRobinRouter"
+
+
 class Capacity(Record):
     """A bound on tokens per expert: ``ceil(tokens * top_k / experts * factor)`` per micro-batch."""
 
     factor: Annotated[float, Field(gt=0)]
-    drop: Literal["probs", "position"] = "probs"
-    """Which choices an overfull expert drops: the least probable, or the latest."""
+    drop: Literal["probs", "position", "random"] = "probs"
+    """Which choices an overfull expert drops: the least probable, the latest, or any (random token
+    selection, arXiv 2109.10465)."""
 
     def copies(self, tokens: int, top_k: int, experts: int) -> int:
         """Return how many copies one expert takes at most of ``tokens`` valid tokens.

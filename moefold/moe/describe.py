@@ -199,7 +199,7 @@ class MoeSpec(LayerSpec):
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield what terms read of tokens' plain choices, each population one sequence."""
         router, populations = self.router, self.populations
-        if router.selection_bias or router.groups:
+        if router.selection_bias or router.groups or router.kind != "topk":
             plain = shape.rows * router.top_k * INDEX
             yield Saved("decision.plain", plain, saved=False, module="moe")
         counts = router.experts * INDEX * (1 + ("global_batch" in populations))

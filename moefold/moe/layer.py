@@ -45,6 +45,7 @@ class MoeFfn(nn.Module):
         self.record, self.residual_scale = record, record.scale
         make = self.router_type or build
         self.router: Router = make(record.router, hidden, record.capacity)
+        self.router.layer = layer
         self.experts = Experts(record, hidden, expert_kernel)
         self.shared = (
             None

@@ -9,6 +9,7 @@ is given it and computes only scores and weights anew, so the router's gradient 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from moefold.layers.linear import Adaptable
 from moefold.layers.precision import ExactBuffers
 from moefold.moe.config import Capacity
 from moefold.moe.config import Router as RouterRecord
+from moefold.moe.draws import DROP, drawn, jitter
 from moefold.moe.scoring import scores, weights
 from moefold.moe.topk import count, drop, select
 
@@ -75,6 +77,8 @@ class RoutingContext:
     """The rows of this rank; those that are valid come first."""
     ranks: Group
     """The ranks that share the micro-batch's rows."""
+    training: bool = True
+    layer: int = 0
 
     @property
     def valid_T(self) -> Tensor | None:
@@ -100,7 +104,7 @@ class Router(ExactBuffers, Adaptable):
 
     def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__()
-        self.record, self.capacity = record, capacity
+        self.record, self.capacity, self.layer = record, capacity, 0
         self.weight = nn.Parameter(torch.empty(record.experts, hidden))
         self.bias = nn.Parameter(torch.empty(record.experts)) if record.bias else None
         bias_E = torch.zeros(record.experts, dtype=torch.float32) if record.selection_bias else None
@@ -148,7 +152,10 @@ class Router(ExactBuffers, Adaptable):
         """Return [T, E] in the wider of the record's and the rows' dtype."""
         dtype = torch.promote_types(DTYPES[self.record.dtype], x_TD.dtype)
         weight = self.operand("weight", flow, dtype)
-        logits_TE = linear(x_TD, weight, n_valid=flow.n_valid, sink=flow.sink)
+        given: dict[str, Any] = {"n_valid": flow.n_valid, "sink": flow.sink}
+        if self.record.jitter and flow.training:
+            given["drawn"] = jitter(self.record.jitter, self.layer, flow)
+        logits_TE = linear(x_TD, weight, **given)
         if self.bias is not None:
             bias = flow.operand(self.bias, dtype)
             logits_TE = add_bias(logits_TE, bias, n_valid=flow.n_valid, sink=flow.sink)
@@ -159,8 +166,9 @@ class Router(ExactBuffers, Adaptable):
 
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
-        bias_E, ranks = self.selection_bias, flow.world.group("tp_cp")
-        experts_TK = self.choose(scores_TE, RoutingContext(self.record, bias_E, flow.rows, ranks))
+        bias_E, seen = self.selection_bias, (flow.rows, flow.world.group("tp_cp"))
+        context = RoutingContext(self.record, bias_E, *seen, flow.training, self.layer)
+        experts_TK = self.choose(scores_TE, context)
         plain = type(self).choose is Router.choose and self.record.groups is None and bias_E is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
 
@@ -170,6 +178,8 @@ class Router(ExactBuffers, Adaptable):
         top_k, experts = self.record.top_k, self.record.experts
         limit = self.capacity.copies(flow.rows.population, top_k, experts)
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
+        if self.capacity.drop == "random":
+            by_weight = drawn(flow, top_k, self.layer, DROP, weights_TK)
         ranks = flow.world.group("tp_cp")
         if ranks.size == 1:
             return drop(decision.experts_TK, by_weight, flow.rows.token_T, limit, experts)

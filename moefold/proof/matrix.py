@@ -36,7 +36,17 @@ from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.attentions import GQA, MLA, UNCOMMON
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import shrink, small_optimizer
-from moefold.proof.subjects import BIASED, DENSE, SHARED, SUBJECTS, decoder, moe, subject, terms
+from moefold.proof.subjects import (
+    BIASED,
+    DENSE,
+    SHARED,
+    SUBJECTS,
+    decoder,
+    moe,
+    router_kinds,
+    subject,
+    terms,
+)
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE, ZeroBubbleH1
 
@@ -238,6 +248,15 @@ def router_terms() -> Iterator[ProofCase]:
     """Every router loss over every population, alone."""
     for name, made in terms():
         yield from _each([(name, made)], [("tp2 cp2 ep2", 8), ("ep4", 4)])
+
+
+@rule
+def routers() -> Iterator[ProofCase]:
+    """Every router, and what is drawn by chance, along every axis, and run again in backward."""
+    layouts = [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 8), ("ep2 etp2", 4), ("pp2 ep2", 4)]
+    found = list(router_kinds())
+    yield from _each(found, layouts)
+    yield from _each(found, [("tp2 ep2", 4)], recompute=Full())
 
 
 @rule

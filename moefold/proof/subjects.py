@@ -19,6 +19,7 @@ from moefold.moe.config import (
     Shared,
     Z,
 )
+from moefold.moe.config import ROUTER as ROUTER_SLOT
 from moefold.optim.config import AdamW
 from moefold.proof.attentions import GQA, MHA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import Subject
@@ -148,3 +149,21 @@ def terms() -> Iterator[tuple[str, Subject]]:
             term = record(**given, **({"over": over} if over else {}))
             mixture = moe(router=DEEPSEEK, balance=(term,))
             yield f"{kind} {over}".strip(), subject(decoder(GQA, mixture))
+
+
+def router_kinds() -> Iterator[tuple[str, Subject]]:
+    """Yield a subject for each router in turn, and for what is drawn by chance."""
+    for kind, record in ROUTER_SLOT.kinds.items():
+        if kind != "topk":
+            yield (
+                kind,
+                subject(
+                    decoder(
+                        GQA, DENSE, moe(router=record.model_validate({"experts": 8, "top_k": 2}))
+                    )
+                ),
+            )
+    by_chance = moe(
+        router=Router(experts=8, top_k=2, jitter=0.1), capacity=Capacity(factor=0.8, drop="random")
+    )
+    yield "jitter and drops by chance", subject(decoder(GQA, DENSE, by_chance))

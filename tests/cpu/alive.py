@@ -22,11 +22,10 @@ HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 
 
 def there(layer: nn.Module, flow: Flow) -> set[int]:
-    """Return the storages of weights, their copies, counters, rows and angles."""
-    angles = [t for a in flow._angles.values() for t in (a.cos_Tp, a.sin_Tp)]
+    """Return the storages of weights, their copies, counters, rows, and what all layers read."""
     copies = [copy for _, _, copy in flow.recipe._copies.values()]
     rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
-    known = [*layer.parameters(), *layer.buffers(), *copies, *angles, *rows]
+    known = [*layer.parameters(), *layer.buffers(), *copies, *flow.shared, *rows]
     return {one.untyped_storage()._cdata for one in known}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,9 @@ def test_the_dispatcher_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_router_spreads_tokens(tmp_path: Path) -> None:
     """Of rows that all like the same experts it sends some elsewhere; its terms count."""
-    run = moefold.load_run(written(tmp_path, "sinkhorn.py"))
+    run = moefold.load_run(written(tmp_path, "centred.py"))
     ffn: Any = run.decoder().blocks[0].ffn
-    assert ffn.kind == "moe" and ffn.router.experts == 4 and ffn.router.rounds == 4
+    assert ffn.kind == "moe" and ffn.router.experts == 4 and ffn.router.kind == "centred"
     with moefold.open(run, tmp_path / "open") as job:
         router = next(mixture for _, mixture in job.model.mixtures()).router
         logits_TE = torch.tensor([2.0, 1.0, 0.0, 0.0]) + torch.eye(4).repeat(16, 1)
@@ -88,6 +89,10 @@ def test_the_router_spreads_tokens(tmp_path: Path) -> None:
             Router.choose(router, scores_TE, context).flatten().bincount(minlength=4)[2:].sum() == 0
         )
         assert router.choose(scores_TE, context).flatten().bincount(minlength=4).min() >= 16
+        elsewhere = replace(context, training=False)
+        assert torch.equal(
+            router.choose(scores_TE, elsewhere), Router.choose(router, scores_TE, elsewhere)
+        )
         assert "router/aux_micro_batch" in job.step()
 
 

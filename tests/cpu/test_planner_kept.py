@@ -15,7 +15,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
-from moefold.moe.config import Aux, Bias, Moe, Router, Shared, Z
+from moefold.moe.config import Aux, Bias, Hash, Moe, Router, Shared, Z
 from moefold.planner.memory_kept import kept, kept_bytes, operands
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
@@ -51,6 +51,10 @@ BLOCKS = {
     ),
     "latents, sigmoid": Block(
         attention=MLA, ffn=Moe(width=24, router=BIASED, balance=(Z(), Aux(), Bias()))
+    ),
+    "jitter, a choice by hash": Block(
+        attention=GQA,
+        ffn=Moe(width=24, router=Hash(experts=8, top_k=2, jitter=0.1), balance=(Aux(),)),
     ),
     "norms after, gate on the output": Block(
         attention=GQA.model_copy(update={"gate": True}), ffn=MOE, norms="after"

@@ -19,7 +19,7 @@ LAYOUTS = {
     "lion.py": ["tp2", "layout.zero=1"],
     "csv_notes.py": ["cp2"],
     "plain_dispatch.py": ["cp2"],
-    "sinkhorn.py": ["tp2"],
+    "centred.py": ["tp2"],
     "shared_qwen.py": ["ep2"],
     "gated_attention.py": ["tp2 cp2"],
 }
@@ -60,7 +60,7 @@ def test_a_term_divided_by_the_rows_of_a_rank_is_noticed(tmp_path: Path, capsys:
     assert not found["passed"] and found["max_relative_error"]["router/entropy"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["entropy.py", "sinkhorn.py"])
+@pytest.mark.parametrize("name", ["entropy.py", "centred.py"])
 def test_a_run_in_its_own_format_reaches_the_ranks_too(
     name: str, tmp_path: Path, capsys: Any
 ) -> None:

@@ -12,6 +12,8 @@ B12_TERMS = BALANCE + "test_b12_b15_padding_changes_no_bit_of_terms_gradients_an
 B15_MODEL = MODEL + "test_b15_what_stands_in_padding_rows_leaks_nowhere"
 B23 = PARITY + "test_b23_logits_choices_weights_and_gradients_equal_transformers"
 
+B86 = "tests/cpu/test_moe_routers.py::"
+
 PLANTS = (
     Plant(
         "b12",
@@ -66,7 +68,7 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "dy, x = dy_TO[:n_valid], ctx.dropped(x_TI.to(dy_TO.dtype))[:n_valid]\n",
+        "dy, x = dy_TO[:n_valid], ctx.drawn(x_TI.to(dy_TO.dtype))[:n_valid]\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
         "                x = x.to(dy_TO.dtype)\n",
@@ -290,5 +292,45 @@ PLANTS = (
         "moe/scoring.py",
         'return scores_TE if record.order == "score_first" else logits_TE.softmax(1)',
         "return scores_TE.softmax(1)",
+    ),
+    Plant(
+        "b86",
+        "what is dropped by chance is the same in each step",
+        B86 + "test_b86_any_token_is_dropped_the_same_ones_in_a_second_run",
+        "moe/draws.py",
+        "range(columns), key, flow.recipe.step)",
+        "range(columns), key, 0)",
+    ),
+    Plant(
+        "b86",
+        "layers drop the same tokens",
+        B86 + "test_b86_any_token_is_dropped_the_same_ones_in_a_second_run",
+        "moe/draws.py",
+        "& MASK, layer\n",
+        "& MASK, 0\n",
+    ),
+    Plant(
+        "b86",
+        "the gradient of what the router reads leaves its factors out",
+        B86 + "test_b86_jitter_is_of_the_step_and_the_row_and_of_training_alone",
+        "kernels/linear/product.py",
+        "dx = ctx.drawn(dy_TO @ value_OI).to",
+        "dx = (dy_TO @ value_OI).to",
+    ),
+    Plant(
+        "b86",
+        "rows are drawn for by their place on the rank",
+        "tests/gloo/test_moe_routers.py::test_b86_routers_are_the_same_on_ranks",
+        "moe/draws.py",
+        "chance(flow.number_T, range(columns)",
+        "chance(flow.number_T - flow.number_T[0], range(columns)",
+    ),
+    Plant(
+        "b86",
+        "each rank scales by how its own tokens want experts",
+        "tests/gloo/test_moe_routers.py::test_b86_routers_are_the_same_on_ranks",
+        "moe/routers.py",
+        "context.sum(context.valid(scores_TE).sum(0))",
+        "context.valid(scores_TE).sum(0)",
     ),
 )

@@ -330,8 +330,8 @@ def test_parts_add_up_to_the_total() -> None:
 
 
 def test_what_megatron_takes_off_is_planned_as_reported() -> None:
-    """Of DeepSeek-V3's activations (arXiv 2603.07685, section 4.1), what modules made again take off
-    in FP8 and all else in BF16: within 5 %.
+    """Of DeepSeek-V3's activations (arXiv 2603.07685, section 4.1), what modules made again take
+    off in FP8 and all else in BF16: within 5 %.
     """
     found = savings()
     wide = [found.pop(f"less by {name}") for name in ("mla_up", "norms", "moe_act")]

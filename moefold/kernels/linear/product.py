@@ -15,6 +15,13 @@ from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
 
+Drawn = Callable[[Tensor], Tensor]
+"""A function of rows, linear and elementwise, that draws the same each time: its own gradient."""
+
+
+def _as_they_are(x_TI: Tensor) -> Tensor:
+    return x_TI
+
 
 def linear(
     x_TI: Tensor,
@@ -22,6 +29,7 @@ def linear(
     *,
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
+    drawn: Drawn = _as_they_are,
 ) -> Tensor:
     """Return ``x_TI @ weight^T`` of shape [T, O] in the operand's dtype, its adapter's added.
 
@@ -30,12 +38,13 @@ def linear(
         weight: operand [O, I], or several such, whose outputs stand side by side.
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
+        drawn: makes what is multiplied of the rows, which alone are kept.
     """
-    y_TO = _product(x_TI, weight, n_valid, sink)
+    y_TO = _product(x_TI, weight, n_valid, sink, drawn)
     low = weight.low_rank
     if low is None:
         return y_TO
-    inner_TR = _product(x_TI, low.a, n_valid, sink, low.dropped)
+    inner_TR = _product(x_TI, low.a, n_valid, sink, lambda x_TI: low.dropped(drawn(x_TI)))
     return y_TO.add(linear(inner_TR, low.b, n_valid=n_valid, sink=sink), alpha=low.scale)
 
 
@@ -44,9 +53,9 @@ def _product(
     weight: Operand,
     n_valid: int | None,
     sink: GradientSink,
-    dropped: Callable[[Tensor], Tensor] = lambda x_TI: x_TI,
+    drawn: Drawn,
 ) -> Tensor:
-    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, dropped)
+    return _Linear.apply(x_TI, weight.master, weight.value, n_valid, sink, drawn)
 
 
 def add_bias(
@@ -88,27 +97,27 @@ class _Linear(Function):
         value_OI: Tensor,
         n_valid: int | None,
         sink: GradientSink,
-        dropped: Callable[[Tensor], Tensor],
+        drawn: Drawn,
     ) -> Tensor:
         # The rows are read for the weight's gradient alone.
         ctx.shape, value_OI = value_OI.shape, value_OI.flatten(0, -2)
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, value_OI)
         ctx.dtype = x_TI.dtype
-        ctx.master, ctx.n_valid, ctx.sink, ctx.dropped = master, n_valid, sink, dropped
-        return dropped(x_TI.to(value_OI.dtype)) @ value_OI.t()
+        ctx.master, ctx.n_valid, ctx.sink, ctx.drawn = master, n_valid, sink, drawn
+        return drawn(x_TI.to(value_OI.dtype)) @ value_OI.t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
         n_valid = ctx.n_valid
-        dx = ctx.dropped(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        dx = ctx.drawn(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
 
             def product(into: Tensor | None) -> Tensor:
                 flat = None if into is None else into.view(-1, into.shape[-1])
-                dy, x = dy_TO[:n_valid], ctx.dropped(x_TI.to(dy_TO.dtype))[:n_valid]
+                dy, x = dy_TO[:n_valid], ctx.drawn(x_TI.to(dy_TO.dtype))[:n_valid]
                 return weight_gradient(dy, x, flat).view(ctx.shape)
 
             dw = ctx.sink.deliver(ctx.master, product)

@@ -1,0 +1,54 @@
+"""Routers that choose by more than a row's own scores.
+
+T token rows, E experts, K experts per token.
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.philox import chance
+from moefold.moe.config import Sinkhorn
+from moefold.moe.draws import HASH
+from moefold.moe.router import Router, RoutingContext
+from moefold.moe.topk import select
+
+
+class SinkhornRouter(Router):
+    """Divides scores by how much each expert is wanted, until all are wanted alike."""
+
+    record: Sinkhorn
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Choose by scaled scores in training, where other tokens may be looked at."""
+        if not context.training:
+            return super().choose(scores_TE, context)
+        if self.record.order == "topk_first":
+            scores_TE = scores_TE.softmax(1)
+        least = torch.finfo(scores_TE.dtype).tiny
+        for _ in range(self.record.rounds):
+            wanted_E = context.sum(context.valid(scores_TE).sum(0))
+            scores_TE = scores_TE / wanted_E.clamp(min=least)
+            scores_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=least)
+        return super().choose(scores_TE, context)
+
+
+class HashRouter(Router):
+    """Chooses the experts whose numbers, drawn by token id and layer, are the largest."""
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Choose without looking at the scores."""
+        experts, key = self.record.experts, (HASH, context.layer)
+        drawn_TE = chance(context.rows.ids_T, range(experts), key).to(scores_TE.dtype)
+        return select(drawn_TE, self.record.top_k, valid_T=context.valid_T)
+
+
+class RoundRobinRouter(Router):
+    """Chooses the next K experts for each token of the step."""
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Choose without looking at the scores."""
+        top_k, experts = self.record.top_k, self.record.experts
+        turn_K = torch.arange(top_k, device=scores_TE.device)
+        chosen_TK = (context.rows.token_T[:, None] * top_k + turn_K) % experts
+        valid_T = context.valid_T
+        return chosen_TK if valid_T is None else chosen_TK.where(valid_T[:, None], experts)

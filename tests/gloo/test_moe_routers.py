@@ -1,0 +1,11 @@
+"""Routers that look at other rows, and what is drawn by chance, on ranks that share rows."""
+
+from moefold.proof.matrix import matrix
+from moefold.proof.verify import prove
+
+
+def test_b86_routers_are_the_same_on_ranks() -> None:
+    """Context ranks and tensor ranks: the matrix has all axes."""
+    some = [case for case in matrix()["routers"] if ": tp2 cp2 ep2 on" in case.name]
+    proof = prove(some)
+    assert len(some) >= 4 and proof.passed, proof.verdicts
