@@ -133,7 +133,8 @@ class _Ran(Exception):
 def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
     """Return a rank's reads, and where its passes ended early."""
     mode, subject = Valueless(), case.subject
-    placed = build(subject.decoder, subject.precision, case.layout, world)
+    # Graphs are of GPUs, and of numbers of 32 bits torch has no grouped product without values.
+    placed = build(subject.decoder, "bf16", case.layout, world)
     for module in placed.model.modules():
         for name, one in list(module.named_parameters(recurse=False)):
             setattr(module, name, Parameter(mode.from_tensor(one.detach()), one.requires_grad))
