@@ -1,5 +1,7 @@
 """A mixer of rows by a short convolution of each channel (LFM2). T rows, D hidden, C channels."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -31,29 +33,44 @@ class ConvolutionMixer(Adaptable):
             positions_T = positions_T.where(valid_T, 0)
         flow.keeper.owns("attention", h_T3C)
         how = {"n_valid": whole.n_valid, "sink": whole.sink}
-        y_TC = gated_convolution(h_T3C, self._before(h_T3C, flow), taps, positions_T, **how)
+        before = rows_before(h_T3C, self.taps.shape[-1] - 1, flow, _gated)
+        y_TC = gated_convolution(h_T3C, before, taps, positions_T, **how)
         flow.keeper.owns("attention", y_TC)
         return flow.scatter(self.out(y_TC, whole))
 
-    def _before(self, h_T3C: Tensor, flow: Flow) -> Tensor | None:
-        """Return gated rows [2, J, C] before each piece of a context rank; None on one rank.
 
-        Raises:
-            ValueError: where a piece is shorter than the convolution reaches back.
-        """
-        ranks, reach = flow.world.group("cp"), self.taps.shape[-1] - 1
-        if ranks.size == 1:
-            return None
-        pieces = h_T3C.unflatten(0, (2, -1))
-        if pieces.shape[1] < reach:
-            raise ValueError(
-                f"context ranks have pieces of {pieces.shape[1]} rows, and a convolution reaches "
-                f"{reach} rows back: lower cp, or train on longer sequences"
-            )
-        b, _, x = pieces[:, -reach:].chunk(3, 2)
-        every = all_gather((b * x).flatten(0, 1), ranks).unflatten(0, (ranks.size, 2, reach))
-        # A rank has piece r, and piece 2 n - 1 - r.
-        ordered = torch.cat([every[:, 0], every[:, 1].flip(0)])
-        first, second = ranks.index, 2 * ranks.size - 1 - ranks.index
-        start = ordered[first - 1] if first else torch.zeros_like(ordered[0])
-        return torch.stack([start, ordered[second - 1]])
+def _gated(h_PJ3C: Tensor) -> Tensor:
+    b, _, x = h_PJ3C.chunk(3, 2)
+    return b * x
+
+
+def rows_before(
+    x_TC: Tensor, reach: int, flow: Flow, of: Callable[[Tensor], Tensor] = lambda x: x
+) -> Tensor | None:
+    """Return the ``reach`` rows [2, J, C] before each piece of a context rank; None on one rank.
+
+    ``of`` makes of rows what is convolved.
+
+    Raises:
+        ValueError: where a piece is shorter than the convolution reaches back.
+    """
+    ranks = flow.world.group("cp")
+    if ranks.size == 1:
+        return None
+    pieces = x_TC.unflatten(0, (2, -1))
+    if pieces.shape[1] < reach:
+        raise ValueError(
+            f"context ranks have pieces of {pieces.shape[1]} rows, and a convolution reaches "
+            f"{reach} rows back: lower cp, or train on longer sequences"
+        )
+    every = in_order(all_gather(of(pieces[:, -reach:]).flatten(0, 1), ranks), ranks.size)
+    first, second = ranks.index, 2 * ranks.size - 1 - ranks.index
+    start = every[first - 1] if first else torch.zeros_like(every[0])
+    return torch.stack([start, every[second - 1]])
+
+
+def in_order(gathered: Tensor, ranks: int) -> Tensor:
+    """Return what context ranks gave of both their pieces, by the pieces' order in the batch."""
+    every = gathered.unflatten(0, (ranks, 2, -1))
+    # A rank has piece r, and piece 2 n - 1 - r.
+    return torch.cat([every[:, 0], every[:, 1].flip(0)])

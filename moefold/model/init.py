@@ -28,7 +28,8 @@ def initialise(
     """Fill parameters and buffers in place.
 
     Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals;
-    A of an adapter with the spread of PEFT's, B at zero.
+    A of an adapter with the spread of PEFT's, B at zero. Decays of linear attention begin spread
+    over the range that Mamba-2 draws them from (arXiv 2405.21060).
     ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
     """
     with torch.no_grad():
@@ -46,6 +47,12 @@ def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
         return torch.zeros(piece.local_shape)
     if piece.name.endswith(LORA_A):
         return normal_piece(seed, piece, (3 * piece.shape[-1]) ** -0.5)
+    if piece.name.endswith((".a_log", ".dt_bias")):
+        share = (torch.arange(*piece.box[0]) + 0.5) / piece.shape[0]
+        if piece.name.endswith(".a_log"):
+            return (1 + 15 * share).log()
+        step = torch.exp(math.log(1e-3) + share * math.log(1e2))
+        return step + torch.log(-torch.expm1(-step))  # what softplus makes the step of
     if piece.name.endswith("_bias"):
         return torch.zeros(piece.local_shape)
     if len(piece.shape) == 1:

@@ -128,41 +128,6 @@ class Mamba2(Recurrent):
         return norm("norm.weight", self.widths()[2], self._units())
 
 
-class DeltaNet(Recurrent):
-    """Gated linear attention by the delta rule, as Qwen3-Next has it (arXiv 2412.06464)."""
-
-    key_heads: Size
-    value_heads: Size
-    key_dim: Size = 128
-    value_dim: Size = 128
-    chunk: Size = 64
-
-    untrained = "DeltaNet layers"
-    groups_name = "key heads of linear attention"
-    launches = (20, 12)
-
-    def widths(self) -> tuple[int, int, int, int]:
-        """Return the features before, within and after the scan, and the key heads."""
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        into = 2 * keys + 2 * values + 2 * self.value_heads
-        return into, 2 * keys + values, values, self.key_heads
-
-    def scan(self) -> Scan:
-        """Return the recurrence: products within a chunk, and with the state."""
-        into, _, values, _ = self.widths()
-        products = values * (2 * self.chunk + 3 * self.key_dim)
-        return Scan(products, 2 * (into + values), self.chunk, values * self.key_dim)
-
-    def norm_weight(self) -> Weight:
-        """Return the weight of the norm on each head's output."""
-        return norm("norm.weight", self.value_dim)
-
-    @property
-    def projected_features(self) -> int:
-        """Features of queries, keys, values and gate; the rates of decay are few."""
-        return self.widths()[0] - 2 * self.value_heads
-
-
 class Nothing(LayerSpec):
     """No layer in this half of a block."""
 

@@ -10,6 +10,7 @@ from moefold.config.base import Record
 from moefold.layers.config import Activation, Full, Kind, Selective, Temperature
 from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
+from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -31,6 +32,8 @@ from tests.cpu.alive import (
 
 GQA = Gqa(heads=4, kv_heads=2, head_dim=16)
 MLA = Mla(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=16)
+DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
+CHANNELS = {"decay": "channel", "decay_rank": 8, "gate": "sigmoid", "gate_rank": 8}
 MOE = Moe(width=24, router=Router(experts=8, top_k=2), shared=Shared(width=40), balance=(Aux(),))
 BIASED = Router(experts=8, top_k=3, score="sigmoid", selection_bias=True, scale=2.5)
 BLOCKS = {
@@ -84,6 +87,8 @@ BLOCKS = {
         ffn=MOE.model_copy(update={"weigh": "input"}),
     ),
     "short convolution": Block(attention=ShortConvolution(taps=3), ffn=Dense(width=48)),
+    "delta net": Block(attention=DELTA, ffn=Dense(width=48)),
+    "decays of channels": Block(attention=DELTA.model_copy(update=CHANNELS), ffn=Dense(width=48)),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
     ),

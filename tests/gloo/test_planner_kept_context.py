@@ -12,6 +12,7 @@ from torch import nn
 from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
+from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -39,6 +40,8 @@ BLOCKS = {
         ffn=Dense(width=48),
     ),
 }
+DELTA = DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=24)
+LINEAR = {"delta net": Block(attention=DELTA, ffn=Dense(width=48))}
 POLICIES: tuple[dict[str, Any] | None, ...] = (
     None,
     {"kind": "full"},
@@ -68,7 +71,9 @@ def stays(rank: int, ranks: int, asked: Sequence[Asked]) -> list[int]:
 
 def alive(world: World, asked: Asked, ranks: int) -> int:
     """Run a layer forward; return the bytes of its input and of what it keeps."""
-    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(BLOCKS[asked.block],)),))
+    decoder = Decoder(
+        vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=((BLOCKS | LINEAR)[asked.block],)),)
+    )
     layout = {"sizes": f"cp{ranks}", "context": asked.context, "recompute": asked.policy}
     placed = apply.build(decoder, asked.precision, Layout.model_validate(layout), world)
     initialise(placed.model, decoder, 1, placed.shards)
@@ -94,7 +99,7 @@ def planned(asked: Asked, ranks: int) -> int:
     context = Layout.model_validate({"context": asked.context}).context
     rows, width = SEQUENCES * LENGTH // ranks, 4 if asked.precision == "fp32" else 2
     shape = Shape(HIDDEN, rows, width=width, cp=ranks, context=context)  # type: ignore[arg-type]
-    return kept_bytes(kept(BLOCKS[asked.block], shape), recomputed(Layout.model_validate(
+    return kept_bytes(kept((BLOCKS | LINEAR)[asked.block], shape), recomputed(Layout.model_validate(
         {"recompute": asked.policy}).recompute))  # fmt: skip
 
 
@@ -108,6 +113,7 @@ def planned(asked: Asked, ranks: int) -> int:
 )
 def test_what_stays_alive_is_planned(ranks: int, contexts: list[dict[str, Any]]) -> None:
     asked = [Asked(*one) for one in product(contexts, BLOCKS, ("bf16", "fp32"), POLICIES)]
+    asked += [Asked(contexts[0], name, "bf16", None) for name in LINEAR]
     by_rank = run_ranks(stays, ranks, ranks, asked, time_out_s=90)
     wanted = [planned(one, ranks) for one in asked]
     wrong = {

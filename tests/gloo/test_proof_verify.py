@@ -69,6 +69,8 @@ FEW = dict.fromkeys(("biased", "scaled", "normed"), "tp2") | {
     "formed": "tp2 etp2",
     "entered": "tp2 etp2",
     "convolved": "cp2",
+    "delta": "tp2",
+    "channels": "cp2",
 }
 """Models of parts that few families have, each over what it may break."""
 

@@ -6,6 +6,7 @@ B23 = (
     "tests/cpu/test_families_parity.py::"
     "test_b23_logits_choices_weights_and_gradients_equal_transformers"
 )
+DELTA = "tests/cpu/test_layers_delta.py::test_b23_"
 PLANTS = (
     Plant(
         "b23",
@@ -167,8 +168,50 @@ PLANTS = (
         "tests/gloo/test_proof_verify.py::"
         "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
         "layers/convolution.py",
-        "ordered[second - 1]])",
-        "ordered[second]])",
+        "every[second - 1]])",
+        "every[second]])",
+    ),
+    Plant(
+        "b23",
+        "a state is kept across documents",
+        DELTA + "chunks_compute_what_the_recurrence_does",
+        "kernels/delta/chunked.py",
+        "opened, ends = (document == before)[..., None], (document == last)[..., None]",
+        "opened, ends = (document >= before)[..., None], (document == last)[..., None]",
+    ),
+    Plant(
+        "b23",
+        "a row takes away what the state had before its decay",
+        DELTA + "chunks_compute_what_the_recurrence_does",
+        "kernels/delta/chunked.py",
+        "[v * beta, k * beta * grown]",
+        "[v * beta, k * beta * (total - g).exp().where(opened, 0)]",
+    ),
+    Plant(
+        "b23",
+        "heads that share a key stand apart",
+        "tests/gloo/test_proof_verify.py::"
+        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "kernels/delta/chunked.py",
+        "x_TGk.repeat_interleave(v_THv.shape[1] // x_TGk.shape[1], 1)",
+        "x_TGk.repeat(1, v_THv.shape[1] // x_TGk.shape[1], 1)",
+    ),
+    Plant(
+        "b23",
+        "padding's gradients reach the rows before it",
+        DELTA + "documents_and_padding_leak_nothing_into_states",
+        "layers/delta.py",
+        "return out_THv if valid_T is None else",
+        "return out_THv if True else",
+    ),
+    Plant(
+        "b23",
+        "a state comes from the rank's own piece",
+        "tests/gloo/test_proof_verify.py::"
+        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "layers/delta.py",
+        "states[2 * ranks.size - 1 - ranks.index]",
+        "states[2 * ranks.size - 2 - ranks.index]",
     ),
     Plant(
         "b23",

@@ -1,6 +1,10 @@
-"""A short causal convolution of each channel between two gates, as LFM2 has it, in plain torch.
+"""A short causal convolution of each channel, in plain torch: between two gates, as LFM2 has it,
 
     y_t = c_t * sum over j < K of w[K - 1 - j] * (b * x)_(t - j)
+
+or, as delta nets have it, an activation of the sum over ``x`` alone,
+
+    y_t = silu(sum over j < K of w[K - 1 - j] * x_(t - j))
 
 over rows of one document: a row at position p has p before it. T rows, C channels, K taps, P runs
 of rows that lie apart, each with the J = K - 1 rows before it, which may be on another rank.
@@ -10,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -40,6 +45,20 @@ def gated_convolution(
     """
     given = weight.master, weight.value, positions_T, n_valid, sink
     return _Convolution.apply(h_T3C, before_PJC, *given)  # type: ignore[no-any-return]
+
+
+def silu_convolution(
+    x_TC: Tensor,
+    before_PJC: Tensor | None,
+    weight: Operand,
+    positions_T: Tensor,
+    *,
+    n_valid: int | None = None,
+    sink: GradientSink = RETURNED,
+) -> Tensor:
+    """Return ``y_TC`` without gates; arguments as above, the rows being ``x`` alone."""
+    given = weight.master, weight.value, positions_T, n_valid, sink
+    return _Activated.apply(x_TC, before_PJC, *given)  # type: ignore[no-any-return]
 
 
 def reference(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -92,26 +111,69 @@ class _Convolution(Function):
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         h_T3C, before_PJC, value_C1K, positions_T = ctx.saved_tensors
         b, c, x = wide(h_T3C).chunk(3, 1)
-        taps, dy = value_C1K.shape[-1], wide(dy_TC)
-        joined = _joined(b * x, before_PJC, taps - 1)
+        joined = _joined(b * x, before_PJC, value_C1K.shape[-1] - 1)
+        dy = wide(dy_TC)
         dc, dz = dy * _mixed(joined, value_C1K, positions_T), dy * c
-        runs, length = len(joined), joined.shape[1] - taps + 1
-        djoined, sums = torch.zeros_like(joined), list[Tensor]()
-        rows = slice(ctx.n_valid)
-        for back, place in _places(taps, length):
-            there_T1 = (positions_T >= back)[:, None]
-            share = dz * value_C1K[:, 0, taps - 1 - back].to(dz.dtype)
-            djoined[:, place] += share.where(there_T1, 0).unflatten(0, (runs, -1))
-            seen = joined[:, place].flatten(0, 1)
-            sums.append((dz * seen).where(there_T1, 0)[rows].sum(0))
-        du = djoined[:, taps - 1 :].flatten(0, 1)
+        du, dbefore, dw = _unmixed(ctx, dz, joined, before_PJC, value_C1K, positions_T)
         dh = torch.cat([du * x, dc, du * b], 1).to(h_T3C.dtype)
-        dbefore = None if before_PJC is None else djoined[:, : taps - 1].to(before_PJC.dtype)
-        dw = None
-        if ctx.needs_input_grad[2]:
-            found = torch.stack(sums[::-1], 1)[:, None].to(ctx.master.dtype)
-            dw = ctx.sink.deliver(ctx.master, made(found))  # a sum, made at once
         return dh, dbefore, dw, None, None, None, None
+
+
+class _Activated(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TC: Tensor,
+        before_PJC: Tensor | None,
+        master: Tensor,
+        value_C1K: Tensor,
+        positions_T: Tensor,
+        n_valid: int | None,
+        sink: GradientSink,
+    ) -> Tensor:
+        ctx.save_for_backward(x_TC, before_PJC, value_C1K, positions_T)
+        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
+        joined = _joined(wide(x_TC), before_PJC, value_C1K.shape[-1] - 1)
+        return F.silu(_mixed(joined, value_C1K, positions_T)).to(x_TC.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
+        x_TC, before_PJC, value_C1K, positions_T = ctx.saved_tensors
+        joined = _joined(wide(x_TC), before_PJC, value_C1K.shape[-1] - 1)
+        z = _mixed(joined, value_C1K, positions_T)
+        share = z.sigmoid()
+        dz = wide(dy_TC) * share * (1 + z * (1 - share))
+        dx, dbefore, dw = _unmixed(ctx, dz, joined, before_PJC, value_C1K, positions_T)
+        dx = dx.to(x_TC.dtype, copy=True)  # and not the rows before, too
+        return dx, dbefore, dw, None, None, None, None
+
+
+def _unmixed(
+    ctx: Any,
+    dz_TC: Tensor,
+    joined: Tensor,
+    before_PJC: Tensor | None,
+    value_C1K: Tensor,
+    positions_T: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of convolved rows, of those before each run, and of the weight."""
+    taps, runs = value_C1K.shape[-1], len(joined)
+    length = joined.shape[1] - taps + 1
+    djoined, sums = torch.zeros_like(joined), list[Tensor]()
+    rows = slice(ctx.n_valid)
+    for back, place in _places(taps, length):
+        there_T1 = (positions_T >= back)[:, None]
+        share = dz_TC * value_C1K[:, 0, taps - 1 - back].to(dz_TC.dtype)
+        djoined[:, place] += share.where(there_T1, 0).unflatten(0, (runs, -1))
+        seen = joined[:, place].flatten(0, 1)
+        sums.append((dz_TC * seen).where(there_T1, 0)[rows].sum(0))
+    du = djoined[:, taps - 1 :].flatten(0, 1)
+    dbefore = None if before_PJC is None else djoined[:, : taps - 1].to(before_PJC.dtype)
+    if not ctx.needs_input_grad[2]:
+        return du, dbefore, None
+    found = torch.stack(sums[::-1], 1)[:, None].to(ctx.master.dtype)
+    return du, dbefore, ctx.sink.deliver(ctx.master, made(found))  # a sum, made at once
 
 
 def _mixed(joined: Tensor, value_C1K: Tensor, positions_T: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Gated linear attention and the gated delta rule over documents, in chunks of rows.
+
+The recurrence of each head, with log decays g of a head or of each key channel:
+
+    S_t = diag(exp(g_t)) S_(t-1) + k_t u_t^T        o_t = S_t^T q_t
+    u_t = b_t (v_t - (diag(exp(g_t)) S_(t-1))^T k_t)    by the delta rule, else v_t
+
+where S is zero before a document's first row. Within a chunk the u are the solution of a unit
+triangular system (arXiv 2406.06484; decays: 2412.06464 and, of each channel, 2510.26692), so that
+the scan has a step for each chunk. With G the sum of log decays since the chunk's first row only
+exp(G_i - G_j), i >= j, is ever taken, which does not overflow.
+
+T rows in P runs that lie apart, N chunks of C rows in each run; H heads, of which H / G share a
+query and key head; k key and v value dims.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+LEAF = 8
+"""Rows between which decays of channels are multiplied pair by pair."""
+
+
+def recurrent(
+    q_TGk: Tensor,
+    k_TGk: Tensor,
+    v_THv: Tensor,
+    decay_THk: Tensor,
+    beta_TH: Tensor | None,
+    positions_T: Tensor,
+) -> Tensor:
+    """Return ``o_THv`` row by row: the reference."""
+    q_THk, k_THk = of_heads(q_TGk, v_THv), of_heads(k_TGk, v_THv)
+    state_Hkv, out = v_THv.new_zeros(*k_THk.shape[1:], v_THv.shape[-1]), list[Tensor]()
+    for t in range(len(v_THv)):
+        state_Hkv = state_Hkv * decay_THk[t].exp()[..., None] * (positions_T[t] > 0)
+        u_Hv = v_THv[t]
+        if beta_TH is not None:
+            seen_Hv = torch.einsum("hkv,hk->hv", state_Hkv, k_THk[t])
+            u_Hv = beta_TH[t, :, None] * (u_Hv - seen_Hv)
+        state_Hkv = state_Hkv + k_THk[t, :, :, None] * u_Hv[:, None]
+        out.append(torch.einsum("hkv,hk->hv", state_Hkv, q_THk[t]))
+    return torch.stack(out)
+
+
+def of_heads(x_TGk: Tensor, v_THv: Tensor) -> Tensor:
+    """Return queries or keys of every head: neighbouring heads share one."""
+    return x_TGk.repeat_interleave(v_THv.shape[1] // x_TGk.shape[1], 1)
+
+
+def chunked(
+    q_TGk: Tensor,
+    k_TGk: Tensor,
+    v_THv: Tensor,
+    decay_THk: Tensor,
+    beta_TH: Tensor | None,
+    positions_T: Tensor,
+    *,
+    chunk: int = CHUNK,
+    runs: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``o_THv`` and the state ``[P, H, k, v]`` after each run; differentiable.
+
+    All that is read must be finite, of padding too.
+
+    Args:
+        q_TGk: queries.
+        k_TGk: keys.
+        v_THv: values.
+        decay_THk: log decays, at most zero; the last dim is k, or 1 for one of each head.
+        beta_TH: rates of the delta rule; None is plain linear attention.
+        positions_T: of each row in its document; where it is 0 the state is.
+        chunk: C.
+        runs: P, where a run may go on a document of rows that are elsewhere. All is linear in the
+            state S before a run: outputs and states then have k columns more, what S is to be
+            multiplied by to be added. None: one run, before which there is nothing.
+    """
+    dims, length = k_TGk.shape[-1], len(v_THv) // (runs or 1)
+    if runs is not None:
+        v_THv = F.pad(v_THv, (0, dims))
+    parts = of_heads(q_TGk, v_THv), of_heads(k_TGk, v_THv), v_THv, decay_THk
+    q, k, v, g = (_cut(x, runs or 1, chunk) for x in parts)
+    beta = None if beta_TH is None else _cut(beta_TH[..., None], runs or 1, chunk)
+    total = g.cumsum(-2)
+    # Documents are numbered within a run: 0 is the one that came before it.
+    start_PL = positions_T.view(runs or 1, -1) == 0
+    document = F.pad(start_PL, (0, -length % chunk)).cumsum(1).unflatten(1, (-1, chunk))[:, None]
+    last = document[..., -1:]
+    before = F.pad(last, (0, 0, 1, 0))[..., :-1, :]
+    opened, ends = (document == before)[..., None], (document == last)[..., None]
+    same = document[..., None] == document[..., None, :]
+
+    inner, left = decayed(torch.stack([q] if beta is None else [q, k * beta]), k, total), v
+    inner = inner.where(same, 0)
+    grown = total.exp().where(opened, 0)
+    read, faded = q * grown, (total[..., -1:, :] - total).exp().where(ends, 0)
+    write, carry = (k * faded).mT, (total[..., -1, :].exp() * (last == before))[..., None]
+    if beta is not None:
+        right = torch.cat([v * beta, k * beta * grown], -1)
+        solved = torch.linalg.solve_triangular(inner[1], right, upper=False, unitriangular=True)
+        left, grown = solved.split((v.shape[-1], dims), -1)
+    state = v.new_zeros(*k.shape[:2], dims, v.shape[-1])
+    if runs is not None:
+        state[..., -dims:] = torch.eye(dims, dtype=v.dtype, device=v.device)
+    out = list[Tensor]()
+    for n in range(v.shape[2]):
+        u = left[:, :, n] if beta is None else left[:, :, n] - grown[:, :, n] @ state
+        out.append(read[:, :, n] @ state + inner[0][:, :, n] @ u)
+        state = carry[:, :, n] * state + write[:, :, n] @ u
+    rows = torch.stack(out, 2).flatten(2, 3)[:, :, :length]
+    return rows.transpose(1, 2).flatten(0, 1), state
+
+
+def _cut(x_THx: Tensor, runs: int, chunk: int) -> Tensor:
+    """Return rows as ``[P, H, N, C, x]``, each run with zeros after it."""
+    x = x_THx.unflatten(0, (runs, -1)).transpose(1, 2)
+    return F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
+
+
+def decayed(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Return ``sum over k of rows_i k_j exp(G_i - G_j)`` for j <= i, else zero, ``[..., C, C]``."""
+    length = k.shape[-2]
+    if total.shape[-1] > 1 and length > LEAF:
+        # What decays between halves does so up to the border, and from there.
+        half, cut = length // 2, (length // 2, length - length // 2)
+        (r1, r2), (k1, k2), (g1, g2) = (x.split(cut, -2) for x in (rows, k, total))
+        border = g1[..., -1:, :]
+        corner = (r2 * (g2 - border).exp()) @ (k1 * (border - g1).exp()).mT
+        upper = F.pad(decayed(r1, k1, g1), (0, length - half))
+        return torch.cat([upper, torch.cat([corner, decayed(r2, k2, g2)], -1)], -2)
+    seen = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
+    gap = (total[..., :, None, :] - total[..., None, :, :]).where(seen[..., None], -torch.inf)
+    if total.shape[-1] == 1:
+        return (rows @ k.mT) * gap[..., 0].exp()
+    return torch.einsum("...ik,...jk,...ijk->...ij", rows, k, gap.exp())

@@ -1,0 +1,140 @@
+"""A mixer of rows by gated linear attention: convolutions, decays, the scan, a norm and a gate.
+
+T rows, D hidden, G query and key heads, H value heads, k key and v value dims, C channels.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moefold.comm.collectives import all_gather
+from moefold.comm.world import World
+from moefold.kernels.convolution.short import silu_convolution
+from moefold.kernels.delta.chunked import chunked
+from moefold.kernels.gradients import read_parameter
+from moefold.kernels.rows import wide
+from moefold.layers.convolution import in_order, rows_before
+from moefold.layers.flow import Flow
+from moefold.layers.kinds.delta import DeltaNet
+from moefold.layers.linear import Linear
+from moefold.layers.norm import RmsNorm
+
+EPSILON = 1e-6
+"""Added to the squares of a query or key before the root."""
+Read = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values, log decays and rates of the delta rule."""
+GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+class DeltaMixer(nn.Module):
+    """Each head has a state of its document so far, written by keys and read by queries."""
+
+    o: Linear
+
+    def __init__(self, record: DeltaNet, hidden: int, epsilon: float) -> None:
+        super().__init__()
+        self.record = record
+        for weight in record.weights(hidden):
+            name, _, leaf = weight.name.rpartition(".")
+            if name == "norm":
+                self.norm = RmsNorm(record.value_dim, epsilon)
+            elif name:
+                outputs, inputs = weight.shape
+                setattr(self, name, Linear(inputs, outputs))
+            else:
+                self.register_parameter(leaf, nn.Parameter(torch.empty(weight.shape)))
+
+    def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return the mixed rows [T, D]."""
+        x_TD, whole = flow.gather(x_TD), flow.whole
+        positions_T = whole.rows.positions_T
+        if whole.valid_T is not None:  # a row of padding has none before it
+            positions_T = positions_T.where(whole.valid_T, 0)
+        given = self._convolved(x_TD, positions_T, flow)
+        given.append(self._projected("decay", x_TD, whole))
+        for parameter in (self.a_log, self.dt_bias):
+            operand = flow.operand(parameter, parameter.dtype)  # type: ignore[arg-type]
+            given.append(read_parameter(operand, flow.sink))
+        if self.record.delta:
+            given.append(self._projected("beta", x_TD, whole))
+        out_THv = self.norm(self._scanned(given, positions_T, whole).to(x_TD.dtype), whole)
+        gate_TO = GATES[self.record.gate](self._projected("gate", x_TD, whole))
+        return flow.scatter(self.o(out_THv.flatten(1) * gate_TO, whole))
+
+    def _projected(self, name: str, x_TD: Tensor, flow: Flow) -> Tensor:
+        down = getattr(self, f"{name}_down", None)
+        return getattr(self, name)(x_TD if down is None else down(x_TD, flow), flow)
+
+    def _convolved(self, x_TD: Tensor, positions_T: Tensor, flow: Flow) -> list[Tensor]:
+        """Return queries, keys and values [T, C] after their convolutions."""
+        whole = flow.whole
+        rows = {name: self._projected(name, x_TD, whole) for name in "qkv"}
+        reach = self.record.taps - 1
+        before = rows_before(torch.cat([*rows.values()], 1), reach, flow)
+        widths = [x_TC.shape[1] for x_TC in rows.values()]
+        parts: Any = [None] * 3 if before is None else before.split(widths, 2)
+        found = list[Tensor]()
+        for (name, x_TC), part in zip(rows.items(), parts, strict=True):
+            taps = getattr(self, f"{name}_taps")
+            weight = flow.operand(taps, taps.dtype)
+            how = {"n_valid": whole.n_valid, "sink": whole.sink}
+            found.append(silu_convolution(x_TC, part, weight, positions_T, **how))
+        return found
+
+    def _scanned(self, given: list[Tensor], positions_T: Tensor, flow: Flow) -> Tensor:
+        """Return what queries read of the states [T, H, v].
+
+        Only what is given is kept: chunks hold much, and cost less than projections do.
+        """
+
+        valid_T = flow.valid_T
+
+        def core(*given: Tensor) -> Tensor:
+            out_THv = self._read(self._of_heads(given, valid_T), positions_T, flow.world)
+            return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
+
+        if not torch.is_grad_enabled():
+            return core(*given)
+        return checkpoint(core, *given, use_reentrant=False, preserve_rng_state=False)
+
+    def _read(self, parts: Read, positions_T: Tensor, world: World) -> Tensor:
+        """Return what queries read [T, H, v], of states that come from other ranks too."""
+        ranks, dims = world.group("cp"), (self.record.value_dim, self.record.key_dim)
+        if ranks.size == 1:
+            return chunked(*parts, positions_T)[0]
+        out_THx, state_PHkx = chunked(*parts, positions_T, runs=2)
+        every = in_order(all_gather(state_PHkx, ranks), ranks.size).flatten(0, 1)
+        states = [torch.zeros_like(every[0, ..., : dims[0]])]
+        for state_Hkx in every[:-1]:
+            written, kept = state_Hkx.split(dims, -1)
+            states.append(written + kept @ states[-1])
+        own_PHkv = torch.stack([states[ranks.index], states[2 * ranks.size - 1 - ranks.index]])
+        local, read = out_THx.unflatten(0, (2, -1)).split(dims, -1)
+        return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
+
+    def _of_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> Read:
+        """Return queries, keys, values, log decays and rates, in wide numbers and finite."""
+        record, (*rows, a_log_H, dt_bias), beta_TH = self.record, given[:6], None
+        if record.delta:
+            rows.append(given[6])
+        if valid_T is not None:
+            rows = [x.where(valid_T[:, None], 0) for x in rows]
+        q, k, v, step = (wide(x) for x in rows[:4])
+        q_TGk, k_TGk = (_unit(x.unflatten(1, (-1, record.key_dim))) for x in (q, k))
+        v_THv = v.unflatten(1, (-1, record.value_dim))
+        step_THk = (step + wide(dt_bias)).unflatten(1, (v_THv.shape[1], -1))
+        rate_H1 = wide(a_log_H).exp()[:, None]
+        if record.decay_floor is None:
+            decay_THk = -rate_H1 * F.softplus(step_THk)
+        else:
+            decay_THk = record.decay_floor * (rate_H1 * step_THk).sigmoid()
+        if record.delta:
+            beta_TH = wide(rows[4]).sigmoid()
+        return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
+
+
+def _unit(x_TGk: Tensor) -> Tensor:
+    return x_TGk * (x_TGk.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
