@@ -213,7 +213,8 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
             f"{tokenizer.source}: has no chat template, so conversations have no form; name a file "
             "of one with tokenizer: {template: chat.jinja}"
         )
-    return ChatTemplate(text, tokenizer.files.special(), tokenizer.source, **how)
+    source = tokenizer.template_source or tokenizer.source
+    return ChatTemplate(text, tokenizer.files.special(), source, **how)
 
 
 def example_of(found: Mapping[str, Any], last: bool = False) -> Example:
@@ -274,6 +275,8 @@ def check_roles(messages: Sequence[Message], ends: str | None = ANSWER) -> None:
             raise BadDocument("roles out of order", said)
         if not (isinstance(text, str | list) or (role == ANSWER and message.get("tool_calls"))):
             raise BadDocument("no content", f"message {number} of {role} has no content")
+        if role == ANSWER and not text and not message.get("tool_calls"):
+            raise BadDocument("example without an answer", f"message {number} of {role} is empty")
         before = role
     if before != ANSWER and ends:
         said = f"it ends with {before}" if before else "it has no messages"

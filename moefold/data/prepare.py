@@ -18,7 +18,7 @@ import numpy as np
 
 from moefold.config.base import to_dict
 from moefold.config.slot import build
-from moefold.data.config import Data, DataError, SourceRecord
+from moefold.data.config import Data, DataError, FileSource, SourceRecord
 from moefold.data.index import (
     Corpus,
     Indexed,
@@ -177,7 +177,8 @@ def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator
     share, done, taken = size / max(total, 1), 0, 0
     for record, source in sources:
         assert isinstance(source, Source)
-        for document in source.documents(Skipped()):
+        skipped = Skipped()
+        for document in source.documents(skipped):
             data = utf8(document)
             done += len(data)
             progress("training the tokenizer", min(done, total), total)
@@ -188,6 +189,7 @@ def _sample(sources: Sequence[Built], size: int, progress: Progress) -> Iterator
                 if share >= 1 or not taken or _hash(piece.encode(), b"sample") < share:
                     taken += 1
                     yield piece
+        skipped.demand_none()
 
 
 def _encode(
@@ -224,9 +226,11 @@ def _encode(
                 n_spelt[side] += spelt
                 done += len(said)
             progress(f"encoding {record.label}", min(done, total), total)
+        skipped.demand_none()
     for side, writer in writers.items():
         if not writer.lengths:
-            raise DataError(_nothing(record, side, sum(len(w.lengths) for w in writers.values())))
+            documents = sum(len(w.lengths) for w in writers.values())
+            raise DataError(_nothing(record, side, documents, skipped))
         facts = {
             "tokenizer": tokenizer.fingerprint,
             "documents": len(writer.lengths),
@@ -240,9 +244,12 @@ def _encode(
         write_json(facts_file(_prefix(draft, record, side)), facts)
 
 
-def _nothing(record: SourceRecord, side: str, documents: int) -> str:
+def _nothing(record: SourceRecord, side: str, documents: int, skipped: Skipped) -> str:
     if not documents:
-        return f"source {record.label}: gives no document with text in it"
+        said = f"source {record.label}: gives no document with text in it"
+        files = ", ".join(record.files) if isinstance(record, FileSource) else ""
+        left = "".join(f"; left out: {found['count']} ({why})" for why, found in skipped.items())
+        return f"{said}{files and f'; look at {files}, or name others'}{left}"
     if side == "train":
         return f"source {record.label}: all its {documents} documents are held out; give it more"
     return (

@@ -23,6 +23,8 @@ from moefold.data.config import DataError, FileSource, Jsonl, Parquet, PythonStd
 from moefold.data.tokenizer import Tokenizer
 
 NAMES_KEPT = 20
+REFUSED = 8
+"""Of what cannot be read, so much is listed."""
 _BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 READ_BYTES, READ_ROWS = 1 << 20, 1024
 """How much of a split text file, and of a Parquet file, is read at once."""
@@ -58,6 +60,22 @@ class BadDocument(ValueError):
 
 class Skipped(dict[str, dict[str, Any]]):
     """What was left out, ``{count, first}`` by reason; nothing is lost silently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused: list[str] = []
+
+    def refuse(self, what: str) -> None:
+        """Remember what is not to be left out, so that several are told of at once."""
+        self._refused.append(what)
+        if len(self._refused) == REFUSED:
+            self.demand_none()
+
+    def demand_none(self) -> None:
+        """Raise ``DataError`` where something is not to be left out."""
+        if self._refused:
+            listed, skip = "\n  ".join(self._refused), setting("bad", "skip")
+            raise DataError(f"{listed}; mend it, or leave such out with {skip}")
 
     def note(self, name: str, reason: str) -> None:
         """Count one document that is left out, and keep the first names."""
@@ -109,11 +127,11 @@ class FileReader(Source):
         return expand(self._patterns)
 
     def refuse(self, where: str, reason: str, said: str, skipped: Skipped) -> None:
-        """Stop at something that cannot be read, or note it where the record says ``skip``."""
+        """Refuse what cannot be read, the first few at once, or note it if the record says so."""
         if self._bad == "refuse":
-            skip = setting("bad", "skip")
-            raise DataError(f"{where}: {reason}: {said}; mend it, or leave such out with {skip}")
-        skipped.note(where, reason)
+            skipped.refuse(f"{where}: {reason}: {said}")
+        else:
+            skipped.note(where, reason)
 
 
 class TextReader(FileReader):

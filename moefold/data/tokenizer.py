@@ -71,6 +71,7 @@ class Tokenizer:
         self._inner.encode_special_tokens = True  # in documents they are text like any other
         self.text = text
         self.source = source
+        self.template_source: str | None = None
         self.start, self.end = start, end
         self.end_id = self._id(end)
         self.start_id = None if start is None else self._id(start)
@@ -192,6 +193,7 @@ def from_record(record: FileTokenizer, sample: Sample) -> Tokenizer:
     if record.template is not None:
         file = Path(record.template)
         found.files[TEMPLATE_FILE] = _text(file)
+        found.template_source = str(file)
     if record.start is None and found.start is None:
         found.start, found.start_id = found.end, found.end_id  # the first byte is predicted too
     return found
@@ -215,7 +217,10 @@ def from_path(path: str, end: str | None = None, start: str | None = None) -> To
             raise DataError(f"{file}: which token ends a document? Name it: tokenizer: {{end: …}}")
     files = Beside.read(file.parent, end, start)
     start = content(beside.get("bos_token")) if start is None else start or None
-    return Tokenizer(_text(file), end, start, source=str(file), files=files)
+    found = Tokenizer(_text(file), end, start, source=str(file), files=files)
+    of_template = TEMPLATE_FILE if TEMPLATE_FILE in files else TOKENIZER_CONFIG
+    found.template_source = str(file.with_name(of_template))
+    return found
 
 
 def _text(file: Path) -> str:

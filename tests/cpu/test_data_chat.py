@@ -19,6 +19,7 @@ from moefold.data.config import Data, DataError
 from moefold.data.loader import Loader
 from moefold.data.packing import Conversations, best_fit
 from moefold.data.prepare import Prepared, prepare
+from moefold.data.sources import REFUSED
 from moefold.layers.kinds.dense import Dense
 from moefold.run import Run
 from moefold.training.trainer import Trainer
@@ -221,6 +222,10 @@ def test_packed_is_one_by_one(tmp_path: Path) -> None:
         ),
         ({"messages": [{"role": "human", "content": "a"}]}, "unknown role: message 0 .*'human'"),
         ({"messages": [{"role": "user"}]}, "no content: message 0 of user"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+            "without an answer: message 1 of assistant is empty",
+        ),
         ({"messages": "hello"}, "no conversation: messages are no list"),
         ({"text": "hello"}, r"no conversation: it has \['text'\], not messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a pair: chosen and rejected"),
@@ -242,16 +247,29 @@ def test_bad_examples_are_refused_by_line_or_left_out(
     assert note == {"count": 1, "first": [f"{file.as_posix()}:3"]}
 
 
+def test_bad_examples_are_told_of_at_once_up_to_a_number(tmp_path: Path) -> None:
+    bad = {"messages": []}
+    file = chats(tmp_path, [bad, *drawn(2), *[bad] * 20])
+    with pytest.raises(DataError) as caught:
+        prepared_from(tmp_path, tmp_path / "model", file)
+    *told, remedy = str(caught.value).replace("; mend it", "\nmend it").split("\n")
+    assert [line.split(":")[1] for line in told] == ["1", *map(str, range(4, 4 + REFUSED - 1))]
+    assert remedy.startswith("mend it, or leave such out")
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ raise_exception('no system here') }}", r"chats\.jsonl:1: .*no system here"),
-        ("\n{{ messages[0].content + 3 }}", r"chats\.jsonl:1: .*TypeError.*\(line 2 of"),
+        (
+            "\n{{ messages[0].content + 3 }}",
+            r"chats\.jsonl:1: .*TypeError.*\(line 2 of .*chat_template\.jinja\)",
+        ),
         ("{{ persona }}", r"chats\.jsonl:1: .*asks for what is not there: 'persona' is undefined"),
         ("{{ strftime_now('%Y') }}", r"chats\.jsonl:1: .*date of the day"),
         ("{% generation %}{% endgeneration %}a", r"chats\.jsonl:1: .*without an answer: no token"),
         ("{{ ''.__class__.__mro__ }}", r"chats\.jsonl:1: .*unsafe"),
-        ("{% for m in messages %}", r"line 1 of the chat template.*mend it, or name another"),
+        ("{% for m in messages %}", r"chat_template\.jinja: line 1 .*mend it, or name another"),
         (None, "has no chat template.*name a file"),
     ],
 )
@@ -281,8 +299,13 @@ def test_conversations_longer_than_a_sequence(tmp_path: Path) -> None:
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
     file = chats(tmp_path, [])
-    with pytest.raises(DataError, match="source chat: gives no document"):
+    with pytest.raises(
+        DataError, match=r"source chat: gives no document.*; look at .*chats\.jsonl"
+    ):
         prepared_from(tmp_path, tmp_path / "model", file)
+    write_lines(file, [{"messages": []}])
+    with pytest.raises(DataError, match=r"left out: 1 \(example without an answer\)"):
+        prepared_from(tmp_path, tmp_path / "model", file, bad="skip")
 
 
 def test_tables_and_folders_of_datasets_give_what_lines_give(tmp_path: Path) -> None:

@@ -198,3 +198,33 @@ def test_what_goes_is_spread_evenly_over_the_units(share: float) -> None:
         gone, seen = gone + count * (unit in away), seen + count
         assert abs(gone - share * seen) <= 50
     assert share not in (0.0, 1.0) or len(away) == share * len(elements)
+
+
+EVERYTHING = ["norms", "attention", "experts"]
+WIDE = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "expert_width": 32}
+WIDE |= {"experts": 4, "top_k": 2}
+TUNED: dict[str, dict[str, Any]] = {
+    "adapters": {"adapter": {"kind": "lora", "rank": 2, "dropout": 0.1}},
+    "frozen": {"train": {"freeze": ["*.attention.*"], "precision": "bf16"}},
+    "narrow": {
+        "model": {"shape": WIDE},
+        "train": {"precision": "bf16", "quantise": {"kind": "mxfp8"}},
+    },
+}
+
+
+@pytest.mark.parametrize("what", TUNED)
+def test_adapters_frozen_and_narrow_weights_may_have_all_else_elsewhere(
+    what: str, tmp_path: Path
+) -> None:
+    """Activations and state elsewhere change no bit of what three steps come to."""
+    activations = {"offload": {"host": {"modules": EVERYTHING}}}
+    away = {"host": activations | placed("host", tmp_path, "host")}
+    away["disk"] = {"offload": {"disk": {"modules": EVERYTHING, "folder": str(tmp_path / "rows")}}}
+    away["disk"] |= placed("disk", tmp_path)
+    found = {}
+    for where, layout in ({"device": {}} | away).items():
+        with job_of(tmp_path, where, layout=layout, **TUNED[what]) as job:
+            [job.step() for _ in range(3)]
+            found[where] = weights(job)
+    assert not equal(found["device"], found["host"]) and not equal(found["device"], found["disk"])
