@@ -6,15 +6,16 @@ parameters and shards alike. All arithmetic is elementwise.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from moefold.optim.base import Optimizer, zeros_for
-from moefold.optim.config import AdamWRule
+from moefold.optim.base import Optimizer, state_dtype, zeros_for
+from moefold.optim.config import AdamW, AdamWRule
+from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentGroups, settle
 
 FUSED_DEVICES = ("cpu", "cuda")
 
@@ -96,11 +97,18 @@ def fusible(param: Tensor) -> bool:
 
 
 class AdamWOptimizer(Optimizer):
-    """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each."""
+    """AdamW over named parameters. State: ``exp_avg``, ``exp_avg_sq`` and ``step`` (int64) each.
 
-    def __init__(self, rule: AdamWRule, params: Mapping[str, Tensor]) -> None:
+    Moments in FP8 have ``exp_avg_groups`` and ``exp_avg_sq_groups`` too. ``groups`` says where
+    parameters are of which this rank updates only elements.
+    """
+
+    def __init__(
+        self, rule: AdamWRule, params: Mapping[str, Tensor], groups: MomentGroups | None = None
+    ) -> None:
         super().__init__(params)
-        self.rule = rule
+        self.rule, self._groups = rule, groups
+        self.group = rule.group if isinstance(rule, AdamW) else 0
         misfits = [name for name, p in self.params.items() if not fusible(p)]
         if rule.backend == "fused" and misfits:
             raise ValueError(
@@ -112,13 +120,18 @@ class AdamWOptimizer(Optimizer):
         }
         self._decayed = {n for n, p in self.params.items() if rule.decays(n, p.shape)}
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.narrow: dict[str, tuple[Bf16Moment, Bf16Moment] | tuple[Fp8Moment, Fp8Moment]] = {}
+        """Moments that are kept in fewer bits, by parameter."""
         self._steps: dict[str, Tensor] = {}
         for name, p in self.params.items():
-            first, second = (
-                self._add_state(name, what, zeros_for(p))
-                for what in rule.state_names(name, p.shape)
-            )
-            self._moments[name] = first, second
+            if isinstance(rule, AdamW) and rule.narrows(p.shape):
+                self._keep_narrow(name, p, rule.state_names(name, p.shape))
+            else:
+                first, second = (
+                    self._add_state(name, what, zeros_for(p))
+                    for what in rule.state_names(name, p.shape)
+                )
+                self._moments[name] = first, second
             self._steps[name] = self._add_state(name, "step", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
@@ -128,22 +141,60 @@ class AdamWOptimizer(Optimizer):
         for count in self._steps.values():
             count += 1
         groups: dict[tuple, list[str]] = defaultdict(list)
-        for name, p in self.params.items():
-            key = p.device, name in self._fused, name in self._decayed, int(self._steps[name])
+        for name in self._moments:
+            key = self.params[name].device, *self._alike(name)
             groups[key].append(name)
-        for (_, fused, decayed, step), group in groups.items():
-            update = AdamWUpdate(
-                [self.params[n] for n in group],
-                [grads[n] for n in group],
-                [self._moments[n][0] for n in group],
-                [self._moments[n][1] for n in group],
-                self.rule,
-                step,
-                self.rule.lr * lr_factor,
-                self.rule.weight_decay if decayed else 0.0,
-                scale,
-            )
-            (adamw_fused_ if fused else adamw_reference_)(update)
+        for (_, *alike), group in groups.items():
+            first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
+            tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
+            self._update(tensors, alike, scale, lr_factor)
+        narrow = self.narrow.items()
+        for name, moments in narrow:
+            flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
+            alike = self._alike(name)
+            for start, stop in self._run(name).chunks():
+                wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
+                tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
+                self._update(tensors, alike, scale, lr_factor)
+                for one, values in zip(moments, wide, strict=True):
+                    one.write(start, stop, values)
+        if self._groups is not None:
+            kept = {name: [m for m in both if isinstance(m, Fp8Moment)] for name, both in narrow}
+            settle(kept, self._groups)
+
+    def _alike(self, name: str) -> tuple[bool, bool, int]:
+        """Return what tells how a parameter is updated."""
+        return name in self._fused, name in self._decayed, int(self._steps[name])
+
+    def _update(
+        self,
+        tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
+        alike: Sequence,
+        scale: float,
+        lr_factor: float,
+    ) -> None:
+        """Update parameters, given with gradients and both moments, that are treated alike."""
+        fused, decayed, step = alike
+        decay = self.rule.weight_decay if decayed else 0.0
+        update = AdamWUpdate(*tensors, self.rule, step, self.rule.lr * lr_factor, decay, scale)
+        (adamw_fused_ if fused else adamw_reference_)(update)
+
+    def _run(self, name: str) -> ElementRun:
+        """Return where a parameter's elements here stand in its tensor."""
+        p = self.params[name]
+        first, row = self._groups.place(name) if self._groups else (0, max(1, p.shape[-1]))
+        return ElementRun(first, p.numel(), row, self.group or row)
+
+    def _keep_narrow(self, name: str, p: Tensor, states: Sequence[str]) -> None:
+        """Keep the moments of a parameter in fewer bits."""
+        if self.group:
+            run = self._run(name)
+            made = self.narrow[name] = Fp8Moment(p, run), Fp8Moment(p, run)
+        else:
+            made = self.narrow[name] = Bf16Moment(p), Bf16Moment(p)
+        for what, moment in zip(states, made, strict=True):
+            for said, tensor in moment.states(what).items():
+                self._add_state(name, said, tensor)
 
     def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Return the learning rate of this step."""
@@ -154,4 +205,7 @@ class AdamWOptimizer(Optimizer):
         plain = len(self.params) - len(self._fused)
         words = [f"{len(self._fused)} tensors fused"] if self._fused else []
         words += [f"{plain} tensors by the reference"] if plain or not self._fused else []
+        if self.narrow:
+            kind = "fp8" if self.group else "bf16"
+            words.append(f"moments of {len(self.narrow)} in {kind}, emulated in plain torch")
         return {self.rule.kind: ", ".join(words)}

@@ -45,6 +45,9 @@ class Optimizer(ABC):
     given under two names.
     """
 
+    group = 0
+    """Elements that one row of a state tensor ``*_groups`` is of; 0 where there is none."""
+
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = {name: p for name, p in params.items() if p.requires_grad}
         self._state: dict[str, Tensor] = {}

@@ -183,6 +183,19 @@ class Optim(Record):
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the state tensors, each of the parameter's own shape."""
 
+    @property
+    def group(self) -> int:
+        """Elements of a parameter's last dim whose state shares scales; 0 where none does.
+
+        An optimizer for which some do is built with one more argument, ``groups``
+        (:class:`moefold.optim.moments.MomentGroups`).
+        """
+        return 0
+
+    def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
+        """Return the bytes an element of each state tensor; ``wide``: in its arithmetic's type."""
+        return wide
+
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether the update of a parameter needs its whole matrices.
 
@@ -225,8 +238,29 @@ class AdamWRule(Record):
 class AdamW(AdamWRule, Optim):
     """AdamW for all parameters."""
 
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What both moments of parameters with two dims and more are kept in; the update is in fp32.
+    ``fp8``: E4M3 with an expanded range (COAT, arXiv 2410.19313)."""
+    moment_group: Annotated[int, Field(ge=1)] = 128
+    """Elements of a parameter's last dim that share a scale under ``fp8``; fewer for small ones."""
+
     owner = "moefold.optim.adamw:AdamWOptimizer"
     elementwise = True
+
+    def narrows(self, shape: Sequence[int]) -> bool:
+        """Return whether a parameter's moments are kept in fewer bits."""
+        return self.moments != "fp32" and len(shape) >= 2
+
+    @property
+    def group(self) -> int:
+        """Elements that share a scale under ``fp8``."""
+        return self.moment_group if self.moments == "fp8" else 0
+
+    def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
+        """Return 2, or 1 and twelve for each group, where moments are kept in fewer bits."""
+        if not self.narrows(shape):
+            return wide
+        return 1 + 12 * -(-shape[-1] // self.group) / shape[-1] if self.group else 2
 
 
 @OPTIMIZER.register

@@ -62,6 +62,11 @@ class Numbers:
     narrowed: frozenset[Literal["attention", "head"]] = frozenset()
     """What a narrow recipe computes in its format though recipes leave it in bfloat16."""
 
+    @property
+    def matrix_moment_bytes(self) -> float:
+        """Bytes an element of each state tensor of a large matrix."""
+        return self.optimizer.moment_bytes((1 << 10, 1 << 10), self.moment_bytes)
+
 
 @dataclass(frozen=True)
 class Keeping:

@@ -119,13 +119,14 @@ class Split(NamedTuple):
             read = numbers.weight_bytes if weight.product else 0
             copied = copied * self.here + (read or numbers.master_bytes) * (1 - self.here)
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
+        moments *= numbers.optimizer.moment_bytes(weight.shape, numbers.moment_bytes)
         return State(
             weights=share[3] * (copied + codes),
             gradients=share[2] * numbers.gradient_bytes,
             master=share[1] * numbers.master_bytes * self.here,
-            moments=share[1] * numbers.moment_bytes * moments * self.here,
+            moments=share[1] * moments * self.here,
             away_master=share[1] * numbers.master_bytes * (1 - self.here),
-            away_moments=share[1] * numbers.moment_bytes * moments * (1 - self.here),
+            away_moments=share[1] * moments * (1 - self.here),
         )
 
 

@@ -249,7 +249,7 @@ def _optimizer_seconds(case: Case, rank: Time, rates: Rates) -> float:
     sharded = keeping.zero > 0
     dense = (rank.weights - rank.experts) / (folding.dp * case.sizes.cp if sharded else 1)
     own = dense + rank.experts / (folding.edp if sharded else 1)
-    each = 2 * (numbers.master_bytes + 2 * numbers.moment_bytes) + 2 * numbers.gradient_bytes
+    each = 2 * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes) + 2 * numbers.gradient_bytes
     local = rank.weights / (folding.edp if keeping.zero == 3 else 1)
     moved = own * (each + numbers.weight_bytes) + local * 2 * numbers.gradient_bytes
     device = moved / (case.cluster.device.memory_bandwidth * rates.memory)
@@ -261,7 +261,7 @@ def _away_seconds(case: Case, away: float) -> float:
     device, keeping, numbers = case.cluster.device, case.keeping, case.numbers
     # Parts come while others go; where all come before any goes, it takes both ways.
     ways = 1 if numbers.optimizer.elementwise else 2
-    moved = ways * away * (numbers.master_bytes + 2 * numbers.moment_bytes)
+    moved = ways * away * (numbers.master_bytes + 2 * numbers.matrix_moment_bytes)
     took = moved / DISK_BANDWIDTH if keeping.state_on_disk else 0.0
     if keeping.state_step == "device":
         return took + moved / (device.host_bandwidth or device.memory_bandwidth)

@@ -10,9 +10,10 @@ from moefold.layers.config import Precision
 from moefold.mesh.folding import Folding
 from moefold.mesh.legality import folding_violations
 from moefold.model.config import Decoder
+from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
-from moefold.spec.quantised import cut_misfits
+from moefold.spec.quantised import cut_misfits, moment_misfits
 from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
@@ -68,6 +69,9 @@ class ProofCase:
         found = [*layout.misfits(model)]
         found += folding_violations(layout.split, self.world, layout.order)
         found += cut_misfits(self.subject.decoder, layout, self.subject.rows)
+        optim, rows = self.subject.optim, self.subject.rows
+        if isinstance(optim, Optim):
+            found += moment_misfits(self.subject.decoder, optim, layout, rows)
         yield from (violation.rule for violation in found)
         if found:
             return

@@ -27,11 +27,12 @@ from moefold.layers.config import (
     OffloadToHost,
     Selective,
 )
+from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.moe.config import Shared
 from moefold.moe.dispatch.config import DISPATCH, Clones, FixedRoom, Foreign
-from moefold.optim.config import OPTIMIZER
+from moefold.optim.config import OPTIMIZER, AdamW
 from moefold.parallel.config import Layout, StatePlacement
 from moefold.proof.attentions import GQA, MLA, UNCOMMON
 from moefold.proof.case import ProofCase, Subject, enough
@@ -340,6 +341,16 @@ def optimizers() -> Iterator[ProofCase]:
         for sizes, world in (("tp2", 2), ("", 2), ("tp2 ep4", 8), ("cp2 pp2 etp2", 8)):
             for zero in (0, 1, 3):
                 yield from _each([(kind, made)], [(sizes, world)], zero=zero)
+    host = StatePlacement.model_validate({"at": "host", "step": "host"})
+    for moments, zero in product(("bf16", "fp8"), (0, 1, 3)):
+        narrow = small_optimizer(AdamW(moments=moments, moment_group=4))
+        named = [(f"moments {moments}", replace(SUBJECTS["gqa"], optim=narrow))]
+        yield from _each(named, [("tp2 ep4", 8), ("cp2 pp2 etp2", 8)], zero=zero)
+    # Rows that runs of data ranks cut through groups, and units in turns.
+    wide = subject(decoder(GQA, Dense(width=24), moe(width=24), hidden=24))
+    cut = replace(wide, optim=small_optimizer(AdamW(moments="fp8", moment_group=5)))
+    for zero, more in ((1, {}), (3, {}), (1, {"state": host})):
+        yield from _each([("moments cut", cut)], [("", 4), ("ep2", 4)], zero=zero, **more)
 
 
 @rule

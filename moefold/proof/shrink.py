@@ -14,11 +14,12 @@ from moefold.data.config import Chat, Preferences
 from moefold.layers.config import Precision, Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, patterns
+from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
 from moefold.spec.layer import LayerSpec, rounded_up
-from moefold.spec.quantised import cut_misfits
+from moefold.spec.quantised import cut_misfits, moment_misfits
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
 BLOCKS = 4, 2
@@ -59,7 +60,8 @@ def shrink(run: Run, layouts: Sequence[Layout], precision: Precision = "fp64") -
     decoder = in_blocks(small_decoder(as_proved(run.decoder()), asked), layouts, rows)
     masked = any(isinstance(source, Chat | Preferences) for source in run.data.train)
     more = {"precision": precision, "loss": run.train.loss, "masked": masked}
-    return Subject(decoder, small_optimizer(run.optim), rows=rows, **more)
+    optim = in_groups(small_optimizer(run.optim), decoder, layouts, rows)
+    return Subject(decoder, optim, rows=rows, **more)
 
 
 def as_proved(decoder: Decoder) -> Decoder:
@@ -82,6 +84,17 @@ def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder
         if not any(True for layout in layouts for _ in cut_misfits(decoder, layout, rows)):
             break
     return decoder
+
+
+def in_groups(optim: Record, decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Record:
+    """Return an optimizer with the first size of moments' groups that no layout cuts."""
+    for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
+        optim = optim.model_copy(update={"moment_group": size})
+        assert isinstance(optim, Optim)
+        cut = (v for layout in layouts for v in moment_misfits(decoder, optim, layout, rows))
+        if not any(True for _ in cut):
+            break
+    return optim
 
 
 def small_optimizer(optim: Record) -> Record:

@@ -1,4 +1,5 @@
-"""Which weights of a decoder enter products in few bits, without torch."""
+"""Which weights of a decoder enter products in few bits, and what no layout cuts of codes; without
+torch."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -10,9 +11,9 @@ from moefold.layers.config import Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import FixedRoom, Foreign
-from moefold.optim.config import matches
+from moefold.optim.config import Optim, matches
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import ModelNeeds, halves, needs
+from moefold.spec.decoder import ModelNeeds, halves, model_weights, needs
 from moefold.spec.layer import Rows, Units, Weight
 from moefold.spec.tuning import nearest_name
 
@@ -100,6 +101,13 @@ class _Cuts(NamedTuple):
                 "train.quantise.rows=rank gives that up"
             )
 
+    def misfits(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
+        """Yield the rules that a layout breaks, with the nearest sizes that keep all."""
+        sizes = layout.split
+        if rules := list(self.broken(sizes, seq)):
+            nearest = self.nearest(sizes, needs(decoder, seq), seq).text
+            yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
+
     def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
         """Return the legal sizes with the least change by ratio."""
         axes: tuple[str, ...] = "tp", "cp", "ep", "etp"
@@ -141,16 +149,29 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
                 rule = "brings weights of experts, and adapter.dropout asks whose rows they are"
                 yield Violation(("clones",), layout.clones, rule, None)
         return
-    cuts, sizes = _Cuts.of(decoder, record, seq), layout.split
-    rules = list(cuts.broken(sizes, seq))
-    if rules:
-        nearest = cuts.nearest(sizes, needs(decoder, seq), seq).text
-        yield from (Violation(("sizes",), sizes.text, rule, nearest) for rule in rules)
+    cuts = _Cuts.of(decoder, record, seq)
+    yield from cuts.misfits(decoder, layout, seq)
     names = narrow_weights(decoder)
     if layout.clones is not None and any(w.expert and n in names for n, w, _ in _products(decoder)):
         rule = "brings weights of experts, and not their codes"
         yield Violation(("clones",), layout.clones, rule, None)
     yield from _draw_misfits(layout, "train.quantise", cuts.experts)
+
+
+def moment_misfits(decoder: Decoder, optim: Optim, layout: Layout, seq: int) -> Iterator[Violation]:
+    """Yield where a layout cuts elements of a row whose moments share a scale."""
+    group, found = optim.group, list[Units]()
+    if not group or any(layout.rules()):
+        return
+    for weight in model_weights(decoder):
+        size, last = weight.shape[-1], len(weight.shape) - 1
+        for cut in (units for dim, units in weight.cuts if dim == last > 0):
+            axis, name = cut.axis, f"{weight.name} ({size} wide)"
+            rule = f"{axis} is 1, or {axis} * {group} divides {name}: optim.moments cuts no group"
+            found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
+    # One of each kind of layer says enough.
+    named = {(units.axis, units.number): units for units in reversed(found)}
+    yield from _Cuts(tuple(named.values()), 0, False).misfits(decoder, layout, seq)
 
 
 def _draw_misfits(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:

@@ -65,8 +65,12 @@ def test_b52_each_part_of_a_block_reads_codes(part: str) -> None:
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, at: int) -> None:
-    """Draws are by seed and step. Plant: by how many steps this process made."""
-    changes: dict[str, Any] = {"train": {"steps": 4, "quantise": "nvfp4"}}
+    """Draws are by seed and step; moments are saved as codes and scales.
+
+    Plants: draws by how many steps this process made; scales of moments are left behind.
+    """
+    narrow = {"moments": "fp8", "moment_group": 8}
+    changes: dict[str, Any] = {"train": {"steps": 4, "quantise": "nvfp4"}, "optim": narrow}
     with job_of(tmp_path, "whole", **changes) as job:
         job.train()
         whole = weights(job)

@@ -28,7 +28,7 @@ from moefold.comm.rendezvous import join
 from moefold.comm.world import World
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.optim.config import OPTIMIZER
+from moefold.optim.config import OPTIMIZER, AdamW
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -80,7 +80,9 @@ LAYOUTS = (
     ("pp2 tp2 vpp2 ep2 etp2", 8, 1),
 )
 """Sizes, ranks and ZeRO stage."""
-SELECTED = {"adamw": (0, 16, 20), "muon": (2, 11, 19)}
+OPTIMIZERS = {kind: record() for kind, record in OPTIMIZER.kinds.items()}
+OPTIMIZERS["adamw fp8"] = AdamW(moments="fp8", moment_group=4)
+SELECTED = {"adamw": (0, 16, 20), "muon": (2, 11, 19), "adamw fp8": (0, 1, 13, 20)}
 """Those between which the tests load, by optimizer."""
 Place = tuple[str, int, int]
 
@@ -92,7 +94,7 @@ MODELS = {
 
 def subject_of(model: str, kind: str) -> Subject:
     """Return what is trained: a model of four blocks with one of the optimizers."""
-    optim = small_optimizer(OPTIMIZER.kinds[kind]())
+    optim = small_optimizer(OPTIMIZERS[kind])
     return Subject(MODELS[model], optim, micro_batches=4, rows=16, padding=3)
 
 
@@ -345,7 +347,7 @@ def pairs_fail(
 def main() -> int:
     """Make every ordered pair of layouts for every optimizer; return the exit status."""
     failed = 0
-    for kind, model in zip(OPTIMIZER.kinds, [*MODELS, *MODELS, *MODELS], strict=False):
+    for kind, model in zip(OPTIMIZERS, [*MODELS, *MODELS, *MODELS], strict=False):
         started = time.perf_counter()
         wrong = pairs_fail(model, kind, LAYOUTS, LAYOUTS, Path("."))
         seconds = time.perf_counter() - started

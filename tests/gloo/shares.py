@@ -31,6 +31,7 @@ from tests.gloo.harness import Reference, run_ranks
 CLIP, STEPS, CHUNK = 0.5, 3, 16
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2, clip_norm=CLIP),
+    "adamw fp8": AdamW(lr=1e-2, clip_norm=CLIP, moments="fp8", moment_group=8),
     "muon": Muon(lr=1e-2, clip_norm=CLIP, rest=AdamWRule(lr=1e-2)),
 }
 DECODERS = {

@@ -11,10 +11,11 @@ from moefold.optim.config import OPTIMIZER
 from tests.gloo.resharding import LAYOUTS, MODELS, SELECTED, case_of, pairs_fail, subject_of
 
 KINDS = list(zip(OPTIMIZER.kinds, [*MODELS] * len(OPTIMIZER.kinds), strict=False))
+FP8 = pytest.param("adamw fp8", "tied", marks=pytest.mark.matrix)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "model"), KINDS)
+@pytest.mark.parametrize(("kind", "model"), [*KINDS, FP8])
 def test_b26_any_layout_loads_in_any_other_and_trains_on(
     kind: str, model: str, tmp_path: Path
 ) -> None:

@@ -25,7 +25,8 @@ RANKS = 2
 CASES = tuple(
     (Case(zero=zero, optim=optim), precision, place)
     for zero, optim, precision in (
-        (0, "adamw", "bf16"), (1, "muon", "bf16"), (2, "adamw", "fp32"), (3, "adamw", "bf16"),
+        (0, "adamw", "bf16"), (0, "adamw fp8", "bf16"), (1, "muon", "bf16"), (2, "adamw", "fp32"),
+        (3, "adamw", "bf16"),
     )
     for place in (*PLACES, *(BY_HOST if optim == "adamw" else ()))
 )  # fmt: skip

@@ -19,14 +19,23 @@ def chosen(*words: str) -> list[ProofCase]:
     return [case for case in matrix()["precisions"] if all(word in case.name for word in words)]
 
 
-def test_b52_few_bits_compute_on_four_ranks_what_one_computes() -> None:
-    """Latents of tensor ranks' own rows, backward in halves and again; and experts whose rows come
-    from ranks that hold pieces of several micro-batches, with weights that come from others.
+def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:
+    """Latents of tensor ranks' own rows, backward in halves and again; experts whose rows come
+    from ranks that hold pieces of several micro-batches, with weights that come from others; and
+    moments of runs that cut groups.
 
-    Plants: old codes, amaxes of one rank, rows as they come, blocks across micro-batches, and
-    chance by what is here.
+    Plants: old codes, amaxes of one rank, rows as they come, blocks across micro-batches, chance
+    by what is here, and scales of moments that are each rank's own.
     """
-    demand(chosen("nvfp4 mla", "zb_h1") + chosen("nvfp4 gqa", "cp2 ep2 etp2", "zero 3"))
+    moments = [one for one in matrix()["optimizers"] if one.name == "moments cut: dp4 on 4, zero 1"]
+    assert moments
+    demand(moments + chosen("nvfp4 mla", "zb_h1") + chosen("nvfp4 gqa", "cp2 ep2 etp2", "zero 3"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "cut"])
+def test_moments_in_few_bits_in_every_layout(kind: str) -> None:
+    demand([case for case in matrix()["optimizers"] if case.name.startswith(f"moments {kind}")])
 
 
 @pytest.mark.matrix

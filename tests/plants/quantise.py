@@ -1,4 +1,4 @@
-"""Plants B50, B51 and B52: codes and scales of few bits, products on them, training with them."""
+"""Plants B50 to B54: numbers of few bits, products on them, training with them, and moments."""
 
 from tests.plants.plant import Plant
 
@@ -8,10 +8,9 @@ NVFP4 = TEST + "test_b50_nvfp4_equals_transformer_engine"
 BLOCKS = "kernels/quantise/blocks.py"
 ELEMENTS = "kernels/quantise/elements.py"
 PRODUCTS = "kernels/scaled/products.py"
+NAME = "test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes"
 ROWS = "kernels/scaled/rows.py"
-PROOF = (
-    "tests/gloo/test_proof_quantise.py::test_b52_few_bits_compute_on_four_ranks_what_one_computes"
-)
+PROOF = "tests/gloo/test_proof_quantise.py::" + NAME
 CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_scale_is_refused"
 PRECISION = "layers/precision.py"
 THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
@@ -399,5 +398,39 @@ PLANTS = (
         "spec/quantised.py",
         "    return {\n        name: number\n",
         '    return {"head.weight": 0} | {\n        name: number\n',
+    ),
+    Plant(
+        "b54",
+        "moments are coded without expansion of their range",
+        "tests/cpu/test_optim_moments.py::test_b54_adams_update_of_real_moments_is_near",
+        "kernels/quantise/expanded.py",
+        "torch.where(high == low, 1, power).clamp_(1 / STEPS, MOST_POWER)",
+        "torch.ones_like(power)",
+    ),
+    Plant(
+        "b54",
+        "a cut group has the scale of the part that is here",
+        "tests/cpu/test_optim_moments.py::"
+        "test_b54_parts_of_a_parameter_have_the_codes_of_the_whole",
+        "optim/moments.py",
+        "factors(extremes_2[None]), self.ends.pop(group)[None]",
+        "factors(extremes(self.ends[group][None])), self.ends.pop(group)[None]",
+    ),
+    Plant(
+        "b54",
+        "ranks ask nobody for the extremes of cut groups",
+        PROOF,
+        "parallel/data/groups.py",
+        "whole = max_(torch.stack(here), ranks)",
+        "whole = torch.stack(here)",
+    ),
+    Plant(
+        "b52",
+        "scales of moments are left behind by a checkpoint",
+        "tests/cpu/test_training_quantise.py::"
+        "test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one",
+        "optim/moments.py",
+        'return {what: self.codes, f"{what}_groups": self.factors_G3}',
+        "return {what: self.codes}",
     ),
 )

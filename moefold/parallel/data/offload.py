@@ -160,6 +160,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         super().__init__(params)
         self._parts, self._offload = parts, offload
+        self.group = max((part.optimizer.group for part in parts), default=0)
 
     @torch.no_grad()
     def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:

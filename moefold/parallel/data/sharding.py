@@ -7,7 +7,7 @@ the stages that hold a tied embedding. Each element counts once in the norm.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
 from moefold.parallel.data.bucket import Bucket, BucketSlot, boxes, handle_of, moved, size_of
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
+from moefold.parallel.data.groups import SharedGroups, group_boxes
 from moefold.parallel.data.matrices import MatrixSource, ShardedMatrices
 from moefold.parallel.data.offload import (
     OffloadedOptimizer,
@@ -179,10 +180,11 @@ class ShardedState:
         assert isinstance(record, Optim)
         masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
         if self.offload is None:
-            return self._optimizer_of(record, masters)
+            return self._optimizer_of(record, masters, tuple(self._units))
         self.offload.forget(self._moments)
         self._moments, parts = [], []
-        units = dict.fromkeys([*map(unit_of, masters), *(bucket.unit for bucket in self._away)])
+        # In one order on all ranks, which may ask each other in an update.
+        units = dict.fromkeys([*(bucket.unit for bucket in self.buckets), *map(unit_of, masters)])
         for part in [(unit,) for unit in units] if record.elementwise else [tuple(units)]:
             params = {name: held for name, held in masters.items() if unit_of(name) in part}
             parts.append(self._offloaded(record, params, part))
@@ -196,19 +198,25 @@ class ShardedState:
         buckets = [bucket for bucket in self._away if bucket.unit in units]
         tensors = [bucket.master_L for bucket in buckets]
         self.offload.come(tensors)()
-        optimizer = self._optimizer_of(record, masters)
+        optimizer = self._optimizer_of(record, masters, units)
         self.offload.leave(tensors)()
         away = {name for bucket in buckets for name in bucket.slots}
         for key, moment in optimizer.state().items():
             name = _named(key)
-            if name in away and moment.shape == masters[name].shape:
+            if name in away and moment.dim():
                 self.offload.adopt(key, moment)
                 self._moments.append(moment)
                 tensors.append(moment)
         return OffloadedPart(optimizer, buckets, tensors)
 
-    def _optimizer_of(self, record: Optim, masters: dict[str, Tensor]) -> Optimizer:
-        """Build what updates some of the masters here, as they lie on this rank."""
+    def _optimizer_of(
+        self, record: Optim, masters: dict[str, Tensor], units: Collection[str]
+    ) -> Optimizer:
+        """Build what updates some of the masters here, those of units, as they lie on this rank."""
+        if record.group:
+            rows = {name: self._shards[name].local_shape[-1] for name in masters}
+            buckets = [bucket for bucket in self.buckets if bucket.unit in units]
+            return build(record, masters, groups=SharedGroups(record.group, rows, buckets))
         sources = [
             self._source(name)
             for name, parameter in self.placed.model.named_parameters()
@@ -365,7 +373,12 @@ class ShardedState:
         """Yield the optimizer's state that is here, under its names in a checkpoint."""
         for key, tensor in optimizer.state().items():
             name = _named(key)
-            if tensor.shape == self.params[name].shape:
+            if key.endswith("_groups"):
+                shard, (place, count) = self._shards[name], self._copy(name)
+                found = group_boxes(shard, optimizer.group, self._run(name), tensor)
+                for part, shape, box, owned in found:
+                    yield LocalSlice(key, part, shape, box, place if owned else count, count)
+            elif tensor.shape == self.params[name].shape:
                 yield from self._boxes(key, name, tensor)
             else:  # one value for all elements: who owns the first of them states it
                 at_start = not any(start for start, _ in self._shards[name].box)

@@ -1,0 +1,96 @@
+"""Groups of a parameter's elements that share a scale, where ranks share the parameter.
+
+A group is of one row of the whole parameter, and no axis of a layout cuts it
+(:func:`moefold.spec.quantised.cut_misfits`); where a bucket's runs do, ranks take one maximum.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import max_
+from moefold.comm.group import Group
+from moefold.layers.placement import Box, Shard
+from moefold.optim.moments import FACTORS, ElementRun
+from moefold.parallel.data.bucket import Bucket, boxes, moved, size_of
+
+MOMENTS = 2
+
+
+class SharedGroups:
+    """Where this rank's elements stand, and maxima over the ranks that hold parts of groups.
+
+    Args:
+        size: elements of a group.
+        rows: last dim of the piece of each parameter that is on this rank.
+        buckets: those that hold what is updated together; the same on all ranks that share them.
+    """
+
+    def __init__(self, size: int, rows: Mapping[str, int], buckets: Iterable[Bucket]) -> None:
+        self._rows, self._first = rows, dict[str, int]()
+        self._device = torch.device("cpu")
+        cut: dict[Group, dict[tuple[str, int], None]] = {}
+        for bucket in buckets:
+            self._first |= {name: bucket.part(slot)[0] for name, slot in bucket.slots.items()}
+            self._device = bucket.values.device
+            if bucket.alone or not bucket.trained:
+                continue
+            ends = range(bucket.length, bucket.length * bucket.inside.size, bucket.length)
+            for slot, end in product(bucket.slots.values(), ends):
+                if slot.start < end < slot.stop and len(slot.shape) > 1:
+                    before = ElementRun(0, end - slot.start, slot.shape[-1], size)
+                    # A group that several borders cut is one.
+                    keys = ((slot.name, group) for group in before.cut)
+                    cut.setdefault(bucket.inside, {}).update(dict.fromkeys(keys))
+        self._cut = {ranks: list(keys) for ranks, keys in cut.items() if keys}
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return the place of a parameter's first element here, and its piece's last dim."""
+        return self._first.get(name, 0), self._rows[name]
+
+    def largest(self, parts: Mapping[tuple[str, int], Tensor]) -> Mapping[tuple[str, int], Tensor]:
+        """Return for each cut group the maximum over ranks; all that share parameters call it."""
+        found: dict[tuple[str, int], Tensor] = {}
+        for ranks, keys in self._cut.items():
+            nothing = torch.full((MOMENTS, 2), -torch.inf)
+            here = [parts.get(key, nothing).to(self._device) for key in keys]
+            with ranks.recorder.module("optimizer"):
+                whole = max_(torch.stack(here), ranks)
+            for key, one in zip(keys, whole, strict=True):
+                if key in parts:  # The host may update what is its.
+                    found[key] = one.to(parts[key].device)
+        return found
+
+
+def group_boxes(
+    shard: Shard, size: int, run: tuple[int, int], factors_G3: Tensor
+) -> Iterable[tuple[Tensor, tuple[int, ...], Box, bool]]:
+    """Yield numbers of groups as boxes of those of the whole parameter, row-major, in order.
+
+    Args:
+        shard: the piece of the parameter that is on this rank.
+        size: elements of a group.
+        run: which of the piece's elements are this rank's.
+        factors_G3: the numbers of all groups that have any of them.
+
+    Yields:
+        values, shape of the whole, box, and whether the group's first element is this rank's.
+    """
+    piece, whole = (
+        (*shape[:-1], -(-shape[-1] // size)) for shape in (shard.local_shape, shard.shape)
+    )
+    here = ElementRun(run[0], run[1] - run[0], shard.local_shape[-1], size)
+    *lead, (start, stop) = shard.box
+    by = *lead, (start // size, -(-stop // size))
+    groups, at = here.groups, 0
+    # A cut group is a box of its own, the same on all ranks that have part of it.
+    borders = {groups[0], groups[-1] + 1, *here.cut, *(group + 1 for group in here.cut)}
+    begun = run[0] % here.row % size > 0
+    for first, last in pairwise(sorted(borders)):
+        for box in boxes(piece, first, last):
+            part = factors_G3[at : at + size_of(box)].view(*(b - a for a, b in box), FACTORS)
+            owned = not (begun and first == groups[0])
+            yield part, (*whole, FACTORS), (*moved(box, by), (0, FACTORS)), owned
+            at += size_of(box)

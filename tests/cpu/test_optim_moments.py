@@ -1,0 +1,156 @@
+"""Moments in few bits: codes beside a loop's, real ones, parts of parameters, and what is saved."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.config.slot import build
+from moefold.kernels.quantise.expanded import decode, encode, extremes, factors
+from moefold.optim import moments
+from moefold.optim.config import AdamW
+from moefold.optim.moments import ElementRun, Fp8Moment
+from moefold.run import load_run
+from tests.cpu.test_optim_adamw import parameters, run
+
+STORED = np.load(Path(__file__).parents[1] / "data" / "moments.npz")
+"""16 rows of four weights, half of them the worst without expansion: AdamW on the run of
+``bench/precision_curves.py`` after 300 steps."""
+E4M3 = sorted(
+    {abs(torch.tensor(c, dtype=torch.uint8).view(torch.float8_e4m3fn).item()) for c in range(127)}
+)
+
+
+def kept(x: Tensor, size: int = 128, *cuts: int) -> list[Fp8Moment]:
+    """A tensor as parts, each written by itself and settled with what the others have."""
+    flat, ends = x.reshape(-1), [0, *cuts, x.numel()]
+    parts, found = list[Fp8Moment](), dict[int, list[Tensor]]()
+    for start, stop in pairwise(ends):
+        part = Fp8Moment(flat[start:stop], ElementRun(start, stop - start, x.shape[-1], size))
+        for a, b in part.run.chunks():
+            part.write(a, b, flat[start + a : start + b])
+        for group in part.run.cut:
+            found.setdefault(group, []).append(extremes(part.ends[group][None])[0])
+        parts.append(part)
+    for part in parts:
+        for group in part.run.cut:
+            part.settle(group, torch.stack(found[group]).amax(0))
+    return parts
+
+
+def read(parts: list[Fp8Moment], like: Tensor) -> Tensor:
+    found = [part.read(a, b) for part in parts for a, b in part.run.chunks()]
+    return torch.cat(found).view_as(like)
+
+
+def looped(group: list[float]) -> list[float]:
+    """What a group's codes stand for, by COAT's formulas in Python's numbers."""
+    sizes = [abs(x) for x in group if x]
+    if not sizes:
+        return group
+    high, low = max(sizes), min(sizes)
+    power, middle = 1.0, math.sqrt(high) * math.sqrt(low)
+    if high > low:
+        power = min(math.floor(math.log2(448 * 448 / 2) / math.log2(high / low) * 16) / 16, 1024)
+    scale = (high / middle) ** power / 448
+    near = [
+        min(E4M3, key=lambda code: abs(code - (abs(x) / middle) ** power / scale)) for x in group
+    ]
+    return [
+        math.copysign((c * scale) ** (1 / power) * middle, x)
+        for c, x in zip(near, group, strict=True)
+    ]
+
+
+def test_codes_stand_for_what_a_loop_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-14, 14, (6, 40), generator=draw).float().exp2()
+    x = torch.randn(6, 40, generator=draw) * sizes
+    x[1], x[2, :20], x[3], x[4, 1:] = 0, 0, 3e-9, -1e30
+    for group, mine in zip(
+        x.tolist(), decode(encode(x, f := factors(extremes(x))), f), strict=True
+    ):
+        torch.testing.assert_close(mine, torch.tensor(looped(group)), rtol=1e-5, atol=0)
+
+
+def test_what_is_far_apart_stays_finite_and_what_is_not_finite_reads_back_as_nan() -> None:
+    x = torch.tensor([[1e38, 1e-45, 1.0], [math.inf, 1.0, 1.0], [math.nan, 1.0, 0.0]])
+    found = decode(encode(x, f := factors(extremes(x))), f)
+    assert found[0].isfinite().all() and found[0, 2] > 0
+    assert found[1:].isnan().all()
+
+
+def test_b54_adams_update_of_real_moments_is_near() -> None:
+    """Within 0.03, of bf16 within 0.005. Plant: codes without expansion of their range."""
+    names = {key.split("/")[0] for key in STORED.files}
+    for change, bound in (
+        (lambda x: read(kept(x), x), 0.03),
+        (lambda x: x.bfloat16().float(), 5e-3),
+    ):
+        apart = whole = 0.0
+        for name in names:
+            first, second = (
+                torch.from_numpy(STORED[f"{name}/{w}"]) for w in ("exp_avg", "exp_avg_sq")
+            )
+            exact = first / (second.sqrt() + 1e-8)
+            ours = change(first) / (change(second).sqrt() + 1e-8)
+            apart += float((ours - exact).square().sum())
+            whole += float(exact.square().sum())
+        assert 1e-4 < (apart / whole) ** 0.5 < bound
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((4, 256), 128), ((3, 130), 128), ((7, 16), 4), ((5, 6), 4), ((2, 3, 70), 32)],
+)
+def test_b54_parts_of_a_parameter_have_the_codes_of_the_whole(
+    shape: tuple[int, ...], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut through groups and rows, in several pieces, and some elements at a time.
+
+    Plant: the scale of a cut group is of the part that is here.
+    """
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).exp()
+    (whole,) = kept(x, size)
+    exact, n = read([whole], x), x.numel()
+    for cuts in ((n // 3, n // 2), (1, 2, n - 1), tuple(range(1, n, 5))):
+        parts = kept(x, size, *cuts)
+        assert torch.equal(read(parts, x), exact)
+        for part in parts:
+            groups = slice(part.run.groups[0], part.run.groups[-1] + 1)
+            assert torch.equal(part.factors_G3, whole.factors_G3[groups])
+    monkeypatch.setattr(moments, "CHUNK", 64)
+    assert torch.equal(read(kept(x, size), x), exact)
+
+
+@pytest.mark.parametrize(("kind", "apart"), [("bf16", 0.02), ("fp8", 0.1)])
+def test_updates_are_near_those_with_wide_moments(kind: str, apart: float) -> None:
+    """Of what has one dim they are the same; two numbers an element say how much is kept."""
+    found = {}
+    for moments_in in ("fp32", kind):
+        record = AdamW(lr=0.01, moments=moments_in, moment_group=4)  # type: ignore[arg-type]
+        params = parameters()
+        optimizer = build(record, params)
+        run(optimizer, range(5))
+        found[moments_in] = params
+        held = sum(t.nbytes for t in optimizer.state().values() if t.dim())
+        shapes = [tuple(p.shape) for p in params.values() if p.numel()]
+        each = (2 * math.prod(s) * record.moment_bytes(s, 4) for s in shapes)
+        assert held == sum(each)
+    start = parameters()
+    for name, exact in found["fp32"].items():
+        ours, was = found[kind][name], start[name]
+        if exact.dim() < 2:
+            assert torch.equal(ours, exact)
+        elif exact.numel():
+            error = (ours - exact).norm() / (exact - was).norm()
+            assert 1e-5 < error.item() < apart, name
+
+
+def test_a_run_says_what_its_moments_are_kept_in() -> None:
+    run = load_run("tiny", ["optim={kind: adamw, moments: fp8}"])
+    assert run.optim.group == 128 and run.optim.moment_bytes((8, 256), 4) == 1 + 12 / 128
