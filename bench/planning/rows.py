@@ -23,11 +23,12 @@ from planning.numbers import numbers
 
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, MultiToken
 from moefold.planner.case import Case, Keeping, Overlaps, Software
 from moefold.planner.hardware import cluster
 from moefold.planner.published import Undescribed, model
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, Schedule
+from moefold.spec.decoder import with_multi_token
 
 FILE = Path(__file__).parents[1] / "data" / "published_runs.json"
 CONFLICTS = {
@@ -180,14 +181,16 @@ def case_of(row: dict[str, Any]) -> Case:
         tp=row["tp"], cp=row["cp"], pp=pp, vpp=vpp, ep=row["ep"],
         etp=defaults.expert_tensor(row, where),
     )  # fmt: skip
+    stages = _stages(row, pp, vpp, len(model.blocks))
+    further = [MultiToken()] * sum(stage.count("m") for stage in stages.letters)
     return Case(
-        decoder=model,
+        decoder=with_multi_token(model, further),
         seq=row["seq_len"],
         batch=row["gbs"],
         micro_batch=row["mbs"],
         cluster=cluster(f"{row['gpu']}x{row['num_gpus']}"),
         sizes=sizes,
-        stages=_stages(row, pp, vpp, len(model.blocks)),
+        stages=stages,
         schedule=schedule,
         dispatch="local" if row["ep"] == 1 else defaults.dispatcher(row, where),
         load=defaults.load(row),

@@ -297,8 +297,8 @@ class Picture:
         stages = None
         if layout.stages is not None or count <= model.layers:
             with suppress(ValueError):
-                stages = layout.stages_of(model.layers)
-        if stages is not None and stages.faults(count, model.mixtures):
+                stages = layout.stages_of(model.layers, model.multi_token)
+        if stages is not None and stages.faults(count, model.mixtures, model.multi_token):
             stages = None
         held = [number // sizes.ep for number in model.experts if number % sizes.ep == 0]
         dealt = (tuple(range(e * min(held), (e + 1) * min(held))) for e in range(sizes.ep))

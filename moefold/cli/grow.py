@@ -107,8 +107,8 @@ def _made(
             raise ValueError(f"one mixture, or dense models alone ({', '.join(DENSE)})")
         if wanted.granularity > 1:
             raise ValueError("--granularity: it is a dense feed-forward that is cut; leave it out")
-        reading = read_config(args.sources[0])
-        found = opened.enter_context(import_folder(args.sources[0]))
+        reading = read_config(args.sources[0], multi_token=False)
+        found = opened.enter_context(import_folder(args.sources[0], reading=reading))
         return grow(reading, found.tensors, wanted, _loads(args)), found
     _demand_alike(args.sources, configs)
     sizes = wanted.experts, wanted.top_k, wanted.granularity

@@ -3,7 +3,7 @@
 E experts, F expert width, D hidden (see ``model/families/names.py`` for how weights lie on disk).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
 from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, Reading
-from moefold.model.families.folder import CONFIG_LIMIT, read_config
+from moefold.model.families.folder import CONFIG_LIMIT, FURTHER, read_config
 from moefold.model.families.names import TensorPiece
 from moefold.model.families.peft import base_of, read_adapter
 from moefold.model.tuning import merged
@@ -37,10 +37,10 @@ class FolderTensors(Mapping[str, Tensor]):
         self,
         source: Weights,
         plan: ImportPlan,
-        tied_head: str | None,
+        copies: Mapping[str, Sequence[str]],
         adapter: AdapterTensors | None = None,
     ) -> None:
-        self._source, self._plan, self._tied_head = source, plan, tied_head
+        self._source, self._plan, self._copies = source, plan, copies
         self._adapter = adapter
         self.targets = plan.targets
         """Shape and type of each tensor, without its values."""
@@ -83,11 +83,12 @@ class FolderTensors(Mapping[str, Tensor]):
             here = [n for n in names if n in self._source.tensors]
             sick = [n for n in here if bool(self._source.read(n).isnan().any())] or names
             raise ConvertError(self._source.folder, [f"{n} holds NaN" for n in sick])
-        if name == _EMBED and self._tied_head is not None:
-            head = self._source.read_box(self._tied_head, box)
-            if not torch.equal(head.to(wanted.dtype), wanted):
-                said = "differs from the embedding, but config.json says tie_word_embeddings"
-                raise ConvertError(self._source.folder, [f"{self._tied_head} {said}"])
+        for copy in self._copies.get(name, ()):
+            if not torch.equal(self._source.read_box(copy, box).to(wanted.dtype), wanted):
+                whose = "embedding" if name == _EMBED else "head"
+                field = FURTHER if ".layers." in copy else "tie_word_embeddings"
+                said = f"{copy} differs from the {whose}, but config.json says {field}"
+                raise ConvertError(self._source.folder, [said])
         low = None if self._adapter is None else self._adapter.found.adapters.get(name)
         if self._adapter is None or low is None:
             return wanted
@@ -183,13 +184,14 @@ def import_folder(
     else:
         source = PickledWeights(Path(weights), names[_EMBED])
     try:
-        # A head may be stored although it is the embedding.
-        head = names.get(_HEAD) if reading.decoder.tied else None
-        tied_head = head if head in source.tensors else None
+        known = _copies(reading, names[_HEAD])
+        copies = {ours: [n for n in those if n in source.tensors] for ours, those in known.items()}
 
         def ignored(name: str) -> str | None:
-            if name == tied_head:
+            if reading.decoder.tied and name == names[_HEAD]:
                 return "the head is the embedding"
+            if any(name in those for those in copies.values()):
+                return "copies of embedding and head"
             return reading.model.ignores(name)
 
         plan = make_plan(
@@ -201,7 +203,7 @@ def import_folder(
             block=reading.quantised,
         )
         said = list(_about_tokenizer(folder))
-        base = FolderTensors(source, plan, tied_head)
+        base = FolderTensors(source, plan, copies)
         adapter = None if own == folder else open_adapter(own, folder, reading.decoder, base)
     except BaseException:
         source.close()
@@ -215,7 +217,7 @@ def import_folder(
         if number
     ]
     notes = (*reading.notes, *left_out, *scaled, *said)
-    tensors = FolderTensors(source, plan, tied_head, adapter)
+    tensors = FolderTensors(source, plan, copies, adapter)
     return Imported(
         reading.decoder,
         reading.model,
@@ -226,6 +228,14 @@ def import_folder(
         source,
         adapter,
     )
+
+
+def _copies(reading: Reading, head: str) -> dict[str, tuple[str, ...]]:
+    """Return names on disk of what a folder may hold though it is the embedding, or the head."""
+    found = dict(reading.model.copies(reading.decoder))
+    if reading.decoder.tied:
+        found[_EMBED] = (*found.get(_EMBED, ()), head, *found.pop(_HEAD, ()))
+    return found
 
 
 def base_shapes(targets: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -67,10 +67,12 @@ def contract(
     """
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype {dtype!r}: one of {', '.join(get_args(Dtype))}")
-    wanted, sent = targets(decoder), list[Sent]()
-    for name, (row, layer) in find(family_of(decoder).tensors, wanted).items():
+    wanted, sent, family = targets(decoder), list[Sent](), family_of(decoder)
+    copies = family.copies(decoder)
+    for name, (row, layer) in find(family.tensors, wanted).items():
         kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
-        for piece in pieces(row, layer, whole, layout):
+        again = (TensorPiece(copy, whole, ()) for copy in copies.get(name, ()))
+        for piece in (*pieces(row, layer, whole, layout), *again):
             sent.append(Sent(**vars(piece), dtype=kept, ours=name, whole=whole))
     return sent
 

@@ -19,10 +19,9 @@ from safetensors import SafetensorError, safe_open
 from moefold.checkpoint.tensors import DTYPES as STORED
 from moefold.files import read_json
 from moefold.layers.placement import Box
+from moefold.model.families.folder import INDEX, INDEX_LIMIT
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-INDEX_LIMIT = 64 * 2**20
 PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
 """Names without a path in them, in any system's notation."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

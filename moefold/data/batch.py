@@ -116,6 +116,22 @@ class MicroBatch:
             n_labels=int((picked["labels_T"] != IGNORED).sum()),
         )
 
+    def ahead(self, by: int) -> "MicroBatch":
+        """Return the rows with ids and labels of ``by`` tokens later; of the whole micro-batch.
+
+        No label crosses a segment's end, where the last token stands in for those beyond.
+        """
+        device = self.ids_T.device
+        lengths_N = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        end_T = lengths_N.cumsum(0).repeat_interleave(lengths_N)
+        from_T = torch.arange(self.rows, device=device)
+        later_T, inside_T = from_T[: self.n_valid] + by, torch.zeros_like(self.valid_T)
+        inside_T[: self.n_valid] = later_T < end_T
+        from_T[: self.n_valid] = later_T.minimum(end_T - 1)
+        labels_T = self.labels_T[from_T].where(inside_T, IGNORED)
+        counted = int((labels_T != IGNORED).sum())
+        return replace(self, ids_T=self.ids_T[from_T], labels_T=labels_T, n_labels=counted)
+
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the same micro-batch with its tensors on ``device``; the host waits for none."""
         if torch.device(device) == self.ids_T.device:

@@ -56,6 +56,7 @@ class Flow:
         cache: keys and values of texts that are being written.
         dropless: whether experts take all rows: texts that are written do not compete.
         known: what the loss knows of the micro-batch beside its rows.
+        ahead: rows and piece with ids and labels of one token later, of two, and so on.
     """
 
     rows: MicroBatch
@@ -73,6 +74,7 @@ class Flow:
     cache: KeyValueCache | None = None
     dropless: bool = False
     known: Any = None
+    ahead: tuple[tuple[MicroBatch, MicroBatch | None], ...] = ()
     _angles: dict[tuple[Rope, int], Angles] = field(default_factory=dict)
 
     def begun(self, sink: GradientSink, unshard: UnshardHooks, ends: bool) -> "Flow":
@@ -114,6 +116,13 @@ class Flow:
     def _whole(self) -> "Flow":
         assert self.piece is not None
         return replace(self, rows=self.piece, piece=None)
+
+    def at(self, later: int) -> "Flow":
+        """Return the pass with ids and labels of so many tokens later."""
+        if not later:
+            return self
+        rows, piece = self.ahead[later - 1]
+        return replace(self, rows=rows, piece=piece)
 
     def chunked(self, length: int) -> "Flow":
         """Return the pass of attention in which segments end at every ``length`` rows too."""

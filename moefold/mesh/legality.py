@@ -109,10 +109,13 @@ def stage_violations(text: str, sizes: Sizes, model: ModelNeeds | None) -> Itera
         yield Violation(("stages",), text, str(error), None)
         return
     count = sizes.pp * sizes.vpp
-    faults = stages.faults(count, None if model is None else model.mixtures)
+    ahead = 0 if model is None else model.multi_token
+    faults = stages.faults(count, None if model is None else model.mixtures, ahead)
+    if stages.letters[-1].count("m") < "".join(stages.letters).count("m"):
+        faults.append("every m stands in the last stage, with L")
     if faults:
         mixtures = (True,) * stages.layers if model is None else model.mixtures
-        near = stages.nearest(count, mixtures).text
+        near = stages.nearest(count, mixtures, ahead).text
         yield from (Violation(("stages",), text, rule, near) for rule in faults)
 
 

@@ -163,14 +163,15 @@ class Stages:
                 break
         return found
 
-    def nearest(self, count: int, mixtures: Sequence[bool]) -> "Stages":
+    def nearest(self, count: int, mixtures: Sequence[bool], multi_token: int = 0) -> "Stages":
         """Return a legal layout like this one: a layer more or less where that is enough.
 
         Layers are taken from the fullest stages and given to the emptiest; where that does not
         help, the answer is the balanced layout.
         """
-        stages = [re.sub("[dx]", "t", stage) for stage in self.letters]
-        tail = next((k for k, s in enumerate(stages) if re.search("[mL]", s)), len(stages) - 1)
+        stages = [re.sub("m", "", re.sub("[dx]", "t", stage)) for stage in self.letters]
+        stages[-1] = re.sub("(?=L$)", "m" * multi_token, stages[-1])
+        tail = next((k for k, s in enumerate(stages) if "L" in s), len(stages) - 1)
         change = len(mixtures) - self.layers
         for _ in range(abs(change) if abs(change) <= SMALL_CHANGE else 0):
             if change > 0:
@@ -180,9 +181,9 @@ class Stages:
                 k = max(range(len(stages)), key=lambda k: (_layers(stages[k]), k))
                 stages[k] = stages[k].replace("t", "", 1)
         tried = Stages(tuple(stages))
-        if not tried.faults(count, mixtures):
+        if not tried.faults(count, mixtures, multi_token):
             return tried
-        return Stages.balanced(count, 1, len(mixtures))
+        return Stages.balanced(count, 1, len(mixtures), multi_token)
 
 
 def _rank(stage: int, pp: int, way: Way) -> int:

@@ -4,13 +4,14 @@ A family (``model/families``) turns a few sizes into this description; the model
 and the checkpoint converters all read the description and never the family.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from moefold.config.base import Record
+from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.layers.config import ATTENTION, FFN, QUANTISE, Size
 
@@ -31,6 +32,18 @@ class LowRank(Record):
     """Share of the features of ``x`` that A does not see in a step of training."""
 
 
+class MultiToken(Record):
+    """The loss of a block that predicts one token more (arXiv 2412.19437, section 2.2).
+
+    It reads the rows before it beside the embedding of the token that they predict.
+    """
+
+    weight: Annotated[float, Field(ge=0)] = 0.1
+    """Of its loss, a mean over labels of its own, and of its router's terms."""
+    reads: Literal["normed", "residual"] = "normed"
+    """Rows before it: as the head takes them, or before the norm that is there."""
+
+
 class Block(Record):
     """One layer: attention, then a dense or mixture-of-experts feed-forward."""
 
@@ -44,6 +57,9 @@ class Block(Record):
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by their names within the block."""
     adapters: tuple[LowRank, ...] = ()
+    multi_token: MultiToken | None = None
+    """Makes it one that predicts a token more; such come after all others, and share embedding and
+    head."""
 
     def normed(self, half: str) -> tuple[bool, bool]:
         """Return whether ``attention`` or ``ffn`` has a norm of its own before it, and after it."""
@@ -98,3 +114,20 @@ class Decoder(Record):
     def blocks(self) -> tuple[Block, ...]:
         """Every block in order, patterns written out."""
         return tuple(b for s in self.stacks for _ in range(s.repeat) for b in s.blocks)
+
+    @property
+    def multi_token(self) -> tuple[MultiToken, ...]:
+        """The losses of further tokens, one for each of the last blocks."""
+        return tuple(b.multi_token for b in self.blocks if b.multi_token is not None)
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks without those of further tokens."""
+        return len(self.blocks) - len(self.multi_token)
+
+    def rules(self) -> Iterator[Violation]:
+        """Blocks of further tokens come last, and not alone."""
+        first, said = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
+        if not first or any(block.multi_token for block in first):
+            rule = "blocks with multi_token come last, after one without"
+            yield Violation(("stacks",), said, rule)

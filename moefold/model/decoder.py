@@ -28,6 +28,7 @@ from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
 from moefold.model.block import DecoderBlock
 from moefold.model.config import Decoder
+from moefold.model.multi_token import MultiTokenBlock, look_ahead, make_block
 from moefold.model.tuning import tune
 from moefold.moe.dispatch.config import AllToAll
 from moefold.moe.layer import MoeFfn
@@ -46,7 +47,8 @@ class LossOutput:
     router_terms: dict[str, Tensor]
     """Each balancing term's value, averaged over layers, without its coefficient."""
     loss: Tensor
-    """``lm_loss`` plus each term times its coefficient, summed over layers."""
+    """``lm_loss`` plus each term times its coefficient, summed over layers, plus the losses of
+    further tokens times their weights."""
 
 
 class DecoderModel(nn.Module):
@@ -76,7 +78,7 @@ class DecoderModel(nn.Module):
             epsilon, more = record.norm_epsilon, (dispatch, expert_kernel, record.norm)
             self.layers = nn.ModuleDict(
                 {
-                    str(i): DecoderBlock(block, record.hidden, epsilon, i, *more)
+                    str(i): make_block(block, record.hidden, epsilon, i, *more)
                     for i, block in enumerate(record.blocks)
                 }
             )
@@ -98,6 +100,11 @@ class DecoderModel(nn.Module):
         """The unit that holds the head's matrix."""
         return EMBEDDING if self.head is None else "head"
 
+    @property
+    def main(self) -> tuple[str, ...]:
+        """Numbers of the blocks here that are not of further tokens."""
+        return tuple(n for n, b in self.layers.items() if not isinstance(b, MultiTokenBlock))
+
     def mixtures(self) -> Iterator[tuple[int, MoeFfn]]:
         """Yield the number and the MoE layer of each block that has one."""
         for number, block in self.layers.items():
@@ -106,7 +113,7 @@ class DecoderModel(nn.Module):
 
     def forward(self, flow: Flow) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the normed rows ``x_TD`` and the router terms [N] by layer number."""
-        x_TD, terms = self.run(flow, self.start(flow), self.layers)
+        x_TD, terms = self.run(flow, self.start(flow), self.main)
         return self.finish(flow, x_TD), terms
 
     def start(self, flow: Flow) -> Tensor:
@@ -142,6 +149,20 @@ class DecoderModel(nn.Module):
         with flow.keeper.keeping():
             (x_TD,) = end_unit(flow.unshard, "norm", self.norm(x_TD, flow))
         return scaled(x_TD, 1 / self.record.logits_divisor)
+
+    def ahead(
+        self, flow: Flow, x_TD: Tensor, normed_TD: Tensor
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Return what the head takes for each further token of a pass that has labels of any.
+
+        Args:
+            flow: the pass.
+            x_TD: rows behind the last of the other blocks.
+            normed_TD: the same as the head takes them.
+        """
+        blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
+        rows, factor = (x_TD, normed_TD), 1 / self.record.logits_divisor
+        return look_ahead(blocks[: len(flow.ahead)], self.start, flow, rows, factor)
 
     def head_operand(self, flow: Flow | None = None) -> Operand:
         """Return the head as products take it, those of a pass of training where it is named."""
@@ -197,12 +218,24 @@ class DecoderModel(nn.Module):
         """Return the differentiable loss of one micro-batch taken as a whole batch."""
         for _, mixture in self.mixtures():
             mixture.balance.start_step()
-        x_TD, terms = self(Flow(rows, self.recipe))
+        further = self.record.multi_token
+        ahead = tuple((rows.ahead(later), None) for later in range(1, len(further) + 1))
+        flow = Flow(rows, self.recipe, ahead=ahead)
+        x_TD, terms = self.run(flow, self.start(flow), self.main)
+        normed_TD = self.finish(flow, x_TD)
+        later, more = self.ahead(flow, x_TD, normed_TD)
+        values, weighted = self.router_terms(terms | more)
+        lm_loss = self._mean_loss(normed_TD, rows)
+        loss = lm_loss if weighted is None else lm_loss + weighted
+        for one, x_TD, (rows, _) in zip(further, later, ahead, strict=True):
+            loss = loss + one.weight * self._mean_loss(x_TD, rows)
+        return LossOutput(lm_loss, values, loss)
+
+    def _mean_loss(self, x_TD: Tensor, rows: MicroBatch) -> Tensor:
+        """Return the mean cross-entropy of normed rows over their labels."""
         head = self.head_operand()
         if head.low_rank is None:
             summed = cross_entropy_sum(x_TD, head, rows.labels_T, chunk=LOSS_CHUNK)
         else:
             summed = cross_entropy(linear(x_TD, head), rows.labels_T, reduction="sum")
-        lm_loss = summed / max(rows.n_labels, 1)
-        values, weighted = self.router_terms(terms)
-        return LossOutput(lm_loss, values, lm_loss if weighted is None else lm_loss + weighted)
+        return summed / max(rows.n_labels, 1)

@@ -57,7 +57,7 @@ def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
         return torch.zeros(piece.local_shape)
     if len(piece.shape) == 1:
         return torch.full(piece.local_shape, float(piece.name.endswith("norm.weight")))
-    out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * len(decoder.blocks))
+    out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * decoder.layers)
     scale = out_scale if piece.name.endswith(WRITES_RESIDUAL) else 1.0
     return normal_piece(seed, piece, decoder.init_std * scale)
 

@@ -73,7 +73,7 @@ def steps_of(model: DecoderModel) -> list[Step] | None:
     plain = record.quantise is None and not any(block.adapters for block in record.blocks)
     if not (small and plain) or any(p.dtype != model.recipe.dtype for p in there):
         return None
-    blocks = zip(model.layers.values(), record.blocks, strict=True)
+    blocks = zip(map(model.layers.__getitem__, model.main), record.blocks, strict=False)
     steps = [_block(block, one.residual_scale) for block, one in blocks]  # type: ignore[arg-type]
     if type(model.norm) is not RmsNorm:
         return [*steps, lambda x_PD, flow: model.finish(flow, x_PD)]

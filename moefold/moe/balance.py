@@ -249,6 +249,9 @@ class Counters(ExactBuffers):
 class Balance(nn.Module):
     """The balancing of one MoE layer: its terms, its updates, and the counters they read."""
 
+    weight = 1.0
+    """Factor on coefficients; a block of further tokens sets it."""
+
     def __init__(self, record: Moe) -> None:
         super().__init__()
         self.record = record
@@ -265,7 +268,7 @@ class Balance(nn.Module):
     @property
     def coefficients(self) -> dict[str, float]:
         """Coefficient of each term by its name, in order."""
-        return {term.name: term.coefficient for term in self.terms}
+        return {term.name: term.coefficient * self.weight for term in self.terms}
 
     def forward(self, routed: Routed, flow: Flow) -> tuple[Decision, dict[str, Tensor]]:
         """Count the decision where that was not done yet, and return it with each term's value.

@@ -38,13 +38,16 @@ class Chunk:
     """Whether it begins with the embedding."""
     scores: bool
     """Whether it ends with norm, head and loss."""
+    ahead: tuple[str, ...] = ()
+    """Numbers of its layers of multi-token prediction, which follow the norm."""
 
     @classmethod
-    def of(cls, places: tuple[Place, ...]) -> "Chunk":
-        """Return what the places of a pipeline layout say."""
+    def of(cls, places: tuple[Place, ...], layers: int) -> "Chunk":
+        """Return what the places of a pipeline layout say of a model with so many layers."""
         kinds = [place.kind for place in places]
-        layers = tuple(str(place.index) for place in places if place.kind == "layer")
-        return cls(layers, "embedding" in kinds, "loss" in kinds)
+        main = tuple(str(place.index) for place in places if place.kind == "layer")
+        ahead = tuple(str(layers + place.index) for place in places if place.kind == "multi_token")
+        return cls(main, "embedding" in kinds, "loss" in kinds, ahead)
 
 
 HooksFor = Callable[..., UnshardHooks]
@@ -73,7 +76,8 @@ class ModelParts:
     table: Table
     """Of some micro-batches; all tables of a layout lay stages on ranks alike."""
     embedding_stages: tuple[int, ...]
-    """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it."""
+    """Pipeline ranks that hold the embedding's matrix: several where the head is tied to it, or
+    the last one predicts further tokens."""
     term_layers: dict[str, int]
     """How many layers of the whole model have each router term."""
     beside: World | None
@@ -107,11 +111,12 @@ def place_model(model: DecoderModel, layout: Layout, world: World) -> ModelParts
     """Take from a whole model what does not live on this rank; its tensors may be on ``meta``."""
     term_layers = Counter(term for _, mixture in model.mixtures() for term in mixture.terms)
     sizes = world.folding.sizes
-    table, stages = layout.table(2 * sizes.pp), layout.stages_of(len(model.record.blocks))
+    depth = len(model.record.multi_token)
+    table, stages = layout.table(2 * sizes.pp), layout.stages_of(model.record.layers, depth)
     places = stages.places()
     here = [table.stage(world.attention.pp, chunk) for chunk in range(sizes.vpp)]
-    chunks = tuple(Chunk.of(places[stage]) for stage in here)
-    letters = "EL" if model.record.tied else "E"
+    chunks = tuple(Chunk.of(places[stage], model.record.layers) for stage in here)
+    letters = "EL" if model.record.tied or depth else "E"
     holders = {table.home(k) for k, stage in enumerate(stages.letters) if set(stage) & set(letters)}
     _keep(model, chunks)
     shards = _cut(model, world)
@@ -139,11 +144,11 @@ def alone(model: DecoderModel, layout: Layout | None = None) -> ModelParts:
 
 def _keep(model: DecoderModel, chunks: tuple[Chunk, ...]) -> None:
     """Drop the parts of a model that no chunk here runs."""
-    kept = [number for chunk in chunks for number in chunk.layers]
+    kept = [number for chunk in chunks for number in (*chunk.layers, *chunk.ahead)]
     model.layers = nn.ModuleDict({number: model.layers[number] for number in kept})
     embeds = any(chunk.embeds for chunk in chunks)
     scores = any(chunk.scores for chunk in chunks)
-    if not embeds and not (scores and model.record.tied):
+    if not embeds and not (scores and (model.record.tied or model.record.multi_token)):
         model.embed = None
     if not scores:
         model.norm = model.head = None
@@ -176,15 +181,21 @@ def flow_of(
 ) -> Flow:
     """Return the pass of one micro-batch, which is whole and on the host, through these parts."""
     model, layout, world = placed.model, placed.layout, placed.world
-    rows, piece = cut(batch, world)
-    device = world.device
+    device, depth = world.device, len(model.record.multi_token) if training else 0
+
+    def here(batch: MicroBatch) -> tuple[MicroBatch, MicroBatch | None]:
+        rows, piece = cut(batch, world)
+        return rows.to(device), None if piece is None else piece.to(device)
+
+    rows, piece = here(batch)
     return Flow(
-        rows.to(device),
+        rows,
         model.recipe,
         keeper=Keeper(layout.recompute, placed.offload, clones=layout.clones is not None),
         training=training,
         world=world,
         context=layout.context,
-        piece=None if piece is None else piece.to(device),
+        piece=piece,
         exact=exact,
+        ahead=tuple(here(batch.ahead(later)) for later in range(1, depth + 1)),
     )

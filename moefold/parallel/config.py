@@ -214,11 +214,11 @@ class Layout(Record):
         sizes = self.split
         return tabulate(self._ordered_by, sizes.pp, sizes.vpp, micro_batches)
 
-    def stages_of(self, layers: int) -> Stages:
-        """Return what each stage holds of a model with so many layers."""
+    def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
+        """Return what each stage holds of a model with so many layers, and of further tokens."""
         if self.stages is not None:
             return Stages.parse(self.stages)
-        return Stages.balanced(self.split.pp, self.split.vpp, layers, way=self.way)
+        return Stages.balanced(self.split.pp, self.split.vpp, layers, multi_token, self.way)
 
     @property
     def way(self) -> Way:

@@ -34,9 +34,10 @@ from moefold.planner.search_change import Change, changes
 from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
 from moefold.run import Run, load_run, recipes
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import needs, with_multi_token
 
 GB = 1e9
+APART = "multi-token layers apart from the loss"
 MEMORY_ERROR = 0.1
 """Relative error that planned memory is held to on measured runs; see docs/plan.md."""
 
@@ -110,7 +111,8 @@ class PlannedLayout:
     @property
     def not_yet(self) -> tuple[str, ...]:
         """What of it training cannot execute yet, or only with another package."""
-        more = ("multi-token layers",) if self.case.multi_token else ()
+        last = self.case.stages.letters[-1].count("m")
+        more = () if self.case.multi_token == last else (APART,)
         return (*self.choice.not_yet, *foreign(self.case.decoder), *more)
 
 
@@ -257,9 +259,6 @@ def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, .
 def _today(task: TrainingTask, search: Search) -> PlannedLayout | None:
     if task.foreign:
         return None
-    if task.multi_token:
-        task = replace(task, multi_token=0)
-        search = Search(task)
     return next(iter(_found(search, today(task))), None)
 
 
@@ -273,14 +272,14 @@ def _published(task: TrainingTask) -> list[PlannedLayout]:
         ratio = row.devices / task.cluster.devices
         return row.device != here, max(ratio, 1 / ratio)
 
-    found = []
+    found, alone = [], replace(task, decoder=with_multi_token(task.decoder, ()))
     for row in sorted(rows, key=far):
         choice = row.choice
         if not task.multi_token and choice.stages and "m" in choice.stages.text:
             bare = tuple(stage.replace("m", "") for stage in choice.stages.letters)
             choice = replace(choice, stages=replace(choice.stages, letters=bare))
         try:
-            case = choice.case(task)
+            case = choice.case(task if choice.stages and "m" in choice.stages.text else alone)
         except ValueError:
             continue
         told = f"{row.source} ({row.device} x {row.devices})"

@@ -141,26 +141,27 @@ class Held(NamedTuple):
     layers: tuple[tuple[int, int], ...] = ()
     """Kinds of blocks, as :func:`kinds` numbers them, and how many of each."""
     multi_token: int = 0
-    """Multi-token prediction layers, each with a loss of its own."""
+    """Those of them that predict further tokens, each with a loss of its own."""
     embedding: bool = False
     loss: bool = False
     """Whether the last norm, the head and the loss are there."""
 
     @property
     def number(self) -> int:
-        """Layers of all kinds."""
-        return sum(count for _, count in self.layers)
+        """Layers of all kinds, those of further tokens apart."""
+        return sum(count for _, count in self.layers) - self.multi_token
 
     @classmethod
-    def of(cls, places: Iterable[Place], order: tuple[int, ...]) -> "Held":
-        """Count places; ``order`` is the kind of each layer of the model."""
+    def of(cls, places: Iterable[Place], order: tuple[int, ...], main: int) -> "Held":
+        """Count places; ``order`` is the kind of each layer, of which ``main`` come first."""
         layers: Counter[int] = Counter()
         others: Counter[str] = Counter()
         for place in places:
             if place.kind == "layer":
                 layers[order[place.index]] += 1
-            else:
-                others[place.kind] += 1
+            elif place.kind == "multi_token":
+                layers[order[main + place.index]] += 1
+            others[place.kind] += 1
         ends = others["embedding"] > 0, others["loss"] > 0
         return cls(tuple(sorted(layers.items())), others["multi_token"], *ends)
 
@@ -181,12 +182,18 @@ def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     return tuple(numbers), order
 
 
+@remembered(256)
+def main_layers(decoder: Decoder) -> tuple[int, int]:
+    """Return the number of a model's layers, and of those of further tokens, which follow them."""
+    return decoder.layers, len(decoder.multi_token)
+
+
 @remembered(4096)
 def contents(decoder: Decoder, stages: Stages, pp: int, way: Way) -> Contents:
     """Return what the ranks of a pipeline compute, chunk by chunk and over their chunks."""
-    places, order = stages.table(pp, way), kinds(decoder)[1]
-    chunks = tuple(tuple(Held.of(chunk, order) for chunk in rank) for rank in places)
-    return Contents(places, chunks, tuple(Held.of(chain(*rank), order) for rank in places))
+    places, given = stages.table(pp, way), (kinds(decoder)[1], main_layers(decoder)[0])
+    chunks = tuple(tuple(Held.of(chunk, *given) for chunk in rank) for rank in places)
+    return Contents(places, chunks, tuple(Held.of(chain(*rank), *given) for rank in places))
 
 
 EVENED = (inf, 1.42, 1.07, 1.04, 1.005)
@@ -233,9 +240,11 @@ class Case:
         count = self.sizes.pp * self.sizes.vpp
         if len(self.stages.letters) != count:
             raise ValueError(f"stages are {len(self.stages.letters)}, pp * vpp is {count}")
-        layers = len(kinds(self.decoder)[1])
+        layers, ahead = main_layers(self.decoder)
         if self.stages.layers != layers:
             raise ValueError(f"stages hold {self.stages.layers} layers, the model has {layers}")
+        if self.multi_token != ahead:
+            raise ValueError(f"stages hold {self.multi_token} m, the model has {ahead}")
         share = self.folding.dp * self.micro_batch
         if self.batch % share:
             raise ValueError(f"batch {self.batch}: a multiple of dp * micro_batch = {share}")

@@ -12,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moefold.model.config import Block, Decoder
-from moefold.spec.decoder import LORA_A, LORA_B, embedding, halves, head, norms_of, with_adapters
+from moefold.spec.decoder import (
+    LORA_A,
+    LORA_B,
+    embedding,
+    halves,
+    head,
+    join_weights,
+    norms_of,
+    with_adapters,
+)
 from moefold.spec.layer import Attention, Scan
 
 
@@ -86,14 +95,11 @@ class Counts:
         return self.flops([seq], causal) / seq
 
 
-def count(decoder: Decoder, multi_token: int = 0) -> Counts:
+def count(decoder: Decoder) -> Counts:
     """Count a decoder's parts.
 
-    Args:
-        decoder: the description.
-        multi_token: layers of multi-token prediction, each a block like the last with a matrix
-            that joins two rows, three norms, and the model's own embedding and head once more
-            (DeepSeek-V3, arXiv 2412.19437, section 2.2). The norms count as one product each.
+    A block of a further token, with all that it has, is a part of its own: it reads the model's
+    own embedding and head once more, and its three norms count as one product each.
     """
     hidden, matrix = decoder.hidden, decoder.vocab * decoder.hidden
     parts = {"embedding": PartCounts(matrix), "norms": PartCounts(hidden)}
@@ -103,20 +109,20 @@ def count(decoder: Decoder, multi_token: int = 0) -> Counts:
     if of_head:
         parts["adapters"] = PartCounts(of_head, 0, of_head)
     cores = Counter[Attention | Scan]()
-    last = decoder.stacks[-1].blocks[-1]
     blocks = [(block, stack.repeat) for stack in decoder.stacks for block in stack.blocks]
     for block, repeat in blocks:
-        for name, part in _block(block, hidden).items():
+        found = _block(block, hidden)
+        if block.multi_token is not None:
+            join = [(w.elements, w.frozen) for w in join_weights(hidden, 0, block)]
+            size, still = sum(n for n, _ in join), sum(n for n, frozen in join if frozen)
+            joined = PartCounts(size, 0, size + matrix, still + matrix * fixed)
+            found = {"multi_token": sum(found.values(), joined)}
+        for name, part in found.items():
             parts[name] = parts.get(name, PartCounts()) + part.times(repeat)
-    for block, repeat in (*blocks, (last, multi_token)):
         for _, spec in halves(block):
             for one in spec.operations(hidden):
-                if one.core is not None and repeat:
+                if one.core is not None:
                     cores[one.core] += repeat
-    if multi_token:
-        joined = 2 * hidden**2 + 3 * hidden
-        layer = sum(_block(last, hidden).values(), PartCounts(joined, 0, joined + matrix))
-        parts["multi_token"] = layer.times(multi_token)
     return Counts(parts, tuple(cores.items()))
 
 

@@ -24,7 +24,7 @@ from moefold.layers.config import (
 )
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, MultiToken
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom, Foreign
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
@@ -38,6 +38,7 @@ from moefold.planner.case import (
     Software,
     evened,
     kinds,
+    main_layers,
     offloaded,
     recomputed,
 )
@@ -55,6 +56,7 @@ from moefold.schedule.config import (
     Schedule,
     Vee,
 )
+from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import LayerSpec
 
 LOAD = 1.2
@@ -86,11 +88,15 @@ class TrainingTask:
     numbers: Numbers = field(default_factory=Numbers)
     load: float = LOAD
     software: Software = field(default_factory=Software)
-    multi_token: int = 0
     notes: tuple[str, ...] = ()
     """What was assumed, and what of the run has no effect."""
     tokens: float | None = None
     """Tokens of the whole run, where it states its steps."""
+
+    @property
+    def multi_token(self) -> int:
+        """Number of layers of multi-token prediction."""
+        return main_layers(self.decoder)[1]
 
     @property
     def foreign(self) -> tuple[str, ...]:
@@ -153,8 +159,7 @@ class Choice:
         overlaps, stages = replace(task.software.overlaps, ep=self.paired), self.stages
         if stages is None:
             way: Way = "v" if isinstance(self.schedule, Vee) else "round"
-            layers = len(kinds(task.decoder)[1])
-            stages = balanced(self.sizes.pp, self.sizes.vpp, layers, task.multi_token, way)
+            stages = balanced(self.sizes.pp, self.sizes.vpp, *main_layers(task.decoder), way)
         return Case(
             decoder=task.decoder,
             seq=task.seq,
@@ -305,9 +310,10 @@ def of_model(
 ) -> TrainingTask:
     """Return the pre-training of a published model; layers of others are planned as Megatron."""
     notes = (f"assumed: {model.assumed}",) if model.assumed else ()
+    further = (MultiToken(),) * model.multi_token
     task = TrainingTask(
-        model.name, model.decoder, seq, batch, cluster, load=load,
-        multi_token=model.multi_token, notes=notes,
+        model.name, with_multi_token(model.decoder, further), seq, batch, cluster,
+        load=load, notes=notes,
     )  # fmt: skip
     if not task.foreign:
         return task

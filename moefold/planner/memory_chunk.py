@@ -59,8 +59,8 @@ class ChunkSizes:
     ) -> None:
         """Take what decides; logits of ``rows`` exist at once, each of so many bytes."""
         self.decoder, self.shape, self.keeping, self.graphs = decoder, shape, keeping, graphs
-        self.blocks, order = kinds(decoder)
-        self.last, self.loss_rows, self.logit = order[-1], min(rows, shape.piece), logit
+        self.blocks, _ = kinds(decoder)
+        self.loss_rows, self.logit = min(rows, shape.piece), logit
         self.stack, self.recipe = split.stack, split.numbers.recipe
         self.states = states_of(decoder, split)
         self._known: dict[tuple[Held, tuple[int, ...]], ChunkBytes] = {}
@@ -78,18 +78,21 @@ class ChunkSizes:
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
         waiting = sum(one[3] * count for one, count in layers)
-        if held.embedding:
+        if looked_up := held.embedding + held.multi_token:
             # Under tp the places of its share, which rows are among them, and all rows' gradients.
             places = shape.piece * INDEX if shape.tp > 1 else 0
-            total += places + (shape.piece if shape.tp > 1 else 0)
-            waiting += places + shape.piece * shape.hidden * STATISTIC
+            total += looked_up * (places + (shape.piece if shape.tp > 1 else 0))
+            waiting += looked_up * (places + shape.piece * shape.hidden * STATISTIC)
         # The gradient of the last norm's weight.
         waiting += shape.hidden * STATISTIC if held.loss else 0.0
-        if held.multi_token:
-            last = self._layer(self.last)
+        total += held.multi_token * logits
+        if self.stack != "moefold":
             # The joined pair of rows and the norms before and after it.
-            total += held.multi_token * (last[0] + 5 * shape.row + logits)
-            waiting += held.multi_token * (last[3] + 3 * shape.row)
+            total += held.multi_token * 5 * shape.row
+        elif "block" in self.keeping.recompute:
+            # What each but the first reads would be kept by the norm of the one before.
+            reads = [one.reads for one in self.decoder.multi_token[1:]] if held.loss else []
+            total += reads.count("residual") * shape.row
         if held.loss:
             total += shape.row + shape.rows * STATISTIC + logits
         if held.loss and self.stack == "moefold":
@@ -110,8 +113,7 @@ class ChunkSizes:
         keeping = self.keeping
         shares = keeping.offload_share, keeping.disk_share
         if self.stack != "moefold" or not order:
-            layers = (*held.layers, (self.last, held.multi_token))
-            sent = [(self._sent(kind), count) for kind, count in layers]
+            sent = [(self._sent(kind), count) for kind, count in held.layers]
             host, disk = (
                 share * sum(one[i] * count for one, count in sent) for i, share in enumerate(shares)
             )

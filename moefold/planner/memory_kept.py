@@ -160,6 +160,9 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
         vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
         vectors += shape.hidden * len(norms_of(block, name))
         found.append(_part("vectors", vectors * STATISTIC))
+    if block.multi_token is not None:
+        found.append(_part("join.gradient", shape.row))
+        found.append(_part("join.vectors", 3 * shape.hidden * STATISTIC))
     return tuple(found)
 
 

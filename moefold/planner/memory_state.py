@@ -18,7 +18,6 @@ from moefold.spec.decoder import (
     embedding,
     head,
     last_norm,
-    multi_token_weights,
 )
 from moefold.spec.layer import Weight
 
@@ -27,7 +26,7 @@ CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.1
 product and one, transposed, for the gradient of its input."""
 WIDE_BYTES = 2
 """Bytes per element of what stays in bfloat16 beside codes."""
-Part = int | Literal["multi_token", "norm", "head", "embedding"]
+Part = int | Literal["norm", "head", "embedding"]
 """Something that ranks hold: a kind of block, as ``case.kinds`` numbers them, or what is named."""
 
 
@@ -133,18 +132,14 @@ class Split(NamedTuple):
 def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
     """Yield what a rank holds besides embedding and head, and how often."""
     yield from held.layers
-    yield "multi_token", held.multi_token
     yield "norm", int(held.loss)
 
 
 @remembered(1 << 10)
 def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
-    blocks, order = kinds(decoder)
     if isinstance(part, int):
-        return block_weights(blocks[part], decoder.hidden, part)
-    if part == "multi_token":
-        return multi_token_weights(decoder, len(order))
+        return block_weights(kinds(decoder)[0][part], decoder.hidden, part)
     if part == "norm":
         return (last_norm(decoder),)
     return (head(decoder) if part == "head" else embedding(decoder),)

@@ -119,7 +119,6 @@ class Search:
         self.common = layers.most_common(1)[0]
         """The most common kind of layer, and how many there are."""
         self.whole = Held(tuple(sorted(layers.items())), task.multi_token, True, True)
-        layers[order[-1]] += task.multi_token
         self.blocks = [(blocks[kind], number) for kind, number in layers.items()]
         """The kinds of layers with how many there are, multi-token ones among them."""
         routed = [(one, number) for one, number in self.blocks if has_routing(one.ffn)]
@@ -230,12 +229,15 @@ class Search:
             return
         took = estimate(case)
         yield took.seconds, 3, choice
-        for stages in self._even_stages(case, took):
+        for stages in self._even_stages(case, took, space.apart):
             seconds = estimate(replace(case, stages=stages)).seconds
             yield seconds, 3, replace(choice, stages=stages)
 
-    def _even_stages(self, case: Case, took: StepTime) -> Iterator[Stages]:
-        """Yield stages whose ranks take equally long, by what balanced ones took."""
+    def _even_stages(self, case: Case, took: StepTime, moves: bool) -> Iterator[Stages]:
+        """Yield stages whose ranks take equally long, by what balanced ones took.
+
+        ``moves``: also with further tokens off the loss's stage.
+        """
         sizes = case.sizes
         if sizes.pp == 1:
             return
@@ -251,7 +253,7 @@ class Search:
         layers, more = self.foldings.layers, self.task.multi_token
         made = balanced(sizes.pp, sizes.vpp, layers, more, case.way, (first, last))
         yield made
-        moved = apart(made)
+        moved = apart(made) if moves else None
         if moved is not None:
             yield moved
 

@@ -50,6 +50,8 @@ class Space:
     offloads: tuple[Modules, ...] = (frozenset(),)
     optimizer_offloads: tuple[float, ...] = (0.0,)
     micro_batches: tuple[int, ...] = (1,)
+    apart: bool = True
+    """Whether multi-token layers may lie apart from the loss."""
 
     def shares(self, pp: int) -> Iterator[tuple[int, float]]:
         """Yield ZeRO stages and shares of the optimizer on the host.
@@ -89,6 +91,7 @@ def today(task: TrainingTask) -> Space:
         dispatchers=known,
         offloads=(frozenset(),),
         optimizer_offloads=(0.0,),
+        apart=False,
     )
 
 

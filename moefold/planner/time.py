@@ -111,7 +111,7 @@ class StepTime:
 
 def flops(case: Case) -> int:
     """Return a step's model FLOPs, as :mod:`moefold.planner.count` counts them."""
-    return case.batch * count(case.decoder, case.multi_token).flops([case.seq])
+    return case.batch * count(case.decoder).flops([case.seq])
 
 
 def estimate(case: Case, given: Constants | None = None) -> StepTime:
@@ -181,8 +181,6 @@ class PassTime:
             for kind, count in held.layers:
                 made.add(layer_time(self.blocks[kind], *self.how), count)
             if held.multi_token:
-                last = self.decoder.stacks[-1].blocks[-1]
-                made.add(layer_time(last, *self.how), held.multi_token)
                 made.add(end_time(None, *self.how), held.multi_token)
             losses = held.multi_token + held.loss
             if losses:

@@ -40,6 +40,7 @@ from moefold.proof.shrink import shrink, small_optimizer
 from moefold.proof.subjects import (
     BIASED,
     DENSE,
+    LATER,
     SHARED,
     SUBJECTS,
     decoder,
@@ -50,8 +51,13 @@ from moefold.proof.subjects import (
 )
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE, ZeroBubbleH1
+from moefold.spec.decoder import with_multi_token
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
+DEEP_LATER = (
+    "multi token deep",
+    subject(with_multi_token(decoder(GQA, DENSE, SHARED, moe(), moe()), LATER)),
+)
 ROOM = 256
 """Rows between two ranks that are always enough here: 32 of a micro-batch to 8 experts each."""
 
@@ -242,6 +248,21 @@ def models() -> Iterator[ProofCase]:
     layouts = [("tp2", 2), ("ep2", 2), ("cp2", 2), ("pp2", 2), ("", 2)]
     layouts += [("tp2 cp2 ep4", 8), ("tp2 pp2 ep4", 8)]
     yield from _each(list(SUBJECTS), layouts)
+
+
+@rule
+def multi_token() -> Iterator[ProofCase]:
+    """Losses of further tokens in every schedule, zero stage and recompute policy."""
+    both = ["multi token", "multi token tied"]
+    for schedule, zero in zip(kinds(SCHEDULE), (0, 1, 2, 3) * 3, strict=False):
+        layouts = [("pp2", 4), ("pp2 vpp2 ep2", 4)]
+        yield from _each([DEEP_LATER, *both], layouts, schedule=schedule, zero=zero)
+    for zero in range(4):
+        yield from _each(both, [("", 2), ("tp2 ep2", 4)], zero=zero)
+    for again in (Full(), Selective(modules=("norms", "attention", "experts"))):
+        yield from _each(both, [("cp2 ep2", 4), ("tp2 pp2", 4)], recompute=again)
+    stages = {"stages": "Et|tmmL", "schedule": ZeroBubbleH1()}
+    yield from _each(both[:1], [("pp2 cp2", 4)], **stages)
 
 
 @rule

@@ -213,7 +213,7 @@ class RankRun:
         scale = clip_scale(figures.grad_norm, self.subject.optim.clip_norm)  # type: ignore[attr-defined]
         told = {"lm_loss": figures.lm_loss, "grad_norm": figures.grad_norm, "clip": scale}
         told |= {f"router/{name}": value for name, value in figures.router_terms.items()}
-        told |= dict(zip(self.objective.figures, figures.more, strict=True))
+        told |= figures.more
         for name, value in told.items():
             self.found.figures.setdefault(name, []).append(value)
         return scale

@@ -105,7 +105,8 @@ def small_optimizer(optim: Record) -> Record:
 
 def small_decoder(decoder: Decoder, asked: Asked) -> Decoder:
     """Return a small decoder with each kind of layer that the given one has."""
-    blocks = _some(decoder.blocks, asked)
+    main, later = decoder.blocks[: decoder.layers], decoder.blocks[decoder.layers :]
+    blocks = (*_some(main, asked), *later)
     small = (
         b.model_copy(
             update={"attention": small_part(b.attention, asked), "ffn": small_part(b.ffn, asked)}

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.layers.kinds.dense import Dense
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import (
     BALANCE,
     Activation,
@@ -24,6 +24,7 @@ from moefold.optim.config import AdamW
 from moefold.proof.attentions import GQA, MHA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import Subject
 from moefold.proof.shrink import CLIP, RATE
+from moefold.spec.decoder import with_multi_token
 
 ROUTER = Router(experts=8, top_k=2)
 DEEPSEEK = Router(
@@ -108,6 +109,8 @@ BIASED = moe(
     router=DEEPSEEK, balance=(Bias(rate=0.01), Aux(over="sequence")), shared=Shared(width=16)
 )
 
+LATER = MultiToken(weight=0.6), MultiToken(weight=0.4, reads="residual")
+
 SUBJECTS: dict[str, Subject] = {
     "gqa": subject(decoder(GQA, DENSE, SHARED)),
     "mha": subject(decoder(MHA, DENSE, SHARED)),
@@ -135,6 +138,10 @@ SUBJECTS: dict[str, Subject] = {
     "top-1": subject(decoder(GQA, moe(router=Router(experts=8, top_k=1, renormalise=False)))),
     "idle experts": subject(decoder(GQA, DENSE, BIASED), idle=(6, 7)),
     "idle ranks": subject(decoder(GQA, DENSE, SHARED), empty=(1, 3), padding=12),
+    "multi token": subject(with_multi_token(decoder(GQA, DENSE, SHARED), LATER)),
+    "multi token tied": subject(
+        with_multi_token(decoder(MLA, DENSE, BIASED, tied=True), LATER[1:])
+    ),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
 }
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.config.base import Record
-from moefold.model.config import Block, Decoder, LowRank
+from moefold.model.config import Block, Decoder, LowRank, MultiToken, patterns
 from moefold.spec.layer import (
+    NORMS,
     NOTHING,
     STATISTIC,
     LayerSpec,
@@ -29,11 +30,13 @@ class ModelNeeds:
     needs: tuple[Units, ...]
     """What the axes of a layout share, each once: an axis divides their number."""
     mixtures: tuple[bool, ...]
-    """For each layer, whether it has experts."""
+    """For each layer, whether it has experts; those of further tokens are not among them."""
     specs: tuple[LayerSpec, ...] = ()
     """The different layers that are described."""
     outside: bool = False
     """Whether there are layers from outside that describe nothing."""
+    multi_token: int = 0
+    """Number of layers of multi-token prediction."""
 
     @property
     def modules(self) -> frozenset[str]:
@@ -79,7 +82,7 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
     if seq is not None:
         rule = f"cp is 1, or 2 * cp divides the length of a sequence ({seq})"
         found.append(Units("cp", seq // 2 if seq % 2 == 0 else 1, "tokens", said=rule))
-    mixtures, specified, outside = list[bool](), dict[LayerSpec, None](), False
+    routed, specified, outside = list[bool](), dict[LayerSpec, None](), False
     for stack in decoder.stacks:
         for block in stack.blocks:
             specs = [r for r in (block.attention, block.ffn) if isinstance(r, LayerSpec)]
@@ -87,11 +90,12 @@ def needs(decoder: Decoder, seq: int | None = None) -> ModelNeeds:
             for spec in specs:
                 found += spec.units(decoder.hidden)
                 specified[spec] = None
-        mixtures += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
-    if not any(mixtures):
+        routed += [has_routing(block.ffn) for block in stack.blocks] * stack.repeat
+    if not any(routed):
         found.append(Units("ep", 1, "experts", said="ep needs layers with experts"))
         found.append(Units("etp", 1, "experts", said="etp needs layers with experts"))
-    return ModelNeeds(tuple(dict.fromkeys(found)), tuple(mixtures), tuple(specified), outside)
+    mixtures, ahead = tuple(routed[: decoder.layers]), len(routed) - decoder.layers
+    return ModelNeeds(tuple(dict.fromkeys(found)), mixtures, tuple(specified), outside, ahead)
 
 
 def has_routing(record: Record) -> bool:
@@ -140,6 +144,7 @@ def known_weights(decoder: Decoder) -> Iterator[Weight]:
         for name, record in (("attention", block.attention), ("ffn", block.ffn)):
             if isinstance(record, LayerSpec):
                 yield from _half_weights(name, record, decoder.hidden, number, block)
+        yield from join_weights(decoder.hidden, number, block)
 
 
 def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
@@ -159,18 +164,35 @@ def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
     found: list[Weight] = []
     for name, spec in halves(block):
         found += _half_weights(name, spec, hidden, layer, block)
-    return tuple(found)
+    return (*found, *join_weights(hidden, layer, block))
 
 
 def _half_weights(
     name: str, spec: LayerSpec, hidden: int, layer: int, block: Block
 ) -> Iterator[Weight]:
     """Yield the parameters of one half by their global names, its norms first."""
-    half, at = spec.prefix or name, f"layers.{layer}."
+    half = spec.prefix or name
     own = (replace(weight, name=f"{half}.{weight.name}") for weight in spec.weights(hidden))
     norms = (norm(f"{one}.weight", hidden) for one in norms_of(block, name))
-    for weight in with_adapters((*norms, *own), block.adapters):
-        yield replace(weight, name=at + weight.name, frozen=weight.name in block.frozen)
+    yield from _named((*norms, *own), layer, block)
+
+
+def _named(weights: Iterable[Weight], layer: int, block: Block) -> Iterator[Weight]:
+    """Yield weights of a block, with their adapters, by their global names."""
+    for weight in with_adapters(weights, block.adapters):
+        name = f"layers.{layer}.{weight.name}"
+        yield replace(weight, name=name, frozen=weight.name in block.frozen)
+
+
+def join_weights(hidden: int, layer: int, block: Block) -> Iterator[Weight]:
+    """Yield what a block of a further token has besides (arXiv 2412.19437, section 2.2).
+
+    Each tensor rank joins its own rows.
+    """
+    if block.multi_token is not None:
+        first, second, last = (norm(f"{one}norm.weight", hidden) for one in ("embed_", "row_", ""))
+        join = Weight("join.weight", (hidden, 2 * hidden), counted="multi_token")
+        yield from _named((first, second, join, last), layer, block)
 
 
 def norms_of(block: Block, half: str) -> tuple[str, ...]:
@@ -186,6 +208,8 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     the residual rows, which are kept; halves that share a norm keep its output once. A norm after
     a half keeps that half's output.
     """
+    if block.multi_token is not None:  # which is one part in every schedule
+        shape = replace(shape, apart=False)
     kinds = (("attention", block.attention), ("ffn", block.ffn))
     parts = {name: tuple(described(record).saved(shape)) for name, record in kinds}
     parts["attention"] = (Saved("input", shape.row), *parts["attention"])
@@ -208,6 +232,15 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             yield Saved(f"{name}_out_norm.input", shape.row)
             statistic = shape.rows * STATISTIC
             yield Saved(f"{name}_out_norm.statistic", statistic, module="norms")
+    if block.multi_token is None:
+        return
+    # Rows that are not normed are kept by the norm that follows them.
+    if block.multi_token.reads == "normed":
+        yield Saved("rows", shape.row, NORMS, saved=False)
+    yield Saved("embedded", shape.row)
+    yield Saved("joined", 2 * shape.row, operand=True)
+    yield Saved("norm.input", shape.row)
+    yield Saved("norms.statistics", 3 * shape.rows * STATISTIC, module="norms")
 
 
 _OUTPUTS = ("attention_norm.output", "ffn_norm.output")
@@ -243,13 +276,8 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     )
 
 
-def multi_token_weights(decoder: Decoder, layer: int) -> tuple[Weight, ...]:
-    """Return what a multi-token prediction layer adds: a block like the last, joined by a matrix.
-
-    Embedding and head are the model's own (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-    """
-    hidden, at = decoder.hidden, f"layers.{layer}"
-    norms = (norm(f"{at}.{name}.weight", hidden) for name in ("embed_norm", "row_norm", "norm"))
-    cut = ((0, Units("tp", hidden, "hidden features")),)
-    join = Weight(f"{at}.join.weight", (hidden, 2 * hidden), cut)
-    return (*block_weights(decoder.blocks[-1], hidden, layer), join, *norms)
+def with_multi_token(decoder: Decoder, losses: Sequence[MultiToken]) -> Decoder:
+    """Return a decoder whose last layer is there once more for each further token."""
+    main = decoder.blocks[: decoder.layers]
+    more = (main[-1].model_copy(update={"multi_token": one}) for one in losses)
+    return decoder.model_copy(update={"stacks": patterns((*main, *more))})

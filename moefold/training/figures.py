@@ -1,8 +1,8 @@
 """What a step counts and tells: its units over all ranks, and the figures that are read once."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from moefold.comm.collectives import sum_
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch
+from moefold.model.config import MultiToken
 from moefold.optim.norm import read_scalars, widest
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.executor import Factors, StepResult
@@ -31,8 +32,8 @@ class StepFigures:
     """Valid rows."""
     stop: bool = False
     """Whether some rank was asked to end the run."""
-    more: tuple[float, ...] = ()
-    """Means of what the loss tells beside itself."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Means of what the loss tells beside itself, and the loss of each further token."""
     needed_rows: int = 0
     """``max_rows`` that dispatch lacked, so that the step was made again by all-to-all; else 0."""
 
@@ -47,18 +48,29 @@ class Totals(NamedTuple):
     """A step's counts over all data ranks. They stay on the device: none is waited for."""
 
     counts: Tensor
-    """int64 units of the loss, such as labels, and valid rows."""
+    """int64 units of the loss, such as labels, labels of each further token, and valid rows."""
     factors: Factors
 
 
-def totals_of(batches: Sequence[MicroBatch], world: World, objective: Objective) -> Totals:
+def totals_of(
+    batches: Sequence[MicroBatch],
+    world: World,
+    objective: Objective,
+    multi_token: Sequence[MultiToken],
+) -> Totals:
     """Sum the data ranks' counts of their micro-batches."""
-    here = [sum(map(objective.units, batches)), *(b.population for b in batches)]
+    losses = 1 + len(multi_token)
+    labels = [sum(b.ahead(later).n_labels for b in batches) for later in range(1, losses)]
+    here = [sum(map(objective.units, batches)), *labels, *(b.population for b in batches)]
     pinned = world.device.type == "cuda"  # or the host would wait for the copy
     said = torch.tensor(here, pin_memory=pinned).to(world.device, non_blocking=True)
-    counts = sum_(torch.stack([said[0], said[1:].sum()]), world.group("dp"))
+    rows = said[losses:]
+    counts = sum_(torch.cat([said[:losses], rows.sum(0, keepdim=True)]), world.group("dp"))
     wide = counts.clamp(min=1).to(widest(world.device))
-    return Totals(counts, Factors(wide[0].reciprocal(), said[1:] / wide[1]))
+    scale_L = wide[:-1].reciprocal()
+    for later, one in enumerate(multi_token, 1):
+        scale_L[later] *= one.weight
+    return Totals(counts, Factors(scale_L, rows / wide[-1]))
 
 
 def figures_of(
@@ -68,19 +80,23 @@ def figures_of(
     norm_squared: Tensor,
     stop: bool,
     missing: Tensor | None,
-    more: int,
+    more: Sequence[str],
 ) -> tuple[StepFigures, Tensor | None]:
-    """Add up every rank's share of the figures, and read them from the device once."""
+    """Add up every rank's share of the figures, and read them from the device once.
+
+    ``more`` names those beside the loss, that of each further token after others.
+    """
+    means, sizes = 1 + len(more), len(totals.counts)
     mixtures, names = dict(placed.model.mixtures()), list(placed.term_layers)
-    values = norm_squared.new_zeros(3 + more + len(names) + (missing is not None))
+    values = norm_squared.new_zeros(2 + means + len(names) + (missing is not None))
     values[0] = norm_squared
     values[-1].fill_(stop)  # assigned, the number would be waited for
     if missing is not None:
         values[-2] = missing > 0
     if ran.losses:
-        values[1 : 2 + more] = torch.stack(ran.losses).sum(0)
+        values[1 : 1 + means] = torch.stack(ran.losses).sum(0)
     share_M = totals.factors.share_M.unbind()
-    for at, name in enumerate(names, 2 + more):
+    for at, name in enumerate(names, 1 + means):
         found = [
             (terms_N[list(mixtures[layer].terms).index(name)], share_M[micro])
             for micro, layer, terms_N in ran.terms
@@ -91,9 +107,14 @@ def figures_of(
             values[at] = (terms * shares).sum() / placed.term_layers[name]
     summed = sum_(values, placed.world.group("world"))
     said = read_scalars(*summed.unbind(), *totals.counts.unbind())
-    squared, *means, stops, units, tokens = said
-    (loss, *beside), terms = (mean / max(units, 1) for mean in means[: 1 + more]), means[1 + more :]
+    squared, *told, stops = said[:-sizes]
+    units, *labels, tokens = said[-sizes:]
+    of = [units] * (means - len(labels)) + labels
+    loss, *beside = (total / max(by, 1) for total, by in zip(told[:means], of, strict=True))
+    terms = told[means:]
     norm = math.sqrt(squared) if squared >= 0 else squared
     by_name = dict(zip(names, terms, strict=False))  # Whether rows lacked room comes last.
-    figures = StepFigures(loss, norm, by_name, round(tokens), stops > 0, tuple(beside))
+    figures = StepFigures(
+        loss, norm, by_name, round(tokens), stops > 0, dict(zip(more, beside, strict=True))
+    )
     return figures, missing if missing is not None and terms[-1] > 0 else None

@@ -30,7 +30,7 @@ from moefold.layers.config import Precision
 from moefold.layers.placement import Box, Shard
 from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.folder import Folder
+from moefold.model.families.folder import Folder, read_config
 from moefold.model.init import start_value
 from moefold.model.tuning import merged
 from moefold.parallel.data.sharding import ShardedState
@@ -134,7 +134,8 @@ class StoredModel:
         shapes = {name: self.tensors.shape(name) for name in self.tensors}
         own, notes = identity(shapes, self.tensors.part), [f"an adapter alone; its base: {base}"]
         if (Path(base) / "config.json").is_file():
-            with import_folder(base) as found:
+            reading = read_config(Path(base), said.get("multi_token") != [])
+            with import_folder(base, reading=reading) as found:
                 if own != identity(base_shapes(found.tensors.targets), found.tensors.part):
                     what = f"{base} does not hold the weights that the run was trained on"
                     raise ConvertError(folder, [what + remedy])
@@ -252,7 +253,8 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
     if replaced or not isinstance(source, Folder):
         data.fill(partial(start_value, decoder, run.seed))
         return ()
-    with import_folder(source.path) as imported, _first_adapter(run.adapter, imported) as first:
+    opened = import_folder(source.path, reading=source.reading())
+    with opened as imported, _first_adapter(run.adapter, imported) as first:
         begin = partial(start_value, decoder, run.seed)
         adapters = begin if first is None else lambda piece: piece.of(first[piece.name])
         fill_from(imported, data, adapters)

@@ -52,7 +52,8 @@ def gradients(
     """
     placed = data.placed
     with placed.world.recorder.module("step"):
-        totals = totals_of(batches, placed.world, objective)
+        multi_token = placed.model.record.multi_token
+        totals = totals_of(batches, placed.world, objective, multi_token)
         check_even_rows(placed, batches)
     run = partial(_pass, data, batches, totals, loss_chunk, stop, executor, objective)
     figures, missing = run()
@@ -100,5 +101,7 @@ def _pass(
     with module("counters"):
         sum_counters([mixture.balance for _, mixture in model.mixtures()], world.group("stage"))
     missing = missing_room(placed, [count for flow in flows for count in flow.overflow])
+    later = range(1, 1 + len(model.record.multi_token))
+    more = [*objective.figures, *(f"multi_token/{number}" for number in later)]
     with module("figures"):
-        return figures_of(placed, ran, totals, norm_squared, stop, missing, len(objective.figures))
+        return figures_of(placed, ran, totals, norm_squared, stop, missing, more)

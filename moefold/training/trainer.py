@@ -342,7 +342,7 @@ class Trainer:
             "step_time_s": seconds,
         }
         metrics |= {"needed_rows": figures.needed_rows} if figures.needed_rows else {}
-        metrics |= dict(zip(self.objective.figures, figures.more, strict=True))
+        metrics |= figures.more
         metrics |= {f"lr/{kind}": rate for kind, rate in rates.items()} if len(rates) > 1 else {}
         return metrics | {f"router/{name}": value for name, value in figures.router_terms.items()}
 

@@ -131,7 +131,8 @@ class Weighing(Executor):
         # dispatch had no room for.
         shared = [*self._ran.losses, *(terms for *_, terms in self._ran.terms)]
         shared += chain.from_iterable(flow.overflow for flow in self._flows)
-        rows = [one for flow in self._flows for one in (flow.rows, flow.piece) if one is not None]
+        pairs = [pair for f in self._flows for pair in ((f.rows, f.piece), *f.ahead)]
+        rows = [one for one in chain.from_iterable(pairs) if one is not None]
         shared += chain.from_iterable(vars(one).values() for one in rows)
         shared += chain.from_iterable(one.flow.shared for one in held)
         shared += chain.from_iterable(one.way.seeds for one in held)

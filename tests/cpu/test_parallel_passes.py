@@ -26,7 +26,7 @@ ROWS, PADDED = small.padded_rows((5, 7), 0), small.padded_rows((5, 7), 4)
 EVERYTHING = Selective(modules=get_args(Kind))
 
 
-def loss(x_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor]:
+def loss(x_TD: Tensor, flow: Flow, later: int) -> tuple[Tensor, Tensor]:
     """Return the sum of squares of rows that count, and its gradient."""
     x_TD = x_TD * 1
     x_TD[flow.rows.n_valid :] = 0

@@ -14,8 +14,7 @@ from moefold.comm.world import World
 from moefold.data.batch import from_ids
 from moefold.layers.config import Offloaded
 from moefold.mesh.folding import Folding
-from moefold.mesh.pipeline import Stages
-from moefold.model.config import Decoder, Stack
+from moefold.model.config import Decoder, MultiToken, Stack
 from moefold.optim.config import AdamW
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -25,6 +24,7 @@ from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
 from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import memory
 from moefold.planner.memory_after import after_each
+from moefold.spec.decoder import with_multi_token
 from moefold.training.weigh import weigh
 from tests.cpu.alive import HIDDEN
 from tests.cpu.test_planner_kept import BLOCKS
@@ -39,6 +39,11 @@ POLICIES: tuple[tuple[str, ...] | None, ...] = (
     ("block",),
     ("norms", "experts"),
     ("mla_up", "attention", "permute"),
+)
+AHEAD = (
+    (MultiToken(),),
+    (MultiToken(reads="residual"),) * 2,
+    (MultiToken(reads="residual"), MultiToken()),
 )
 Bytes = tuple[float, ...]
 """Activations, operands of products that wait for W, messages, and activations on host and disk."""
@@ -83,6 +88,8 @@ class Asked(NamedTuple):
     away: Away | None = None
     room: tuple[str, int, int] | None = None
     """A dispatch of fixed shapes, its room, and slots for clones."""
+    ahead: tuple[MultiToken, ...] = ()
+    """Losses of further tokens."""
 
     @property
     def layout(self) -> Layout:
@@ -107,7 +114,8 @@ class Asked(NamedTuple):
     @property
     def decoder(self) -> Decoder:
         stack = Stack(repeat=self.layers, blocks=(BLOCKS[self.block],))
-        return Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,))
+        plain = Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,))
+        return with_multi_token(plain, self.ahead)
 
 
 DENSE, SHARED, GATED, WINDOW, LATENT, *_, WIDE = BLOCKS
@@ -155,7 +163,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         micro_batch=ROWS,
         cluster=Cluster(processor(1e11, 1e10, 2**34), world, 1, 1),
         sizes=sizes,
-        stages=Stages.balanced(sizes.pp, sizes.vpp, asked.layers, way=layout.way),
+        stages=layout.stages_of(asked.layers, len(asked.ahead)),
         schedule=layout.schedule,  # type: ignore[arg-type]
         dispatch=kind,
         max_rows=rows,
@@ -203,7 +211,9 @@ def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -
     block, policy, away = AWAY[turn]
     leaving = Asked(block, policy, sizes, kind, away=away)
     some = islice(product(WEIGHED, POLICIES), turn, None, 8)
-    check([*(Asked(*one, sizes, kind) for one in some), leaving])
+    policy, ahead = POLICIES[turn % 4], AHEAD[turn % 3]
+    further = Asked((SHARED, LATENT)[turn % 2], policy, sizes, kind, ahead=ahead)
+    check([*(Asked(*one, sizes, kind) for one in some), leaving, further])
 
 
 def test_b64_what_is_fetched_ahead_is_what_the_table_takes_next() -> None:
@@ -232,6 +242,19 @@ def test_so_it_is_in_every_layout(sizes: str, kind: str, more: str) -> None:
     zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
     sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
     check([Asked(*one, sizes, kind, zero, dp) for one in product(WEIGHED, POLICIES)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", "tp2", "cp2", "zero 1"])
+@pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
+def test_so_it_is_of_further_tokens(sizes: str, kind: str, more: str) -> None:
+    """Under every policy; also where other activations leave."""
+    zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
+    sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
+    pairs = product((DENSE, SHARED, LATENT), POLICIES)
+    asked = [Asked(*one, sizes, kind, zero, dp, ahead=a) for one, a in product(pairs, AHEAD)]
+    block, policy, away = AWAY[0]
+    check([*asked, Asked(block, policy, sizes, kind, zero, dp, away, ahead=AHEAD[1])])
 
 
 @pytest.mark.matrix

@@ -30,8 +30,8 @@ PLANTS = (
         "micro-batches weigh the same whatever they hold",
         STEP + "test_b05_micro_batches_weigh_by_their_valid_rows",
         "training/step.py",
-        "said[1:] / wide[1]",
-        "torch.ones_like(said[1:]) / len(batches)",
+        "Factors(scale_L, rows / wide[-1])",
+        "Factors(scale_L, torch.ones_like(rows) / len(batches))",
     ),
     Plant(
         "b06",
@@ -46,9 +46,9 @@ PLANTS = (
         "training's backward leaves the terms out",
         STEP + "test_b06_what_the_terms_add_doubles_with_their_coefficients",
         "parallel/pipeline/passes.py",
-        "        part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))\n",
-        "        self._seeds(dict(zip(numbers, terms, strict=True)))\n"
-        "        part.seeds = (None,) * len(terms)\n",
+        "            part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))\n",
+        "            self._seeds(dict(zip(numbers, terms, strict=True)))\n"
+        "            part.seeds = (None,) * len(terms)\n",
     ),
     Plant(
         "b06",
@@ -63,8 +63,8 @@ PLANTS = (
         "the model's reported loss holds the terms",
         MODEL + "test_b07_the_reported_loss_holds_no_router_term",
         "model/decoder.py",
-        "        values, weighted = self.router_terms(terms)\n",
-        "        values, weighted = self.router_terms(terms)\n"
+        "        lm_loss = self._mean_loss(normed_TD, rows)\n",
+        "        lm_loss = self._mean_loss(normed_TD, rows)\n"
         "        lm_loss = lm_loss if weighted is None else lm_loss + weighted\n",
     ),
     Plant(

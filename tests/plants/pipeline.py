@@ -16,8 +16,8 @@ PLANTS = (
         "a tied embedding's gradient is not summed over stages",
         B03,
         "parallel/apply.py",
-        'letters = "EL" if model.record.tied else "E"',
-        'letters = "E"',
+        'letters = "EL" if model.record.tied or depth else "E"',
+        'letters = "EL" if depth else "E"',
     ),
     Plant(
         "b06",

@@ -14,6 +14,7 @@ from moefold.model.families.folder import read_config
 from moefold.model.families.hub import left_out
 from moefold.model.families.registry import LACKS, families, family_of, from_hf
 from moefold.moe.config import Aux, Capacity, Moe
+from moefold.planner.count import count
 from moefold.run import load_run
 from tests.families_page import table
 
@@ -233,7 +234,8 @@ def test_released_sizes_are_where_they_belong() -> None:
 
     deepseek = from_hf(DEEPSEEK)
     assert deepseek.quantised == (128, 128)
-    assert [s.repeat for s in deepseek.decoder.stacks] == [3, 58]
+    assert [s.repeat for s in deepseek.decoder.stacks] == [3, 58, 1]
+    assert count(deepseek.decoder).parameters == 682_636_472_320
     mla = deepseek.decoder.blocks[0].attention
     assert isinstance(mla, Mla)
     assert (mla.q_rank, mla.kv_rank, mla.latent_epsilon) == (1536, 512, 1e-6)

@@ -39,7 +39,7 @@ def as_printed(found: Plan) -> PlannedLayout:
     """
     assert found.today is not None
     said = yaml.safe_load(yaml.safe_dump(fragment(found.today)))
-    task, train = replace(found.task, multi_token=0), said["train"]
+    task, train = found.task, said["train"]
     layout = check(RunLayout, said["layout"]).record
     assert layout is not None and train["batch"] == task.batch
     model, world = needs(task.decoder, task.seq), task.cluster.devices

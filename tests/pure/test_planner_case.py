@@ -9,6 +9,7 @@ import pytest
 from moefold.layers.config import Full, Selective
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
+from moefold.model.config import MultiToken
 from moefold.planner.case import Case, Keeping, recomputed
 from moefold.planner.hardware import cluster
 from moefold.run import load_run
@@ -16,9 +17,10 @@ from moefold.schedule.config import (
     Interleaved,
     OneFOneB,
 )
+from moefold.spec.decoder import with_multi_token
 from tests.schedule_checker import peak_in_flight
 
-DECODER = load_run("deepseek_v3").decoder()
+DECODER = with_multi_token(load_run("deepseek_v3").decoder(), [MultiToken()])
 SCHEDULE = Interleaved()
 LAYOUT = "Et*4|(tttt|)*14tmL"
 

@@ -13,7 +13,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
@@ -24,7 +24,7 @@ from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.search_space import SCHEDULES
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, Schedule
-from moefold.spec.decoder import embedding, model_weights
+from moefold.spec.decoder import embedding, model_weights, with_multi_token
 from moefold.spec.layer import Weight
 from tests.published import decoder, qk_norms
 from tests.schedule_checker import peak_in_flight
@@ -54,7 +54,7 @@ def layout(entry: dict[str, Any]) -> Case:
     axes = {axis: entry[axis] for axis in ("tp", "cp", "pp", "ep", "etp")}
     stages = Stages.balanced(entry["pp"], vpp, len(model.blocks), entry["mtp"] or 0)
     return Case(
-        model,
+        with_multi_token(model, [MultiToken()] * (entry["mtp"] or 0)),
         entry["seq"],
         64 * entry["world"],
         entry["mbs"],
@@ -131,7 +131,8 @@ def test_measured_peaks_of_eight_gpus(run: dict[str, Any]) -> None:
 
 
 def deepseek(recompute: frozenset[Any] = frozenset()) -> Case:
-    model, stages = decoder("deepseek-v3"), Stages.parse("Et*4|(tttt|)*14tmL")
+    model = with_multi_token(decoder("deepseek-v3"), [MultiToken()])
+    stages = Stages.parse("Et*4|(tttt|)*14tmL")
     sizes = Sizes(pp=4, vpp=4, ep=64)
     return Case(
         model, 4096, 8192, 1, cluster("gb200x256"), sizes, stages, Interleaved(), "alltoall", 1.0,

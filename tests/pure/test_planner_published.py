@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.model.config import MultiToken
 from moefold.planner.answer import _published, plan
 from moefold.planner.from_run import Published, TrainingTask, of_model, published_layouts
 from moefold.planner.hardware import catalogue, cluster
@@ -16,6 +17,7 @@ from moefold.planner.search import RESERVE, Search
 from moefold.planner.search_space import Space, everything, formats
 from moefold.planner.time import estimate
 from moefold.schedule.config import OneFOneB
+from moefold.spec.decoder import with_multi_token
 from tests.pure.test_planner_search import keepings
 
 BLOCKS = frozenset(("block",))
@@ -83,7 +85,7 @@ def test_the_best_is_as_fast_as_the_published_layout(
     one = next(found for found in rows if row in ("", found.id))
     where = where or f"{one.device.lower()}x{one.devices}"
     task = of_model(model(name), cluster(where), batch or one.batch, one.seq)
-    task = replace(task, multi_token=extra)
+    task = replace(task, decoder=with_multi_token(task.decoder, [MultiToken()] * extra))
     (best,) = Search(task).best(replace(everything(task), recipes=(one.choice.recipe,)), 1)
     times = fitting(task, one)
     assert times or peak_within(one.choice.case(task), task.cluster.device.memory_bytes) is None

@@ -14,7 +14,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
-from moefold.model.config import Block, Decoder, Stack
+from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Overlaps, Software, table_of
 from moefold.planner.curves import Product, attention_seconds, constants, product_seconds
@@ -37,6 +37,7 @@ from moefold.schedule.config import (
     ZeroBubbleV,
 )
 from moefold.schedule.simulate import Costs, simulate
+from moefold.spec.decoder import with_multi_token
 from tests.traffic.experts import expert
 
 STORED = json.loads(
@@ -105,7 +106,7 @@ def case(**changes: object) -> Case:
 def test_flops_are_those_that_sources_count(decoder, multi_token, gflop):
     layers = len(decoder.blocks)
     one = case(
-        decoder=decoder,
+        decoder=with_multi_token(decoder, [MultiToken()] * multi_token),
         stages=Stages.balanced(1, 1, layers, multi_token),
         cluster=cluster("h100x64"),
         sizes=Sizes(ep=64),

@@ -8,7 +8,7 @@ from moefold.model.config import Block
 from moefold.planner.case import Case
 from moefold.schedule.config import DualPipeV, Merged
 from moefold.schedule.table import Pair
-from moefold.spec.decoder import block_weights, last_norm, multi_token_weights
+from moefold.spec.decoder import block_weights, last_norm
 from moefold.spec.layer import Weight
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -83,10 +83,9 @@ def scattered(
 def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
     """Return the parameters of one thing that a stage computes, without embedding and head."""
     decoder = case.decoder
-    if place.kind == "layer":
-        return block_weights(decoder.blocks[place.index], decoder.hidden, place.index)
-    if place.kind == "multi_token":
-        return multi_token_weights(decoder, len(decoder.blocks) + place.index)
+    if place.kind in ("layer", "multi_token"):
+        number = place.index + decoder.layers * (place.kind == "multi_token")
+        return block_weights(decoder.blocks[number], decoder.hidden, number)
     return (last_norm(decoder),) if place.kind == "loss" else ()
 
 
@@ -104,10 +103,9 @@ def layers_of(case: Case, rank: int) -> Iterator[tuple[int, Block]]:
     """Yield the number and the block of each layer that a rank runs."""
     for chunk in case.places[stage_of(case, rank)]:
         for place in chunk:
-            if place.kind == "layer":
-                yield place.index, case.decoder.blocks[place.index]
-            elif place.kind == "multi_token":
-                yield len(case.decoder.blocks) + place.index, case.decoder.blocks[-1]
+            if place.kind in ("layer", "multi_token"):
+                number = place.index + case.decoder.layers * (place.kind == "multi_token")
+                yield number, case.decoder.blocks[number]
 
 
 def blocks_of(case: Case, rank: int) -> Iterator[tuple[Block, int]]:

@@ -141,7 +141,13 @@ class Family(Record):
         if _ROTARY.search(name):
             return "rotary frequencies, which are computed"
         layer = _LAYER.match(name)
-        return self.extra_layers if layer and int(layer[1]) >= self.shape.layers else None
+        layers = self.shape.layers + len(getattr(self, "multi_token", ()))
+        return self.extra_layers if layer and int(layer[1]) >= layers else None
+
+    @classmethod
+    def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
+        """Return names on disk of what stands there more than once, by ours."""
+        return {}
 
     @classmethod
     def guess(cls, decoder: Decoder) -> Self:

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention, sigmoid router in groups, a shared expert.
 
 The two norms on latents keep their epsilon of 1e-6 whatever ``rms_norm_eps`` says, as in
-transformers. Layers for multi-token prediction are not part of the description. Kimi-K2 is one.
+transformers, which leaves blocks of further tokens out. Kimi-K2 is one.
 """
 
 from typing import Literal
@@ -13,6 +13,7 @@ from moefold.model.families.fields import (
     RATE,
     DenseSize,
     FieldValue,
+    FurtherTokens,
     Only,
     Rotary,
     SequenceBalance,
@@ -23,14 +24,14 @@ from moefold.model.families.names import (
     expert_names,
     latent_names,
     llama_names,
+    multi_token_names,
     shared_names,
 )
 from moefold.model.families.sigmoid import (
     LATENT_FIELDS,
     LATENT_SIZES,
-    MULTI_TOKEN,
     ROUTER_FIELDS,
-    SigmoidFamily,
+    MultiTokenFamily,
 )
 from moefold.model.families.sizes import DenseFirst, LatentSizes, SharedSizes
 from moefold.moe.config import Aux, Bias
@@ -43,7 +44,7 @@ class DeepseekV3Shape(LatentSizes, SharedSizes, DenseFirst):
 
 
 @MODEL.register
-class DeepseekV3(SigmoidFamily):
+class DeepseekV3(MultiTokenFamily):
     """A DeepSeek-V3; balance and scale are those of its report."""
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
@@ -69,6 +70,7 @@ class DeepseekV3(SigmoidFamily):
         Only("moe_layer_freq", 1),
         Only("scoring_func", "sigmoid"),
         Only("topk_method", "noaux_tc"),
-        MULTI_TOKEN,
+        FurtherTokens(),
     )
     tensors = (*llama_names(), *latent_names(), *expert_names(), *bias_names(), *shared_names())
+    tensors += multi_token_names()

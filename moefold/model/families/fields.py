@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moefold.model.config import MultiToken
 from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 from moefold.moe.config import Aux, Bias, Groups
 
@@ -90,6 +91,20 @@ class Unread(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return those that a reader should find."""
         return self.written
+
+
+class FurtherTokens(ConfigField):
+    """The number of blocks of further tokens."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take it; what their losses weigh stands nowhere."""
+        config.skip("num_mtp_layers")
+        number = config.take("num_nextn_predict_layers", int, 0)
+        return {"multi_token": (MultiToken(),) * number}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return it."""
+        return {"num_nextn_predict_layers": len(model.multi_token)}
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,23 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.files import read_json
-from moefold.model.config import MODEL, Block, Decoder, patterns
+from moefold.model.config import MODEL, Block, Decoder, MultiToken, patterns
 from moefold.model.families.base import Balance, Reading, balance_rules, refuse
 from moefold.model.families.registry import from_hf
 from moefold.moe.config import Capacity, Moe
 
+FURTHER = "num_nextn_predict_layers"
+"""The field of ``config.json`` that counts blocks of further tokens."""
+INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 * 2**20
 CONFIG_LIMIT = 4 * 2**20
 """Bytes of the largest ``config.json`` that is read; released ones have some thousand."""
 
 
-def read_config(folder: Path) -> Reading:
+def read_config(folder: Path, multi_token: bool = True) -> Reading:
     """Read a Hugging Face folder's ``config.json``.
+
+    Blocks of further tokens are left out where the folder has no weights of them, as transformers
+    writes it, or where they are not asked for.
 
     Raises:
         ValueError: where it cannot be read, or has a field that is not supported.
@@ -29,7 +35,23 @@ def read_config(folder: Path) -> Reading:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
-    return from_hf(read_json(path, limit=CONFIG_LIMIT))
+    config = read_json(path, limit=CONFIG_LIMIT)
+    if config.get(FURTHER):
+        first = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"
+        config = config if multi_token and _holds(folder, first) else config | {FURTHER: 0}
+    return from_hf(config)
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """Return whether a tensor is in a folder, by its index or by the headers of its files."""
+    if (index := folder / INDEX).is_file():
+        return name in read_json(index, limit=INDEX_LIMIT).get("weight_map", {})
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if f'"{name}"'.encode() in file.read(min(size, INDEX_LIMIT)):
+                return True
+    return False
 
 
 @MODEL.register
@@ -43,6 +65,8 @@ class Folder(Record):
     """Terms in place of those the folder names."""
     capacity: Capacity | None = None
     """None is dropless."""
+    multi_token: tuple[MultiToken, ...] | None = None
+    """Losses of further tokens in place of the folder's, as many; ``[]`` leaves them out."""
 
     def describe(self, vocab: int) -> Decoder:
         """Return the folder's decoder, with the balance and capacity of this record.
@@ -51,8 +75,17 @@ class Folder(Record):
             ValueError: where the folder cannot be read, or has fewer rows than ``vocab``.
         """
         refuse(self.misfits(vocab))
-        decoder = read_config(Path(self.path)).decoder
+        decoder = self.reading().decoder
+        if self.multi_token:
+            pairs = zip(decoder.blocks[decoder.layers :], self.multi_token, strict=True)
+            more = (block.model_copy(update={"multi_token": one}) for block, one in pairs)
+            blocks = (*decoder.blocks[: decoder.layers], *more)
+            decoder = decoder.model_copy(update={"stacks": patterns(blocks)})
         return with_training(decoder, self.balance, self.capacity)
+
+    def reading(self) -> Reading:
+        """Return what the folder says, without what is to be left out."""
+        return read_config(Path(self.path), self.multi_token != ())
 
     def misfits(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
@@ -72,6 +105,10 @@ class Folder(Record):
             rule = f"must be a Hugging Face folder that can be read: {error}"
             yield Violation(("from",), self.path, rule, _like(self.path))
             return
+        there = len(decoder.multi_token)
+        if self.multi_token and len(self.multi_token) != there:
+            rule = f"has as many as the folder, {there}, or none"
+            yield Violation(("multi_token",), self.multi_token, rule, self.multi_token[:there])
         moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
         if self.balance is not None and moes:
             yield from balance_rules(self.balance, moes[0].router.selection_bias)

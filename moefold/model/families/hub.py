@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moefold.layers.config import Bands, Rope, Yarn
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, MultiToken
 from moefold.moe.config import Aux, Moe
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -274,6 +274,8 @@ def left_out(decoder: Decoder) -> list[str]:
     """Say what of a decoder a Hugging Face folder cannot hold."""
     moes = [b.ffn for b in decoder.blocks if isinstance(b.ffn, Moe)]
     said: list[str] = []
+    if any(one != MultiToken() for one in decoder.multi_token):
+        said.append("weights of further tokens' losses, and what is read, are left out")
     if any(m.capacity for m in moes):
         said.append("capacity is left out: transformers drops no token")
     kinds = {str(getattr(t, "kind", t)) for m in moes for t in m.balance if not isinstance(t, Aux)}

@@ -299,6 +299,25 @@ def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tu
     )
 
 
+def multi_token_names() -> tuple[Entry, ...]:
+    """Names of what blocks of further tokens have besides; copies apart."""
+    parts = {"embed_norm": "enorm", "row_norm": "hnorm", "join": "eh_proj"}
+    parts |= {"norm": "shared_head.norm"}
+    return tuple(
+        entry(f"layers.{{i}}.{ours}.weight", f"model.layers.{{i}}.{theirs}.weight")
+        for ours, theirs in parts.items()
+    )
+
+
+def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:
+    """Names of the copies of embedding and head that blocks of further tokens have on disk."""
+    at = [f"model.layers.{number}" for number in numbers]
+    return {
+        "embed.weight": tuple(f"{one}.embed_tokens.weight" for one in at),
+        "head.weight": tuple(f"{one}.shared_head.head.weight" for one in at),
+    }
+
+
 def llama4_names() -> tuple[Entry, ...]:
     """Names of Llama 4's feed-forwards: experts' matrices [in, out], all gates before all ups."""
     at, ours = "model.layers.{i}.feed_forward", "layers.{i}"

@@ -1,13 +1,15 @@
 """What families with DeepSeek-V3's router, or its latent attention, share."""
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Self
 
 from pydantic import Field
 
 from moefold.config.errors import Violation
+from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
+from moefold.model.families.names import multi_token_copies
 from moefold.moe.config import Bias, Groups
 
 LATENT_SIZES = {
@@ -63,3 +65,26 @@ class SigmoidFamily(Family):
             yield Violation(("groups", "score"), self.groups.score, rule, "sum_best")
         if self.groups is not None and self.groups.best != 2:
             yield Violation(("groups", "best"), self.groups.best, rule, 2)
+
+
+class MultiTokenFamily(SigmoidFamily):
+    """One whose folders have blocks of further tokens too."""
+
+    multi_token: tuple[MultiToken, ...] = ()
+    """The loss of each further token, such as ``[{weight: 0.3}]``; none: the next one's alone."""
+
+    def blocks(self) -> Sequence[Block]:
+        """Every block in order, those of further tokens like the last."""
+        main = super().blocks()
+        more = (main[-1].model_copy(update={"multi_token": one}) for one in self.multi_token)
+        return [*main, *more]
+
+    @classmethod
+    def guess(cls, decoder: Decoder) -> Self:
+        """Return the record, its losses of further tokens among it."""
+        return super().guess(decoder).model_copy(update={"multi_token": decoder.multi_token})
+
+    @classmethod
+    def copies(cls, decoder: Decoder) -> Mapping[str, tuple[str, ...]]:
+        """Blocks of further tokens have embedding and head once more."""
+        return multi_token_copies(range(decoder.layers, len(decoder.blocks)))

@@ -64,7 +64,7 @@ class FamilySizes(Record):
         return {
             "vocab": decoder.vocab,
             "hidden": decoder.hidden,
-            "layers": len(decoder.blocks),
+            "layers": decoder.layers,
             "heads": first_heads(decoder).heads,
             "experts": moe.router.experts,
             "top_k": moe.router.top_k,

@@ -64,7 +64,10 @@ class FsdpHooks(UnshardHooks):
 
     def pre_forward(self, unit: str) -> None:
         """Unshard the unit, and prefetch the next."""
-        self._unshard_and_prefetch(unit, 1)
+        if unit == EMBEDDING and self._awaited:
+            self._unshard(unit)  # once more, between others, of which the next is on its way
+        else:
+            self._unshard_and_prefetch(unit, 1)
 
     def post_forward(self, unit: str) -> None:
         """Reshard the unit; its gradients are awaited from now on."""

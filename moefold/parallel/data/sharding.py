@@ -257,7 +257,8 @@ class ShardedState:
             bucket.begin_step()
         uses: dict[str, int] = defaultdict(int)
         for chunk in self.placed.chunks:
-            for unit in self._order(chunk) + [self.placed.model.head_unit] * chunk.scores:
+            ends = [self.placed.model.head_unit] * chunk.scores + [EMBEDDING] * len(chunk.ahead)
+            for unit in self._order(chunk, True) + ends:
                 uses[unit] += micro_batches
         self._reducer = GradReducer(self._units, uses, self.placed.layout.zero >= 2)
 
@@ -266,12 +267,16 @@ class ShardedState:
         if not self._units:
             return RESIDENT
         reducer = self._reducer if training else None
-        return FsdpHooks(self._units, self._order(chunk), reducer, deferred)
+        return FsdpHooks(self._units, self._order(chunk, training), reducer, deferred)
 
-    def _order(self, chunk: Chunk) -> list[str]:
-        """Return the units that a chunk runs one after another, all but the head."""
-        layers = [f"layers.{number}" for number in chunk.layers]
-        return [EMBEDDING] * chunk.embeds + layers + ["norm"] * chunk.scores
+    def _order(self, chunk: Chunk, training: bool) -> list[str]:
+        """Return the units that a chunk runs one after another, all but the head.
+
+        Layers of further tokens, which run in training alone, look up embeddings between.
+        """
+        layers, ahead = ([f"layers.{n}" for n in some] for some in (chunk.layers, chunk.ahead))
+        ends = ["norm"] * chunk.scores + ahead * training
+        return [EMBEDDING] * chunk.embeds + layers + ends
 
     def finish(self) -> Tensor:
         """Complete every gradient; returns this rank's share of the squared norm, fp64.

@@ -26,8 +26,8 @@ from moefold.schedule.table import Action, ActionResult, Step, actions_of
 class Factors(NamedTuple):
     """What a step's sums are multiplied by, on the device."""
 
-    scale: Tensor
-    """Of the loss, 0-d: one over the labels."""
+    scale_L: Tensor
+    """Of the loss, one over the labels, and of that of each further token, its weight over its."""
     share_M: Tensor
     """Of each micro-batch's router terms: its share of the step's valid rows."""
 
@@ -55,7 +55,7 @@ class InFlight:
     flow: Flow
     sink: Deferred | Accumulated
     hooks: UnshardHooks
-    gradient: Tensor | None = None
+    gradients: State = ()
     """Of the output rows, where the chunk ends with the loss."""
 
 
@@ -73,8 +73,8 @@ class Executor:
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> None:
         self._placed, self._flows = placed, flows
-        self._shares = factors.share_M.unbind()
-        self._loss: Loss = lambda x_TD, flow: loss(x_TD, flow, factors.scale)
+        self._shares, scales = factors.share_M.unbind(), factors.scale_L.unbind()
+        self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
         rank = placed.world.attention.pp
         self.plan: RankPlan = plan(placed.layout, rank, len(flows))  # type: ignore[arg-type]
         self.executed: list[Step] = []
@@ -130,13 +130,13 @@ class Executor:
             held.hooks.pre_weight_gradients()
             held.sink.drain()
             return Chain((), ())
-        gradient, held.gradient = held.gradient, None
-        if gradient is None:
-            gradient = self._messages.take(ActionResult("gradient", stage + 1, micro))
+        given, held.gradients = held.gradients, ()
+        if not given:
+            given = (self._messages.take(ActionResult("gradient", stage + 1, micro)),)
         drain = held.sink.drain if isinstance(held.sink, Deferred) else None
         if drain is not None and action.kind == "B":
             held.hooks.pre_weight_gradients()
-        return Chain((gradient,), held.way.backward(drain if action.kind == "B" else None))
+        return Chain(given, held.way.backward(drain if action.kind == "B" else None))
 
     def _start(self, action: Action) -> InFlight:
         """Prepare a micro-batch's way through a chunk."""
@@ -160,7 +160,7 @@ class Executor:
             self._ran.terms += [(micro, layer, values) for layer, values in way.terms]
             if way.summed is not None:
                 self._ran.losses.append(way.summed)
-                held.gradient = left[0]
+                held.gradients = left
         if action.kind == "I":
             held.flow.end_backward()
         if action.kind in "BW":

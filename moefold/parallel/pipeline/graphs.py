@@ -12,6 +12,7 @@ The first steps of a shape run as they are: kernels are compiled and libraries c
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -60,8 +61,8 @@ class CapturedStep:
     def replay(self, flows: Sequence[Flow], factors: Factors) -> StepResult:
         """Run the graph on other micro-batches of the same shape."""
         for old, new in zip(self.flows, flows, strict=True):
-            for name in ROWS:
-                getattr(old.rows, name).copy_(getattr(new.rows, name))
+            for later, name in product(range(len(old.ahead) + 1), ROWS):
+                getattr(old.at(later).rows, name).copy_(getattr(new.at(later).rows, name))
             new.overflow[:] = old.overflow
         for old, new in zip(self.factors, factors, strict=True):
             old.copy_(new)
@@ -131,7 +132,8 @@ class StepGraphs:
         # Copies: the step's own tensors are let go with it.
         factors = Factors(*(factor.clone() for factor in factors))
         for flow in flows:
-            _ = flow.rows.cu_seqlens  # copied from the host, which no graph does
+            for later in range(len(flow.ahead) + 1):
+                _ = flow.at(later).rows.cu_seqlens  # copied from the host, which no graph does
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):

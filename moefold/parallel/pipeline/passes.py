@@ -22,8 +22,9 @@ from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
 from moefold.parallel.pipeline.subgraph import Subgraph
 
-Loss = Callable[[Tensor, Flow], tuple[Tensor, Tensor]]
-"""``loss(x_TD, flow)``: this rank's share of the summed loss, and the scaled gradient of x_TD."""
+Loss = Callable[[Tensor, Flow, int], tuple[Tensor, Tensor]]
+"""``loss(x_TD, flow, later)``: this rank's share of the summed loss of labels so many tokens later,
+and the scaled gradient of x_TD."""
 LEAF = tree_flatten(0)[1]
 """The form of what a block takes: one tensor."""
 
@@ -65,15 +66,15 @@ class ChunkPass:
         """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
         chunk = self._chunk
         if self._beside is None:
-            return [LaneTask(self._in_one), *([LaneTask(self._end)] if chunk.scores else [])]
+            one = self._in_one(chunk.embeds, chunk.layers)
+            return [one, *([LaneTask(self._end)] if chunk.scores else [])]
         tasks: list[LaneTask] = []
         if chunk.embeds:
             tasks += self._alone(lambda: (self._model.start(self._flow),))
         for at, number in enumerate(chunk.layers):
             tasks += self._block(number, (at, len(chunk.layers)))
         if chunk.scores:
-            tasks += self._alone(lambda x_TD: (self._model.finish(self._flow, x_TD),))
-            tasks.append(LaneTask(self._end))
+            tasks += [self._in_one(False, ()), LaneTask(self._end)]
         return tasks
 
     def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
@@ -91,28 +92,40 @@ class ChunkPass:
             tasks += [task, Fill(drain)] if task.exchanges else [task]
         return [*tasks, Fill(drain)]
 
-    def _in_one(self, *given: Tensor) -> State:
-        """Run the whole chunk but the loss as one part."""
-        model, chunk, flow = self._model, self._chunk, self._flow
+    def _in_one(self, embeds: bool, layers: Sequence[str]) -> LaneTask:
+        """Return the task of the chunk, or of what of it follows its layers, without the loss."""
+        model, scores, flow = self._model, self._chunk.scores, self._flow
         numbers: list[int] = []
 
         def run(*given: Tensor) -> tuple[Tensor, ...]:
-            x_TD = model.start(flow) if chunk.embeds else given[0]
-            x_TD, terms = model.run(flow, x_TD, chunk.layers)
-            numbers.extend(terms)
-            return model.finish(flow, x_TD) if chunk.scores else x_TD, *terms.values()
+            x_TD = model.start(flow) if embeds else given[0]
+            x_TD, terms = model.run(flow, x_TD, layers)
+            normed_TD = model.finish(flow, x_TD) if scores else x_TD
+            ahead, more = model.ahead(flow, x_TD, normed_TD) if scores else ([], {})
+            numbers.extend([*terms, *more])
+            return normed_TD, *ahead, *terms.values(), *more.values()
 
         part = Subgraph(run)
         self._back.append([LaneTask(part.backward)])
-        x_TD, *terms = part.forward(*given)
-        part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
-        return (x_TD,)
 
-    def _end(self, x_TD: Tensor) -> State:
-        """Compute loss and gradient at once: rows' logits are never kept, nor made twice."""
+        def forward(*given: Any) -> State:
+            made = part.forward(*given)
+            rows, terms = made[: len(made) - len(numbers)], made[len(made) - len(numbers) :]
+            part.seeds = self._seeds(dict(zip(numbers, terms, strict=True)))
+            return rows
+
+        return LaneTask(forward)
+
+    def _end(self, *rows: Tensor) -> State:
+        """Compute losses and gradients at once: rows' logits are never kept, nor made twice."""
         with self._flow.unshard.unsharded(self._model.head_unit):
-            self.summed, dx_TD = self._loss(x_TD.detach(), self._flow)
-        return (dx_TD,)
+            pairs = [
+                self._loss(x_TD.detach(), self._flow.at(later), later)
+                for later, x_TD in enumerate(rows)
+            ]
+        shares, gradients = zip(*pairs, strict=True)
+        self.summed = shares[0] if len(shares) == 1 else torch.cat([s.view(-1) for s in shares])
+        return gradients
 
     def _alone(self, function: Callable[..., tuple[Tensor, ...]]) -> list[LaneTask]:
         """Return the task of one part that exchanges nothing."""

@@ -204,6 +204,8 @@ def route(model: DecoderModel, pieces: Sequence[Sequence[int]]) -> list[LayerRou
             model(Flow(rows, model.recipe, training=False))
     layers = []
     for i, mixture in model.mixtures():
+        if not heard[i]:  # blocks of further tokens run in training alone
+            continue
         ids_TK, weights_TK = (np.concatenate(arrays) for arrays in zip(*heard[i], strict=True))
         layers.append(LayerRouting(str(i), mixture.record.router.experts, ids_TK, weights_TK))
     return layers

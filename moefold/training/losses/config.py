@@ -13,6 +13,7 @@ from moefold.config.slot import Slot
 from moefold.data.config import Chat, FileSource, Preferences
 from moefold.layers.config import Size
 from moefold.model.config import Decoder
+from moefold.model.families.base import Reading
 from moefold.model.families.folder import read_config
 from moefold.spec.decoder import needs
 
@@ -30,6 +31,9 @@ class LossRecord(Record):
         if run.layout.graphs != "none" and not isinstance(self, CrossEntropy):
             rule = "train.loss runs more than the step's own forward, which no graph repeats"
             yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
+        if not isinstance(self, CrossEntropy) and run.decoder().multi_token:
+            rule = "has no losses of further tokens, which model.multi_token: [] leaves out"
+            yield Violation(("train", "loss"), self, rule, {"kind": "cross_entropy"})
         for part in ("train", "valid"):
             for number, source in enumerate(getattr(run.data, part)):
                 paired = isinstance(source, Preferences)
@@ -72,13 +76,17 @@ class Distill(LossRecord):
 
     owner = "moefold.training.losses.top_k:distillation"
 
-    def decoder(self) -> Decoder:
-        """Return the teacher.
+    def reading(self) -> Reading:
+        """Return what the teacher's folder says, of which the next token alone is asked.
 
         Raises:
             ValueError: where the folder cannot be read.
         """
-        return read_config(Path(self.teacher)).decoder
+        return read_config(Path(self.teacher), multi_token=False)
+
+    def decoder(self) -> Decoder:
+        """Return the teacher; raises as :meth:`reading`."""
+        return self.reading().decoder
 
     def layout(self, layout: Any) -> Any:
         """Return the layout of a run as its teacher lies in it: stages are balanced anew."""

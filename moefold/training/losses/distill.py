@@ -48,7 +48,7 @@ class Distillation(Objective):
         decoder = _frozen(record.decoder())
         layout, precision = record.layout(job.run.layout), job.precision.precision
         data = ShardedState(build(decoder, precision, layout, job.world, "meta"))
-        with import_folder(record.teacher) as imported:
+        with import_folder(record.teacher, reading=record.reading()) as imported:
             fill_from(imported, data)
         self.teacher = data.placed
         return self

@@ -162,7 +162,7 @@ def _file(folder: Path, dp: int) -> Path:
 
 def _asked(record: Distill, job: Any) -> dict[str, Any]:
     """Return what tells scores from others."""
-    with import_folder(record.teacher) as found:
+    with import_folder(record.teacher, reading=record.reading()) as found:
         teacher = identity(base_shapes(found.tensors.targets), found.tensors.part)
     return {
         "teacher": teacher,
