@@ -24,6 +24,7 @@ from moefold.planner.memory_state import inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_layer import (
+    DISK_BANDWIDTH,
     PARTS,
     SM_COST,
     LayerPolicy,
@@ -58,9 +59,6 @@ BINDS = {
 HOST_ADAM = 0.6e9
 """Parameters per second that one rank's share of a host updates, copies included: Qwen3-30B-A3B on
 16 H100 takes 3.19 s more with all of 1.9 G parameters per rank there (Megatron-Bridge)."""
-DISK_BANDWIDTH = 2e9
-"""Bytes per second in one direction between one rank and its machine's disks: assumed, an eighth of
-four drives of 4 GB/s."""
 SHARP = 4.0
 """How sharply the slower of device and host decides; endless would be the maximum, which needs a
 host that always runs ahead."""

@@ -374,8 +374,9 @@ def _clone_seconds(
     return once, back
 
 
-DISK_BANDWIDTH = 3e9
-"""Bytes a second of a rank's file, each way: assumed, about what one PCIe 3.0 x4 disk can do."""
+DISK_BANDWIDTH = 2e9
+"""Bytes per second in one direction between one rank and its machine's disks: assumed, an eighth of
+four drives of 4 GB/s."""
 
 
 def _offload(
