@@ -16,7 +16,7 @@ from moefold.comm.environment import Spot
 MEET_S = 120.0
 """Ranks start at different moments: so long they wait for each other to be there at all."""
 LINGER_S = 5.0
-DONE = b"done"
+READY, DONE = "ready", "done"
 
 # torch offers these without listing them.
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
@@ -36,9 +36,21 @@ def connect(address: str, port: int, time_out_s: float) -> TCPStore:
 
 
 def serve_beside(port: int, time_out_s: float) -> None:
-    """Serve a store from a process of its own: it answers while this rank is stopped."""
+    """Serve a store from a process of its own: it answers while this rank is stopped.
+
+    Raises:
+        ValueError: where it cannot, as the port is taken.
+    """
     command = [sys.executable, "-m", "moefold.comm.rendezvous", str(port), str(time_out_s)]
-    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    pipe = subprocess.PIPE
+    keeper = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    assert keeper.stdout is not None
+    if keeper.stdout.readline().strip() != READY:
+        said = keeper.communicate()[1].strip().rpartition("\n")[2]
+        rule = "name a free one as MASTER_PORT, the same for all ranks"
+        raise ValueError(f"ranks cannot meet at port {port}, {rule}: {said}")
     atexit.register(keeper.communicate, DONE)
 
 
@@ -72,7 +84,7 @@ def join(spot: Spot, time_out_s: float, device: str = "cpu") -> torch.device:
 
     Raises:
         ValueError: for a kind of device that no backend is known for, or more ranks on a machine
-            than it has devices: NCCL takes one rank for each.
+            than it has devices: NCCL takes one rank for each; or where the ranks' port is taken.
         RuntimeError: where the ranks do not all arrive in time.
     """
     if device not in ("cpu", "cuda"):
@@ -121,7 +133,8 @@ def main(arguments: list[str]) -> None:
     Unless that ended well, the store stays a little longer: others still learn what happened.
     """
     store = serve(int(arguments[0]), float(arguments[1]))
-    if sys.stdin.buffer.read() != DONE:
+    print(READY, flush=True)
+    if sys.stdin.read() != DONE:
         time.sleep(LINGER_S)
     del store
 

@@ -23,7 +23,7 @@ from moefold.comm import launch as launching
 from moefold.comm.agree import FirstFailed
 from moefold.comm.environment import Spot
 from moefold.comm.launch import SETTLE_S, RankError, launch
-from moefold.comm.rendezvous import TCPStore, serve
+from moefold.comm.rendezvous import TCPStore, join, serve
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "tests.gloo.ranks_from_outside"]
@@ -236,6 +236,16 @@ def test_the_slurm_script_starts_ranks_and_rank_zero_may_be_stopped(tmp_path: Pa
     assert done.returncode == 1 and "Timed out" in done.stderr
     report = (tmp_path / "rank-00001.txt").read_text()
     assert "rank 0 is absent: it does not answer" in report
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    """Ranks that Slurm started would wait two minutes for a store that nobody can serve."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"at port {port}, name a free one as MASTER_PORT"):
+            join(Spot(0, 2, 0, "localhost", port), 4.0)
 
 
 @pytest.mark.matrix
