@@ -16,7 +16,7 @@ import os
 import tempfile
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,7 +24,7 @@ from moefold.checkpoint.folder import newest
 from moefold.cli._common import add_json, add_layout, add_run, print_json
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
-from moefold.files import free_folder
+from moefold.files import free_folder, remove_empty
 from moefold.layers.config import Auto
 from moefold.offload.disk import DiskFile
 from moefold.run import Run, demand_fit, load_run
@@ -119,10 +119,18 @@ def _demand_disk(run: Run) -> None:
     Raises:
         OffloadError: where none can.
     """
-    offload, state = run.layout.offload, run.layout.state
-    for disk in (offload and offload.disk, state):
-        if disk and disk.folder and "$" not in os.path.expandvars(disk.folder):
-            DiskFile(disk.folder, 0, "a file")
+    layout = run.layout
+    folders = [layout.state.folder]
+    if layout.offload is not None and layout.offload.disk is not None:
+        folders.append(layout.offload.disk.folder)
+    if isinstance(layout.recompute, Auto):
+        folders.append(layout.recompute.disk)
+    for folder in filter(None, folders):
+        path = Path(os.path.expandvars(folder))
+        if "$" not in str(path):
+            new = [one for one in (path, *path.parents) if not one.exists()]
+            DiskFile(folder, 0, "a file")
+            remove_empty(new)
 
 
 def _demand_memory(run: Run, world: int) -> None:
@@ -132,10 +140,10 @@ def _demand_memory(run: Run, world: int) -> None:
         ValueError: where nothing does, with what it would take.
     """
     if isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes:
-        from moefold.planner.from_run import again_within
+        from moefold.planner.from_run import demand_limit
         from moefold.planner.hardware import cluster
 
-        again_within(run, cluster(f"h100x{world}"))
+        demand_limit(run, cluster(f"h100x{world}"))
 
 
 def asked_run(args: argparse.Namespace) -> Run:
@@ -221,6 +229,7 @@ def _dry_run(
         if world is not None:  # One for all ranks of a machine.
             shared = Path(told_by_first(own, world.on_host))
             scratch = shared if shared.is_dir() else scratch
+        run = _with_files_in(run, str(scratch))
         with open_job(run, folder, console, world=world, scratch=scratch) as job:
             _set_last_step(job, args.until)
             if args.json and job.world.rank == 0:
@@ -228,6 +237,17 @@ def _dry_run(
             elif not args.json:
                 console.print(panel(job, folder))  # the other ranks' consoles show nothing
     return 0
+
+
+def _with_files_in(run: Run, folder: str) -> Run:
+    """Return a run whose activations would lie in files of another folder."""
+    layout, update = run.layout, dict[str, Any]()
+    if layout.offload is not None and layout.offload.disk is not None:
+        disk = layout.offload.disk.model_copy(update={"folder": folder})
+        update["offload"] = layout.offload.model_copy(update={"disk": disk})
+    if isinstance(layout.recompute, Auto) and layout.recompute.disk is not None:
+        update["recompute"] = layout.recompute.model_copy(update={"disk": folder})
+    return run.model_copy(update={"layout": layout.model_copy(update=update)})
 
 
 def _set_last_step(job: "Trainer", until: int | None, began: bool = False) -> None:

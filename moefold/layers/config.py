@@ -268,12 +268,32 @@ class Selective(Record):
 class Auto(Record):
     """Recomputes the kinds that take the least time and leave the fullest rank within a limit.
 
-    It is settled when a run begins, by the plan of its step.
+    It is settled when a run begins, by the plan of its step. With a place for what is kept, the
+    plan sends kinds there too where that takes less.
     """
 
     kind: Literal["auto"] = "auto"
     limit: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)? ?[MG]B$")] | None = None
     """Bytes of a device, such as ``76 GB``, 10^9 each; None is what it has, less a twentieth."""
+    host: bool = False
+    """Whether kinds may go to the host's memory between forward and backward."""
+    disk: Annotated[str, Field(min_length=1, examples=["./scratch"]), OnDisk()] | None = None
+    """A folder of this machine's disk in whose files kinds may lie instead."""
+
+    def rules(self) -> Iterator[Violation]:
+        """What leaves goes to one place."""
+        if self.host and self.disk is not None:
+            rule = "the plan sends kinds to the host or to a disk: one of them is a place for all"
+            yield Violation(("disk",), self.disk, rule, None)
+
+    def misfits(self, offload: "Offload | None") -> Iterator[Violation]:
+        """Yield a place where the layout sends kinds itself."""
+        for name in ("host", "disk") if offload is not None else ():
+            if getattr(self, name):
+                rule = "layout.offload says what leaves; leave it out for the plan to say it"
+                yield Violation(
+                    (name,), getattr(self, name), rule, None if name == "disk" else False
+                )
 
     @property
     def bytes(self) -> float | None:

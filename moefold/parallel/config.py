@@ -12,7 +12,7 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
-from moefold.layers.config import CONTEXT, RECOMPUTE, Context, Offload, Ring, Selective
+from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
@@ -109,9 +109,12 @@ class Layout(Record):
         if self.offload is not None:
             misfits = self.offload.misfits(model.modules, self.recompute)
             yield from (broken.under("offload") for broken in misfits)
+        misfits = iter(())
         if isinstance(self.recompute, Selective) and not model.outside:
             misfits = self.recompute.misfits(model.made_again(tp=2), self.split.tp)
-            yield from (broken.under("recompute") for broken in misfits)
+        if isinstance(self.recompute, Auto):
+            misfits = self.recompute.misfits(self.offload)
+        yield from (broken.under("recompute") for broken in misfits)
         yield from self._schedule_misfits()
         yield from self._graph_misfits()
 
@@ -119,10 +122,11 @@ class Layout(Record):
         """Yield what a CUDA graph of a step lacks: other ranks, copies to and from elsewhere."""
         if self.graphs == "none":
             return
-        sizes = self.split
+        sizes, again = self.split, self.recompute
+        leaves = isinstance(again, Auto) and bool(again.host or again.disk)
         broken = {
             "one device makes a whole step": sizes.smallest_world > 1 or sizes.vpp > 1,
-            "activations stay on the device": self.offload is not None,
+            "activations stay on the device": self.offload is not None or leaves,
             "state stays on the device": self.state.away,
         }
         for rule, wrong in broken.items():

@@ -5,7 +5,6 @@ case = given.case(task)
 """
 
 import json
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -17,6 +16,7 @@ from moefold.layers.config import (
     Context,
     Full,
     Kind,
+    Offload,
     Offloaded,
     Quantise,
     Selective,
@@ -45,7 +45,7 @@ from moefold.planner.case import (
 from moefold.planner.hardware import Cluster
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import PublishedModel
-from moefold.planner.recompute import cheapest
+from moefold.planner.recompute import Place, cheapest, demand_room
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
@@ -213,8 +213,17 @@ def of_run(
     """Return a run's task on a cluster, and the layout that the run states.
 
     Raises:
-        ValueError: where the planner does not know a record of the run.
+        ValueError: where the planner does not know a record of the run, or nothing fits its limit.
     """
+    task, choice = _stated(run, cluster, batch, load)
+    asked = _open(run, task, choice)
+    return task, choice if asked is None else replace(choice, keeping=cheapest(*asked))
+
+
+def _stated(
+    run: Run, cluster: Cluster, batch: int | None = None, load: float = LOAD
+) -> tuple[TrainingTask, Choice]:
+    """Return the same with nothing made again where the plan is to say what."""
     asked = run.train.precision
     if asked == "fp64":
         raise ValueError("precision fp64 is for proofs and is not planned: bf16 or fp32")
@@ -235,33 +244,61 @@ def of_run(
         notes=(*notes, *notes_on_step(run)),
         tokens=float(run.train.steps) * run.train.batch * run.data.seq,
     )
-    choice, record = choice_of(run.layout, run.train.micro_batch, precision), run.layout.recompute
-    if isinstance(record, Auto):
-        limit = record.bytes or cluster.device.memory_bytes * (1 - RESERVE)
-        case = replace(choice, keeping=replace(choice.keeping, recompute=frozenset())).case(task)
-        choice = replace(choice, keeping=replace(choice.keeping, recompute=cheapest(case, limit)))
-    return task, choice
+    return task, choice_of(run.layout, run.train.micro_batch, precision)
 
 
-def again_within(run: Run, cluster: Cluster) -> list[str]:
-    """Return what a step of the run makes again, which ``auto`` leaves to the plan.
+def _open(run: Run, task: TrainingTask, choice: Choice) -> tuple[Case, float, Place] | None:
+    """Return what ``auto`` leaves open: the case without it, its limit, and a place for kinds."""
+    record = run.layout.recompute
+    if not isinstance(record, Auto):
+        return None
+    limit = record.bytes or task.cluster.device.memory_bytes * (1 - RESERVE)
+    bare = replace(choice, keeping=replace(choice.keeping, recompute=frozenset()))
+    return bare.case(task), limit, "offload" if record.host else "disk" if record.disk else None
+
+
+def keeping_within(run: Run, cluster: Cluster) -> Keeping:
+    """Return what a step of the run keeps, which ``auto`` leaves to the plan.
 
     Raises:
         ValueError: where nothing fits the limit, with what it would take.
     """
-    load = LOAD if run.layout.split.ep > 1 else 1.0
-    return sorted(of_run(run, cluster, load=load)[1].keeping.recompute)
+    return of_run(run, cluster, load=_load(run))[1].keeping
 
 
-def settled(run: Run, again: Collection[str]) -> Run:
-    """Return a run that makes the given kinds again in place of ``auto``."""
-    if not isinstance(run.layout.recompute, Auto):
+def demand_limit(run: Run, cluster: Cluster) -> None:
+    """Hold that anything that ``auto`` could choose fits its limit.
+
+    Raises:
+        ValueError: where nothing does, with what it would take.
+    """
+    asked = _open(run, *_stated(run, cluster, load=_load(run)))
+    if asked is not None:
+        demand_room(*asked)
+
+
+def _load(run: Run) -> float:
+    return LOAD if run.layout.split.ep > 1 else 1.0
+
+
+def settled(run: Run, keeping: Keeping) -> Run:
+    """Return a run that makes again, and sends away, what a plan keeps in place of ``auto``."""
+    auto, again, layout = run.layout.recompute, keeping.recompute, run.layout
+    if not isinstance(auto, Auto):
         return run
     record: Record | None = Full() if "block" in again else None
     if again and record is None:
         record = Selective.model_validate({"modules": sorted(again)})
-    layout = run.layout.model_copy(update={"recompute": record})
-    return run.model_copy(update={"layout": layout})
+    update: dict[str, Any] = {"recompute": record}
+    to: dict[str, Any] = {"in_flight": keeping.in_flight}
+    if auto.host and keeping.offload:
+        update["offload"] = {**to, "host": {"modules": sorted(keeping.offload)}}
+    if auto.disk and keeping.disk:
+        disk = {"modules": sorted(keeping.disk), "folder": auto.disk}
+        update["offload"] = {**to, "disk": disk}
+    if "offload" in update:
+        update["offload"] = Offload.model_validate(update["offload"])
+    return run.model_copy(update={"layout": layout.model_copy(update=update)})
 
 
 def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:

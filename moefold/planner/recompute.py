@@ -1,35 +1,72 @@
-"""What to make again: of all sets of kinds the one whose step takes least among those that fit."""
+"""What to make again and what to send away: of all sets that fit, the one of the shortest step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations
-from typing import get_args
+from typing import Literal, get_args
 
-from moefold.layers.config import Kind
-from moefold.planner.case import Case, kinds
+from moefold.layers.config import Kind, Offloaded
+from moefold.planner.case import Case, Keeping, kinds
 from moefold.planner.hardware import Cluster, device
 from moefold.planner.memory import peak_within, totals
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.time import estimate
-from moefold.spec.layer import Module, Modules
+from moefold.spec.layer import NOTHING, Module, Modules
 
 PRICED = "H100"
 """The device whose rates price a step where a cluster's links are not known: a CPU's processes."""
+Place = Literal["offload", "disk"] | None
+"""Where kinds may go, as :class:`Keeping` calls it."""
 
 
-def cheapest(case: Case, limit: float) -> Modules:
-    """Return what to make again so that each device needs at most ``limit`` bytes.
+def cheapest(case: Case, limit: float, place: Place = None) -> Keeping:
+    """Return what to make again, and to send to a place, so that each device needs ``limit`` bytes.
 
     Raises:
-        ValueError: where none of the sets fits, with the least that any needs.
+        ValueError: where none of the sets fits, with what it would take.
     """
-    sets = list(_sets(case))
-    seconds = {again: _seconds(case, again) for again in sets}
-    for again in sorted(sets, key=lambda one: (seconds[one], len(one))):
-        if peak_within(_with(case, again), limit) is not None:
-            return again
-    least = min(max(totals(_with(case, again))) for again in sets)
-    raise ValueError(
+    best: tuple[float, Keeping] | None = None
+    seconds = {again: _seconds(_with(case, again)) for again in _sets(case)}
+    for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
+        # What leaves takes time on top.
+        if best is not None and seconds[again] >= best[0]:
+            break
+        away = [_with(case, again, place, kinds) for kinds in _leaving(case, again, place)]
+        took = {one.keeping: _seconds(one) if place else seconds[again] for one in away}
+        for one in sorted(away, key=lambda one: took[one.keeping]):
+            if best is not None and took[one.keeping] >= best[0]:
+                break
+            if peak_within(one, limit) is not None:
+                best = took[one.keeping], one.keeping
+    if best is None:
+        raise _no_room(case, limit, place)
+    return best[1]
+
+
+def demand_room(case: Case, limit: float, place: Place = None) -> None:
+    """Hold that any of the sets leaves each device within so many bytes.
+
+    Raises:
+        ValueError: where none does, with what it would take.
+    """
+    # The last make most again.
+    for again in reversed(list(_sets(case))):
+        for away in _leaving(case, again, place):
+            if peak_within(_with(case, again, place, away), limit) is not None:
+                return
+    raise _no_room(case, limit, place)
+
+
+def _no_room(case: Case, limit: float, place: Place) -> ValueError:
+    # What leaves is there again before it is read, layers ahead: all of it is most often what
+    # leaves least here, and takes as long to look at as nothing.
+    ends = (
+        (again, away)
+        for again in _sets(case)
+        for away in (NOTHING, list(_leaving(case, again, place))[-1])
+    )
+    least = min(max(totals(_with(case, again, place, away))) for again, away in ends)
+    return ValueError(
         f"layout.recompute.limit {limit / 1e9:.4g} GB: whatever is made again, the fullest rank "
         f"needs {least / 1e9:.4g} GB; raise the limit to that, or take a smaller micro-batch or "
         "more ranks"
@@ -38,26 +75,33 @@ def cheapest(case: Case, limit: float) -> Modules:
 
 def _sets(case: Case) -> Iterator[Modules]:
     """Yield every set of kinds that drop anything, and whole blocks."""
-    useful = _useful(case)
-    sizes = range(len(useful) + 1)
-    for chosen in chain.from_iterable(combinations(useful, size) for size in sizes):
-        yield frozenset(chosen)
+    rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
+    dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
+    yield from _subsets([kind for kind in get_args(Kind) if kind in dropped])
     yield frozenset(("block",))
 
 
-def _useful(case: Case) -> list[Module]:
+def _leaving(case: Case, again: Modules, place: Place) -> Iterator[Modules]:
+    """Yield every set of kinds of which something is kept that could go to a place."""
     rows = [part for block in kinds(case.decoder)[0] for part in layer_kept(case, block)]
-    dropped = frozenset(chain.from_iterable(part.dropped for part in rows))
-    return [kind for kind in get_args(Kind) if kind in dropped]
+    stay = {part.module for part in rows if part.stays(again)} - (again & {"norms"})
+    yield from _subsets([kind for kind in get_args(Offloaded) if place and kind in stay])
 
 
-def _with(case: Case, again: Modules) -> Case:
-    return replace(case, keeping=replace(case.keeping, recompute=again))
+def _subsets(kinds: list[Module]) -> Iterator[Modules]:
+    """Yield the subsets of kinds, the empty one first and all of them last."""
+    for size in range(len(kinds) + 1):
+        yield from map(frozenset, combinations(kinds, size))
 
 
-def _seconds(case: Case, again: Modules) -> float:
+def _with(case: Case, again: Modules, place: Place = None, away: Modules = NOTHING) -> Case:
+    given = {place: away} if place else {}
+    return replace(case, keeping=replace(case.keeping, recompute=again, **given))
+
+
+def _seconds(case: Case) -> float:
     here = case.cluster
     if here.devices > 1 and not here.device.link_bandwidth:
         priced = device(PRICED)
         case = replace(case, cluster=Cluster(priced, here.devices, 8, priced.domain))
-    return estimate(_with(case, again)).seconds
+    return estimate(case).seconds

@@ -216,6 +216,9 @@ def _paths(job: Trainer) -> Iterator[Row]:
         modules = ", ".join(getattr(recompute, "modules", ()))
         kind = getattr(recompute, "kind", type(recompute).__name__)
         yield "recompute", f"{kind} {modules}".strip()
+    offload = job.run.layout.offload
+    for place, to in ({} if offload is None else offload.stated).items():
+        yield f"on {place}", f"{', '.join(to.modules)} of {to.share:.0%} of the layers"
 
 
 def _balance(job: Trainer) -> str:

@@ -58,7 +58,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
     demand_fit(run, world)
     cluster = Cluster(processor(1e11, 1e10, MEMORY), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
-    run = settled(run, choice.keeping.recompute)
+    run = settled(run, choice.keeping)
     case, here = choice.case(task), cluster.device.memory_bytes
     needed = fullest(case).allocated * world
     if needed > here:

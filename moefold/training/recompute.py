@@ -7,22 +7,22 @@ import torch
 from moefold.comm.agree import on_first
 from moefold.comm.world import World
 from moefold.layers.config import Auto
-from moefold.planner.from_run import again_within, settled
+from moefold.planner.from_run import keeping_within, settled
 from moefold.planner.hardware import Cluster, device, processor, resized, sold_as
 from moefold.planner.recompute import PRICED
 from moefold.run import Run
 
 
 def settle_recompute(run: Run, world: World) -> Run:
-    """Return the run with the kinds that are made again in place of ``auto``.
+    """Return the run with the kinds that are made again, or leave, in place of ``auto``.
 
     Raises:
         ValueError: where nothing fits the limit, with what it would take.
     """
     if not isinstance(run.layout.recompute, Auto):
         return run
-    again = on_first(lambda: again_within(run, cluster_of(world)), world.on_host)
-    return settled(run, again)
+    keeping = on_first(lambda: keeping_within(run, cluster_of(world)), world.on_host)
+    return settled(run, keeping)
 
 
 def cluster_of(world: World) -> Cluster:

@@ -183,6 +183,8 @@ def test_a_dry_run_writes_nothing_anywhere(
     monkeypatch.chdir(work)
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     layout = ["layout.zero=3", "--nproc", "2", "--layout", "ep2"] if nproc == 2 else []
+    layout += ["layout.state={at: disk, folder: a/b}"]
+    layout += ["layout.offload={disk: {modules: [experts], folder: c}}"]
     assert main(["train", str(trained.parent / "run.yaml"), *layout, "--dry-run"]) == 0
     assert "parameters" in capsys.readouterr().out or nproc == 2
     assert not list(work.rglob("*")) and not list(scratch.rglob("moefold*"))

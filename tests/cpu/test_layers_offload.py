@@ -22,7 +22,9 @@ from moefold.offload.disk import OffloadError
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept
 from moefold.spec.layer import Shape
+from moefold.training.banner import rows as banner_rows
 from tests.cpu.alive import HIDDEN, Made, there
+from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.test_planner_kept import BLOCKS
 
 CPU, LAYERS = torch.device("cpu"), 4
@@ -155,6 +157,28 @@ def test_b62_layers_are_sent_for_before_they_are_taken(
     gradients(model, rows, None, to)
     assert not late and to.places["host"].figures.takes == LAYERS - 1
     assert most == 2, "the layer that runs and the one that comes"
+
+
+def test_a_run_sends_away_what_its_plan_says(tmp_path: Path) -> None:
+    """Settled when it begins and said in the banner; values stay."""
+    shape = {"layers": 6, "hidden": 32, "experts": 4, "expert_width": 32}
+    small = {
+        "model": {"shape": shape | {"heads": 2, "kv_heads": 2, "top_k": 2}},
+        "data": {"seq": 64},
+    }
+    auto = {"recompute": {"kind": "auto", "host": True, "limit": "3.7 MB"}}
+    with job_of(tmp_path, "plain", **small) as job:
+        job.step(), job.step()
+        wanted = weights(job)
+    with job_of(tmp_path, **small, layout=auto) as job:
+        offload = job.run.layout.offload
+        assert offload is not None and offload.host is not None and offload.disk is None
+        said = f"{', '.join(offload.host.modules)} of 100% of the layers"
+        assert ("on host", said) in [row[:2] for row in banner_rows(job, tmp_path)]
+        job.step(), job.step()
+        assert job.placed.offload is not None
+        assert job.placed.offload.places["host"].figures.moved > 0
+        assert not equal(weights(job), wanted)
 
 
 # ------------------------------------------------------------------------------------- disks

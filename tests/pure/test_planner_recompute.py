@@ -1,22 +1,26 @@
 """What is made again where the planner chooses: it fits, and nothing that fits takes less time."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import chain, combinations
-from typing import get_args
+from itertools import chain, combinations, product
+from pathlib import Path
+from typing import Literal, get_args
 
 import pytest
 
-from moefold.layers.config import Auto, Full, Kind, Selective
+from moefold.config.errors import RunError
+from moefold.layers.config import Auto, Full, Kind, Offloaded, Selective
 from moefold.mesh.config import Sizes
-from moefold.planner.case import Case
-from moefold.planner.from_run import Choice, of_model, of_run, settled
+from moefold.planner.case import Case, Keeping
+from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settled
 from moefold.planner.hardware import cluster
 from moefold.planner.memory import fullest, memory
 from moefold.planner.published import model
-from moefold.planner.recompute import cheapest
+from moefold.planner.recompute import _sets, cheapest
 from moefold.planner.time import estimate
 from moefold.run import load_run
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, ZeroBubbleH1
+from moefold.spec.layer import Module
 
 SHAPES = {
     "DeepSeek-V3": ("h100x256", Sizes(pp=16, vpp=2, ep=16, tp=2), Interleaved()),
@@ -41,9 +45,25 @@ def case_of(name: str) -> Case:
     return Choice(sizes, schedule, 1, "alltoall", "bf16").case(task)
 
 
+def subsets(kinds: Collection[Module]) -> Iterator[frozenset[Module]]:
+    """Yield the subsets of kinds."""
+    sizes = range(len(kinds) + 1)
+    yield from map(frozenset, chain.from_iterable(combinations(kinds, n) for n in sizes))
+
+
 SOME = ("Qwen3-30B-A3B, tp", "Mixtral-8x7B", "OLMoE-1B-7B")
 """Those that run each time; all do behind ``make matrix``."""
 MARKED = [name if name in SOME else pytest.param(name, marks=pytest.mark.matrix) for name in SHAPES]
+
+
+FEW_LAYERS = ("DeepSeek-V3, pairs",)
+"""Where what leaves comes back so many layers ahead that the device holds no less."""
+LEAVING = [
+    (name, place)
+    if (name, place) == ("OLMoE-1B-7B", "offload")
+    else pytest.param(name, place, marks=pytest.mark.matrix)
+    for name, place in product(SHAPES, ("offload", "disk"))
+]
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -52,14 +72,14 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
     case = case_of(name)
     all_kinds = (*get_args(Kind), "block")
     found = {}
-    for again in chain.from_iterable(combinations(all_kinds, n) for n in range(len(all_kinds) + 1)):
+    for again in subsets(all_kinds):
         tried = replace(case, keeping=replace(case.keeping, recompute=frozenset(again)))
         found[frozenset(again)] = fullest(tried).total, estimate(tried).seconds
     least, most = (min(found.values())[0], found[frozenset()][0])
     chosen = set()
     for share in (0.0, 0.5, 0.85, 1.0):
         limit = least + share * (most - least) + 1
-        again = cheapest(case, limit)
+        again = cheapest(case, limit).recompute
         needed, seconds = found[again]
         best = min(took for size, took in found.values() if size <= limit)
         assert needed <= limit and seconds <= 1.01 * best, (share, again)
@@ -69,13 +89,61 @@ def test_the_choice_fits_and_is_the_best_of_all_sets(name: str) -> None:
         cheapest(case, least * 0.99)
 
 
+@pytest.mark.parametrize(("name", "place"), LEAVING)
+def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "disk"]) -> None:
+    """Against all pairs of what is made again and what leaves, norms in one of them alone."""
+    case, found = case_of(name), dict[Keeping, tuple[float, float]]()
+    for again, away in product(_sets(case), subsets(get_args(Offloaded))):
+        if "norms" in again & away or ("block" in again and away - {"block"}):
+            continue
+        given = {"recompute": again, place: away}
+        tried = replace(case, keeping=replace(case.keeping, **given))
+        found[tried.keeping] = fullest(tried).total, estimate(tried).seconds
+    most = found[case.keeping][0]
+    least = min(found.values())[0]
+    chosen = set()
+    for share in (0.0, 0.3, 0.85, 1.0):
+        limit = least + share * (most - least) + 1
+        keeping = cheapest(case, limit, place)
+        needed, seconds = found[keeping]
+        best = min(took for size, took in found.values() if size <= limit)
+        assert needed <= limit and seconds <= 1.01 * best, (share, keeping)
+        chosen.add(getattr(keeping, place))
+    assert name in FEW_LAYERS or (len(chosen) > 1 and frozenset() in chosen), chosen
+
+
 def test_a_run_is_settled_by_its_plan() -> None:
     """Its layout names the kinds; a run that names them itself stays as it is."""
     given = ["layout.recompute={kind: auto, limit: 60 GB}", "layout.zero=3"]
     run = load_run("qwen3_30b_a3b", [*given, "layout.sizes=ep8", "train.micro_batch=2"])
     task, choice = of_run(run, cluster("h100x16"))
-    record = settled(run, choice.keeping.recompute).layout.recompute
+    record = settled(run, choice.keeping).layout.recompute
     assert isinstance(record, Selective | Full)
     assert max(one.total for one in memory(choice.case(task))) <= 60e9
     assert isinstance(run.layout.recompute, Auto) and run.layout.recompute.bytes == 60e9
-    assert settled(load_run("tiny"), ["norms"]).layout.recompute is None
+    keeping = replace(choice.keeping, recompute=frozenset(("norms",)))
+    assert settled(load_run("tiny"), keeping).layout.recompute is None
+
+
+def test_what_leaves_is_settled_too(tmp_path: Path) -> None:
+    """To the place that the run names; stated kinds stay where they are."""
+    sizes = ["layout.zero=3", "layout.sizes=ep8", "train.micro_batch=2"]
+    for place, limit in (("host: true", 75), (f"disk: {tmp_path}", 40)):
+        auto = f"layout.recompute={{kind: auto, limit: {limit} GB, {place}}}"
+        run = load_run("qwen3_30b_a3b", [auto, *sizes])
+        task, choice = of_run(run, cluster("h100x16"))
+        layout = settled(run, choice.keeping).layout
+        assert layout.offload is not None and not isinstance(layout.recompute, Auto)
+        case = choice_of(layout, 2, "bf16").case(task)
+        assert case.keeping == choice.keeping
+        assert max(one.total for one in memory(case)) <= limit * 1e9
+
+
+def test_what_leaves_is_named_once() -> None:
+    """By the plan or by the run, to the host or to a disk."""
+    both = "layout.recompute={kind: auto, host: true, disk: ./scratch}"
+    with pytest.raises(RunError, match="one of them is a place for all"):
+        load_run("tiny", [both])
+    stated = "layout.offload={host: {modules: [experts]}}"
+    with pytest.raises(RunError, match=r"layout\.offload says what leaves"):
+        load_run("tiny", [stated, "layout.recompute={kind: auto, host: true}"])
