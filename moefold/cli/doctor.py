@@ -226,8 +226,29 @@ def _triton() -> Finding:
     return Finding("triton", is_there("triton"), _version("triton"), not why, why or used)
 
 
+def _quantise() -> Finding:
+    import torch
+
+    from moefold.kernels.quantise.blocks import BLOCKS
+    from moefold.kernels.scaled.products import EMULATED
+
+    why = f"y, dx and dw of {', '.join(BLOCKS)}: {EMULATED}"
+    return Finding("quantise", True, torch.__version__, True, why)
+
+
 PROBES: dict[str, Callable[[], Finding]] = {
     probe.__name__[1:]: probe
-    for probe in (_torch, _threads, _bf16, _cuda, _mps, _gloo, _nccl, _grouped_mm, _triton)
+    for probe in (
+        _torch,
+        _threads,
+        _bf16,
+        _cuda,
+        _mps,
+        _gloo,
+        _nccl,
+        _grouped_mm,
+        _triton,
+        _quantise,
+    )
 }
 """What is tried through torch, by the name of its finding."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,6 +14,7 @@ from moefold.kernels.scaled.products import Draw, Largest, NarrowOperand, Narrow
 from moefold.layers.config import Precision, Quantise
 from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
+from moefold.optim.norm import non_finite
 from moefold.spec.quantised import narrow_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -143,6 +145,9 @@ class PrecisionPolicy:
         """What stochastic rounding draws by."""
         self.adapts = True
         """Whether weights are read with their adapters."""
+        self.noted: list[tuple[int, str, int | None]] | None = None
+        """Where a fault is looked for: number of the weight, role and expert of what becomes codes
+        and is not finite, in the order of the pass."""
 
     def give(self, weight: Tensor, value: Tensor) -> None:
         """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
@@ -219,8 +224,21 @@ class PrecisionPolicy:
                 self._codes[weight] = held
             return held[2]
 
+        note = None if self.noted is None else partial(self._note, narrow)
+        if note is not None:
+            given = self._given.get(weight)
+            value = weight.detach() if given is None else given
+            for group, matrix in enumerate(value if groups else value[None]):
+                note("weight", group, matrix)
         draw = Draw((self.seed, narrow.number), self.step, narrow.columns)
-        return NarrowOperand(weight, codes, draw, largest)
+        return NarrowOperand(weight, codes, draw, largest, note)
+
+    def _note(self, narrow: Narrow, role: str, group: int, values: Tensor) -> None:
+        """Note an operand that is not finite."""
+        assert self.noted is not None
+        if non_finite({role: values}):
+            first = narrow.first_expert
+            self.noted.append((narrow.number, role, None if first is None else first + group))
 
 
 def _fresh(weight: Tensor, version: int, values: Tensor) -> bool:

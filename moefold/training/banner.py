@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.kernels.fused import why_not
+from moefold.kernels.scaled.products import EMULATED
 from moefold.layers.config import Quantise
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
@@ -189,11 +190,11 @@ def _paths(job: Trainer) -> Iterator[Row]:
     settled = f"{job.precision.why}; here {job.precision.said}"
     yield "precision", f"products in {str(dtype).removeprefix('torch.')}{masters} ({settled})"
     if isinstance(quantise := job.run.train.quantise, Quantise):
-        number = len(narrow_weights(job.run.decoder()))
-        yield (
-            "quantise",
-            f"products of {number} weights in {quantise.kind}, emulated in plain torch",
-        )
+        number, wide = len(narrow_weights(job.run.decoder())), str(dtype).removeprefix("torch.")
+        three = f"y, dx and dw in {quantise.kind}"
+        if quantise.wgrad == "wide":
+            three = f"y and dx in {quantise.kind}, dw in {wide}"
+        yield "quantise", f"products of {number} weights: {three}; {EMULATED}"
     kernels = {}
     for i, mixture in job.model.mixtures():
         kernel = mixture.experts.kernel(dtype, job.device)

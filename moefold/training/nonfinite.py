@@ -18,10 +18,13 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch
 from moefold.optim.norm import non_finite
 from moefold.parallel.data.sharding import ShardedState
+from moefold.spec.quantised import narrow_weights
 from moefold.training.config import Rewind, Skip, Stop
 from moefold.training.step import StepFigures
 
 SHOWN = 8
+ROLES = {"weight": "the weight", "rows": "rows at", "gradient": "the gradient of rows at"}
+"""What became codes, in words."""
 MACHINE = "Replay: a machine fault"
 DATA = "Replay: a fault of the data or the model"
 Again = Callable[[], StepFigures]
@@ -82,6 +85,7 @@ class NonFinitePolicy:
         used_up = isinstance(policy, Stop) or self.strikes > policy.limit
         if not (used_up or told.startswith(MACHINE)):
             return "skip" if isinstance(policy, Skip) else "rewind"
+        holders = "\n".join([holders, *blame(data, again)])
         limit = "" if isinstance(policy, Stop) else f" (its limit of {policy.limit} is used up)"
         raise NonFiniteStep(
             f"step {step + 1} is not finite (loss {figures.lm_loss}, gradient norm "
@@ -108,6 +112,29 @@ def _holders(batches: Sequence[MicroBatch], data: ShardedState) -> str:
     named = dict.fromkeys(name for each in said for name in each["documents"])
     lines = lines or ["Gradients not finite: none"]
     return "\n".join([*lines, f"documents: {', '.join(named) or 'unknown'}"])
+
+
+def blame(data: ShardedState, again: Callable[[], Any]) -> list[str]:
+    """Compute a step's gradients again; say what first became codes on each rank and is not finite.
+
+    Every rank calls it. Nothing is said where no products read codes.
+    """
+    model, world = data.placed.model, data.placed.world
+    names = {number: name for name, number in narrow_weights(model.record).items()}
+    if not names:
+        return []
+    model.recipe.noted = noted = []
+    try:
+        again()
+    finally:
+        model.recipe.noted = None
+    lines = []
+    for rank, each in enumerate(gather_objects(noted[:1], world.on_host)):
+        where = f" on rank {rank}" if world.size > 1 else ""
+        for number, role, expert in each:
+            of = "" if expert is None else f", expert {expert}"
+            lines.append(f"First codes not finite{where}: {ROLES[role]} {names[number]}{of}")
+    return lines
 
 
 def replay(data: ShardedState, again: Callable[[], Any]) -> str:

@@ -10,7 +10,15 @@ from moefold.cli.doctor import Finding
 from moefold.cli.main import main
 
 NAMES = ["torch", "threads", "bf16", "cuda", "mps", "gloo", "nccl", "grouped_mm", "triton"]
-NAMES += ["transformer_engine", "deep_ep", "tokenizers", "pyarrow", "transformers", "wandb"]
+NAMES += [
+    "quantise",
+    "transformer_engine",
+    "deep_ep",
+    "tokenizers",
+    "pyarrow",
+    "transformers",
+    "wandb",
+]
 
 
 def report(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:

@@ -8,6 +8,8 @@ import torch
 
 from moefold.layers.config import QUANTISE, Full, Selective
 from moefold.moe.config import Router
+from moefold.training.banner import rows
+from moefold.training.nonfinite import NonFiniteStep
 from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.small import GQA, decoder, gradients, model_of, moe, padded_rows, relative
 
@@ -81,3 +83,38 @@ def test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, at: i
         assert job.step_number == at
         job.train()
         assert equal(weights(job), whole) == []
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", pytest.param("nvfp4", marks=pytest.mark.matrix)])
+def test_b54_a_block_that_is_not_finite_is_reported_with_weight_and_expert(
+    tmp_path: Path, kind: str
+) -> None:
+    """Not by its consequences: all gradients are NaN then. Plant: nothing is looked for."""
+    found = []
+    with job_of(tmp_path, train={"quantise": kind}) as job:
+        names = "layers.1.moe.experts.w_out", "embed.weight"
+        experts, table = map(job.model.get_parameter, names)
+        for weight, place in ((experts, (2, 3, 1)), (table, (slice(None), 0))):
+            before = weight.detach().clone()
+            with torch.no_grad():
+                weight[place] = torch.inf
+            with pytest.raises(NonFiniteStep) as caught:
+                job.step()
+            (line,) = (one for one in str(caught.value).splitlines() if "First codes" in one)
+            found.append(line.partition(": ")[2])
+            with torch.no_grad():
+                weight.copy_(before)
+        assert job.step()["lm_loss"] > 0 and job.model.recipe.noted is None
+    assert found == [
+        "the weight layers.1.moe.experts.w_out, expert 2",
+        "rows at layers.0.attention.q.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wgrad", "said"), [("narrow", "y, dx and dw in"), ("wide", "dw in float")]
+)
+def test_the_banner_names_each_products_path_and_why(tmp_path: Path, wgrad: str, said: str) -> None:
+    with job_of(tmp_path, train={"quantise": {"kind": "mxfp8", "wgrad": wgrad}}) as job:
+        (line,) = (text for what, text in rows(job, tmp_path) if what == "quantise")
+    assert said in line and "emulated in plain torch" in line

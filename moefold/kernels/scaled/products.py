@@ -28,6 +28,8 @@ from moefold.kernels.quantise.philox import MASK, chance
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.layers.config import QUANTISE
 
+EMULATED = "emulated in plain torch on any device: no kernel of one is built in"
+"""The path of the three products, and why."""
 Largest = Callable[[Tensor, str], Tensor]
 """``largest(amax, role)``: the maximum over the ranks that hold parts of the same matrices."""
 
@@ -121,6 +123,8 @@ class NarrowOperand(NamedTuple):
     draw: Draw
     """What stochastic rounding of its rows' gradient draws from."""
     largest: Largest = _mine
+    note: Callable[[str, int, Tensor], None] | None = None
+    """Is told of each operand, by role and group, where a fault is looked for."""
 
 
 def scaled_product(
@@ -209,6 +213,9 @@ def _operands(
     That is codes [I, N] along its rows, or the rows themselves where that product is wide.
     """
     parts = rows.take(x_NI)
+    if weight.note is not None:
+        for (group, *_), part in zip(rows.runs, parts, strict=True):
+            weight.note(role, group, part)
     narrow_dw = for_dw and recipe.narrow_dw
     turned = [part.mT for part in parts] if narrow_dw else []
     if recipe.kind == "nvfp4":
