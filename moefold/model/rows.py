@@ -97,6 +97,8 @@ def _block(block: DecoderBlock, scale: float) -> Step:
             return x_PD + scaled(block.ffn(normed_PD, flow), scale)
         if experts is None or len(x_PD) * mixture.record.router.top_k > FEW:
             return mixture(MoeInput(x_PD, normed_PD), flow).x_TD
+        if mixture.shared is not None:
+            x_PD = x_PD + scaled(mixture.shared(normed_PD, flow), mixture.residual_scale)
         return x_PD + scaled(experts(normed_PD, flow), mixture.residual_scale)
 
     return step
@@ -146,7 +148,7 @@ def _attention(layer: nn.Module) -> Step:
 
 
 def _mixture(mixture: MoeFfn) -> Step | None:
-    """Return routed experts one by one, and the shared one; None where they are of another kind."""
+    """Return routed experts one by one; None where they are of another kind."""
     record, router = mixture.record.router, mixture.router
     plain = type(mixture) is MoeFfn and type(router) is Router
     if not plain or mixture.apart or not _says_only(mixture.record, MIXES):
@@ -155,7 +157,7 @@ def _mixture(mixture: MoeFfn) -> Step | None:
     wide = torch.promote_types(DTYPES[record.dtype], w_router.dtype)
     w_router = w_router.to(wide)
     w_in = mixture.experts.w_in.detach().flatten(1, 2).unbind()
-    w_out, shared = mixture.experts.w_out.detach().unbind(), mixture.shared
+    w_out = mixture.experts.w_out.detach().unbind()
 
     def step(x_PD: Tensor, flow: Flow) -> Tensor:
         scores_PE = scores(F.linear(x_PD.to(wide), w_router), record)
@@ -169,8 +171,7 @@ def _mixture(mixture: MoeFfn) -> Step | None:
                 a_1F = F.silu(gate_1F).mul_(up_1F).mul_(share)
                 parts.append(F.linear(a_1F, w_out[expert]))
             rows.append(sum(parts[1:], parts[0]))
-        out_PD = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return out_PD if shared is None else out_PD + shared(x_PD, flow)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     return step
 

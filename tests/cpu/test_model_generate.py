@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import ATTENTION
@@ -22,6 +24,7 @@ from moefold.moe.config import Capacity, Router
 from moefold.proof.attentions import GQA, MHA, MLA
 from moefold.proof.subjects import DENSE, SHARED, decoder, moe
 
+aten = torch.ops.aten
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2], [7, 7], [7, 7])
 TOKENS = 12
 BIASED = Router(experts=4, top_k=2, score="sigmoid", selection_bias=True, scale=2.5)
@@ -59,11 +62,11 @@ class Noting:
 
 
 def written(
-    model: DecoderModel, cache: KeyValueCache | Continued | None, **how: Any
+    model: DecoderModel, cache: KeyValueCache | Continued | None, tokens: int = TOKENS, **how: Any
 ) -> tuple[Noting, Any]:
     lean = isinstance(cache, Continued)
     noting = Noting(model, cache if lean else partial(model.next_logits, cache=cache))
-    texts = generate(noting, PROMPTS, TOKENS, **how)
+    texts = generate(noting, PROMPTS, tokens, **how)
     noting.hook.remove()
     return noting, texts
 
@@ -86,6 +89,56 @@ def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
             atol = bound * float(other.abs().max())
             torch.testing.assert_close(one, other, rtol=bound, atol=atol)
         assert found.rows == [sum(map(len, PROMPTS)), *(len(part) for part in found.seen[1:])]
+
+
+def in_order(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b``, each sum taken in the order of its terms, so that zeros change nothing."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).cumsum(-2)[..., -1, :]
+
+
+class SumsInOrder(TorchDispatchMode):
+    """Runs products so that no bit of a row depends on the number of rows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (aten.mm.default, aten.bmm.default):
+            return in_order(*args)
+        if func is aten.mm.out:
+            return kwargs["out"].copy_(in_order(*args))
+        if func is aten.addmm.default:
+            return args[0] + in_order(*args[1:])
+        if func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            q, k, v, _, causal = args
+            scale = (kwargs or {}).get("scale") or q.shape[-1] ** -0.5
+            return attention_in_order(q, k, v, is_causal=causal, scale=scale), None
+        return func(*args, **(kwargs or {}))
+
+
+def attention_in_order(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, **how: Any
+) -> Tensor:
+    """Attend so that no bit of a row depends on what it does not see."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = in_order(q, k.mT) * how["scale"]
+    if how.get("is_causal"):
+        seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -torch.inf)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    return in_order(weights, v) / weights.cumsum(-1)[..., -1:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp64; libraries add a row up in an order that depends on how many rows there are."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention_in_order)
+    model = model_of(MODELS[name], "fp64")
+    with SumsInOrder(), torch.no_grad():
+        plain, _ = written(model, None, 5, temperature=0)
+        for cache in (KeyValueCache.of(MODELS[name]), Continued(model)):
+            found, _ = written(model, cache, 5, temperature=0)
+            assert all(map(torch.equal, found.seen, plain.seen)) and len(plain.seen) == 5
 
 
 def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
