@@ -1,6 +1,6 @@
 """What a pipeline rank holds after each action of a step, against what is planned for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from operator import sub
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
-from moefold.layers.config import Offloaded
+from moefold.layers.config import Kind, Offloaded
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder, MultiToken, Stack
 from moefold.optim.config import AdamW
@@ -130,6 +130,34 @@ AWAY: list[tuple[str, tuple[str, ...] | None, Away]] = [
     (WIDE, ("attention",), Away(("ffn", "attention"), ("norms",), share=0.5)),
     (WINDOW, ("norms", "ffn"), Away(("block",), ("attention",))),
 ]
+
+
+OF_KIND = {"mla_up": LATENT, "ffn": DENSE, "permute": GATED, "experts": GATED, "block": WINDOW}
+"""A block in which a kind makes a difference, where the one with a shared expert has none."""
+PAIRS: list[tuple[str, tuple[str, ...] | None, Away | None]] = [
+    (SHARED, ("norms", "permute"), None),
+    (LATENT, ("mla_up", "norms"), None),
+    (GATED, ("attention", "experts"), None),
+    (DENSE, ("ffn", "attention"), None),
+    (SHARED, ("norms",), Away(("experts",))),
+    (LATENT, ("mla_up",), Away(("attention",))),
+    (GATED, ("permute",), Away(("block",))),
+    (DENSE, ("ffn",), Away((), ("norms",))),
+    (GATED, ("experts",), Away((), ("experts",))),
+    (WIDE, ("attention",), Away((), ("ffn",))),
+    (SHARED, None, Away(("attention",), ("experts",))),
+    (LATENT, ("block",), Away((), ("block",))),
+]
+
+
+def singly(tp: bool) -> Iterator[tuple[str, tuple[str, ...] | None, Away | None]]:
+    """Yield every kind by itself: made again, on the host, on disk."""
+    for kind in get_args(Kind):
+        if tp or kind != "gather":
+            yield OF_KIND.get(kind, SHARED), (kind,), None
+    for kind in get_args(Offloaded):
+        yield OF_KIND.get(kind, SHARED), None, Away((kind,))
+        yield OF_KIND.get(kind, SHARED), None, Away((), (kind,))
 
 
 def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[str, int]]]:
@@ -255,6 +283,22 @@ def test_so_it_is_of_further_tokens(sizes: str, kind: str, more: str) -> None:
     asked = [Asked(*one, sizes, kind, zero, dp, ahead=a) for one, a in product(pairs, AHEAD)]
     block, policy, away = AWAY[0]
     check([*asked, Asked(block, policy, sizes, kind, zero, dp, away, ahead=AHEAD[1])])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", "tp2", "cp2", "zero 1", "zero 3"])
+@pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
+def test_so_it_is_of_every_kind_and_of_pairs(sizes: str, kind: str, more: str) -> None:
+    """Each made again, on the host and on disk, and two of these beside each other.
+
+    Where ranks share rows or weights every third of them, in turns of the schedules.
+    """
+    turn = SCHEDULES.index((sizes, kind))
+    zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
+    sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
+    every = [*singly(more == "tp2"), *PAIRS]
+    every = every[turn % 3 :: 3] if more else every
+    check([Asked(b, policy, sizes, kind, zero, dp, away) for b, policy, away in every])
 
 
 @pytest.mark.matrix
