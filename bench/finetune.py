@@ -4,7 +4,8 @@ A step is forward, backward, gradient norm with clipping, and AdamW of adapters 
 attention and all experts. PEFT (eager and grouped_mm experts of Qwen3-MoE) reads the adapter and
 the base that we write; both train fp32 adapters, in bf16 over a base of bf16. Steps alternate in
 one process, so that a drifting machine moves all alike; each round gives one ratio against the
-faster of theirs, of wall time and of processor time, which other programs move less. Peaks are of one process each, as in `peak_memory.py`. Linux; needs `peft`.
+faster of theirs, of wall time and of processor time, which other programs move less. Peaks are of
+one process each, as in `peak_memory.py`. Linux; needs `peft`.
 
     python bench/finetune.py --rounds 9 --threads 2 --save
 """
