@@ -95,6 +95,9 @@ def sites(decoder: Decoder) -> list[AdapterSite]:
     """
     weights = {w.name: w for w in model_weights(decoder) if not w.name.endswith((LORA_A, LORA_B))}
     weights = {n: w for n, w in weights.items() if len(w.shape) > 1 and not w.looked_up}
+    # Blocks of further tokens, which come last, are none of the modules of transformers.
+    further = tuple(f"layers.{n}." for n in range(decoder.layers, len(decoder.blocks)))
+    weights = {n: w for n, w in weights.items() if not n.startswith(further)}
     found: list[AdapterSite] = []
     for name, (row, layer) in find(family_of(decoder).tensors, weights).items():
         weight = weights[name]
@@ -139,8 +142,9 @@ def settings(
     known = {site.weight.name for site in every}
     if foreign := [name for name in adapters if name not in known]:
         raise ValueError(
-            f"{', '.join(foreign)}: PEFT has one A for gate and up of it, this run one for each; "
-            "leave it out of adapter.targets, or write the merged weights"
+            f"{', '.join(foreign)}: PEFT has one A for gate and up of it where this run has "
+            "two, or it is of a block of further tokens, which transformers does not have; leave "
+            "it out of adapter.targets, or write the merged weights"
         )
     chosen = [site for site in every if site.weight.name in adapters]
     sizes = {name: (one.rank, one.scale) for name, one in adapters.items()}
