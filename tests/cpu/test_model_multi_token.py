@@ -12,11 +12,13 @@ from moefold.data.batch import IGNORED, MicroBatch, pack
 from moefold.layers.config import Full
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
+from moefold.mesh.config import Sizes
+from moefold.mesh.legality import violations
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.rows import Continued
 from moefold.moe.config import Z
-from moefold.spec.decoder import with_multi_token
+from moefold.spec.decoder import needs, with_multi_token
 from tests.cpu import small
 
 DOCUMENTS = (9, 1, 2, 7)
@@ -167,3 +169,12 @@ def test_blocks_of_further_tokens_come_last() -> None:
     for blocks in ((last,), (last, last.model_copy(update={"multi_token": None}))):
         (said,) = Decoder(vocab=8, hidden=8, stacks=(Stack(blocks=blocks),)).rules()
         assert "come last" in said.rule
+
+
+@pytest.mark.parametrize("stages", ["Et|tL", "Et|tmL", "Etm|tmL", "E|ttm|mL", "Et|tmmmL"])
+def test_stages_that_leave_further_tokens_elsewhere_are_refused(stages: str) -> None:
+    """With the nearest that has all of them beside the loss."""
+    model = needs(with_multi_token(small.decoder(), [MultiToken()] * 2))
+    found = list(violations(Sizes(pp=2), model, stages=stages))
+    assert found and {one.nearest for one in found} == {"Et|tmmL"}
+    assert not violations(Sizes(pp=2), model, stages="Et|tmmL")
