@@ -4,7 +4,12 @@ from pathlib import Path
 
 from moefold.model.families.base import Family
 from moefold.model.families.fields import Rotary
-from moefold.model.families.mixed_sizes import ChunkedSizes, ConvolvedSizes, TwoKindSizes
+from moefold.model.families.mixed_sizes import (
+    ChunkedSizes,
+    ConvolvedSizes,
+    DeltaSizes,
+    TwoKindSizes,
+)
 from moefold.model.families.registry import LACKS, families
 from moefold.model.families.sizes import (
     AnySharedSizes,
@@ -37,7 +42,10 @@ def attention(family: type[Family]) -> str:
     shape, own = _shape(family), family.attention_own
     said = ["latent" if issubclass(shape, LatentSizes) else "grouped-query"]
     said += ["short convolutions"] if issubclass(shape, ConvolvedSizes) else []
-    if own.get("qk_norm"):
+    said += ["gated delta nets"] if issubclass(shape, DeltaSizes) else []
+    if own.get("qk_norm") == "zero_centred":
+        said.append("q/k norm per head")
+    elif own.get("qk_norm"):
         said.append(f"q/k norm per {own['qk_norm']}")
     said += ["biases"] if "bias" in family.attention_fields else []
     said += ["q/k norm or none"] if "qk_norm" in family.attention_fields else []
@@ -91,6 +99,7 @@ def feed_forward(family: type[Family]) -> str:
     factors = [word for name, word in FACTORS.items() if name in names]
     said += [f"factor on {', '.join(factors)}"] if factors else []
     said += [NORMS[family.block_own["norms"]]] if family.block_own.get("norms") else []
+    said += ["norms centred at zero"] if family.decoder_own.get("norm") else []
     said += ["LayerNorm or RMSNorm"] if "norm" in names else []
     said += ["first layers dense"] if issubclass(shape, DenseFirst) else []
     said += ["listed layers dense"] if issubclass(shape, DenseListed) else []

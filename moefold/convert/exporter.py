@@ -133,7 +133,14 @@ class _Reader:
             raise ConvertError(folder, problems)
 
     def read(self, sent: Sent) -> Tensor:
-        """Return the part of a tensor of ours that is one on disk, in its type there."""
+        """Return the tensor on disk that a part of ours is, or parts of several, in its type."""
+        made = None
+        for one in (sent, *sent.others):
+            made = one.to_theirs(self._part(one), made)
+        assert made is not None
+        return made.to(sent.dtype)
+
+    def _part(self, sent: Sent) -> Tensor:
         if self._held is None or self._held[0] != sent.ours:
             self._held = None  # let go before the next is read
             tensor = self._tensors[sent.ours].detach().cpu()
@@ -141,4 +148,4 @@ class _Reader:
                 shapes = f"{list(tensor.shape)}, expected {list(sent.whole)}"
                 raise ConvertError(self._folder, [f"{sent.ours} has shape {shapes}"])
             self._held = (sent.ours, tensor)
-        return sent.to_theirs(self._held[1][sent.index]).to(sent.dtype)
+        return self._held[1][sent.index]

@@ -22,7 +22,7 @@ from moefold.layers.placement import Box
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, Reading
 from moefold.model.families.folder import CONFIG_LIMIT, FURTHER, read_config
-from moefold.model.families.names import TensorPiece
+from moefold.model.families.names import TensorPiece, sized
 from moefold.model.families.peft import base_of, read_adapter
 from moefold.model.tuning import merged
 from moefold.spec.decoder import LORA_A, LORA_B
@@ -103,7 +103,14 @@ class FolderTensors(Mapping[str, Tensor]):
         if scale is not None and self._plan.block is not None:
             codes, scales = self._source.read(piece.name), self._source.read(scale)
             whole = dequantise(codes, scales, self._plan.block)
+            whole = whole if piece.rows is None else piece.to_ours(whole, shape)
             return whole[tuple(slice(start, end) for start, end in box)]
+        if piece.rows is not None:
+            places = piece.rows.places(*box[0])
+            starts = [n for n in places if n - 1 not in set(places)]
+            ends = [n + 1 for n in places if n + 1 not in set(places)]
+            spans = zip(starts, ends, strict=True)
+            return torch.cat([self._source.read_box(piece.name, (s, *box[1:])) for s in spans])
         if piece.order:  # on disk dims lie otherwise, and whole experts are read
             stored = self._experts(piece.name + CODES if scale else piece.name, box)
             stored = multiplied(stored, self._experts(scale, box)) if scale else stored
@@ -196,7 +203,7 @@ def import_folder(
 
         plan = make_plan(
             folder,
-            reading.model.tensors,
+            sized(reading.model.tensors, reading.decoder),
             targets(reading.decoder),
             source.tensors,
             ignored=ignored,

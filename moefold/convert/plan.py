@@ -6,7 +6,7 @@ of what is left out, with the reason. Anything else is refused with the full lis
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,7 +16,15 @@ from torch import Tensor
 from moefold.convert.source import DTYPES, ConvertError, TensorInfo
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
-from moefold.model.families.names import Entry, Layout, TensorPiece, choose_layout, find, pieces
+from moefold.model.families.names import (
+    Entry,
+    Layout,
+    TensorPiece,
+    choose_layout,
+    find,
+    pieces,
+    sized,
+)
 from moefold.model.families.registry import family_of
 
 Dtype = Literal["float32", "bfloat16"]
@@ -46,6 +54,8 @@ class Sent(TensorPiece):
     ours: str
     whole: tuple[int, ...]
     """Shape of ours."""
+    others: "tuple[Sent, ...]" = ()
+    """Further ones of ours whose rows are in the tensor."""
 
 
 def contract(
@@ -67,14 +77,17 @@ def contract(
     """
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype {dtype!r}: one of {', '.join(get_args(Dtype))}")
-    wanted, sent, family = targets(decoder), list[Sent](), family_of(decoder)
+    wanted, sent, family = targets(decoder), dict[str, Sent](), family_of(decoder)
     copies = family.copies(decoder)
-    for name, (row, layer) in find(family.tensors, wanted).items():
+    for name, (row, layer) in find(sized(family.tensors, decoder), wanted).items():
         kept, whole = torch.float32 if exact in name else KINDS[dtype], wanted[name].shape
         again = (TensorPiece(copy, whole, ()) for copy in copies.get(name, ()))
         for piece in (*pieces(row, layer, whole, layout), *again):
-            sent.append(Sent(**vars(piece), dtype=kept, ours=name, whole=whole))
-    return sent
+            made = Sent(**vars(piece), dtype=kept, ours=name, whole=whole)
+            first = sent.get(piece.name)
+            joined = made if first is None else replace(first, others=(*first.others, made))
+            sent[piece.name] = joined
+    return list(sent.values())
 
 
 @dataclass(frozen=True)
@@ -123,14 +136,17 @@ def make_plan(
     wanted = [piece for found in parts.values() for piece in found]
     matrices = (p.name for p in wanted if p.order and len(p.shape) == 3)
     coded = {name for name in matrices if name + CODES in present}
-    problems = [f"{p.name} is missing" for p in wanted if p.name not in {*present, *coded}]
+    missing = dict.fromkeys(p.name for p in wanted if p.name not in {*present, *coded})
+    problems = [f"{name} is missing" for name in missing]
     scales, scale_problems = _scales(wanted, present, block)
     for piece in wanted:
         if piece.name in coded:
             scales[piece.name] = piece.name + SCALES
             scale_problems += _code_problems(piece, present)
     problems += scale_problems
-    stored_as = [p.name + CODES if p.name in coded else p.name for p in wanted]
+    once = {(p.name, p.rows): p for p in wanted if p.rows}.values()
+    alone = [*(p for p in wanted if not p.rows), *{p.name: p for p in once}.values()]
+    stored_as = [p.name + CODES if p.name in coded else p.name for p in alone]
     uses = Counter(stored_as + list(scales.values()))
     problems += [f"{n} would be used {count} times" for n, count in uses.items() if count > 1]
     left_out: dict[str, str] = {}

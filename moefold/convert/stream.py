@@ -57,15 +57,20 @@ class RowRange:
     def box(self) -> Box:
         """These rows as a box of our tensor; all of it where its rows are not those on disk."""
         if not by_rows(self.sent):
-            return tuple((0, size) for size in self.sent.whole)
+            return whole_box(self.sent)
         fixed = tuple((at, at + 1) for at in self.sent.index)
         rest = self.sent.whole[len(fixed) + 1 :]
         return (*fixed, (self.first, self.end), *((0, size) for size in rest))
 
 
+def whole_box(sent: Sent) -> Box:
+    """Return all of our tensor."""
+    return tuple((0, size) for size in sent.whole)
+
+
 def by_rows(sent: Sent) -> bool:
     """Return whether rows of a tensor on disk are rows of ours, so that it can come in spans."""
-    return sent.shape[:1] == sent.whole[len(sent.index) :][:1]
+    return sent.rows is None and sent.shape[:1] == sent.whole[len(sent.index) :][:1]
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,8 @@ class Part(NamedTuple):
     held: Named
     box: Box
     """What they share, as a box of our tensor."""
+    sent: Sent
+    """What of the span's tensor it is."""
 
     @property
     def shape(self) -> list[int]:
@@ -201,16 +208,18 @@ def _shared(spans: Iterable[RowRange], mine: Sequence[Named]) -> Iterator[Part]:
     for named in mine:
         by_name.setdefault(named[0], []).append(named)
     for span in spans:
-        for named in by_name.get(span.sent.ours, ()):
-            shared = shared_box(span.box, named[1])
-            if shared is not None:
-                yield Part(span, named, shared)
+        for sent in (span.sent, *span.sent.others):
+            whole = span.box if sent is span.sent else whole_box(sent)
+            for named in by_name.get(sent.ours, ()):
+                shared = shared_box(whole, named[1])
+                if shared is not None:
+                    yield Part(span, named, shared, sent)
 
 
 def _packed(parts: Iterable[Part], held: dict[Named, Tensor]) -> Tensor:
     """Return what is here for a bucket as bytes, one part after the other."""
     found = [torch.empty(0, dtype=torch.uint8)]
-    for span, named, box in parts:
+    for span, named, box, _ in parts:
         cut = held[named][inside(box, named[1])]
         found.append(cut.to(CPU, span.sent.dtype).reshape(-1).view(torch.uint8))
     return torch.cat(found)
@@ -221,8 +230,13 @@ def _unpack(parts: Iterable[Part], packed: Tensor, into: Tensor) -> None:
     at = 0
     for part in parts:
         span, dtype = part.span, part.span.sent.dtype
-        whole = [end - start for start, end in span.box]
-        raw = span.sent.to_ours(into[span.offset : span.offset + span.size].view(dtype), (*whole,))
-        values = packed[at : at + part.size].clone().view(dtype)
-        raw[inside(part.box, span.box)] = values.view(part.shape)
+        raw = into[span.offset : span.offset + span.size].view(dtype)
+        values = packed[at : at + part.size].clone().view(dtype).view(part.shape)
+        if part.sent.rows is None:
+            whole = [end - start for start, end in span.box]
+            span.sent.to_ours(raw, (*whole,))[inside(part.box, span.box)] = values
+        else:
+            rows = part.sent.rows.places(*part.box[0])
+            columns = (slice(*bounds) for bounds in part.box[1:])
+            raw.view(span.shape)[(rows, *columns)] = values
         at += part.size

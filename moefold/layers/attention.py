@@ -14,7 +14,7 @@ from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.linear import Linear
-from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm
+from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNorm
 
 
 class GroupedQueryAttention(nn.Module):
@@ -36,7 +36,9 @@ class GroupedQueryAttention(nn.Module):
             self.q_norm = self.k_norm = UnitNorm(epsilon)
         elif record.qk_norm != "none":
             whole = record.qk_norm == "projection"
-            norm = RmsNormAcross if whole else RmsNorm
+            norm = {"projection": RmsNormAcross, "head": RmsNorm}.get(
+                record.qk_norm, ZeroCentredNorm
+            )
             self.q_norm = norm(record.head_dim * (record.heads if whole else 1), epsilon)
             self.k_norm = norm(record.head_dim * (record.kv_heads if whole else 1), epsilon)
 

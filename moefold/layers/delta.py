@@ -32,7 +32,7 @@ GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
 class DeltaMixer(nn.Module):
     """Each head has a state of its document so far, written by keys and read by queries."""
 
-    o: Linear
+    out: Linear
 
     def __init__(self, record: DeltaNet, hidden: int, epsilon: float) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class DeltaMixer(nn.Module):
             given.append(self._projected("beta", x_TD, whole))
         out_THv = self.norm(self._scanned(given, positions_T, whole).to(x_TD.dtype), whole)
         gate_TO = GATES[self.record.gate](self._projected("gate", x_TD, whole))
-        return flow.scatter(self.o(out_THv.flatten(1) * gate_TO, whole))
+        return flow.scatter(self.out(out_THv.flatten(1) * gate_TO, whole))
 
     def _projected(self, name: str, x_TD: Tensor, flow: Flow) -> Tensor:
         down = getattr(self, f"{name}_down", None)
-        return getattr(self, name)(x_TD if down is None else down(x_TD, flow), flow)
+        return getattr(self, f"{name}_in")(x_TD if down is None else down(x_TD, flow), flow)
 
     def _convolved(self, x_TD: Tensor, positions_T: Tensor, flow: Flow) -> list[Tensor]:
         """Return queries, keys and values [T, C] after their convolutions."""

@@ -1,6 +1,7 @@
 """RMSNorm as a layer. T rows, D width."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.norm.heads import norm_and_turn
 from moefold.kernels.norm.rms import rms_norm, sum_and_norm
+from moefold.kernels.operand import Operand
 from moefold.kernels.rope.rotate import rotate
 from moefold.layers.flow import Flow
 from moefold.layers.rope import Angles
@@ -25,11 +27,15 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.epsilon = epsilon
 
+    def scale(self, flow: Flow) -> Operand:
+        """Return what normed rows are multiplied by."""
+        return flow.operand(self.weight, self.weight.dtype)
+
     def forward(self, x: Tensor, flow: Flow) -> Tensor:
         """Return the normed rows; x is [T, ..., width]."""
 
         def normed(x: Tensor) -> Tensor:
-            weight = flow.operand(self.weight, self.weight.dtype)
+            weight = self.scale(flow)
             return rms_norm(x, weight, self.epsilon, n_valid=flow.n_valid, sink=flow.sink)
 
         return flow.keeper.run("norms", normed, x)
@@ -40,7 +46,7 @@ class RmsNorm(nn.Module):
         if "norms" in flow.keeper.kinds or not fused(x):
             total = x + more
             return total, self(total, flow)
-        weight = flow.operand(self.weight, self.weight.dtype)
+        weight = self.scale(flow)
         how = {"n_valid": flow.n_valid, "sink": flow.sink}
         total, normed = sum_and_norm(x, more, weight, self.epsilon, **how)
         flow.keeper.owns("norms", normed)
@@ -51,7 +57,7 @@ class RmsNorm(nn.Module):
         if not fused(x_THd):
             return rotate(self(x_THd, flow), angles.cos_Tp, angles.sin_Tp, layout)
         # Nothing keeps a normed head that is not turned, so recompute has nothing to drop.
-        weight = flow.operand(self.weight, self.weight.dtype)
+        weight = self.scale(flow)
         turn = (angles.cos_Tp, angles.sin_Tp, layout, flow.n_valid, flow.sink)
         with flow.keeper.scope("norms", x_THd):
             return norm_and_turn(x_THd, weight, self.epsilon, *turn)
@@ -70,7 +76,20 @@ class LayerNorm(RmsNorm):
         return total, self(total, flow)
 
 
-NORMS: Mapping[str, type[RmsNorm]] = {"rms": RmsNorm, "layer": LayerNorm}
+class ZeroCentredNorm(RmsNorm):
+    """RMSNorm whose factors are one more than its weight, which decay then draws to one."""
+
+    def scale(self, flow: Flow) -> Operand:
+        """Return one more than the weight."""
+        weight = super().scale(flow)
+        return replace(weight, value=weight.value + 1)
+
+
+NORMS: Mapping[str, type[RmsNorm]] = {
+    "rms": RmsNorm,
+    "layer": LayerNorm,
+    "zero_centred": ZeroCentredNorm,
+}
 """Norms of rows by kind."""
 
 
@@ -87,7 +106,7 @@ class RmsNormAcross(RmsNorm):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             square_T1 = sum_over(wide.square().sum(-1, keepdim=True), ranks)
             scale_T1 = (square_T1 / (x.shape[-1] * ranks.size) + self.epsilon).rsqrt()
-            weight = flow.operand(self.weight, self.weight.dtype)
+            weight = self.scale(flow)
             more = weight.master, weight.value, flow.n_valid, flow.sink
             scaled = _Scaled.apply(wide, scale_T1, *more)
             return scaled.to(x.dtype)  # type: ignore[union-attr]

@@ -87,8 +87,9 @@ class Decoder(Record):
     hidden: Size
     stacks: Annotated[tuple[Stack, ...], Field(min_length=1)]
     """Patterns of blocks, in order."""
-    norm: Literal["rms", "layer"] = "rms"
-    """Kind of the norms of rows; ``layer`` takes the mean away first, and has no bias."""
+    norm: Literal["rms", "layer", "zero_centred"] = "rms"
+    """Kind of the norms of rows; ``layer`` takes the mean away first, and has no bias;
+    ``zero_centred`` multiplies by one more than its weight."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     tied: bool = False
     """Whether the head is the embedding."""

@@ -27,7 +27,8 @@ def initialise(
 ) -> None:
     """Fill parameters and buffers in place.
 
-    Norms start at one, other vectors and all buffers (biases, counts) at zero, matrices as normals;
+    Norms start at a factor of one, other vectors and buffers (biases, counts) at zero, matrices as
+    normals;
     A of an adapter with the spread of PEFT's, B at zero. Decays of linear attention begin spread
     over the range that Mamba-2 draws them from (arXiv 2405.21060).
     ``shards`` says of which piece of a whole tensor each parameter is; without them all are whole.
@@ -56,10 +57,20 @@ def start_value(decoder: Decoder, seed: int, piece: Shard) -> Tensor:
     if piece.name.endswith("_bias"):
         return torch.zeros(piece.local_shape)
     if len(piece.shape) == 1:
-        return torch.full(piece.local_shape, float(piece.name.endswith("norm.weight")))
+        one = piece.name.endswith("norm.weight") and not _zero_centred(decoder, piece.name)
+        return torch.full(piece.local_shape, float(one))
     out_scale = decoder.init_out_scale or 1 / math.sqrt(2 * decoder.layers)
     scale = out_scale if piece.name.endswith(WRITES_RESIDUAL) else 1.0
     return normal_piece(seed, piece, decoder.init_std * scale)
+
+
+def _zero_centred(decoder: Decoder, name: str) -> bool:
+    """Whether a norm's factors are one more than its weight."""
+    _, _, inner = name.partition(".attention.")
+    if not inner:
+        return decoder.norm == "zero_centred"
+    attention = decoder.blocks[int(name.split(".")[1])].attention
+    return inner[1:] == "_norm.weight" and getattr(attention, "qk_norm", "") == "zero_centred"
 
 
 def normal_piece(seed: int, piece: Shard, std: float) -> Tensor:

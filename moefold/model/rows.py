@@ -115,7 +115,7 @@ def _attention(layer: nn.Module) -> Step:
     if not isinstance(layer, GroupedQueryAttention) or layer.record.kind != "gqa":
         return layer
     record = layer.record
-    if record.qk_norm == "projection" or not _says_only(record, ATTENDS):
+    if record.qk_norm in ("projection", "zero_centred") or not _says_only(record, ATTENDS):
         return layer
     heads, groups, dim, rope = record.heads, record.kv_heads, record.head_dim, record.rope
     if rope is not None and rope.fraction < 1:

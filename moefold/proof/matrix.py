@@ -227,7 +227,7 @@ def schedules() -> Iterator[ProofCase]:
 def uncommon_parts() -> Iterator[ProofCase]:
     """Parts of layers that only some families have, along every axis."""
     yield from _each(
-        [*UNCOMMON, "scaled", "normed", "formed", "entered"],
+        [*UNCOMMON, "scaled", "normed", "centred", "formed", "entered"],
         [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)],
     )
 

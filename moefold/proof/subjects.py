@@ -21,7 +21,7 @@ from moefold.moe.config import (
 )
 from moefold.moe.config import ROUTER as ROUTER_SLOT
 from moefold.optim.config import AdamW
-from moefold.proof.attentions import GQA, MHA, MLA, UNCOMMON, WINDOWED
+from moefold.proof.attentions import DELTA, GQA, MHA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import Subject
 from moefold.proof.shrink import CLIP, RATE
 from moefold.spec.decoder import with_multi_token
@@ -92,6 +92,12 @@ def normed_decoder() -> Decoder:
     return decoder(GQA, DENSE, norm="layer").model_copy(update={"stacks": (Stack(blocks=blocks),)})
 
 
+def centred_decoder() -> Decoder:
+    """Return one of delta nets and gated attention, with norms whose factors are one more."""
+    gated = GQA.model_copy(update={"qk_norm": "zero_centred", "gate": True})
+    return decoder(DELTA, DENSE, SHARED, other=gated, norm="zero_centred")
+
+
 def formed() -> Moe:
     """Return a mixture whose experts and router have biases, with a clamped activation."""
     router = Router(experts=8, top_k=2, order="topk_first", bias=True)
@@ -118,6 +124,7 @@ SUBJECTS: dict[str, Subject] = {
     "windowed": subject(decoder(WINDOWED, DENSE, SHARED)),
     "scaled": subject(scaled_decoder()),
     "normed": subject(normed_decoder()),
+    "centred": subject(centred_decoder()),
     **{name: subject(by_turns(name, DENSE, SHARED)) for name in UNCOMMON},
     "formed": subject(by_turns("narrow", DENSE, formed(), formed())),
     "entered": subject(by_turns("chunked", DENSE, entered(), entered())),

@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.base import Family, Reading
-from moefold.model.families.names import TensorPiece, find, pieces
+from moefold.model.families.names import TensorPiece, find, pieces, sized
 from moefold.model.families.registry import from_hf
 from moefold.spec.decoder import model_weights
 
@@ -24,7 +24,7 @@ STORED = json.loads((Path(__file__).parents[1] / "data" / "hf_tiny_reference.jso
 def places(model: DecoderModel, family: Family) -> Iterator[tuple[str, TensorPiece]]:
     """Yield our name and the place of every tensor in the packed layout."""
     state = model.state_dict()
-    for ours, (row, layer) in find(family.tensors, state).items():
+    for ours, (row, layer) in find(sized(family.tensors, model.record), state).items():
         for piece in pieces(row, layer, tuple(state[ours].shape), "packed"):
             yield ours, piece
 
@@ -50,7 +50,7 @@ def gradients(model: DecoderModel, family: Family) -> dict[str, Tensor]:
         if ours in parameters:
             grad = parameters[ours].grad
             assert grad is not None, ours
-            found[piece.name] = piece.to_theirs(grad[piece.index])
+            found[piece.name] = piece.to_theirs(grad[piece.index], found.get(piece.name))
     return found
 
 

@@ -193,6 +193,36 @@ def _qwen2_moe(random: Random, config: Fields) -> Fields:
     return own
 
 
+def mixers(random: Random, config: Fields) -> Fields:
+    """Draw which layers have attention; one of each kind is there."""
+    kinds = ["linear_attention", "full_attention"]
+    random.shuffle(kinds)
+    rest = random.choices(kinds, k=config["num_hidden_layers"] - 2)
+    return {"layer_types": [*kinds, *rest]}
+
+
+@of("qwen3_next")
+def _qwen3_next(random: Random, config: Fields) -> Fields:
+    config["rope_parameters"]["partial_rotary_factor"] = random.choice((0.5, 0.5, 1.0))
+    key_heads = random.choice((1, 2))
+    linear = {
+        "head_dim": random.choice((8, 12)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * random.choice((1, 2)),
+        "linear_key_head_dim": random.choice((4, 6)),
+        "linear_value_head_dim": random.choice((4, 10)),
+        "linear_conv_kernel_dim": random.choice((2, 4)),
+        "shared_expert_intermediate_size": random.choice((5, 12)),
+    }
+    return _qwen(random, config) | linear | mixers(random, config)
+
+
+@of("qwen3_5_moe_text")
+def _qwen3_5_moe(random: Random, config: Fields) -> Fields:
+    unlike = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "intermediate_size")
+    return {n: v for n, v in _qwen3_next(random, config).items() if n not in unlike}
+
+
 @of("glm4_moe")
 def _glm4_moe(random: Random, config: Fields) -> Fields:
     config["rope_parameters"]["partial_rotary_factor"] = random.choice((0.5, 0.5, 1.0))

@@ -80,7 +80,9 @@ def test_a_folder_of_transformers_is_imported_exported_and_loads_again(
     with torch.no_grad():
         torch.testing.assert_close(again(ids()).logits, theirs(ids()).logits, rtol=1e-5, atol=1e-5)
         logits = mine_of(tmp_path / "ours").logits(ids())
-        torch.testing.assert_close(logits, theirs(ids()).logits, rtol=1e-4, atol=1e-4)
+        scans = "linear_attention" in drawn(model_type).get("layer_types", ())
+        bound = 1e-3 if scans else 1e-4  # states magnify what fp32 rounds
+        torch.testing.assert_close(logits, theirs(ids()).logits, rtol=bound, atol=bound)
 
 
 def test_bf16_is_loaded_as_it_was_written(tmp_path: Path) -> None:

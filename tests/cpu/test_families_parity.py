@@ -36,6 +36,8 @@ PUBLISHED = {
     "llama4_text": 107_769_861_120,
     "mimo_v2_flash": 308_778_768_832,
     "minimax_m2": 228_689_748_992,
+    "qwen3_next": 79_674_391_296,
+    "qwen3_5_moe_text": 34_660_610_688,
     "solar_open": 102_651_793_408,
 }
 """Parameters of the default configurations of transformers 5.23."""
@@ -127,7 +129,10 @@ def test_b23_logits_choices_weights_and_gradients_equal_transformers(
 
     # Rotary angles of some are complex64.
     bound = {"deepseek_v2": 1e-5, "llama4_text": 1e-5}.get(model_type, 1e-9)
-    exact = {"rtol": bound, "atol": bound} if double else {"rtol": 1e-4, "atol": 1e-4}
+    # In fp32 gradients through states are off by as much, in either library.
+    narrow = 1e-3 if "linear_attention" in config.get("layer_types", ()) else 1e-4
+    bound = bound if double else narrow
+    exact = {"rtol": bound, "atol": bound}
     torch.testing.assert_close(mine.logits(ids), output.logits, **exact)
     torch.testing.assert_close(loss, output.loss, **exact)
     for i in expected:

@@ -168,6 +168,35 @@ def test_b37_weights_are_handed_on_from_any_layout_as_they_are(
         assert torch.equal(turns[2][name], values)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_b23_matrices_that_share_a_tensor_come_and_go_by_parts(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Tensor ranks read their heads of a folder, and hand on what lies there."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
+    wide = {"moe_intermediate_size": 8, "linear_value_head_dim": 6}
+    config = draw(model_type, Random("joined")) | sizes | heads | wide
+    config |= {"shared_expert_intermediate_size": 8}
+    reference(model_type, config, 4).float().save_pretrained(tmp_path / "theirs")
+    layout = Layout(sizes="tp2")
+
+    def work(ranks: Group) -> None:
+        with World.open(Folding(layout.split, 2), "cpu", 30.0) as world:
+            with import_folder(tmp_path / "theirs") as found:
+                data = ShardedState(build(found.decoder, "fp32", layout, world, "meta"))
+                data.fill(lambda piece: found.tensors.part(piece.name, piece.box), buffers=True)
+            handed, _ = taken(stream(data, "float32"))
+            if ranks.index == 0:
+                save_file(handed, tmp_path / "handed")
+
+    assert fork_ranks(work, 2, tmp_path) == [0, 0]
+    there = load_file(tmp_path / "theirs" / "model.safetensors")
+    handed = load_file(tmp_path / "handed")
+    assert handed.keys() == there.keys()
+    assert not [name for name, values in handed.items() if not torch.equal(values, there[name])]
+
+
 def taken(buckets: Any) -> tuple[dict[str, Tensor], int]:
     """Be a consumer: put tensors together from what comes; return the largest bucket's bytes."""
     found: dict[str, Tensor] = {}

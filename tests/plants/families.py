@@ -215,6 +215,31 @@ PLANTS = (
     ),
     Plant(
         "b23",
+        "one is not added to the weight of a norm that is centred at zero",
+        B23,
+        "layers/norm.py",
+        "replace(weight, value=weight.value + 1)",
+        "weight",
+    ),
+    Plant(
+        "b23",
+        "rows of heads that share a matrix with their gates lie one head after the other",
+        B23,
+        "model/families/names.py",
+        "n // self.length * self.total + self.start + n % self.length",
+        "self.start * self.groups + n",
+    ),
+    Plant(
+        "b23",
+        "what is handed on of a shared matrix goes to its first rows",
+        "tests/gloo/test_convert_layouts.py::"
+        "test_b23_matrices_that_share_a_tensor_come_and_go_by_parts",
+        "convert/stream.py",
+        "rows = part.sent.rows.places(*part.box[0])",
+        "rows = span.sent.rows.places(*part.box[0])",
+    ),
+    Plant(
+        "b23",
         "slow bands keep their frequencies",
         B23,
         "layers/rope.py",

@@ -38,7 +38,7 @@ PLANTS = (
         "a missing tensor is passed over",
         STRICT,
         "convert/plan.py",
-        '[f"{p.name} is missing" for p in wanted if p.name not in {*present, *coded}]',
+        '[f"{name} is missing" for name in missing]',
         "list[str]()",
     ),
     Plant(

@@ -255,7 +255,8 @@ def test_no_two_tensors_share_a_name(family: type[Family]) -> None:
         for row in family.tensors:
             shape = (3, 2, 4, 5) if row.ours.endswith("experts.w_in") else (3, 4, 5)
             shape = shape if len(row.theirs) == 1 or "{e}" in row.theirs[0] else (2, 4, 5)
-            names += [p.name for p in pieces(row, 7, shape, layout)]  # type: ignore[arg-type]
+            if row.joined[1:2] != (row.ours,) and row.ours not in row.joined[2:]:
+                names += [p.name for p in pieces(row, 7, shape, layout)]  # type: ignore[arg-type]
         assert len(set(names)) == len(names)
         assert not [n for n in names if "{" in n]
 

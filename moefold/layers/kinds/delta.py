@@ -114,23 +114,23 @@ class DeltaNet(LayerSpec):
         for name, width, rank in given:
             if rank is not None:
                 yield Weight(f"{name}_down.weight", (rank, hidden))
-            yield Weight(f"{name}.weight", (width, rank or hidden), cut)
+            yield Weight(f"{name}_in.weight", (width, rank or hidden), cut)
         yield norm("norm.weight", self.value_dim)
-        yield Weight("o.weight", (hidden, self.values), ((1, self.head_units),))
+        yield Weight("out.weight", (hidden, self.values), ((1, self.head_units),))
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the projections with convolutions and gate, and the scan."""
         given = list(self._projections())
-        products = [Matmul(tuple(f"{name}.weight" for name, _, rank in given if rank is None))]
+        products = [Matmul(tuple(f"{name}_in.weight" for name, _, rank in given if rank is None))]
         for name, _, rank in given:
             if rank is not None:
-                products += [Matmul((f"{name}_down.weight",)), Matmul((f"{name}.weight",))]
+                products += [Matmul((f"{name}_down.weight",)), Matmul((f"{name}_in.weight",))]
         mixed, width = 2 * self.keys + self.values, sum(width for _, width, _ in given)
         traffic = (
             Traffic(mixed, 2 + 2 * self.taps, 4 + 4 * self.taps, units=self.head_units),
             Traffic(self.values, 8, 14, units=self.head_units),
         )
-        products.append(Matmul(("o.weight",)))
+        products.append(Matmul(("out.weight",)))
         launches = 20 + 6 * self.taps
         yield Operation("attention", tuple(products), traffic=traffic, launches=launches)
         each = 2 * CHUNK + 3 * self.key_dim if self.delta else CHUNK + 2 * self.key_dim

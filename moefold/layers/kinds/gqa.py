@@ -43,9 +43,9 @@ class Gqa(LayerSpec):
     """Dims of a head's values; None is ``head_dim``."""
     value_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on values."""
-    qk_norm: Literal["none", "head", "projection", "unit"] = "none"
-    """RMSNorm on queries and keys: per head, over the whole projection, or per head without a
-    weight."""
+    qk_norm: Literal["none", "head", "projection", "unit", "zero_centred"] = "none"
+    """RMSNorm on queries and keys: per head, over the whole projection, per head without a weight,
+    or per head with factors that are one more than the weight."""
     norm_after_rope: bool = False
     """Whether those norms come after rotation (Hunyuan)."""
     rope: Rope | None = Rope()

@@ -90,6 +90,8 @@ class Family(Record):
     """What the family's blocks are by nature."""
     block_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that each block has too."""
+    decoder_own: ClassVar[Mapping[str, Any]] = {}
+    """What the family's decoder is by nature."""
     decoder_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the record that the decoder has too."""
     router_own: ClassVar[Mapping[str, Any]] = {}
@@ -260,6 +262,7 @@ class Family(Record):
             init_std=self.init_std,
             context=self.context,
             family=self.model_type,
+            **self.decoder_own,
             **{name: getattr(self, name) for name in self.decoder_fields},
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from moefold.layers.config import Rope, Temperature
 from moefold.model.families.fields import ConfigField, Rotary, Values
-from moefold.model.families.hub import ConfigReader, read_rope, rope_fields
+from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -90,20 +90,46 @@ class ExpertLayers(ConfigField):
 
 @dataclass(frozen=True)
 class ConvolvedKinds(ConfigField):
-    """``layer_types``: for each layer full attention or a convolution."""
+    """``layer_types``: for each layer full attention or another mixer."""
+
+    other: str = "conv"
+    every: str | None = None
+    """The field that says which layers are full where no kinds are stated: the last of so many."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the layers with attention."""
         layers = config.take("num_hidden_layers", int)
-        kinds = config.take("layer_types", list)
-        if len(kinds) != layers or not {FULL, "conv"}.issuperset(kinds) or FULL not in kinds:
-            config.refuse(f"layer_types is not {FULL} or conv for each of {layers} layers")
+        usual: Any = REQUIRED
+        if self.every is not None:
+            full = every_full(self.every)
+            usual = [FULL if full(config, n) else self.other for n in range(layers)]
+        kinds = config.take("layer_types", list, usual)
+        if len(kinds) != layers or not {FULL, self.other}.issuperset(kinds) or FULL not in kinds:
+            config.refuse(f"layer_types is not {FULL} or {self.other} for each of {layers} layers")
         return {"shape.full_layers": tuple(n for n, kind in enumerate(kinds) if kind == FULL)}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return the list."""
         full, layers = model.shape.full_layers, range(model.shape.layers)
-        return {"layer_types": [FULL if n in full else "conv" for n in layers]}
+        return {"layer_types": [FULL if n in full else self.other for n in layers]}
+
+
+@dataclass(frozen=True)
+class DeltaNets(ConfigField):
+    """Sizes of delta nets, as Qwen3-Next names them."""
+
+    names: Mapping[str, tuple[str, int]]
+    """Field and class default of each size of ours."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take all."""
+        sizes = {ours: config.take(name, int, usual) for ours, (name, usual) in self.names.items()}
+        return {"shape.linear": sizes}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return all."""
+        linear = model.shape.linear
+        return {name: getattr(linear, ours) for ours, (name, _) in self.names.items()}
 
 
 @dataclass(frozen=True)

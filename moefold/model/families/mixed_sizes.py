@@ -10,10 +10,11 @@ from moefold.config.errors import Violation
 from moefold.layers.config import Rope, Size, Temperature
 from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
+from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder
-from moefold.model.families.sizes import FreeGqaSizes, GqaSizes, WindowSizes
+from moefold.model.families.sizes import FamilySizes, FreeGqaSizes, GqaSizes, WindowSizes
 
 
 class TwoKindSizes(WindowSizes):
@@ -106,19 +107,11 @@ class ChunkedSizes(FreeGqaSizes):
         }
 
 
-class ConvolvedSizes(GqaSizes):
-    """Sizes of a family some of whose layers have a short convolution in attention's place."""
+class MixedSizes(FamilySizes):
+    """Sizes of a family whose layers have attention or another mixer in its place."""
 
-    taps: Annotated[int, Field(ge=2)] = 3
-    """Rows that a convolution sees, the row itself among them."""
     full_layers: tuple[int, ...]
     """Numbers of the layers, from 0, that have attention."""
-
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
-        """Return attention, or a convolution."""
-        if layer in self.full_layers:
-            return super().attention(layer, rope, own)
-        return ShortConvolution(taps=self.taps)
 
     def rules(self) -> Iterator[Violation]:
         """Layers with attention exist and stand once; there is one."""
@@ -132,6 +125,67 @@ class ConvolvedSizes(GqaSizes):
     def of(cls, decoder: Decoder) -> dict[str, Any]:
         """Return the sizes that a decoder shows, which layers have attention too."""
         both: list[Any] = [block.attention for block in decoder.blocks]
-        full = tuple(n for n, one in enumerate(both) if not isinstance(one, ShortConvolution))
-        taps = next((one.taps for one in both if isinstance(one, ShortConvolution)), 3)
-        return super().of(decoder) | {"full_layers": full, "taps": taps}
+        full = tuple(n for n, one in enumerate(both) if getattr(one, "heads", None))
+        return super().of(decoder) | {"full_layers": full}
+
+
+class ConvolvedSizes(MixedSizes, GqaSizes):
+    """Sizes of a family some of whose layers have a short convolution in attention's place."""
+
+    taps: Annotated[int, Field(ge=2)] = 3
+    """Rows that a convolution sees, the row itself among them."""
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention, or a convolution."""
+        if layer in self.full_layers:
+            return super().attention(layer, rope, own)
+        return ShortConvolution(taps=self.taps)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, a convolution's too."""
+        mixers: list[Any] = [block.attention for block in decoder.blocks]
+        taps = next((one.taps for one in mixers if isinstance(one, ShortConvolution)), 3)
+        return super().of(decoder) | {"taps": taps}
+
+
+class LinearSizes(Record):
+    """Sizes of delta nets in attention's place."""
+
+    key_heads: Size
+    value_heads: Size
+    key_dim: Size = 128
+    value_dim: Size = 128
+    taps: Annotated[int, Field(ge=2)] = 4
+    """Rows that the convolution before a delta net sees."""
+
+    def rules(self) -> Iterator[Violation]:
+        """Key heads divide value heads."""
+        yield from super().rules()
+        yield from DeltaNet(**dict(self)).rules()
+
+
+class DeltaSizes(MixedSizes, FreeGqaSizes):
+    """Sizes of a family some of whose layers have a delta net in attention's place."""
+
+    linear: LinearSizes
+
+    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+        """Return attention, or a delta net."""
+        if layer in self.full_layers:
+            return super().attention(layer, rope, own)
+        return DeltaNet(**dict(self.linear))
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, a delta net's too.
+
+        Raises:
+            AttributeError: where no layer has one.
+        """
+        mixers = [block.attention for block in decoder.blocks]
+        one = next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
+        if one is None:
+            raise AttributeError("no layer has a delta net")
+        sizes = {name: getattr(one, name) for name in LinearSizes.model_fields}
+        return super().of(decoder) | {"linear": sizes}

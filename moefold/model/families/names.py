@@ -10,8 +10,11 @@ Letters: E experts, F expert width, D hidden.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from moefold.model.config import Decoder
+from moefold.spec.decoder import known_weights
 
 HF_SIZES = {
     "vocab_size": "vocab",
@@ -45,6 +48,44 @@ class Entry:
     order: tuple[int, ...] = ()
     """Our dims in the order in which they lie on disk, where that is another; after gate and up
     the next dim is joined with them, or they with the dim before."""
+    joined: tuple[str, ...] = ()
+    """All parameters whose rows lie in the one tensor, in order, this one among them."""
+    grouped: bool = False
+    """Whether those of each unit that tensor ranks share follow one another: of each head."""
+    rows: "JoinedRows | None" = None
+    """Which of its rows are of this one, once sizes are known."""
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of ours in a tensor on disk that several of ours share."""
+
+    groups: int
+    start: int
+    """Within a group."""
+    length: int
+    total: int
+    """Of a group."""
+
+    def places(self, first: int = 0, end: int | None = None) -> list[int]:
+        """Return where some of our rows lie on disk."""
+        every = range(first, self.groups * self.length if end is None else end)
+        return [n // self.length * self.total + self.start + n % self.length for n in every]
+
+
+def sized(table: Iterable[Entry], decoder: Decoder) -> tuple[Entry, ...]:
+    """Return a table whose joined tensors know the sizes of a decoder's parameters."""
+    known = {_LAYER.sub("layers.{i}.", weight.name): weight for weight in known_weights(decoder)}
+    found: list[Entry] = []
+    for row in table:
+        if row.joined and row.ours in known:
+            groups = known[row.ours].cuts[0][1].number if row.grouped else 1
+            sizes = [known[name].shape[0] // groups for name in row.joined]
+            place = row.joined.index(row.ours)
+            rows = JoinedRows(groups, sum(sizes[:place]), sizes[place], sum(sizes))
+            row = replace(row, rows=rows)
+        found.append(row)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -55,22 +96,36 @@ class TensorPiece:
     shape: Shape
     index: tuple[int, ...]
     order: tuple[int, ...] = ()
+    rows: JoinedRows | None = None
 
     def to_ours(self, stored: Any, shape: Shape) -> Any:
         """Return a stored tensor as our part, of ``shape``, a view where it can be one."""
+        if self.rows is not None:
+            return stored[self.rows.places()].reshape(shape)
         if not self.order:
             return stored.reshape(shape)
         back = sorted(range(len(self.order)), key=lambda at: self.order[at])
         return stored.reshape([shape[dim] for dim in self.order]).permute(back)
 
-    def to_theirs(self, part: Any) -> Any:
-        """Return a part of ours, a tensor, as it is stored."""
+    def to_theirs(self, part: Any, joined: Any = None) -> Any:
+        """Return a part of ours, a tensor, as it is stored: in ``joined`` what others gave."""
+        if self.rows is not None:
+            joined = part.new_zeros(self.shape) if joined is None else joined
+            joined[self.rows.places()] = part.reshape(-1, *self.shape[1:])
+            return joined
         return (part.permute(self.order) if self.order else part).reshape(self.shape)
 
 
 def entry(ours: str, *theirs: str, packed: str | tuple[str, ...] = ()) -> Entry:
     """Write one row of a table of names."""
     return Entry(ours, theirs, (packed,) if isinstance(packed, str) else packed)
+
+
+def joined(theirs: str, *ours: str, grouped: bool = False) -> tuple[Entry, ...]:
+    """Write the rows of parameters of attention that lie in one tensor."""
+    names = tuple(f"layers.{{i}}.attention.{one}" for one in ours)
+    at = f"model.layers.{{i}}.{theirs}"
+    return tuple(Entry(one, (at,), joined=names, grouped=grouped) for one in names)
 
 
 def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, int]]:
@@ -96,6 +151,9 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
 
 def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
+    if row.rows is not None:
+        there = (row.rows.groups * row.rows.total, *shape[1:])
+        return (TensorPiece(row.theirs[0].format(i=layer), there, (), rows=row.rows),)
     if row.fused or row.row:
         name = (row.packed if layout == "packed" and row.packed else row.theirs)[0]
         there = (1, *shape) if row.row else _merged(shape)
@@ -229,6 +287,26 @@ def lfm2_names() -> tuple[Entry, ...]:
         entry(f"{ours}.moe.router.selection_bias", f"{moe}.expert_bias"),
         entry(f"{ours}.moe.experts.w_in", *both, packed=packed[0]),
         entry(f"{ours}.moe.experts.w_out", f"{one}.w2.weight", packed=packed[1]),
+    )
+
+
+def delta_names(at: str, parts: Mapping[str, str]) -> tuple[Entry, ...]:
+    """Names of a delta net's parts within ``at``, ours beside theirs."""
+    where = f"model.layers.{{i}}.{at}"
+    return tuple(
+        entry(f"layers.{{i}}.attention.{ours}", f"{where}.{theirs}")
+        for ours, theirs in parts.items()
+    )
+
+
+def qwen_delta_names() -> tuple[Entry, ...]:
+    """Names of attention with its gate in queries' matrix, and of delta nets but for what is in."""
+    parts = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight"}
+    return (
+        *joined("self_attn.q_proj.weight", "q.weight", "out_gate.weight", grouped=True),
+        *attention_names({p: f"{p}_proj" for p in "kvo"} | {n: n for n in ("q_norm", "k_norm")}),
+        *joined("linear_attn.conv1d.weight", "q_taps", "k_taps", "v_taps"),
+        *delta_names("linear_attn", parts | {"out.weight": "out_proj.weight"}),
     )
 
 

@@ -102,6 +102,8 @@ def sites(decoder: Decoder) -> list[AdapterSite]:
     for name, (row, layer) in find(family_of(decoder).tensors, weights).items():
         weight = weights[name]
         outside = name == "head.weight" or weight.counted == "attention"
+        if row.joined:  # with others in one matrix, of which PEFT knows one A
+            continue
         for piece in pieces(row, layer, weight.shape, "packed"):
             module, _, leaf = piece.name.rpartition(".")
             if piece.order:  # lies as [in, out], which names of adapters do not say

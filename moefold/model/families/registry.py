@@ -29,7 +29,9 @@ from moefold.model.families import (  # noqa: F401
     mixtral,
     olmoe,
     qwen2_moe,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     solar_open,
 )
 from moefold.model.families.base import Family, Reading
@@ -50,8 +52,6 @@ LACKS: Mapping[str, str] = {
     "minimax": "lightning attention",
     "nemotron_h": _SPACE,
     "phimoe": "a router that samples",
-    "qwen3_5_moe_text": _DELTA,
-    "qwen3_next": _DELTA,
     "zaya": "convolutions inside attention",
 }
 """Families that are not here, and the part that each would need."""

@@ -1,0 +1,50 @@
+"""Qwen3.5-MoE's text model: Qwen3-Next's layers in matrices of their own, all with experts."""
+
+from typing import Any, ClassVar, Literal
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.mixed_sizes import DeltaSizes
+from moefold.model.families.qwen3_next import ATTENTION, AUX, FIELDS, SIZES
+from moefold.model.families.sizes import GatedSharedSizes
+from moefold.moe.config import Aux
+
+
+class Qwen35MoeShape(DeltaSizes, GatedSharedSizes):
+    """Sizes of a Qwen3.5-MoE."""
+
+
+@MODEL.register
+class Qwen35Moe(Family):
+    """A Qwen3.5-MoE."""
+
+    family: Literal["qwen3_5_moe_text"] = "qwen3_5_moe_text"
+    shape: Qwen35MoeShape
+    balance: Balance = (Aux(coefficient=AUX),)
+    rope: Rope = Rope(fraction=0.25)
+
+    model_type = "qwen3_5_moe_text"
+    architecture = "Qwen3_5MoeForCausalLM"
+    shared_gate = True
+    attention_own: ClassVar[dict[str, Any]] = ATTENTION
+    decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
+    hf_sizes = SIZES
+    fields = FIELDS
+    tensors = (
+        *names.llama_names(),
+        *names.qwen_delta_names(),
+        *names.joined(
+            "linear_attn.in_proj_qkv.weight", *(f"{part}_in.weight" for part in ("q", "k", "v"))
+        ),
+        *names.delta_names(
+            "linear_attn",
+            {
+                f"{ours}_in.weight": f"in_proj_{theirs}.weight"
+                for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a"))
+            },
+        ),
+        *names.expert_names(),
+        *names.gated_shared_names(),
+    )

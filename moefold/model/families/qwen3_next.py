@@ -1,0 +1,81 @@
+"""Qwen3-Next: gated delta nets beside attention with a gate, norms centred at zero."""
+
+from typing import Any, ClassVar, Literal
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
+from moefold.model.families.base import Balance, Family
+from moefold.model.families.layer_kinds import ConvolvedKinds, DeltaNets, DenseSteps
+from moefold.model.families.mixed_sizes import DeltaSizes
+from moefold.model.families.sizes import DenseListed, GatedSharedSizes
+from moefold.moe.config import Aux
+
+AUX = 1e-3  # the default of transformers' class
+SIZES = names.HF_SIZES | {
+    "num_experts": "experts",
+    "moe_intermediate_size": "expert_width",
+    "shared_expert_intermediate_size": "shared_width",
+}
+LINEAR = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
+FIELDS = (
+    hf.KvHeads(),
+    hf.HeadDim(256),
+    hf.Rotary(1e4, fraction=0.25),
+    hf.AuxField(AUX),
+    DeltaNets(LINEAR),
+    ConvolvedKinds("linear_attention", "full_attention_interval"),
+    hf.Unread(("full_attention_interval",)),  # the kinds of layers say it
+)
+ATTENTION: dict[str, Any] = {"qk_norm": "zero_centred", "gate": True}
+
+
+class Qwen3NextShape(DeltaSizes, GatedSharedSizes, DenseListed):
+    """Sizes of a Qwen3-Next."""
+
+
+@MODEL.register
+class Qwen3Next(Family):
+    """A Qwen3-Next."""
+
+    family: Literal["qwen3_next"] = "qwen3_next"
+    shape: Qwen3NextShape
+    renormalise: bool = True
+    """Whether the chosen probabilities are divided by their sum."""
+    balance: Balance = (Aux(coefficient=AUX),)
+    rope: Rope = Rope(fraction=0.25)
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    shared_gate = True
+    attention_own: ClassVar[dict[str, Any]] = ATTENTION
+    decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
+    router_fields = ("renormalise",)
+    hf_sizes = SIZES
+    fields = (
+        *FIELDS,
+        DenseSteps(),
+        hf.DenseSize(),
+        hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
+    )
+    tensors = (
+        *names.llama_names(),
+        *names.qwen_delta_names(),
+        *names.joined(
+            "linear_attn.in_proj_qkvz.weight",
+            *(f"{part}_in.weight" for part in ("q", "k", "v", "gate")),
+            grouped=True,
+        ),
+        *names.joined(
+            "linear_attn.in_proj_ba.weight", "beta_in.weight", "decay_in.weight", grouped=True
+        ),
+        *names.expert_names(),
+        *names.gated_shared_names(),
+    )
