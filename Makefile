@@ -45,7 +45,7 @@ golden: $(TEST)  ## rewrite the golden dumps of the recipes; look at the differe
 plants: $(TEST)  ## plant bugs in a copy and show that tests notice them: several minutes
 	@$(PY) -m tests.plants $(ARGS)
 
-matrix: $(TEST)  ## prove every layout of the matrix against one rank: ten minutes on two cores
+matrix: $(TEST)  ## prove every layout of the matrix against one rank: half an hour on two cores
 	@$(PY) -m moefold verify --matrix $(ARGS)
 	@$(PY) -m tests.gloo.resharding
 	@$(PY) -m pytest -q -m matrix tests/gloo tests/cpu tests/pure
