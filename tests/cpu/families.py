@@ -103,7 +103,14 @@ def total_of(decoder: Decoder) -> int:
 def written(model: Any) -> dict[str, Any]:
     """Return the ``config.json`` that transformers writes for a model."""
     config = json.loads(model.config.to_json_string())
-    return {k: v for k, v in config.items() if k != "transformers_version"}
+    return present({k: v for k, v in config.items() if k != "transformers_version"})
+
+
+def present(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without blocks of further tokens, which transformers' classes lack."""
+    return config | (
+        {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config else {}
+    )
 
 
 def ours(model: Any, precision: Any) -> tuple[DecoderModel, Reading]:
