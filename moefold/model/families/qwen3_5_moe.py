@@ -7,7 +7,8 @@ from moefold.model.config import MODEL
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.mixed_sizes import DeltaSizes
-from moefold.model.families.qwen3_next import ATTENTION, AUX, FIELDS, SIZES
+from moefold.model.families.qwen2_moe import Qwen2Moe
+from moefold.model.families.qwen3_next import ATTENTION, AUX, FIELDS
 from moefold.model.families.sizes import GatedSharedSizes
 from moefold.moe.config import Aux
 
@@ -30,7 +31,7 @@ class Qwen35Moe(Family):
     shared_gate = True
     attention_own: ClassVar[dict[str, Any]] = ATTENTION
     decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
-    hf_sizes = SIZES
+    hf_sizes = Qwen2Moe.hf_sizes
     fields = FIELDS
     tensors = (
         *names.llama_names(),

@@ -9,15 +9,11 @@ from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import ConvolvedKinds, DeltaNets, DenseSteps
 from moefold.model.families.mixed_sizes import DeltaSizes
+from moefold.model.families.qwen2_moe import Qwen2Moe
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes
 from moefold.moe.config import Aux
 
 AUX = 1e-3  # the default of transformers' class
-SIZES = names.HF_SIZES | {
-    "num_experts": "experts",
-    "moe_intermediate_size": "expert_width",
-    "shared_expert_intermediate_size": "shared_width",
-}
 LINEAR = {
     "key_heads": ("linear_num_key_heads", 16),
     "value_heads": ("linear_num_value_heads", 32),
@@ -58,7 +54,7 @@ class Qwen3Next(Family):
     attention_own: ClassVar[dict[str, Any]] = ATTENTION
     decoder_own: ClassVar[dict[str, Any]] = {"norm": "zero_centred"}
     router_fields = ("renormalise",)
-    hf_sizes = SIZES
+    hf_sizes = Qwen2Moe.hf_sizes
     fields = (
         *FIELDS,
         DenseSteps(),
