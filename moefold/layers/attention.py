@@ -3,11 +3,14 @@
 T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rope.rotate import expand, rotate
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend
 from moefold.layers.flow import Flow
@@ -110,13 +113,18 @@ class LatentAttention(nn.Module):
             q = self.q_norm(self.q_down(x_TD, flow), flow)
         # Latents are what tensor ranks gather: narrower than rows, and made once.
         q, kv, k_rope = flow.gather_all(q, kv, k_rope)
+        factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
+        scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
+        if flow.cache is not None and not self.kv_up.narrow:
+            seen_THv = self._of_kept(q, kv, k_rope, scale, flow.cache, whole)
+            if seen_THv is not None:
+                return flow.scatter(self.o(seen_THv.flatten(1), whole))
+            whole = replace(whole, cache=None)
 
         def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self._expand(q, kv, k_rope, whole)
 
         q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
-        factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
-        scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
         out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
         return flow.scatter(self.o(out_THv.flatten(1), whole))
 
@@ -124,15 +132,51 @@ class LatentAttention(nn.Module):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, flow: Flow
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of all heads from the latents."""
-        record = self.record
-        up = self.q if self.q_up is None else self.q_up
-        assert up is not None
-        q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
+        record, q_THd = self.record, self._queries(q, flow)
         kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
         angles, layout = flow.angles(record.rope, record.rope_dim), record.rope.layout
         turn = angles.cos_Tp, angles.sin_Tp
         k_THd, v_THv = expand(kv_THd, k_rope, *turn, record.nope_dim, layout)
-        return rotate(q_THd, *turn, layout), k_THd, v_THv
+        return q_THd, k_THd, v_THv
+
+    def _queries(self, q: Tensor, flow: Flow) -> Tensor:
+        """Return the turned queries of all heads."""
+        record, up = self.record, self.q if self.q_up is None else self.q_up
+        assert up is not None
+        q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
+        angles = flow.angles(record.rope, record.rope_dim)
+        return rotate(q_THd, angles.cos_Tp, angles.sin_Tp, record.rope.layout)
+
+    def _of_kept(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        k_rope: Tensor,
+        scale: float,
+        cache: KeyValueCache,
+        flow: Flow,
+    ) -> Tensor | None:
+        """Keep the latents of this pass, and return what its rows see of all; None of whole texts.
+
+        What makes keys and values of latents is multiplied with queries, and with what they see, so
+        that no latent is expanded (section 2.1.2 of the source).
+        """
+        record, angles = self.record, flow.angles(self.record.rope, self.record.rope_dim)
+        turn = angles.cos_Tp, angles.sin_Tp, record.rope.layout
+        k_T1d = torch.cat([kv[:, None], rotate(k_rope[:, None], *turn)], 2)
+        if not cache.goes_on(self):
+            return cache.attend(self, k_T1d, k_T1d, record.kv_rank, scale)
+        weight = self.kv_up.operand("weight", flow)
+        w_OC, low = weight.value, weight.low_rank
+        if low is not None:
+            w_OC = w_OC + low.scale * (low.b.value @ low.a.value)
+        w_HdC = w_OC.unflatten(0, (-1, record.nope_dim + record.v_dim))
+        keys_HnC, values_HvC = w_HdC.split((record.nope_dim, record.v_dim), 1)
+        nope, rope = self._queries(q, flow).split((record.nope_dim, record.rope_dim), 2)
+        q_THd = torch.cat([torch.einsum("thn,hnc->thc", nope, keys_HnC), rope], 2)
+        seen_THC = cache.attend(self, q_THd, k_T1d, record.kv_rank, scale)
+        assert seen_THC is not None
+        return torch.einsum("thc,hvc->thv", seen_THC, values_HvC)
 
 
 def _turned(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) -> Tensor:

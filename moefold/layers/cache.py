@@ -16,7 +16,8 @@ from moefold.model.config import Decoder
 
 
 class KeyValueCache:
-    """What attention layers keep of each text's rows: turned keys, and values of all heads here.
+    """What attention layers keep of each text's rows: turned keys, and values of all heads here;
+    of latent attention the latents and the turned key that all heads share.
 
     A text that goes on one of the last pass by one token has one new row in the next. Where any
     text does not (the first pass, a window that moved on), all rows are computed anew.
@@ -47,27 +48,34 @@ class KeyValueCache:
                 kept.choose(found)  # type: ignore[arg-type]
         return last_rows(texts, pad_to)
 
+    def goes_on(self, layer: nn.Module) -> bool:
+        """Whether this pass has one row of each text, after those that are kept."""
+        return layer in self._kept
+
     def attend(
         self,
         layer: nn.Module,
         q_THd: Tensor,
         k_TGd: Tensor,
-        v_TGv: Tensor,
+        v_TGv: Tensor | int,
         scale: float,
         window: int | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor | None:
         """Keep a layer's keys and values of this pass, and return what its rows see of all.
 
-        Rows see the last ``window`` of a text; ``sinks_H`` is a logit of each head whose value is
-        zero. Returns None in a pass of whole texts, whose rows see no others.
+        Values may be the first so many features of keys. Rows see the last ``window`` of a text;
+        ``sinks_H`` is a logit of each head whose value is zero. Returns None in a pass of whole
+        texts, whose rows see no others.
         """
         lengths, texts = [len(text) for text in self._texts], len(self._texts)
         kept = self._kept.get(layer)
+        given = [k_TGd] if isinstance(v_TGv, int) else [k_TGd, v_TGv]
         if kept is None:
-            self._kept[layer] = _Kept.of(k_TGd, v_TGv, lengths)
+            self._kept[layer] = _Kept.of(given, lengths)
             return None
-        k_PGLd, v_PGLv = kept.grown(k_TGd[:texts], v_TGv[:texts], window)
+        k_PGLd, *values = kept.grown([x[:texts] for x in given], window)
+        v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
         q_PGRd, seen = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
         if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
             ago_L = torch.arange(k_PGLd.shape[2] - 1, -1, -1, device=q_THd.device)
@@ -97,37 +105,36 @@ def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: T
 class _Kept:
     """A layer's keys and values, a column a row of each text; the newest of all stand last."""
 
-    def __init__(self, k_PGCd: Tensor, v_PGCv: Tensor, columns: int) -> None:
-        self._both = [k_PGCd, v_PGCv]
-        self._columns = columns
+    def __init__(self, parts: list[Tensor], columns: int) -> None:
+        self._parts, self._columns = parts, columns
 
     @classmethod
-    def of(cls, k_TGd: Tensor, v_TGv: Tensor, lengths: Sequence[int]) -> "_Kept":
+    def of(cls, given: Sequence[Tensor], lengths: Sequence[int]) -> "_Kept":
         """Return those of whole texts, which end in one column; before them there are zeros."""
-        columns, both = max(lengths), list[Tensor]()
-        for x_TGd in (k_TGd, v_TGv):
+        columns, parts = max(lengths), list[Tensor]()
+        for x_TGd in given:
             x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
             for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
                 x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
-            both.append(x_PGCd)
-        return cls(both[0], both[1], columns)
+            parts.append(x_PGCd)
+        return cls(parts, columns)
 
     def choose(self, texts: list[int]) -> None:
         """Keep some of the texts, in this order."""
-        self._both = [x[torch.tensor(texts, device=x.device)] for x in self._both]
+        self._parts = [x[torch.tensor(texts, device=x.device)] for x in self._parts]
 
-    def grown(self, k_PGd: Tensor, v_PGv: Tensor, window: int | None) -> list[Tensor]:
+    def grown(self, given: Sequence[Tensor], window: int | None) -> list[Tensor]:
         """Add a column, and return those that its rows see, [P, G, L, d]."""
-        if self._columns == self._both[0].shape[2]:
+        if self._columns == self._parts[0].shape[2]:
             # Columns that a window has left behind make room; else there is twice as much.
             columns = min(self._columns, window or self._columns)
-            self._both = [_roomy(x[:, :, self._columns - columns :]) for x in self._both]
+            self._parts = [_roomy(x[:, :, self._columns - columns :]) for x in self._parts]
             self._columns = columns
-        for x_PGCd, new_PGd in zip(self._both, (k_PGd, v_PGv), strict=True):
+        for x_PGCd, new_PGd in zip(self._parts, given, strict=True):
             x_PGCd[:, :, self._columns] = new_PGd
         self._columns += 1
         first = 0 if window is None else max(self._columns - window, 0)
-        return [x[:, :, first : self._columns] for x in self._both]
+        return [x[:, :, first : self._columns] for x in self._parts]
 
 
 def _roomy(x_PGLd: Tensor) -> Tensor:

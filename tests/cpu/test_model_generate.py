@@ -15,7 +15,7 @@ from moefold.layers.config import ATTENTION
 from moefold.layers.kinds.gqa import Gqa
 from moefold.model import rows
 from moefold.model.block import DecoderBlock
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, LowRank
 from moefold.model.decoder import DecoderModel
 from moefold.model.generate import NextLogits, generate
 from moefold.model.init import initialise
@@ -127,11 +127,14 @@ def attention_in_order(
     return in_order(weights, v) / weights.cumsum(-1)[..., -1:]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "latent" not in name])
 def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In fp64; libraries add a row up in an order that depends on how many rows there are."""
+    """In fp64; libraries add a row up in an order that depends on how many rows there are.
+
+    Latents that are kept meet queries before keys are made of them, which is another order.
+    """
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention_in_order)
     model = model_of(MODELS[name], "fp64")
     with SumsInOrder(), torch.no_grad():
@@ -139,6 +142,26 @@ def test_b73_where_sums_have_an_order_logits_are_those_of_whole_texts_to_the_bit
         for cache in (KeyValueCache.of(MODELS[name]), Continued(model)):
             found, _ = written(model, cache, 5, temperature=0)
             assert all(map(torch.equal, found.seen, plain.seen)) and len(plain.seen) == 5
+
+
+def test_b73_of_latent_attention_latents_are_kept_whatever_makes_keys_of_them() -> None:
+    """And the turned key that all heads share, once for both; an adapter makes keys too."""
+    record = MODELS["latent, direct"]
+    model = model_of(record, "fp64")
+    for block in model.layers.values():
+        up = block.attention.kv_up
+        draw = torch.Generator().manual_seed(5)
+        a = torch.randn(3, MLA.kv_rank, generator=draw).double()
+        b = torch.randn(len(up.weight), 3, generator=draw).double()
+        up.add_adapter("weight", LowRank(weight="kv_up.weight", rank=3, scale=0.5), a, 0.1 * b)
+    cache = KeyValueCache.of(record)
+    plain, texts = written(model, None, temperature=0)
+    kept, same = written(model, cache, temperature=0)
+    assert same == texts and cache is not None
+    for one, other in zip(kept.seen, plain.seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    held = [part.shape[1::2] for layer in cache._kept.values() for part in layer._parts]
+    assert held == [(1, MLA.kv_rank + MLA.rope_dim)] * len(model.layers)
 
 
 def test_b73_a_window_that_is_full_goes_on_from_its_newest_half() -> None:
