@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.convert.plan import targets
+from moefold.kernels.swiglu.reference import swiglu
 from moefold.model.config import Decoder
 from moefold.model.families.base import Family, Reading, refuse
 from moefold.model.families.sizes import first_moe
@@ -115,7 +116,7 @@ def upcycle(mixture: Reading, sources: Sequence[Mapping[str, Tensor]], wanted: G
     elif wanted.scale == "cube_root" and shards > 1:
         off = step0_error(read, sources[0], shards, copies)
         notes.append(f"the first feed-forward's output is off by {off:.3g} of its norm at step 0")
-    return deepened(mixture, read, wanted, notes)
+    return deepened(mixture.model, mixture.decoder, read, wanted, notes)
 
 
 def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: int) -> float:
@@ -123,15 +124,15 @@ def step0_error(read: Read, dense: Mapping[str, Tensor], shards: int, copies: in
 
     On 64 rows of chance, in fp64; all shards of one copy are chosen, as in any choice.
     """
-    x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1]).double()
+    draw = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(64, dense["layers.0.ffn.w_in"].shape[-1], generator=draw).double()
 
-    def swiglu(w_in: Tensor, w_out: Tensor) -> Tensor:
-        gate_TF, up_TF = (F.linear(x_TD, part.double()) for part in w_in)
-        return F.linear(F.silu(gate_TF) * up_TF, w_out.double())
+    def ffn(w_in: Tensor, w_out: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x_TD, w_in.flatten(0, 1).double())), w_out.double())
 
-    want_TD = swiglu(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
+    want_TD = ffn(dense["layers.0.ffn.w_in"], dense["layers.0.ffn.w_out"])
     w_in, w_out = (read(f"layers.0{name}")[::copies] for name in (W_IN, W_OUT))
-    have_TD = sum(map(swiglu, w_in, w_out), torch.zeros(())) / shards
+    have_TD = sum(map(ffn, w_in, w_out), torch.zeros(())) / shards
     return float((have_TD - want_TD).norm() / want_TD.norm())
 
 
@@ -188,13 +189,14 @@ def grow(
         return found * share if name.endswith(EXPERT_OUTPUTS) else found
 
     model = source.model.model_copy(update={"shape": shape})
-    decoder = model.describe(source.decoder.vocab)
-    return deepened(Reading(model, decoder, source.special_tokens, (), None), read, wanted, notes)
+    return deepened(model, model.describe(source.decoder.vocab), read, wanted, notes)
 
 
-def deepened(source: Reading, read: Read, wanted: Growth, notes: Sequence[str]) -> Grown:
+def deepened(
+    source: Family, decoder: Decoder, read: Read, wanted: Growth, notes: Sequence[str]
+) -> Grown:
     """Return a model with more layers, spread evenly behind dense ones, and with more width."""
-    blocks, shape, times = source.decoder.blocks, source.model.shape, wanted.hidden_times
+    blocks, shape, times = decoder.blocks, source.shape, wanted.hidden_times
     layers = wanted.layers or len(blocks)
     if layers < len(blocks):
         raise ValueError(f"--layers: {layers} is less than the {len(blocks)} that there are")
@@ -205,18 +207,17 @@ def deepened(source: Reading, read: Read, wanted: Growth, notes: Sequence[str]) 
     for name, value in shape:
         if isinstance(value, tuple):  # numbers of layers
             update[name] = tuple(n for n in range(layers) if origin[n] in value)
-    deep = source.model.model_copy(update={"shape": shape.model_copy(update=update)})
-    if [blocks[n] for n in origin] != list(deep.describe(source.decoder.vocab).blocks):
+    deep = source.model_copy(update={"shape": shape.model_copy(update=update)})
+    if [blocks[n] for n in origin] != list(deep.describe(decoder.vocab).blocks):
         raise ValueError("--layers: layers differ here, and new ones would change their turn")
     widths = ("expert_width", "dense_width", "shared_width")
     for name in ("hidden", "heads", "kv_heads", *widths):
         if value := getattr(shape, name, None):
             update[name] = value * (wanted.width_times if name in widths else times)
-    model = source.model.model_copy(update={"shape": shape.model_copy(update=update)})
+    model = source.model_copy(update={"shape": shape.model_copy(update=update)})
     refuse((broken.under("shape") for broken in model.shape.rules()), "the new model:")
     refuse(model.rules(), "the new model:")
-    decoder = model.describe(source.decoder.vocab)
-    if times > 1 and source.decoder.tied:
+    if times > 1 and decoder.tied:
         raise ValueError("--hidden-times: the head is the embedding, whose logits would be larger")
 
     def deep_read(name: str) -> Tensor:
@@ -228,7 +229,7 @@ def deepened(source: Reading, read: Read, wanted: Growth, notes: Sequence[str]) 
         new = int(number) > 0 and origin[int(number) - 1] == layer
         return torch.zeros_like(found) if new and name.endswith(OUTPUTS) else found
 
-    return Grown(model, decoder, deep_read, notes)
+    return Grown(model, model.describe(decoder.vocab), deep_read, notes)
 
 
 def tiled(name: str, found: Tensor, shape: Sequence[int]) -> Tensor:
