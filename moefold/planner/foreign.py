@@ -5,7 +5,7 @@ save is what Megatron-Core's do.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -28,72 +28,10 @@ from moefold.spec.layer import (
 )
 
 
-class Recurrent(LayerSpec):
-    """A mixer that scans the sequence: one projection in, a convolution, the scan, one out."""
-
-    groups_name: ClassVar[str]
-    """What tensor ranks share, in words."""
-    launches: ClassVar[tuple[int, int]]
-    """Kernels beside the scan, and of the scan."""
-    state_bytes: ClassVar[int | None] = None
-    """Bytes of an element of a state; None is those of the compute dtype."""
-
-    def scan(self) -> Scan:
-        """Return the recurrence itself."""
-        raise NotImplementedError
-
-    def widths(self) -> tuple[int, int, int, int]:
-        """Return the features of the projection in, what is convolved, what the scan gives, and
-        the groups that tensor ranks share.
-        """
-        raise NotImplementedError
-
-    def _units(self) -> Units:
-        return Units("tp", self.widths()[3], self.groups_name)
-
-    def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield both projections, the convolution of four taps, and a norm before the last."""
-        into, mixed, out, _ = self.widths()
-        cut = ((0, self._units()),)
-        yield Weight("in.weight", (into, hidden), cut)
-        yield Weight("conv.weight", (mixed, 4), cut)
-        yield self.norm_weight()
-        yield Weight("out.weight", (hidden, out), ((1, self._units()),))
-
-    def norm_weight(self) -> Weight:
-        """Return the weight of the norm on what the scan gives."""
-        raise NotImplementedError
-
-    def operations(self, hidden: int) -> Iterator[Operation]:
-        """Yield both projections and the scan."""
-        into, _, out, _ = self.widths()
-        # Kernels pass over both projections, and twice so backward.
-        traffic = Traffic(into + out, 1, 2, units=self._units())
-        products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
-        beside, own = self.launches
-        yield Operation("attention", products, traffic=(traffic,), launches=beside)
-        yield Operation("core", core=self.scan(), launches=own)
-
-    def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield projected and convolved rows, states between chunks, output before and after its
-        gate.
-        """
-        rows, width = shape.piece / shape.tp, shape.width
-        _, mixed, out, _ = self.widths()
-        scan, each = self.scan(), self.state_bytes or width
-        yield Saved("projected", round(rows * self.projected_features * width))
-        yield Saved("convolved", round(rows * mixed * width))
-        yield Saved("states", round(rows / scan.chunk * scan.state * each))
-        yield Saved("scanned", round(2 * rows * out * width))
-
-    @property
-    def projected_features(self) -> int:
-        """Features of the projection in that backward reads again."""
-        return self.widths()[0]
-
-
-class Mamba2(Recurrent):
-    """A state-space mixer in Mamba-2's form (arXiv 2405.21060)."""
+class Mamba2(LayerSpec):
+    """A state-space mixer in Mamba-2's form (arXiv 2405.21060): one projection in, a convolution,
+    the scan, one out.
+    """
 
     heads: Size
     head_dim: Size
@@ -104,28 +42,51 @@ class Mamba2(Recurrent):
     """Tokens between which products are quadratic."""
 
     untrained = "Mamba-2 layers"
-    groups_name = "groups of state-space heads"
-    launches = (12, 6)
-    state_bytes = STATISTIC
 
-    def widths(self) -> tuple[int, int, int, int]:
-        """Return the features before, within and after the scan, and the groups.
+    @property
+    def _units(self) -> Units:
+        return Units("tp", self.groups, "groups of state-space heads")
 
-        Before it are a gate, its input, both maps of the state, and time steps.
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Features of the projection in, of what is convolved, and of what the scan gives.
+
+        The first are a gate, the scan's input, both maps of the state, and time steps.
         """
         width = self.heads * self.head_dim
         mixed = width + 2 * self.groups * self.state
-        return mixed + width + self.heads, mixed, width, self.groups
+        return mixed + width + self.heads, mixed, width
 
-    def scan(self) -> Scan:
-        """Return the recurrence: products within a chunk, and with the state."""
-        into, _, width, _ = self.widths()
-        products = width * (self.chunk + 2 * self.state)
-        return Scan(products, 2 * (into + width), self.chunk, width * self.state)
+    def weights(self, hidden: int) -> Iterator[Weight]:
+        """Yield both projections, the convolution of four taps, and a norm before the last."""
+        into, mixed, out = self._widths
+        cut = ((0, self._units),)
+        yield Weight("in.weight", (into, hidden), cut)
+        yield Weight("conv.weight", (mixed, 4), cut)
+        yield norm("norm.weight", out, self._units)
+        yield Weight("out.weight", (hidden, out), ((1, self._units),))
 
-    def norm_weight(self) -> Weight:
-        """Return the weight of the norm on all heads' output."""
-        return norm("norm.weight", self.widths()[2], self._units())
+    def operations(self, hidden: int) -> Iterator[Operation]:
+        """Yield both projections and the scan: products within a chunk, and with the state."""
+        into, _, out = self._widths
+        # Kernels pass over both projections, and twice so backward.
+        traffic = Traffic(into + out, 1, 2, units=self._units)
+        products = (Matmul(("in.weight",)), Matmul(("out.weight",)))
+        yield Operation("attention", products, traffic=(traffic,), launches=12)
+        flops, moved = out * (self.chunk + 2 * self.state), 2 * (into + out)
+        core = Scan(flops, moved, self.chunk, out * self.state)
+        yield Operation("core", core=core, launches=6)
+
+    def saved(self, shape: Shape) -> Iterator[Saved]:
+        """Yield projected and convolved rows, fp32 states between chunks, output before and after
+        its gate.
+        """
+        rows, width = shape.piece / shape.tp, shape.width
+        into, mixed, out = self._widths
+        yield Saved("projected", round(rows * into * width))
+        yield Saved("convolved", round(rows * mixed * width))
+        yield Saved("states", round(rows / self.chunk * out * self.state * STATISTIC))
+        yield Saved("scanned", round(2 * rows * out * width))
 
 
 class Nothing(LayerSpec):
