@@ -46,6 +46,30 @@ def test_b33_fewer_rows_than_any_multiple_are_multiplied_exactly(counts: tuple[i
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("counts", [(300, 0, 37, 70), (0, 5, 90, 300), (16, 17, 0, 0)])
+def test_b33_products_in_steps_of_rows_reach_no_other_row(counts: tuple[int, ...]) -> None:
+    """16-bit rows on a CPU; those of an expert and those past the last offset are NaN."""
+    offs_E, rows = torch.tensor(counts).cumsum(0).to(torch.int32), sum(counts)
+    kernel = choose("auto", torch.bfloat16, 16, 8)
+    assert kernel.name == "loop"
+    x_RD, w_EFD = torch.randn(rows + 9, 16).bfloat16(), torch.randn(EXPERTS, 8, 16).bfloat16()
+    dy_RF = torch.randn(rows + 9, 8).bfloat16()
+    for values in (x_RD, dy_RF):
+        values[rows:] = values[: counts[0]] = torch.nan
+    into = torch.randn(EXPERTS, 8, 16)
+    y_RF, dx_RD = kernel.product(x_RD, w_EFD, offs_E), kernel.input_gradient(dy_RF, w_EFD, offs_E)
+    dw_EFD = kernel.weight_gradient(dy_RF, x_RD, offs_E, None)
+    added_EFD = kernel.weight_gradient(dy_RF, x_RD, offs_E, into.clone()) - into
+    near = {"equal_nan": True, "rtol": 2e-2, "atol": 5e-2}
+    for e, end in enumerate(offs_E.tolist()):
+        place = slice(end - counts[e], end)
+        x, dy, w = x_RD[place].float(), dy_RF[place].float(), w_EFD[e].float()
+        torch.testing.assert_close(y_RF[place].float(), x @ w.t(), **near)
+        torch.testing.assert_close(dx_RD[place].float(), dy @ w, **near)
+        for found in (dw_EFD[e], added_EFD[e]):
+            torch.testing.assert_close(found, dy.t() @ x, **near)
+
+
 def test_a_device_that_leaves_empty_groups_as_they_were_is_found_and_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

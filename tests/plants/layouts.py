@@ -109,6 +109,22 @@ PLANTS = (
         "F.grouped_mm(dy_RO.t(), x_RI, offs=offs_E // 8 * 8)",
     ),
     Plant(
+        "b33",
+        "rows past a step are left out of weight gradients",
+        UNEVEN + "test_b33_products_in_steps_of_rows_reach_no_other_row",
+        "kernels/linear/product.py",
+        "        dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))\n",
+        "        return into_OI\n",
+    ),
+    Plant(
+        "b33",
+        "the last expert's step takes other rows",
+        UNEVEN + "test_b33_products_in_steps_of_rows_reach_no_other_row",
+        "kernels/grouped/loop.py",
+        "[start - first : end - first]",
+        "[: end - start]",
+    ),
+    Plant(
         "b35",
         "every rank draws its experts from the first",
         BUGS + "test_b35_weights_start_alike_in_every_layout",

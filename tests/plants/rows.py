@@ -166,8 +166,8 @@ PLANTS = (
         "every expert multiplies every row",
         B36_REAL,
         "kernels/grouped/loop.py",
-        "        torch.mm(x_RI[start:end], w_EOI[e].t(), out=y_RO[start:end])\n",
-        "        y_RO[start:end] = (x_RI @ w_EOI[e].t())[start:end]\n",
+        "            torch.mm(x_RI[start:stop], w_EIO[e], out=y_RO[start:stop])\n",
+        "            y_RO[start:stop] = (x_RI @ w_EIO[e])[start:stop]\n",
     ),
     Plant(
         "b36",

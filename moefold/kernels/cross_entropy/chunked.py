@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,7 +27,10 @@ from moefold.kernels.fused import fused
 from moefold.kernels.gradients import accumulate
 from moefold.kernels.linear.product import sums_in_fp32, weight_gradient
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import row_pieces
 
+PIECE = 1 << 19
+"""Logits of one piece for each thread of a CPU: wide ones stay in its cache."""
 TILE = {"cpu": 1 << 22}
 TILE_ELSEWHERE = 1 << 27
 """Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
@@ -126,28 +128,33 @@ def _zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def _log_softmax(x_CD: Tensor, value_VD: Tensor) -> Tensor:
-    # Widened first: narrow logits are gone before their logarithms come.
-    wide = torch.promote_types(x_CD.dtype, torch.float32)
-    return F.log_softmax((x_CD @ value_VD.t()).to(wide), -1)
-
-
-def _picked(logp_CV: Tensor, labels_C: Tensor, counted_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of the rows that count, and labels [C, 1] that are safe to look up."""
-    safe_C1 = torch.where(counted_C, labels_C, 0)[:, None]
-    return -torch.where(counted_C, logp_CV.gather(1, safe_C1)[:, 0], 0).sum(), safe_C1
-
-
 def _chunk(
     x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss and ``scale * d loss / d logits`` in the operands' dtype."""
-    logp_CV = _log_softmax(x_CD, value_VD)
-    loss, safe_C1 = _picked(logp_CV, labels_C, counted_C)
-    weight_C1 = counted_C.to(logp_CV.dtype).mul_(scale)[:, None]
-    dlogits_CV = logp_CV.exp_().mul_(weight_C1)
-    dlogits_CV.scatter_(1, safe_C1, dlogits_CV.gather(1, safe_C1) - weight_C1)
-    return loss, dlogits_CV.to(value_VD.dtype)
+    logits_CV = x_CD @ value_VD.t()
+    loss = _summed_loss(logits_CV, labels_C, counted_C, scale)
+    return loss, logits_CV
+
+
+def _summed_loss(
+    logits_CV: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor | None = None
+) -> Tensor:
+    """Return the summed loss of the rows that count; with a ``scale`` logits become gradients."""
+    label_C1 = torch.where(counted_C, labels_C, 0)[:, None]
+    losses_C1 = _zero(logits_CV).repeat(len(labels_C), 1)
+    # Of all shares of a row, the label's may be too small for a number, the largest never is.
+    for rows in row_pieces(logits_CV, PIECE * torch.get_num_threads()):
+        most_c1, label_c1 = logits_CV[rows].amax(1, keepdim=True), label_C1[rows]
+        picked_c1 = logits_CV[rows].gather(1, label_c1)
+        shares_cV = logits_CV[rows].softmax(1, dtype=losses_C1.dtype)
+        losses_C1[rows] = most_c1.to(losses_C1.dtype) - picked_c1
+        losses_C1[rows] -= shares_cV.amax(1, keepdim=True).log_()
+        if scale is not None:
+            weight_c1 = counted_C[rows].to(losses_C1.dtype).mul_(scale_of(scale, rows))[:, None]
+            shares_cV.mul_(weight_c1).scatter_add_(1, label_c1, -weight_c1)
+            logits_CV[rows] = shares_cV
+    return torch.where(counted_C, losses_C1[:, 0], 0).sum()
 
 
 def accumulate_head(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) -> None:
@@ -190,9 +197,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.chunk, ctx.ignored, ctx.master = chunk, ignored, master
         total = _zero(x_TD)
         for rows in _chunks(x_TD.shape[0], chunk):
-            counted_C = labels_T[rows] != ignored
-            logp_CV = _log_softmax(x_TD[rows], value_VD)
-            total += _picked(logp_CV, labels_T[rows], counted_C)[0]
+            logits_CV = x_TD[rows] @ value_VD.t()
+            total += _summed_loss(logits_CV, labels_T[rows], labels_T[rows] != ignored)
         return total
 
     @staticmethod

@@ -52,7 +52,7 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     why = "asked for"
     if asked == "auto":
         why = "" if fits else f"grouped_mm takes no {dtype} rows of {dims}"
-        why = why or (why_library_waits(dtype, device) if own else "")
+        why = why or (why_library_waits(dtype, device) if own else _why_compiled(dtype, device))
         asked = ("triton" if own else "loop") if why else "grouped"
         why = why or f"takes {dtype} and these widths"
     name = "grouped_mm" if asked == "grouped" else asked
@@ -60,6 +60,13 @@ def choose(asked: str, dtype: torch.dtype, *dims: int, device: torch.device = CP
     # The library rounds the gradient of 16-bit rows before it can be added to fp32.
     summed = fused if own and name == "grouped_mm" and dtype.itemsize == 2 else kernels
     return GroupedKernel(name, why, kernels.product, kernels.input_gradient, summed.weight_gradient)
+
+
+def _why_compiled(dtype: torch.dtype, device: torch.device) -> str:
+    """Say why the loop's own numbers of rows are better; empty where the library's are as good."""
+    if device.type != "cpu" or dtype.itemsize != 2:
+        return ""
+    return "grouped_mm has a product compiled for each number of rows in 16 bits on CPUs"
 
 
 def why_library_waits(dtype: torch.dtype, device: torch.device) -> str:

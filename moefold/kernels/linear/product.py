@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
+from moefold.kernels.rows import row_step, wide
 
 Drawn = Callable[[Tensor], Tensor]
 """A function of rows, linear and elementwise, that draws the same each time: its own gradient."""
@@ -76,6 +78,12 @@ def weight_gradient(dy_TO: Tensor, x_TI: Tensor, into_OI: Tensor | None) -> Tens
             return torch.mm(dy_TO.t(), x_TI, out_dtype=torch.float32)
         if into_OI.dtype == torch.float32:
             return torch.addmm(into_OI, dy_TO.t(), x_TI, out_dtype=torch.float32, out=into_OI)
+    rest = x_TI.shape[0] % row_step(x_TI.shape[0], x_TI)
+    if rest:
+        # Zeros make the rest as many rows as there may be: a product that is compiled already.
+        into_OI = wide(weight_gradient(dy_TO[:-rest], x_TI[:-rest], into_OI))
+        padding = (0, 0, 0, row_step(x_TI.shape[0], x_TI) - rest)
+        dy_TO, x_TI = (F.pad(rows[-rest:], padding) for rows in (dy_TO, x_TI))
     if into_OI is None:
         return dy_TO.t() @ x_TI
     if into_OI.dtype == x_TI.dtype:
