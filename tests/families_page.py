@@ -5,6 +5,7 @@ from pathlib import Path
 from moefold.model.families.base import Family
 from moefold.model.families.fields import Rotary
 from moefold.model.families.mixed_sizes import (
+    ChannelSizes,
     ChunkedSizes,
     ConvolvedSizes,
     DeltaSizes,
@@ -40,9 +41,11 @@ def _shape(family: type[Family]) -> type[FamilySizes]:
 def attention(family: type[Family]) -> str:
     """Name the parts of a family's attention."""
     shape, own = _shape(family), family.attention_own
-    said = ["latent" if issubclass(shape, LatentSizes) else "grouped-query"]
+    said = ["latent" if issubclass(shape, LatentSizes | ChannelSizes) else "grouped-query"]
     said += ["short convolutions"] if issubclass(shape, ConvolvedSizes) else []
     said += ["gated delta nets"] if issubclass(shape, DeltaSizes) else []
+    said += ["delta nets with decays of each channel"] if issubclass(shape, ChannelSizes) else []
+    said += ["no positions"] if not family.turns else []
     if own.get("qk_norm") == "zero_centred":
         said.append("q/k norm per head")
     elif own.get("qk_norm"):
@@ -50,7 +53,8 @@ def attention(family: type[Family]) -> str:
     said += ["biases"] if "bias" in family.attention_fields else []
     said += ["q/k norm or none"] if "qk_norm" in family.attention_fields else []
     said += ["norm after rotary"] if own.get("norm_after_rope") else []
-    said += ["gate on the output"] if own.get("gate") else []
+    gated = "gate of each head" if "latent" in said else "gate on the output"
+    said += [gated] if own.get("gate") else []
     said += ["factor on scores"] if "scale" in family.attention_fields else []
     partial = any(isinstance(f, Rotary) and f.fraction is not None for f in family.fields)
     said += ["partial rotary"] if partial else []

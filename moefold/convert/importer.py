@@ -118,8 +118,9 @@ class FolderTensors(Mapping[str, Tensor]):
             return ours[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
         if piece.shape == shape:
             return self._source.read_box(piece.name, box)
-        if len(piece.shape) > len(shape):  # the one row of a matrix
-            return self._source.read_box(piece.name, ((0, 1), *box))[0]
+        if len(piece.shape) > len(shape):  # dims of one around it
+            small = self._source.read(piece.name).reshape(shape)
+            return small[tuple(slice(*bounds) for bounds in box)]
         # [E, 2, F, D] with us, [E, 2 * F, D] on disk; or both without E
         (*experts, halves, rows, columns), width = box, shape[-2]
         parts = [

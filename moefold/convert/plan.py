@@ -131,8 +131,8 @@ def make_plan(
     """
     parts: dict[str, tuple[TensorPiece, ...]] = {}
     for name, (row, layer) in find(table, targets).items():
-        layout = choose_layout(row, layer, present)
-        parts[name] = pieces(row, layer, targets[name].shape, layout)
+        there, layout = choose_layout(row, layer, present)
+        parts[name] = pieces(there, layer, targets[name].shape, layout)
     wanted = [piece for found in parts.values() for piece in found]
     matrices = (p.name for p in wanted if p.order and len(p.shape) == 3)
     coded = {name for name in matrices if name + CODES in present}

@@ -102,6 +102,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RmsNorm(record.kv_rank, record.latent_epsilon)
         self.kv_up = Linear(record.kv_rank, record.heads * (record.nope_dim + record.v_dim))
         self.o = Linear(record.heads * record.v_dim, hidden)
+        self.out_gate = Linear(hidden, record.heads) if record.gate else None
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return the attention output [T, D]."""
@@ -112,20 +113,24 @@ class LatentAttention(nn.Module):
         if self.q_down is not None and self.q_norm is not None:
             q = self.q_norm(self.q_down(x_TD, flow), flow)
         # Latents are what tensor ranks gather: narrower than rows, and made once.
-        q, kv, k_rope = flow.gather_all(q, kv, k_rope)
-        factor = 1.0 if record.rope.yarn is None else record.rope.yarn.softmax_factor
+        rows = () if self.out_gate is None or q is x_TD else (x_TD,)
+        q, kv, k_rope, *rows = flow.gather_all(q, kv, k_rope, *rows)
+        yarn = None if record.rope is None else record.rope.yarn
+        factor = 1.0 if yarn is None else yarn.softmax_factor
         scale = (record.nope_dim + record.rope_dim) ** -0.5 * factor
+        out_THv = None
         if flow.cache is not None and not self.kv_up.narrow:
-            seen_THv = self._of_kept(q, kv, k_rope, scale, flow.cache, whole)
-            if seen_THv is not None:
-                return flow.scatter(self.o(seen_THv.flatten(1), whole))
+            out_THv = self._of_kept(q, kv, k_rope, scale, flow.cache, whole)
             whole = replace(whole, cache=None)
+        if out_THv is None:
 
-        def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._expand(q, kv, k_rope, whole)
+            def up(q: Tensor, kv: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                return self._expand(q, kv, k_rope, whole)
 
-        q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
-        out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
+            q_THd, k_THd, v_THv = flow.keeper.run("mla_up", up, q, kv, k_rope)
+            out_THv = attended(self, q_THd, k_THd, v_THv, scale, whole)
+        if self.out_gate is not None:
+            out_THv = out_THv * self.out_gate(*(rows or [q]), whole).sigmoid()[..., None]
         return flow.scatter(self.o(out_THv.flatten(1), whole))
 
     def _expand(
@@ -134,6 +139,10 @@ class LatentAttention(nn.Module):
         """Return queries, keys and values of all heads from the latents."""
         record, q_THd = self.record, self._queries(q, flow)
         kv_THd = self.kv_up(kv, flow).unflatten(1, (-1, record.nope_dim + record.v_dim))
+        if record.rope is None:
+            k_THn, v_THv = kv_THd.split((record.nope_dim, record.v_dim), 2)
+            shared_THr = k_rope[:, None].expand(-1, kv_THd.shape[1], -1)
+            return q_THd, torch.cat([k_THn, shared_THr], 2), v_THv.contiguous()
         angles, layout = flow.angles(record.rope, record.rope_dim), record.rope.layout
         turn = angles.cos_Tp, angles.sin_Tp
         k_THd, v_THv = expand(kv_THd, k_rope, *turn, record.nope_dim, layout)
@@ -144,8 +153,15 @@ class LatentAttention(nn.Module):
         record, up = self.record, self.q if self.q_up is None else self.q_up
         assert up is not None
         q_THd = up(q, flow).unflatten(1, (-1, record.nope_dim + record.rope_dim))
-        angles = flow.angles(record.rope, record.rope_dim)
-        return rotate(q_THd, angles.cos_Tp, angles.sin_Tp, record.rope.layout)
+        return self._turned(q_THd, flow)
+
+    def _turned(self, x_THd: Tensor, flow: Flow) -> Tensor:
+        rope = self.record.rope
+        if rope is None:
+            flow.keeper.owns("attention", x_THd)
+            return x_THd
+        angles = flow.angles(rope, self.record.rope_dim)
+        return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
 
     def _of_kept(
         self,
@@ -161,9 +177,8 @@ class LatentAttention(nn.Module):
         What makes keys and values of latents is multiplied with queries, and with what they see, so
         that no latent is expanded (section 2.1.2 of the source).
         """
-        record, angles = self.record, flow.angles(self.record.rope, self.record.rope_dim)
-        turn = angles.cos_Tp, angles.sin_Tp, record.rope.layout
-        k_T1d = torch.cat([kv[:, None], rotate(k_rope[:, None], *turn)], 2)
+        record = self.record
+        k_T1d = torch.cat([kv[:, None], self._turned(k_rope[:, None], flow)], 2)
         if not cache.goes_on(self):
             return cache.attend(self, k_T1d, k_T1d, record.kv_rank, scale)
         weight = self.kv_up.operand("weight", flow)

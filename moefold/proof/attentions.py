@@ -32,6 +32,7 @@ CHANNELS = DELTA.model_copy(
     update={"decay": "channel", "decay_rank": 4, "gate": "sigmoid", "gate_rank": 4}
 )
 BOUNDED = DELTA.model_copy(update={"decay": "channel", "decay_floor": -5.0, "delta": False})
+GATED = MLA.model_copy(update={"rope": None, "gate": True})
 UNCOMMON: Mapping[str, tuple[Record, Record]] = {
     "biased": (BIASES, BIASES),
     "narrow": (
@@ -42,6 +43,7 @@ UNCOMMON: Mapping[str, tuple[Record, Record]] = {
     "delta": (DELTA, GQA),
     "channels": (CHANNELS, GQA),
     "bounded": (BOUNDED, GQA),
+    "gated latents": (GATED, GATED.model_copy(update={"q_rank": None})),
     "chunked": (
         Chunked(heads=8, kv_heads=4, head_dim=4, chunk=5, qk_norm="unit", norm_after_rope=True),
         Chunked(heads=8, kv_heads=4, head_dim=4, rope=None, temperature=FEW),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
@@ -131,7 +131,8 @@ def wide(model: Any) -> Iterator[None]:
 
     module = importlib.import_module(type(model).__module__)
     inner = model.model
-    rotary = type(inner.rotary_emb if hasattr(inner, "rotary_emb") else inner.pos_emb)
+    other = getattr(inner, "pos_emb", nn.Identity())  # a model without positions has neither
+    rotary = type(getattr(inner, "rotary_emb", other))
     forward = rotary.forward
 
     def narrow(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -223,6 +223,31 @@ def _qwen3_5_moe(random: Random, config: Fields) -> Fields:
     return {n: v for n, v in _qwen3_next(random, config).items() if n not in unlike}
 
 
+@of("kimi_linear")
+def _kimi_linear(random: Random, config: Fields) -> Fields:
+    config.pop("rope_parameters")
+    own = sigmoid(random, config) | latent(random, config) | dense_kinds(random, config)
+    del own["rope_interleave"]
+    config |= {"tie_word_embeddings": False, "num_experts": own.pop("n_routed_experts")}
+    linear = {
+        "linear_num_heads": random.choice((1, 2, 4)),
+        "linear_head_dim": random.choice((4, 6)),
+        "linear_conv_kernel_dim": random.choice((2, 4)),
+    }
+    return own | linear | mixers(random, config)
+
+
+@of("bailing_hybrid")
+def _bailing_hybrid(random: Random, config: Fields) -> Fields:
+    rope = config["rope_parameters"]
+    own = _kimi_linear(random, config)
+    del own["linear_num_heads"], own["q_lora_rank"]
+    own["head_dim"] = own.pop("linear_head_dim")
+    own["short_conv_kernel_size"] = own.pop("linear_conv_kernel_dim")
+    bound = {"kda_safe_gate": random.random() < 0.7, "kda_lower_bound": random.choice((-5.0, -1.5))}
+    return own | bound | {"rope_parameters": rope}
+
+
 @of("glm4_moe")
 def _glm4_moe(random: Random, config: Fields) -> Fields:
     config["rope_parameters"]["partial_rotary_factor"] = random.choice((0.5, 0.5, 1.0))

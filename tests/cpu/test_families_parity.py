@@ -29,11 +29,13 @@ from tests.cpu.family_draws import DEFAULTS, FAMILIES, SEEN, draw
 
 DRAWS = [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 8))]
 PUBLISHED = {
+    "bailing_hybrid": 124_414_191_072,
     "cohere2_moe": 190_004_928_512,
     "gpt_oss": 116_829_156_672,
     "glm4_moe_lite": 29_943_390_976,
     "exaone_moe": 28_550_639_616,
     "hy_v3": 295_033_528_320,
+    "kimi_linear": 49_133_074_464,
     "llama4_text": 107_769_861_120,
     "mimo_v2_flash": 308_778_768_832,
     "minimax_m2": 228_689_748_992,

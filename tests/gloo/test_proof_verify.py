@@ -71,6 +71,7 @@ FEW = dict.fromkeys(("biased", "scaled", "normed"), "tp2") | {
     "convolved": "cp2",
     "delta": "tp2",
     "channels": "cp2",
+    "gated latents": "tp2",
 }
 """Models of parts that few families have, each over what it may break."""
 

@@ -14,8 +14,8 @@ PLANTS = (
         "packed names are not known",
         BOTH,
         "model/families/names.py",
-        'return "packed" if packed else "per_expert"',
-        'return "per_expert"',
+        'return row, "packed" if packed else "per_expert"',
+        'return row, "per_expert"',
     ),
     Plant(
         "b24",

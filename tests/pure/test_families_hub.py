@@ -297,7 +297,8 @@ def test_a_field_nobody_reads_is_refused(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", RELEASED.values(), ids=RELEASED)
 def test_every_size_is_asked_for_and_checked(config: dict[str, Any]) -> None:
     family = family_of(from_hf(config).decoder)
-    for name in (*family.hf_sizes, "rms_norm_eps"):
+    for usual in (*family.hf_sizes, "rms_norm_eps"):
+        name = family.respelled.get(usual, usual)
         rest = {k: v for k, v in config.items() if k != name}
         with pytest.raises(ValueError, match=f"{name} is missing"):
             from_hf(rest)

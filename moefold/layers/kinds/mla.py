@@ -1,6 +1,7 @@
 """Multi-head latent attention: its record and what it is."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
@@ -45,7 +46,10 @@ class Mla(LayerSpec):
     v_dim: Size = 128
     latent_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
-    rope: Rope = Rope(layout="interleaved")
+    rope: Rope | None = Rope(layout="interleaved")
+    """None is a layer without positions, in which no dim turns."""
+    gate: bool = False
+    """Whether a sigmoid of the row scales each head's output."""
 
     owner = "moefold.layers.attention:LatentAttention"
     caches = True
@@ -56,7 +60,7 @@ class Mla(LayerSpec):
             yield Violation(
                 ("rope_dim",), self.rope_dim, "must be even, for rotary pairs", self.rope_dim + 1
             )
-        if self.rope.fraction != 1:
+        if self.rope is not None and self.rope.fraction != 1:
             rule = "must be 1: rope_dim says how many dims turn"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
 
@@ -83,6 +87,8 @@ class Mla(LayerSpec):
         expanded = self.heads * (self.nope_dim + self.v_dim)
         yield Weight("kv_up.weight", (expanded, self.kv_rank), heads)
         yield Weight("o.weight", (hidden, self.heads * self.v_dim), ((1, self._heads()),))
+        if self.gate:
+            yield Weight("out_gate.weight", (self.heads, hidden), heads)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield projections to latents and of the output, those from latents, and attention."""
@@ -96,9 +102,12 @@ class Mla(LayerSpec):
             latents += self.q_rank
         core = self.core
         expanded = self.heads * (2 * core.qk_dim + core.v_dim)
-        normed = Traffic(latents, 4, 6, "own")
+        traffic = [Traffic(latents, 4, 6, "own")]
         turned = Traffic(expanded, 2, 2, units=self._heads())
-        yield Operation("attention", tuple(products), traffic=(normed,), launches=16)
+        if self.gate:
+            products.append(Matmul(("out_gate.weight",)))
+            traffic.append(Traffic(self.heads * self.v_dim, 2, 4, units=self._heads()))
+        yield Operation("attention", tuple(products), traffic=tuple(traffic), launches=16)
         yield Operation("mla_up", tuple(up), traffic=(turned,), launches=8)
         yield Operation("core", core=core, launches=1)
 
@@ -111,7 +120,12 @@ class Mla(LayerSpec):
                 size = shape.rows * rank * shape.width
                 yield Saved(name, size, module="attention")
         yield from self._saved_latents(shape)
-        yield from saved_attention(self.core, shape, UP)
+        for part in saved_attention(self.core, shape, UP):
+            yield replace(part, operand=part.operand and not self.gate)
+        if self.gate:
+            size = shape.piece * self.heads // shape.tp * shape.width
+            yield Saved("out_gate", size, module="attention")
+            yield Saved("gated", size * self.v_dim, module="attention", operand=True)
 
     def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed latents that up-projections read: under tp gathered in one tensor."""
@@ -121,6 +135,7 @@ class Mla(LayerSpec):
                 yield from saved_norm(name, shape.rows, rank, shape, only)
         if shape.tp > 1:
             latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
+            latent += shape.hidden if self.gate and self.q_rank else 0
             size = shape.piece * latent * shape.width
             yield Saved("latents.gathered", size, GATHER, module="attention", operand=True)
 

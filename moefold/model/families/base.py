@@ -64,6 +64,9 @@ class Family(Record):
     architecture: ClassVar[str]
     hf_sizes: ClassVar[Mapping[str, str]]
     """Fields of ``config.json`` that are sizes, and the size each is; a null one is left out."""
+    respelled: ClassVar[Mapping[str, str]] = {}
+    """Names that fields of ``config.json`` have here, by those that most families give them; both
+    are read."""
     epsilon_field: ClassVar[str] = "rms_norm_eps"
     """The field of ``config.json`` that is ``norm_epsilon``."""
     fields: ClassVar[tuple[ConfigField, ...]] = ()
@@ -76,6 +79,8 @@ class Family(Record):
     """What layers beyond the last are, where a folder may have some that are left out."""
     fixed_rope: ClassVar[str | None] = "half"
     """The rotary layout the family is tied to; None allows either."""
+    turns: ClassVar[bool] = True
+    """Whether any layer has rotary positions."""
     scales_softmax: ClassVar[bool] = False
     """Whether YaRN's ``mscale_all_dim`` may scale the softmax."""
     attention_own: ClassVar[Mapping[str, Any]] = {}
@@ -121,8 +126,9 @@ class Family(Record):
         more = {**self.block_own, **{name: getattr(self, name) for name in self.block_fields}}
         made: dict[tuple[Record, bool], Block] = {}
         found: list[Block] = []
+        rope = self.rope if self.turns else None
         for layer in range(self.shape.layers):
-            attention = self.shape.attention(layer, self.rope, {**self.attention_own, **own})
+            attention = self.shape.attention(layer, rope, {**self.attention_own, **own})
             key = attention, layer in self.shape.dense
             if key not in made:
                 made[key] = Block(attention=attention, ffn=dense if key[1] else sparse, **more)
@@ -183,7 +189,7 @@ class Family(Record):
         Raises:
             ValueError: naming every field that is unknown, missing or not supported.
         """
-        reader = ConfigReader(config, cls.architecture, cls.model_type)
+        reader = ConfigReader(config, cls.architecture, cls.model_type, cls.respelled)
         fields = {
             "norm_epsilon": reader.take(cls.epsilon_field, float),
             "tied": reader.take("tie_word_embeddings", bool, False),
@@ -231,7 +237,7 @@ class Family(Record):
             ValueError: where the decoder is not of this family.
         """
         model = cls.of(decoder)
-        return {
+        fields = {
             "architectures": [cls.architecture],
             "model_type": cls.model_type,
             "hidden_act": "silu",
@@ -245,6 +251,7 @@ class Family(Record):
             **{theirs: getattr(model.shape, ours) for theirs, ours in cls.hf_sizes.items()},
             **model.write(),
         }
+        return {cls.respelled.get(name, name): value for name, value in fields.items()}
 
     def describe(self, vocab: int) -> Decoder:
         """Return the decoder for a tokenizer of ``vocab`` tokens.
@@ -308,6 +315,8 @@ class Family(Record):
                 yield broken.under("router")
         yield from self._replaced()
         yield from balance_rules(self.balance, router.selection_bias)
+        if not self.turns and self.rope != Rope():
+            yield Violation(("rope",), self.rope, f"{self.model_type} has no positions", Rope())
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
             rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
             yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)

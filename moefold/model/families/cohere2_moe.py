@@ -7,7 +7,7 @@ from pydantic import Field
 from moefold.layers.config import Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
-from moefold.model.families import hub, names
+from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import DenseKinds, DenseTurn, WindowKinds, prefix_full
 from moefold.model.families.own_fields import Inverse, NormKind, Selection, SharedMean
@@ -69,7 +69,7 @@ class Cohere2Moe(Family):
         hf.ProjectionBias("attention_bias", False, "all"),
         Inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
-        hf.Unread(hub.SPECIAL, dict.fromkeys(hub.SPECIAL)),  # else the class's own tokens
+        hf.NO_TOKENS,
     )
     tensors = (
         *names.llama_names("input_layernorm", "", "", ""),

@@ -71,7 +71,7 @@ class Ernie45Moe(Family):
         *names.bias_names(
             "mlp.moe_statics.e_score_correction_bias",
             "mlp.gate.moe_statics.e_score_correction_bias",
-            row=True,
+            ones=(1, 0),
         ),
         *names.shared_names(),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moefold.model.config import MultiToken
-from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
+from moefold.model.families.hub import REQUIRED, SPECIAL, ConfigReader, read_rope, rope_fields
 from moefold.moe.config import Aux, Bias, Groups
 
 Values = dict[str, Any]
@@ -91,6 +91,10 @@ class Unread(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return those that a reader should find."""
         return self.written
+
+
+NO_TOKENS = Unread(SPECIAL, dict.fromkeys(SPECIAL))
+"""Special tokens that are none where a folder has none, and not the class's own."""
 
 
 class FurtherTokens(ConfigField):
@@ -353,25 +357,6 @@ class DenseSize(ConfigField):
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it, or what it follows from."""
         return {self.name: model.shape.width_of_dense}
-
-
-@dataclass(frozen=True)
-class ExpertNumber(ConfigField):
-    """Experts under one of two names: older releases and newer ones differ."""
-
-    older: str = "num_experts"
-    newer: str = "num_local_experts"
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take the newer one; the other must not differ."""
-        stated = config.take(self.newer, int, None)
-        experts = stated if stated is not None else config.take(self.older, int)
-        config.only(self.older, experts)
-        return {"shape.experts": experts}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return them under the older name."""
-        return {self.older: model.shape.experts}
 
 
 @dataclass(frozen=True)

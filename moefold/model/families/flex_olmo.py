@@ -8,15 +8,14 @@ from moefold.layers.config import Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import (
+    NO_TOKENS,
     AuxField,
     FieldValue,
     Follows,
     KvHeads,
     ProjectionBias,
     Rotary,
-    Unread,
 )
-from moefold.model.families.hub import SPECIAL
 from moefold.model.families.names import (
     HF_SIZES,
     expert_names,
@@ -62,7 +61,7 @@ class FlexOlmo(Family):
         FieldValue("norm_topk_prob", "renormalise", bool, False),
         ProjectionBias("attention_bias", False, "all"),
         Follows("head_dim", lambda model: model.shape.dims_per_head),
-        Unread(SPECIAL, dict.fromkeys(SPECIAL)),  # else the class's own tokens
+        NO_TOKENS,
     )
     tensors = (
         *llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),

@@ -51,7 +51,11 @@ class ConfigReader:
     """Takes fields out of a configuration and collects every problem before refusing."""
 
     def __init__(
-        self, config: Mapping[str, Any], architecture: str = "", model_type: str = ""
+        self,
+        config: Mapping[str, Any],
+        architecture: str = "",
+        model_type: str = "",
+        respelled: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.model_type = model_type
@@ -59,12 +63,21 @@ class ConfigReader:
         self._problems: list[str] = []
         self._read: set[str] = set()
         self._architecture = architecture
+        self._respelled = respelled or {}
+        for usual, own in self._respelled.items():
+            if {usual, own} <= config.keys():
+                self.only(own, config[usual])
+
+    def _there(self, name: str) -> str:
+        """Return what a field is called in this family, or as most call it where it stands so."""
+        return name if name in self.config else self._respelled.get(name, name)
 
     def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
         """Return a field of type ``kind``; ``default`` where it is absent or null.
 
         A field without default must be there. Problems are kept for ``finish``.
         """
+        name = self._there(name)
         self._read.add(name)
         value = self.config.get(name)
         if value is None:
@@ -81,14 +94,16 @@ class ConfigReader:
 
     def present(self, name: str) -> bool:
         """Whether the field stands there with a value."""
-        return self.config.get(name) is not None
+        return self.config.get(self._there(name)) is not None
 
     def null(self, name: str) -> bool:
         """Whether the field stands there without a value."""
+        name = self._there(name)
         return name in self.config and self.config[name] is None
 
     def only(self, name: str, *allowed: Any) -> None:
         """Refuse the field where it stands there with another value."""
+        name = self._there(name)
         self._read.add(name)
         if name in self.config and not any(_same(self.config[name], a) for a in allowed):
             listed = " or ".join(repr(a) for a in allowed)
@@ -96,7 +111,7 @@ class ConfigReader:
 
     def skip(self, *names: str) -> None:
         """Leave fields out that change nothing in this family."""
-        self._read.update(names)
+        self._read.update(map(self._there, names))
 
     def refuse(self, problem: str) -> None:
         """Add a problem of the family's own."""

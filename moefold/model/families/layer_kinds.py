@@ -93,16 +93,15 @@ class ConvolvedKinds(ConfigField):
     """``layer_types``: for each layer full attention or another mixer."""
 
     other: str = "conv"
-    every: str | None = None
-    """The field that says which layers are full where no kinds are stated: the last of so many."""
+    full: Callable[[ConfigReader, int], bool] | None = None
+    """Whether a layer is full where no kinds are stated."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the layers with attention."""
         layers = config.take("num_hidden_layers", int)
         usual: Any = REQUIRED
-        if self.every is not None:
-            full = every_full(self.every)
-            usual = [FULL if full(config, n) else self.other for n in range(layers)]
+        if self.full is not None:
+            usual = [FULL if self.full(config, n) else self.other for n in range(layers)]
         kinds = config.take("layer_types", list, usual)
         if len(kinds) != layers or not {FULL, self.other}.issuperset(kinds) or FULL not in kinds:
             config.refuse(f"layer_types is not {FULL} or {self.other} for each of {layers} layers")
@@ -116,20 +115,105 @@ class ConvolvedKinds(ConfigField):
 
 @dataclass(frozen=True)
 class DeltaNets(ConfigField):
-    """Sizes of delta nets, as Qwen3-Next names them."""
+    """Sizes of delta nets, or of others that have a record of their own."""
 
-    names: Mapping[str, tuple[str, int]]
+    names: Mapping[str, tuple[str, int | None]]
     """Field and class default of each size of ours."""
+    part: str = "linear"
+    """What the record is called in ``shape``."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take all."""
         sizes = {ours: config.take(name, int, usual) for ours, (name, usual) in self.names.items()}
-        return {"shape.linear": sizes}
+        return {f"shape.{self.part}": sizes}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return all."""
-        linear = model.shape.linear
-        return {name: getattr(linear, ours) for ours, (name, _) in self.names.items()}
+        held = getattr(model.shape, self.part)
+        return {name: getattr(held, ours) for ours, (name, _) in self.names.items()}
+
+
+KIMI = {
+    "heads": ("num_heads", "linear_num_heads", 32),
+    "head_dim": ("head_dim", "linear_head_dim", 128),
+    "taps": ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+}
+
+
+class NestedNets(ConfigField):
+    """Sizes of Kimi's delta nets, in ``linear_attn_config`` or else each in a field."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take them; layers, which are counted from 1 there, are another entry's."""
+        inner = ConfigReader(config.take("linear_attn_config", dict, {}))
+        layers = [n for part in LISTS for n in inner.take(part, list, [])]
+        every = list(range(1, config.take("num_hidden_layers", int) + 1))
+        if layers and sorted(layers) != every:
+            inner.refuse(f"{LISTS[0]} and {LISTS[1]} do not name each of {len(every)} layers once")
+        sizes = {
+            ours: inner.take(short, int, config.take(long, int, usual))
+            for ours, (short, long, usual) in KIMI.items()
+        }
+        try:
+            inner.finish()
+        except ValueError as error:
+            config.refuse(f"linear_attn_config: {str(error).removeprefix('config.json: ')}")
+        return {"shape.linear": sizes}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return them, as released folders have them."""
+        shape = model.shape
+        sizes = {short: getattr(shape.linear, ours) for ours, (short, *_) in KIMI.items()}
+        full = [n + 1 for n in shape.full_layers]
+        other = [n + 1 for n in range(shape.layers) if n not in shape.full_layers]
+        heads = {"num_heads": shape.linear.heads or shape.heads}
+        return {"linear_attn_config": sizes | heads | dict(zip(LISTS, (full, other), strict=True))}
+
+
+LISTS = "full_attn_layers", "kda_layers"
+
+
+def listed_full(config: ConfigReader, layer: int) -> bool:
+    """Say whether a layer is full as ``linear_attn_config`` has it, or as Kimi's class does."""
+    stated = config.take("linear_attn_config", dict, {}).get(LISTS[0])
+    return layer > 0 and layer % 4 == 0 if stated is None else layer + 1 in stated
+
+
+class NoRotary(ConfigField):
+    """No rotary positions, whatever fields say of them; the longest sequence alone."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Leave them out."""
+        config.skip("rope_theta", "rope_scaling", "rope_parameters")
+        config.only("mla_use_nope", True)
+        return {}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return the longest sequence."""
+        return {"max_position_embeddings": model.context or 4096, "mla_use_nope": True}
+
+
+class BoundedNets(ConfigField):
+    """Dims of Ling's delta nets, and the bound of their decays."""
+
+    def read(self, config: ConfigReader) -> Values:
+        """Take them; ``head_dim`` is what they are where nothing else is stated."""
+        dim = config.take("head_dim", int, 128)
+        bound = config.take("kda_lower_bound", float, -5.0)
+        bounded = config.take("kda_safe_gate", bool, True)
+        sizes = {
+            "head_dim": config.take("linear_head_dim", int, dim),
+            "taps": config.take("linear_conv_kernel_dim", int, 4),
+            "decay_floor": bound if bounded else None,
+        }
+        return {"shape.linear": sizes}
+
+    def write(self, model: Any) -> Mapping[str, Any]:
+        """Return them."""
+        net = model.shape.linear
+        bounded, dim = net.decay_floor is not None, net.head_dim
+        gate = {"kda_safe_gate": bounded, "kda_lower_bound": net.decay_floor or -5.0}
+        return gate | {"head_dim": dim, "linear_head_dim": dim, "linear_conv_kernel_dim": net.taps}
 
 
 @dataclass(frozen=True)
@@ -260,11 +344,11 @@ class KindRotary(Rotary):
         return {"max_position_embeddings": longest, "rope_parameters": written}
 
 
-def every_full(stated: str) -> Callable[[ConfigReader, int], bool]:
+def every_full(stated: str, usual: int = 4) -> Callable[[ConfigReader, int], bool]:
     """Return what says that a layer is full where it is the last of as many as a field states."""
 
     def full(config: ConfigReader, layer: int) -> bool:
-        return (layer + 1) % config.take(stated, int, 4) == 0
+        return (layer + 1) % config.take(stated, int, usual) == 0
 
     return full
 

@@ -12,9 +12,22 @@ from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder
-from moefold.model.families.sizes import FamilySizes, FreeGqaSizes, GqaSizes, WindowSizes
+from moefold.model.families.sizes import (
+    LATENTS,
+    DenseListed,
+    FamilySizes,
+    FreeGqaSizes,
+    GqaSizes,
+    LatentDims,
+    SharedSizes,
+    WindowSizes,
+    first_heads,
+)
+
+Taps = Annotated[int, Field(ge=2)]
 
 
 class TwoKindSizes(WindowSizes):
@@ -25,7 +38,7 @@ class TwoKindSizes(WindowSizes):
     window_rope: Rope | None = None
     """Rotary positions of layers with a window; None is those of full ones."""
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention of either kind."""
         sizes = self.head_sizes | {"v_dim": self.v_dim}
         if self.window is None or layer in self.full_layers:
@@ -75,7 +88,7 @@ class ChunkedSizes(FreeGqaSizes):
     temperature: Temperature | None = None
     """Factor on queries of full layers."""
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention within a chunk, or to all before."""
         if layer in self.full_layers:
             return Chunked(**self.head_sizes, rope=None, temperature=self.temperature, **own)
@@ -132,10 +145,10 @@ class MixedSizes(FamilySizes):
 class ConvolvedSizes(MixedSizes, GqaSizes):
     """Sizes of a family some of whose layers have a short convolution in attention's place."""
 
-    taps: Annotated[int, Field(ge=2)] = 3
+    taps: Taps = 3
     """Rows that a convolution sees, the row itself among them."""
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention, or a convolution."""
         if layer in self.full_layers:
             return super().attention(layer, rope, own)
@@ -156,7 +169,7 @@ class LinearSizes(Record):
     value_heads: Size
     key_dim: Size = 128
     value_dim: Size = 128
-    taps: Annotated[int, Field(ge=2)] = 4
+    taps: Taps = 4
     """Rows that the convolution before a delta net sees."""
 
     def rules(self) -> Iterator[Violation]:
@@ -165,12 +178,25 @@ class LinearSizes(Record):
         yield from DeltaNet(**dict(self)).rules()
 
 
+def first_net(decoder: Decoder) -> DeltaNet:
+    """Return the first delta net.
+
+    Raises:
+        AttributeError: where no layer has one.
+    """
+    mixers = [block.attention for block in decoder.blocks]
+    one = next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
+    if one is None:
+        raise AttributeError("no layer has a delta net")
+    return one
+
+
 class DeltaSizes(MixedSizes, FreeGqaSizes):
     """Sizes of a family some of whose layers have a delta net in attention's place."""
 
     linear: LinearSizes
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention, or a delta net."""
         if layer in self.full_layers:
             return super().attention(layer, rope, own)
@@ -178,14 +204,91 @@ class DeltaSizes(MixedSizes, FreeGqaSizes):
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
-        """Return the sizes that a decoder shows, a delta net's too.
-
-        Raises:
-            AttributeError: where no layer has one.
-        """
-        mixers = [block.attention for block in decoder.blocks]
-        one = next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
-        if one is None:
-            raise AttributeError("no layer has a delta net")
+        """Return the sizes that a decoder shows, a delta net's too."""
+        one = first_net(decoder)
         sizes = {name: getattr(one, name) for name in LinearSizes.model_fields}
         return super().of(decoder) | {"linear": sizes}
+
+
+class ChannelNet(Record):
+    """Sizes of delta nets with decays of each channel."""
+
+    head_dim: Size = 128
+    taps: Taps = 4
+    """Rows that the convolution before a delta net sees."""
+
+    def made(self, heads: int, **own: Any) -> DeltaNet:
+        """Return the record of one with so many heads, ``own`` being what its kind says of it."""
+        given: dict[str, Any] = {"key_heads": heads, "value_heads": heads, "taps": self.taps}
+        given |= {"key_dim": self.head_dim, "value_dim": self.head_dim, **own}
+        return DeltaNet(**given, decay="channel", gate="sigmoid")
+
+    @classmethod
+    def of(cls, net: DeltaNet) -> dict[str, Any]:
+        """Return the sizes that a record shows."""
+        return {"head_dim": net.key_dim, "taps": net.taps}
+
+
+class LowRankNet(ChannelNet):
+    """Those whose decays and gates are projected through as few dims as a head has (Kimi)."""
+
+    heads: Size | None = None
+    """None is as many as attention has."""
+
+    def made(self, heads: int, **own: Any) -> DeltaNet:
+        """Return the record, with ranks."""
+        ranks = {"decay_rank": self.head_dim, "gate_rank": self.head_dim}
+        return super().made(self.heads or heads, **ranks)
+
+    @classmethod
+    def of(cls, net: DeltaNet) -> dict[str, Any]:
+        """Return the sizes that a record shows, heads too."""
+        return super().of(net) | {"heads": net.key_heads}
+
+
+class BoundedNet(ChannelNet):
+    """Those whose decays may have a bound (Ling)."""
+
+    decay_floor: Annotated[float, Field(lt=0)] | None = -5.0
+    """Least log decay; None is no bound."""
+
+    def made(self, heads: int, **own: Any) -> DeltaNet:
+        """Return the record, with the bound."""
+        return super().made(heads, decay_floor=self.decay_floor)
+
+    @classmethod
+    def of(cls, net: DeltaNet) -> dict[str, Any]:
+        """Return the sizes that a record shows, the bound too."""
+        return super().of(net) | {"decay_floor": net.decay_floor}
+
+
+class ChannelSizes(MixedSizes, SharedSizes, DenseListed):
+    """Sizes of a family with latent attention in some layers and such delta nets in others."""
+
+    latent: LatentDims = LatentDims()
+    linear: ChannelNet
+
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
+        """Return attention, or a delta net."""
+        if layer in self.full_layers:
+            return Mla(heads=self.heads, rope=rope, **dict(self.latent), **own)
+        return self.linear.made(self.heads)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> dict[str, Any]:
+        """Return the sizes that a decoder shows, those of both kinds of layers."""
+        sizes = cls.model_fields["linear"].annotation.of(first_net(decoder))  # type: ignore[union-attr]
+        latent = {name: getattr(first_heads(decoder), name) for name in LATENTS}
+        return super().of(decoder) | {"linear": sizes, "latent": latent}
+
+
+class LowRankSizes(ChannelSizes):
+    """Sizes of a Kimi-Linear."""
+
+    linear: LowRankNet = LowRankNet()
+
+
+class BoundedSizes(ChannelSizes):
+    """Sizes of a Ling 3.0."""
+
+    linear: BoundedNet = BoundedNet()

@@ -41,15 +41,18 @@ class Entry:
     theirs: tuple[str, ...]
     packed: tuple[str, ...] = ()
     """Names in the packed layout; none where both layouts store it alike."""
+    also: tuple[str, ...] = ()
+    """Names that some folders have in place of ``theirs``; none is written."""
     fused: bool = False
     """Whether gate lies above up in one tensor in either layout."""
-    row: bool = False
-    """Whether it lies as the one row of a matrix."""
+    ones: tuple[int, int] = (0, 0)
+    """Dims of one before and after ours on disk."""
     order: tuple[int, ...] = ()
     """Our dims in the order in which they lie on disk, where that is another; after gate and up
     the next dim is joined with them, or they with the dim before."""
     joined: tuple[str, ...] = ()
-    """All parameters whose rows lie in the one tensor, in order, this one among them."""
+    """All parameters whose rows lie in the one tensor, in order, this one among them; in the packed
+    layout alone where that has a name."""
     grouped: bool = False
     """Whether those of each unit that tensor ranks share follow one another: of each head."""
     rows: "JoinedRows | None" = None
@@ -151,14 +154,14 @@ def find(table: Iterable[Entry], ours: Iterable[str]) -> dict[str, tuple[Entry, 
 
 def pieces(row: Entry, layer: int, shape: Shape, layout: Layout) -> tuple[TensorPiece, ...]:
     """Return the tensors on disk that one parameter of ``shape`` consists of in a layout."""
-    if row.rows is not None:
-        there = (row.rows.groups * row.rows.total, *shape[1:])
-        return (TensorPiece(row.theirs[0].format(i=layer), there, (), rows=row.rows),)
-    if row.fused or row.row:
-        name = (row.packed if layout == "packed" and row.packed else row.theirs)[0]
-        there = (1, *shape) if row.row else _merged(shape)
-        return (TensorPiece(name.format(i=layer), there, ()),)
     names = row.packed if layout == "packed" and row.packed else row.theirs
+    if row.rows is not None and (names is row.packed or not row.packed):
+        there = (row.rows.groups * row.rows.total, *shape[1:])
+        return (TensorPiece(names[0].format(i=layer), there, (), rows=row.rows),)
+    if row.fused or any(row.ones):
+        before, after = row.ones
+        there = _merged(shape) if row.fused else (*(1,) * before, *shape, *(1,) * after)
+        return (TensorPiece(names[0].format(i=layer), there, ()),)
     if row.order:
         there = [shape[dim] for dim in row.order]
         if (halves := row.order.index(1)) and len(shape) > 2 and shape[1] == 2:
@@ -185,10 +188,12 @@ def _merged(shape: Shape) -> Shape:
     return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
 
 
-def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> Layout:
-    """Return the layout in which a parameter lies among the tensors on disk."""
+def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> tuple[Entry, Layout]:
+    """Return the names and the layout in which a parameter lies among the tensors on disk."""
+    if row.also and row.also[0].format(i=layer) in present:
+        return replace(row, theirs=row.also), "per_expert"
     packed = row.packed and row.packed[0].format(i=layer) in present
-    return "packed" if packed else "per_expert"
+    return row, "packed" if packed else "per_expert"
 
 
 def llama_names(
@@ -310,6 +315,45 @@ def qwen_delta_names() -> tuple[Entry, ...]:
     )
 
 
+def channel_delta_names(gates: Mapping[str, str], ones: tuple[int, int]) -> tuple[Entry, ...]:
+    """Names of delta nets with decays of each channel; ``gates`` are those of decay and gate."""
+    taps = tuple(f"layers.{{i}}.attention.{part}_taps" for part in "qkv")
+    at = "model.layers.{i}.self_attn"
+    joined_at = (f"{at}.conv1d.weight",)
+    parts = {f"{part}_in": f"{part}_proj" for part in "qkv"} | {"beta_in": "b_proj", **gates}
+    return (
+        *attention_names(parts | {"norm": "o_norm", "out": "o_proj"}),
+        *(
+            Entry(ours, (f"{at}.{part}_conv1d.weight",), joined_at, joined=taps)
+            for ours, part in zip(taps, "qkv", strict=True)
+        ),
+        Entry("layers.{i}.attention.a_log", (f"{at}.forget_gate.A_log",), ones=ones),
+        entry("layers.{i}.attention.dt_bias", f"{at}.forget_gate.dt_bias"),
+    )
+
+
+def respelled(
+    table: Iterable[Entry], spellings: Mapping[str, str], also: Mapping[str, str] | None = None
+) -> tuple[Entry, ...]:
+    """Return a table of packed names as folders have them: parts of names have another spelling.
+
+    What some folders spell as ``also`` says is read too.
+    """
+
+    def spelled(names: tuple[str, ...], parts: Mapping[str, str]) -> tuple[str, ...]:
+        for theirs, others in parts.items():
+            names = tuple(name.replace(theirs, others) for name in names)
+        return names
+
+    found: list[Entry] = []
+    for row in table:
+        theirs, more = (spelled(row.theirs, parts) for parts in (spellings, also or {}))
+        packed = row.packed or (row.theirs if theirs != row.theirs else ())
+        more = more if more not in (row.theirs, theirs) else ()
+        found.append(replace(row, theirs=theirs, packed=packed, also=more))
+    return tuple(found)
+
+
 def granite_names() -> tuple[Entry, ...]:
     """Names of Granite's router and experts, and of the shared one."""
     at, ours = "model.layers.{i}", "layers.{i}.moe"
@@ -357,11 +401,13 @@ def w123_names() -> tuple[Entry, ...]:
 
 
 def bias_names(
-    apart: str = "mlp.gate.e_score_correction_bias", packed: str | None = None, row: bool = False
+    apart: str = "mlp.gate.e_score_correction_bias",
+    packed: str | None = None,
+    ones: tuple[int, int] = (0, 0),
 ) -> tuple[Entry, ...]:
     """Name of the selection bias in either layout."""
     at, ours = "model.layers.{i}", "layers.{i}.moe.router.selection_bias"
-    return (Entry(ours, (f"{at}.{apart}",), (f"{at}.{packed or apart}",), row=row),)
+    return (Entry(ours, (f"{at}.{apart}",), (f"{at}.{packed or apart}",), ones=ones),)
 
 
 def shared_names(apart: str = "shared_experts", packed: str | None = None) -> tuple[Entry, ...]:

@@ -8,7 +8,6 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import (
     AuxField,
     DenseSize,
-    ExpertNumber,
     FieldValue,
     HeadDim,
     KvHeads,
@@ -41,7 +40,8 @@ class Qwen3Moe(Family):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    hf_sizes = {**HF_SIZES, "moe_intermediate_size": "expert_width"}
+    hf_sizes = HF_SIZES | {"num_local_experts": "experts", "moe_intermediate_size": "expert_width"}
+    respelled = {"num_local_experts": "num_experts"}
     attention_own = {"qk_norm": "head"}
     router_fields = ("renormalise",)
     fields = (
@@ -49,7 +49,6 @@ class Qwen3Moe(Family):
         HeadDim(),
         Rotary(1e4),
         AuxField(_AUX),
-        ExpertNumber(),
         DenseSteps(),
         DenseSize(),
         FieldValue("norm_topk_prob", "renormalise", bool, False),

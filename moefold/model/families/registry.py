@@ -8,6 +8,7 @@ from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 # Imported because each registers itself when imported.
 from moefold.model.families import (  # noqa: F401
     afmoe,
+    bailing_hybrid,
     cohere2_moe,
     deepseek_v2,
     deepseek_v3,
@@ -22,6 +23,7 @@ from moefold.model.families import (  # noqa: F401
     granitemoeshared,
     hunyuan_v1_moe,
     hy_v3,
+    kimi_linear,
     lfm2_moe,
     llama4_text,
     mimo_v2_flash,
@@ -36,10 +38,9 @@ from moefold.model.families import (  # noqa: F401
 )
 from moefold.model.families.base import Family, Reading
 
-_DELTA, _SPACE, _INDEXER = "a delta net", "state-space layers", "the indexer of sparse attention"
+_SPACE, _INDEXER = "state-space layers", "the indexer of sparse attention"
 _HYPER = "hyper-connections between layers"
 LACKS: Mapping[str, str] = {
-    "bailing_hybrid": _DELTA,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _HYPER,
     "glm5_next": _HYPER,
@@ -47,7 +48,6 @@ LACKS: Mapping[str, str] = {
     "granitemoehybrid": _SPACE,
     "hy_v4": _HYPER,
     "jamba": _SPACE,
-    "kimi_linear": _DELTA,
     "longcat_flash": "two attentions in a block, and experts without weights",
     "minimax": "lightning attention",
     "nemotron_h": _SPACE,

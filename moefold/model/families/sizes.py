@@ -18,8 +18,6 @@ from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder, Layers
 from moefold.moe.config import Moe
 
-LATENTS = ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")
-
 
 class FamilySizes(Record):
     """Sizes that every family with routed experts has."""
@@ -48,7 +46,7 @@ class FamilySizes(Record):
         """Width of a dense feed-forward."""
         return self.top_k * self.expert_width + (self.width_of_shared or 0)
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return the attention of a layer, ``own`` being what its family says of it."""
         raise NotImplementedError(f"{type(self).__name__} does not say which attention it sizes")
 
@@ -102,7 +100,7 @@ class GqaSizes(FamilySizes):
         """Dims of one head."""
         return self.hidden // self.heads
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return the same attention for each layer."""
         return Gqa(**self.head_sizes, rope=rope, **own)
 
@@ -171,7 +169,7 @@ class WindowSizes(FreeGqaSizes):
         """Return whether a full layer has positions beside a window."""
         return self.full_turn
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention within the window, or to all before."""
         if self.window is None or layer in self.full_layers:
             placed = rope if self.window is None or self.turns(layer) else None
@@ -200,14 +198,14 @@ class WindowSizes(FreeGqaSizes):
 class SinkSizes(WindowSizes):
     """Sizes of a family with a sink of each head in every layer, windows in some."""
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention with sinks, within the window or to all before."""
         window = None if layer in self.full_layers else self.window
         return Windowed(**self.head_sizes, rope=rope, window=window, **own)
 
 
-class LatentSizes(FamilySizes):
-    """Sizes of a family with latent attention."""
+class LatentDims(Record):
+    """Sizes of latent attention."""
 
     q_rank: Size | None = None
     """Rank of the query's latent; None projects queries directly."""
@@ -218,10 +216,6 @@ class LatentSizes(FamilySizes):
     """Dims per head with rotary position."""
     v_dim: Size = 128
 
-    def attention(self, layer: int, rope: Rope, own: Mapping[str, Any]) -> Record:
-        """Return the same attention for each layer."""
-        return Mla(heads=self.heads, rope=rope, **{n: getattr(self, n) for n in LATENTS}, **own)
-
     def rules(self) -> Iterator[Violation]:
         """Rotary dims are even."""
         yield from super().rules()
@@ -229,10 +223,21 @@ class LatentSizes(FamilySizes):
             rule = "must be even, for rotary pairs"
             yield Violation(("rope_dim",), self.rope_dim, rule, self.rope_dim + 1)
 
+
+LATENTS = tuple(LatentDims.model_fields)
+
+
+class LatentSizes(LatentDims, FamilySizes):
+    """Sizes of a family with latent attention."""
+
+    def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
+        """Return the same attention for each layer."""
+        return Mla(heads=self.heads, rope=rope, **{n: getattr(self, n) for n in LATENTS}, **own)
+
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
         """Return the sizes that a decoder shows, those of its latents too."""
-        latent = {n: getattr(decoder.blocks[0].attention, n) for n in LATENTS}
+        latent = {n: getattr(first_heads(decoder), n) for n in LATENTS}
         return super().of(decoder) | latent
 
 

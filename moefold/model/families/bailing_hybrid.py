@@ -1,0 +1,71 @@
+"""Ling 3.0: delta nets with decays of each channel, latent attention with a gate of each head."""
+
+from typing import Literal
+
+from moefold.layers.config import Rope
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import layer_kinds as kinds
+from moefold.model.families import names
+from moefold.model.families.kimi_linear import FORGET, RESPELLED
+from moefold.model.families.mixed_sizes import BoundedSizes
+from moefold.model.families.sigmoid import LATENT, MULTI_TOKEN, ROUTER_FIELDS, SIZES, SigmoidFamily
+
+_THETA = 6e6
+RELEASED = {"score_function": "sigmoid", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+RELEASED |= {"moe_router_enable_expert_bias": True, "no_kda_lora": True, "rope_interleave": True}
+RELEASED |= {"gated_attention_proj_granularity_type": "head_wise", "use_qk_norm": True}
+RELEASED |= {"use_bias": False, "use_qkv_bias": False}
+PARTS = {"embed_tokens": "word_embeddings", "e_score_correction_bias": "expert_bias"}
+PARTS |= {"self_attn.": "attention.", **FORGET}
+GATES = {"decay_in": "forget_gate.f_proj", "gate_in": "g_proj", "out_gate": "g_proj"}
+
+
+@MODEL.register
+class BailingHybrid(SigmoidFamily):
+    """A Ling 3.0."""
+
+    family: Literal["bailing_hybrid"] = "bailing_hybrid"
+    shape: BoundedSizes
+    rope: Rope = Rope(theta=_THETA, layout="interleaved")
+
+    model_type = "bailing_hybrid"
+    architecture = "BailingHybridForCausalLM"
+    fixed_rope = "interleaved"
+    scales_softmax = True
+    extra_layers = "layers for multi-token prediction"
+    attention_own = {"gate": True}
+    hf_sizes = SIZES
+    respelled = RESPELLED | {"linear_conv_kernel_dim": "short_conv_kernel_size"}
+    fields = (
+        LATENT,
+        hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
+        *ROUTER_FIELDS,
+        hf.Rotary(_THETA, "interleaved", scales_softmax=True),
+        kinds.BoundedNets(),
+        hf.Follows("linear_num_heads", lambda model: model.shape.heads),
+        kinds.ConvolvedKinds("linear_attention", kinds.every_full("layer_group_size", 6)),
+        hf.Unread(("layer_group_size", "mtp_loss_scaling_factor", "mtp_use_kda", "router_dtype")),
+        hf.Unread(("partial_rotary_factor", "rotary_dim", "qk_head_dim")),  # rope_dim says it
+        hf.BiasBalance(),
+        hf.SharedNumber(),
+        hf.Follows("moe_shared_expert_intermediate_size", lambda model: model.shape.expert_width),
+        kinds.DenseKinds(2, "first_k_dense_replace"),
+        hf.DenseSize(),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
+        *(hf.Only(name, value) for name, value in RELEASED.items()),
+        MULTI_TOKEN,
+        hf.NO_TOKENS,
+    )
+    tensors = names.respelled(
+        (
+            *names.llama_names(),
+            *names.latent_names(),
+            *names.channel_delta_names(GATES, (0, 0)),
+            *names.expert_names(),
+            *names.bias_names(),
+            *names.shared_names(),
+        ),
+        PARTS | {"o_proj": "dense"},
+        PARTS,
+    )

@@ -1,0 +1,75 @@
+"""Kimi-Linear: delta nets with decays of each channel, latent attention without positions."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import layer_kinds as kinds
+from moefold.model.families import names
+from moefold.model.families.mixed_sizes import LowRankSizes
+from moefold.model.families.sigmoid import LATENT, MULTI_TOKEN, ROUTER_FIELDS, SIZES, SigmoidFamily
+
+RESPELLED = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "max_position_embeddings": "model_max_length",
+}
+FORGET, MOE = {"forget_gate.": ""}, {".mlp.": ".block_sparse_moe."}
+EXPERTS = {"}.gate_proj": "}.w1", "}.up_proj": "}.w3", "}.down_proj": "}.w2"}
+GATES = {"decay_down": "forget_gate.f_a_proj", "decay_in": "forget_gate.f_b_proj"}
+GATES |= {"gate_down": "g_a_proj", "gate_in": "g_b_proj"}
+
+
+@MODEL.register
+class KimiLinear(SigmoidFamily):
+    """A Kimi-Linear."""
+
+    family: Literal["kimi_linear"] = "kimi_linear"
+    shape: LowRankSizes
+    scale: Annotated[float, Field(gt=0)] = 2.446
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    model_type = "kimi_linear"
+    architecture = "KimiLinearForCausalLM"
+    turns = False
+    extra_layers = "layers for multi-token prediction"
+    hf_sizes = SIZES
+    respelled = RESPELLED
+    fields = (
+        LATENT,
+        hf.Follows("num_key_value_heads", lambda model: model.shape.heads),
+        hf.Unread(("head_dim", "qk_head_dim")),  # of no layer
+        *ROUTER_FIELDS,
+        kinds.NoRotary(),
+        kinds.NestedNets(),
+        kinds.ConvolvedKinds("linear_attention", kinds.listed_full),
+        hf.BiasBalance(),
+        hf.SharedNumber(),
+        kinds.DenseKinds(stated="first_k_dense_replace"),
+        hf.DenseSize(),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 2.446),
+        hf.Only("moe_layer_freq", 1),
+        hf.Only("moe_router_activation_func", "sigmoid"),
+        hf.Only("topk_method", "noaux_tc"),
+        hf.Only("use_grouped_topk", True),
+        MULTI_TOKEN,
+        hf.NO_TOKENS,
+    )
+    tensors = (
+        *names.respelled(names.llama_names(), {}, MOE),
+        *names.respelled(
+            (
+                *names.latent_names(),
+                *names.channel_delta_names(GATES, (2, 1)),
+                *names.expert_names(),
+                *names.bias_names(),
+                *names.shared_names(),
+            ),
+            FORGET | MOE | EXPERTS,
+        ),
+    )
