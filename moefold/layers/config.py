@@ -386,6 +386,20 @@ def leaving(share: float, layers: int, ends: bool) -> int:
     return round(share * max(layers - ends, 0))
 
 
+class OffloadToPages(Record):
+    """Experts' rows that lie in pages of the device between forward and backward: of the room that
+    a dispatch of fixed shapes states, those alone that came."""
+
+    page: Size = 64
+    """Rows of a page."""
+    load: Annotated[float, Field(ge=1)] = 1.1
+    """Rows that there are pages for, over the mean of all ranks: of all layers and micro-batches
+    together that a rank has in flight. A step with more is made again, or ends the run."""
+
+    modules: ClassVar[tuple[str, ...]] = ("experts",)
+    share: ClassVar[float] = 1.0
+
+
 class OffloadToHost(Record):
     """Activations that lie in the host's memory between forward and backward."""
 
@@ -403,8 +417,9 @@ class OffloadToDisk(OffloadToHost):
 
 
 class Offload(Record):
-    """Where activations lie between forward and backward, if not on the device."""
+    """Where activations lie between forward and backward, if not where they were made."""
 
+    pages: OffloadToPages | None = None
     host: OffloadToHost | None = None
     disk: OffloadToDisk | None = None
     in_flight: Size = 2
@@ -412,22 +427,25 @@ class Offload(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Something goes somewhere, and to one place."""
-        if self.host is None and self.disk is None:
-            rule = "host or disk is stated; to keep all on the device leave layout.offload out"
+        if not self.stated:
+            rule = "a place is stated; to keep all where it is made leave layout.offload out"
             yield Violation(("host",), None, rule, {"modules": ["experts"]})
-        if self.host is None or self.disk is None:
-            return
-        twice = [name for name in self.disk.modules if name in self.host.modules]
-        if twice:
-            rule = f"a kind goes to one place, and {', '.join(twice)} to the host already"
-            rest = [name for name in self.disk.modules if name not in twice]
-            free = [name for name in get_args(Offloaded) if name not in self.host.modules]
-            yield Violation(("disk", "modules"), list(self.disk.modules), rule, rest or free[:1])
+        gone = dict[str, str]()
+        for place, to in self.stated.items():
+            twice = [name for name in to.modules if name in gone]
+            if twice:
+                there = ", ".join(f"{name} to {gone[name]}" for name in twice)
+                rest = [name for name in to.modules if name not in twice]
+                free = [name for name in get_args(Offloaded) if name not in gone]
+                rule = f"a kind goes to one place, and {there} already"
+                yield Violation((place, "modules"), list(to.modules), rule, rest or free[:1])
+            gone |= dict.fromkeys(to.modules, place)
 
     @property
-    def stated(self) -> dict[str, OffloadToHost]:
+    def stated(self) -> dict[str, OffloadToPages | OffloadToHost]:
         """What goes where, by the name of the place."""
-        return {name: to for name, to in (("host", self.host), ("disk", self.disk)) if to}
+        places = ("pages", self.pages), ("host", self.host), ("disk", self.disk)
+        return {name: to for name, to in places if to}
 
     def misfits(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
         """Yield kinds of which a model, or what is recomputed, leaves nothing to send away.
@@ -440,8 +458,7 @@ class Offload(Record):
             absent = [kind for kind in to.modules if kind not in present]
             if absent:
                 rule = f"the model has no {', '.join(absent)}"
-                rest = [kind for kind in to.modules if kind in present] or ["attention"]
-                yield Violation((name, "modules"), list(to.modules), rule, rest)
+                yield self._without(name, absent, rule, "attention")
             chosen = again.modules if isinstance(again, Selective) else ()
             gone = ["norms"] if isinstance(again, Auto) or "norms" in chosen else []
             if isinstance(again, Full):
@@ -450,8 +467,15 @@ class Offload(Record):
             if gone:
                 may = "may make" if isinstance(again, Auto) else "makes"
                 rule = f"layout.recompute {may} {', '.join(gone)} again, so that nothing is kept"
-                rest = [kind for kind in to.modules if kind not in gone] or ["block"]
-                yield Violation((name, "modules"), list(to.modules), rule, rest)
+                yield self._without(name, gone, rule, "block")
+
+    def _without(self, place: str, kinds: Collection[str], rule: str, other: str) -> Violation:
+        """Return the violation of what cannot go to a place; its nearest value does without."""
+        if place == "pages":
+            return Violation((place,), self.pages, rule, None)
+        modules = self.stated[place].modules
+        rest = [kind for kind in modules if kind not in kinds] or [other]
+        return Violation((place, "modules"), list(modules), rule, rest)
 
 
 Precision = Literal["bf16", "fp32", "fp64"]

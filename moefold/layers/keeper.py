@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from moefold.config.base import Record
 from moefold.layers.config import Auto, Full, Kind, Selective
 from moefold.layers.offload import Away, Departed, Offloading
+from moefold.layers.stash import PagedRows
 
 DISCARDED = frozenset({"norms", "mla_up", "gather", "permute", "clones"})
 OWNED = frozenset({"norms", "attention", "ffn", "shared", "experts", "moe"})
@@ -99,11 +100,11 @@ class Keeper:
         self._record, self._offload, self._ends = record, offload, ends
         self._made = _ByStorage[_DiscardedOutput]()
         """Outputs whose memory the pass still holds."""
-        self._kept = _ByStorage[Callable[[], Away | None]]()
+        self._kept = _ByStorage[Callable[[], Away | PagedRows | None]]()
         """What was kept already, and where it went."""
         self._owners = _ByStorage[str]()
         """Kinds of module that outputs belong to, whoever keeps them first."""
-        self._scopes: list[tuple[str, frozenset[int]]] = []
+        self._scopes: list[_Scope] = []
         self._layer: tuple[int, int] | None = None
         """Number of the layer that runs forward, and of how many; None where nothing leaves."""
         self.again = False
@@ -113,6 +114,11 @@ class Keeper:
     def begun(self, ends: bool) -> "Keeper":
         """Return the keeper of a pass through one chunk, which may end in the loss."""
         return Keeper(self._record, self._offload, ends, "clones" in self.kinds)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is memory for experts' rows of as many as a stash has pages for."""
+        return self._offload is not None and self._offload.record.pages is not None
 
     def run(self, kind: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
         """Call ``function(*tensors)`` under the policy for ``kind``; the values are the same."""
@@ -135,13 +141,17 @@ class Keeper:
         return wanted and torch.is_grad_enabled()
 
     @contextmanager
-    def scope(self, kind: str, *inputs: Tensor) -> Iterator[None]:
-        """While open, what is kept and was not there before belongs to a kind of module."""
+    def scope(self, kind: str, *inputs: Tensor, ends: Tensor | None = None) -> Iterator[None]:
+        """While open, what is kept and was not there before belongs to a kind of module.
+
+        Of its rows those count that are before the last of ``ends``; all where there is none.
+        """
         if self._offload is None or kind not in OWNED:
             yield
             return
         there = () if kind in TAKING else inputs
-        self._scopes.append((kind, frozenset(t.untyped_storage()._cdata for t in there)))
+        there = frozenset(t.untyped_storage()._cdata for t in there)
+        self._scopes.append(_Scope(kind, there, ends))
         try:
             yield
         finally:
@@ -205,19 +215,25 @@ class Keeper:
             source = partial(output.made.take, output.index)
             return _Saved(source, tensor.size(), tensor.stride(), first)
         away = self._away(tensor)
+        if isinstance(away, PagedRows):
+            return _Saved(away.take, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if away is None or self._layer is None:
             return tensor
         source = partial(_brought, away, self.departed, self._layer[0], tensor.dtype)
         return _Saved(source, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _away(self, tensor: Tensor) -> Away | None:
+    def _away(self, tensor: Tensor) -> Away | PagedRows | None:
         """Return where a tensor's memory goes, if it leaves; it goes once."""
         if self._layer is None or self._offload is None or not tensor.is_floating_point():
             return None
         known, storage = self._kept.of(tensor), tensor.untyped_storage()
         if known is not None:
             return known()
-        place = self._offload.place_of(self._owner(tensor), *self._layer, self._ends)
+        owner = self._owner(tensor)
+        if (rows := self._paged(owner, tensor)) is not None:
+            self._kept.put(tensor, ref(rows))
+            return rows
+        place = self._offload.place_of(owner, *self._layer, self._ends)
         if place is None or not storage.nbytes():
             self._kept.put(tensor, _nowhere)
             return None
@@ -227,10 +243,19 @@ class Keeper:
         self.departed.add(self._layer[0], away)
         return away
 
+    def _paged(self, owner: str, tensor: Tensor) -> PagedRows | None:
+        """Return what stands for rows that lie in pages: experts' own, one matrix in its memory."""
+        stash = None if self._offload is None else self._offload.stash
+        ends_E = self._scopes[-1].ends if self._scopes else None
+        if stash is None or ends_E is None or owner not in stash.record.modules:
+            return None
+        whole = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+        return stash.put(tensor, ends_E) if whole and tensor.dim() > 1 else None
+
     def _owner(self, tensor: Tensor) -> str:
         """Return the kind of module that a tensor belongs to; residual rows are of the block."""
         owner, key = self._owners.of(tensor), tensor.untyped_storage()._cdata
-        around = (kind for kind, there in reversed(self._scopes) if key not in there)
+        around = (one.kind for one in reversed(self._scopes) if key not in one.there)
         return owner or next(around, "block")
 
 
@@ -245,6 +270,13 @@ def _nowhere() -> None:
 
 def _brought(away: Away, departed: Departed, layer: int, dtype: torch.dtype) -> Tensor:
     return away.take(departed, layer).view(dtype)
+
+
+class _Scope(NamedTuple):
+    kind: str
+    there: frozenset[int]
+    """Memory that was there before."""
+    ends: Tensor | None
 
 
 @dataclass(frozen=True)

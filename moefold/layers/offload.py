@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
+from copy import copy
 from typing import Any
 from weakref import ref
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost, leaving
+from moefold.layers.stash import PagedStash
 from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
 from moefold.offload.slots import Copies, finish
 
@@ -147,6 +149,13 @@ class Offloading:
             self.places["host"] = HostStore(record.host, device)
         if record.disk is not None:
             self.places["disk"] = FileStore(record.disk, device, rank)
+        self.stash = None if record.pages is None else PagedStash(record.pages, device)
+
+    def without_pages(self) -> "Offloading":
+        """Return the same places for a pass whose rows have no pages."""
+        places = copy(self)
+        places.stash = None
+        return places
 
     def place_of(self, kind: str, at: int, of: int, ends: bool) -> HostStore | None:
         """Return where a kind's activations go from layer ``at`` of the ``of`` of a chunk.

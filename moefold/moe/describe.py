@@ -158,7 +158,8 @@ class MoeSpec(LayerSpec):
         rows_in = received * shape.hidden * shape.width
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
-        yield Saved("experts.input", rows_in, dropped, module="experts", operand=True)
+        room = 0 if shape.room is None else received
+        yield Saved("experts.input", rows_in, dropped, module="experts", operand=True, rows=room)
         yield Saved("experts.weights", received * STATISTIC, module="experts")
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:

@@ -105,7 +105,7 @@ class Experts(Adaptable):
         slim = choose(asked, x_RD.dtype, *dims, device=x_RD.device) if dims else None
         low = None if slim is None else grouped_products(slim, offs_E)
         form = self._form(offs_E, biases, flow)
-        with flow.keeper.scope("experts"):
+        with flow.keeper.scope("experts", ends=offs_E):
             return gated_ffn(x_RD, w_in, w_out, products, sink, probs_R, again, low, form)
 
     def _form(self, offs_E: Tensor, biases: Sequence[Operand], flow: Flow) -> ExpertForm | None:

@@ -3,7 +3,8 @@
 This is how a step is made whose rows had no place in a dispatch of fixed room: by ``alltoall``,
 which is exact and has no bound, some rows at a time. All copies for a rank stand in one line, by
 sender and then by expert, and a round takes the next piece of it. Each round but a lone one is made
-again in backward, so that the rows of one are there at a time.
+again in backward, so that the rows of one are there at a time; a lone one too where what is kept
+has pages, which may be what lacked.
 
 T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, X ranks that send to them.
 """
@@ -64,7 +65,7 @@ class Rounds:
         """Return the sum of each token's copies [T, D]."""
         with flow.world.recorder.module(f"{self._name}.dispatch"):
             turns = self._turns(tokens.experts_TK, flow.world)
-        if turns.count == 1:
+        if turns.count == 1 and not flow.keeper.bounded:
             return self._round(tokens, experts, flow)
         # Products that wait would hold the rows of all rounds.
         sink = AtOnce(flow.sink) if isinstance(flow.sink, Deferred) else flow.sink

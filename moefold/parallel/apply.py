@@ -188,10 +188,11 @@ def flow_of(
         return rows.to(device), None if piece is None else piece.to(device)
 
     rows, piece = here(batch)
+    places = placed.offload.without_pages() if placed.offload and exact else placed.offload
     return Flow(
         rows,
         model.recipe,
-        keeper=Keeper(layout.recompute, placed.offload, clones=layout.clones is not None),
+        keeper=Keeper(layout.recompute, places, clones=layout.clones is not None),
         training=training,
         world=world,
         context=layout.context,

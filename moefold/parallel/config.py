@@ -109,6 +109,11 @@ class Layout(Record):
         if self.offload is not None:
             misfits = self.offload.misfits(model.modules, self.recompute)
             yield from (broken.under("offload") for broken in misfits)
+            roomy = isinstance(self.dispatch, FixedRoom) and self.split.ep * self.split.etp > 1
+            if self.offload.pages is not None and not roomy:
+                rule = "rows have pages where room for them is stated: dispatch padded or spread, "
+                rule += "over ep or etp; elsewhere there are as many as came"
+                yield Violation(("offload", "pages"), self.offload.pages, rule, None)
         misfits = iter(())
         if isinstance(self.recompute, Selective) and not model.outside:
             misfits = self.recompute.misfits(model.made_again(tp=2), self.split.tp)

@@ -1,6 +1,8 @@
 """What a dispatcher demands of a step's rows: as many on every rank, or no more than fit."""
 
 from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,30 +42,54 @@ def repeats(placed: ModelParts) -> bool:
 
 
 def missing_room(placed: ModelParts, overflow: Sequence[Tensor]) -> Tensor | None:
-    """Return the most rows, int64, that any dispatch here lacked room for; None without a bound."""
+    """Return the most rows, int64, that any dispatch here lacked room for; None without a bound.
+
+    With pages for rows, two numbers: those rows, and the thousandths of them that pages lacked.
+    """
     if not isinstance(placed.layout.dispatch, FixedRoom):
         return None
     none = torch.zeros((), dtype=torch.int64, device=placed.world.device)
-    return torch.stack([none, *overflow]).amax()
+    rows, stash = torch.stack([none, *overflow]).amax(), placed.offload and placed.offload.stash
+    return rows if stash is None else torch.stack([rows, stash.lacking()])
 
 
-def enough_room(placed: ModelParts, missing: Tensor) -> int:
-    """Return the ``max_rows`` that would have been enough on every rank.
+class Enough(NamedTuple):
+    """What a step was short of, as much of it as would have been enough; 0 of what was enough."""
+
+    needed_rows: int
+    """``layout.dispatch.max_rows``."""
+    needed_load: float = 0.0
+    """``layout.offload.pages.load``."""
+
+
+def enough_room(placed: ModelParts, missing: Tensor) -> Enough:
+    """Return what would have been enough on every rank.
 
     All ranks ask, once some lacked room. ``missing`` is what each lacked.
     """
-    dispatch = placed.layout.dispatch
+    dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedRoom)
     with placed.world.recorder.module("room"):
-        (most,) = read_scalars(max_(missing.clone(), placed.world.group("world")))
-    return dispatch.max_rows + round(most)
+        most = max_(missing.clone(), placed.world.group("world"))
+        rows, *parts = map(round, read_scalars(*most.reshape(-1).unbind()))
+    load = 0.0
+    if offload is not None and offload.pages is not None and any(parts):
+        load = ceil(offload.pages.load * (1000 + parts[0])) / 1000
+    return Enough(dispatch.max_rows + rows if rows else 0, load)
 
 
-def no_room(placed: ModelParts, needed: int) -> ValueError:
+def no_room(placed: ModelParts, needed: Enough) -> ValueError:
     """Return the error that ends a run whose rows did not fit; it names the room that is enough."""
-    dispatch = placed.layout.dispatch
+    dispatch, offload = placed.layout.dispatch, placed.layout.offload
     assert isinstance(dispatch, FixedRoom)
+    if not needed.needed_rows:
+        assert offload is not None and offload.pages is not None
+        return ValueError(
+            f"layout.offload.pages.load is {offload.pages.load:g}, and {needed.needed_load:g} is "
+            "needed. Set load to that or more, or let layout.dispatch.on_overflow be again"
+        )
+    rows = needed.needed_rows
     return ValueError(
-        f"layout.dispatch.max_rows is {dispatch.max_rows}, and {needed} is needed. Set max_rows to "
-        f"{needed} or more, let on_overflow be again, or choose dispatch: alltoall"
+        f"layout.dispatch.max_rows is {dispatch.max_rows}, and {rows} is needed. Set max_rows to "
+        f"{rows} or more, let on_overflow be again, or choose dispatch: alltoall"
     )

@@ -324,6 +324,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         disk: dict[str, Any] = {"modules": sorted(keeping.disk), "folder": "./scratch"}
         both = said.setdefault("offload", {})
         both["disk"] = disk | _unless_all(keeping.disk_share)
+    if keeping.page:
+        said.setdefault("offload", {})["pages"] = {"page": keeping.page, "load": keeping.page_load}
     return {
         "train": {
             "batch": layout.case.batch,

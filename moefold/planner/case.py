@@ -86,6 +86,10 @@ class Keeping:
     disk_share: float = 1.0
     in_flight: int = 2
     """Layers whose activations are on their way at once."""
+    page: int = 0
+    """Rows of a page, where experts' rows lie in pages for as many as came."""
+    page_load: float = 1.0
+    """Rows that there are pages for, over the mean."""
     optimizer_offload: float = 0.0
     """Share of master weights and moments that lies on the host, or on disk."""
     state_step: Literal["device", "host"] | None = None
@@ -361,4 +365,6 @@ def offloaded(record: Offload | None) -> dict[str, Any]:
     ):  # fmt: skip
         if to is not None:
             found |= {name: frozenset(to.modules), share: to.share}
+    if record.pages is not None:
+        found |= {"page": record.pages.page, "page_load": record.pages.load}
     return found

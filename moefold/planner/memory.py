@@ -6,22 +6,22 @@ rank is planned: the one whose experts get the most rows. A table repeats itself
 thousands of steps few differ, and of those fewer can be the fullest.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from operator import add, ge, mul
+from operator import add, mul
 from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
 from moefold.mesh.grid import Grid
-from moefold.planner.case import Case, kinds, settled, table_of
+from moefold.planner.case import Case, kinds, settled
 from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes
 from moefold.planner.memory_kept import shape_of
+from moefold.planner.memory_pages import page_bytes, pages
 from moefold.planner.memory_state import Split, State
+from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
-from moefold.schedule.config import Schedule
-from moefold.schedule.table import Line, actions_of
 
 MIB = 2**20
 
@@ -234,81 +234,6 @@ def communicators(attention: Grid, experts: Grid) -> int:
     return len(found - {()})
 
 
-# ----------------------------------------------------------------------------- steps
-
-
-class Running(NamedTuple):
-    """A step of a rank's line, by what its memory depends on."""
-
-    forward: int | None
-    """The chunk that goes forward."""
-    backward: int | None
-    """The chunk that goes back."""
-    kind: str
-    """``B``, ``I`` or ``W`` of that."""
-    kept: tuple[int, ...]
-    """Micro-batches whose activations are there before the step, by chunk."""
-    waiting: tuple[int, ...]
-    """Micro-batches whose weights' products wait before the step, by chunk."""
-    begun: frozenset[int]
-    """Chunks whose gradients are there before the step."""
-
-    @property
-    def frees(self) -> bool:
-        """Whether activations go with the step."""
-        return self.kind in ("B", "I")
-
-    @property
-    def adds(self) -> bool:
-        """Whether gradients of weights come with the step."""
-        return self.kind in ("B", "W")
-
-    def covers(self, other: "Running") -> bool:
-        """Return whether another step that runs the same passes needs no more than this one."""
-        mine, theirs = self.kept + self.waiting, other.kept + other.waiting
-        return self.begun >= other.begun and all(map(ge, mine, theirs))
-
-
-def steps_of(line: Line, chunks: int) -> Iterator[Running]:
-    """Yield the steps of a rank's line."""
-    kept, waiting, begun = [0] * chunks, [0] * chunks, frozenset[int]()
-    for step in line:
-        forward = backward = None
-        kind = ""
-        for action in actions_of(step):
-            if action.kind == "F":
-                forward = action.chunk
-            else:
-                backward, kind = action.chunk, action.kind
-        made = Running(forward, backward, kind, tuple(kept), tuple(waiting), begun)
-        yield made
-        if forward is not None:
-            kept[forward] += 1
-        if backward is not None:
-            kept[backward] -= made.frees
-            waiting[backward] += (kind == "I") - (kind == "W")
-            begun |= {backward} if made.adds else set()
-
-
-@remembered(1024)
-def fullest_steps(schedule: Schedule, p: int, v: int, m: int) -> tuple[tuple[Running, ...], ...]:
-    """Return of each rank the steps that no other covers: one of them is the fullest, most likely
-    one of the first.
-    """
-    table = table_of(schedule, p, v, m)
-    return tuple(_uncovered(steps_of(line, v)) for line in table.lines)
-
-
-def _uncovered(steps: Iterable[Running]) -> tuple[Running, ...]:
-    alike: dict[tuple[int | None, int | None, str], list[Running]] = {}
-    for step in dict.fromkeys(steps):
-        group = alike.setdefault(step[:3], [])
-        if not any(one.covers(step) for one in group):
-            group[:] = [one for one in group if not step.covers(one)] + [step]
-    found = (one for group in alike.values() for one in group)
-    return tuple(sorted(found, key=lambda one: -sum(one.kept + one.waiting)))
-
-
 # ----------------------------------------------------------------------------- stages
 
 
@@ -391,11 +316,20 @@ def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
     ]
 
 
+def pages_of(case: Case, rank: int) -> dict[int, int]:
+    """Return how many pages a rank has of rows of so many bytes."""
+    blocks, steps = kinds(case.decoder)[0], steps_of(case.table.lines[rank], case.sizes.vpp)
+    chunks = [[(blocks[kind], count) for kind, count in held.layers] for held in case.chunks[rank]]
+    return pages(chunks, shape_of(case), case.keeping, steps)
+
+
 def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
     """Return what a pipeline rank holds; ``sizes`` where a case's chunks are known already."""
     sizes, held = sizes or _chunks_of(case), case.chunks[rank]
     chunks = [sizes.of(*one) for one in zip(held, orders(case, rank), strict=True)]
     state = sizes.states.held(case.held[rank])
+    if case.keeping.page:
+        state = replace(state, pages=page_bytes(pages_of(case, rank), case.keeping.page))
     there = state.gradients - sum(chunk.coming for chunk in chunks)
     kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
     by_device = case.keeping.state_step == "device"

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from moefold.layers.config import leaving
 from moefold.planner.case import Case, Held, kinds
-from moefold.planner.memory import Running, orders, stage_of, steps_of
+from moefold.planner.memory import orders, stage_of
 from moefold.planner.memory_chunk import departing
 from moefold.planner.memory_kept import layer_kept
+from moefold.planner.memory_pages import here
+from moefold.planner.memory_steps import Running, steps_of
 
 FETCHED = "fetched"
 """The row of what is on its way back to the next step's backward from host and disk."""
@@ -64,7 +66,7 @@ def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Count
     for kind, count in held.layers:
         for part in layer_kept(case, blocks[kind]):
             if part.stays(keeping.recompute):
-                found[part.name] += part.bytes * count
+                found[part.name] += here(part, keeping).bytes * count
     for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
         for kind in order[: leaving(share, len(order), held.loss)]:
             for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:

@@ -8,6 +8,7 @@ from moefold.layers.config import leaving
 from moefold.model.config import Block, Decoder
 from moefold.planner.case import Held, Keeping, kinds
 from moefold.planner.memory_kept import CODES, experts_here, kept, operands
+from moefold.planner.memory_pages import here
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
 from moefold.spec.layer import INDEX, STATISTIC, Saved, Shape, activation_width, described
@@ -166,8 +167,8 @@ def _layer(
     """
     parts = kept(block, shape, stack, recipe)
     stays = [part for part in parts if part.stays(keeping.recompute)]
-    here = sum(part.bytes for part in stays)
-    again = sum(part.bytes for part in parts) - here
+    left = sum(here(part, keeping).bytes for part in stays)
+    again = sum(part.bytes for part in parts) - left
     spec = described(block.ffn)
     rows, features = shape.piece, shape.hidden
     if spec.routing is not None:
@@ -175,6 +176,7 @@ def _layer(
     sent = rows * features * shape.width
     inner = rows * activation_width(spec, shape) * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row
+    forward += sum(part.bytes for part in stays) - left
     if shape.clones and spec.routing is not None:
         # Weights with the clones' behind them; in backward their gradients, and those in pieces.
         both = experts_here(spec, shape) * (1 + shape.clones * shape.ep / spec.routing.experts)
@@ -183,4 +185,4 @@ def _layer(
     waiting = sum(part.bytes for part in operands(block, shape))
     if stack != "moefold":
         waiting *= CODES.get(recipe, shape.width) / shape.width
-    return here, forward, backward + max(again, 0), waiting
+    return left, forward, backward + max(again, 0), waiting

@@ -42,6 +42,8 @@ class State:
     away_master: float = 0.0
     """Of master weights, what lies on the host or on disk between steps; no part of the total."""
     away_moments: float = 0.0
+    pages: float = 0.0
+    """For experts' rows."""
 
     def __add__(self, other: "State") -> "State":
         return State(*map(add, vars(self).values(), vars(other).values()))
@@ -58,7 +60,8 @@ class State:
     @property
     def here(self) -> dict[str, float]:
         """What lies on the device, by part."""
-        return {name: value for name, value in vars(self).items() if name[:5] != "away_"}
+        found = {name: value for name, value in vars(self).items() if name[:5] != "away_"}
+        return found if self.pages else {n: value for n, value in found.items() if n != "pages"}
 
     @property
     def away(self) -> float:

@@ -200,10 +200,14 @@ class RankRun:
     def _gradients(self, fault: InjectedFault | None) -> float:
         """Compute a step's gradients, note its figures, and return the clipping factor."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK, objective=self.objective)
-        if figures.needed_rows:
+        lacked = {
+            "dispatch.max_rows": figures.needed_rows, "offload.pages.load": figures.needed_load
+        }  # fmt: skip
+        if any(lacked.values()):
+            needed = ", ".join(f"layout.{name} must be {n}" for name, n in lacked.items() if n)
             raise ValueError(
-                f"layout.dispatch.max_rows must be {figures.needed_rows} for this model: with less "
-                "the step is made by alltoall, and this dispatcher is not proved"
+                f"{needed} for this model: with less the step is made by alltoall, and this "
+                "dispatcher is not proved"
             )
         if fault is not None and fault.parameter:
             for held in self.data.gradients():

@@ -258,6 +258,8 @@ class Saved:
     holds it until then, and holds it again where backward made it again."""
     kept: bool = True
     """Whether forward leaves it; else backward makes it."""
+    rows: int = 0
+    """Rows of experts that there is stated room for, of which fewer may count; 0: all count."""
 
     def stays(self, recompute: Modules) -> bool:
         """Return whether it is kept under a recompute policy."""
@@ -478,7 +480,8 @@ def saved_feed_forward(
         size = shape.piece * shape.hidden * shape.width
         yield Saved(f"{module}.gathered", size, dropped | GATHER, module=module, operand=True)
     size = (shape.piece if rows is None else rows) * features * shape.width
-    yield Saved(f"{module}.hidden", 2 * size, dropped, module=module)
+    room = 0 if rows is None or shape.room is None else rows
+    yield Saved(f"{module}.hidden", 2 * size, dropped, module=module, rows=room)
     yield Saved(f"{module}.activation", size, dropped, module=module, operand=True, kept=False)
 
 

@@ -152,9 +152,13 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
     cuts = _Cuts.of(decoder, record, seq)
     yield from cuts.misfits(decoder, layout, seq)
     names = narrow_weights(decoder)
-    if layout.clones is not None and any(w.expert and n in names for n, w, _ in _products(decoder)):
+    experts = any(w.expert and n in names for n, w, _ in _products(decoder))
+    if layout.clones is not None and experts:
         rule = "brings weights of experts, and not their codes"
         yield Violation(("clones",), layout.clones, rule, None)
+    if layout.offload is not None and layout.offload.pages is not None and experts:
+        rule = "experts of few bits keep codes, and pages are of rows as they came"
+        yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_misfits(layout, "train.quantise", cuts.experts)
 
 

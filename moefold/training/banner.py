@@ -219,7 +219,10 @@ def _paths(job: Trainer) -> Iterator[Row]:
         yield "recompute", f"{kind} {modules}".strip()
     offload = job.run.layout.offload
     for place, to in ({} if offload is None else offload.stated).items():
-        yield f"on {place}", f"{', '.join(to.modules)} of {to.share:.0%} of the layers"
+        yield (
+            f"{'in' if place == 'pages' else 'on'} {place}",
+            f"{', '.join(to.modules)} of {to.share:.0%} of the layers",
+        )
 
 
 def _balance(job: Trainer) -> str:

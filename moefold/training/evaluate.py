@@ -71,7 +71,7 @@ def evaluate(
             figures[said + 1] += batch.n_bytes
     missing = missing_room(placed, overflow)
     if missing is not None:
-        figures[-1] = missing > 0
+        figures[-1] = (missing > 0).any()
     with placed.world.recorder.module("evaluation"):
         sum_(figures, placed.world.group("world"))
     *totals, units, n_bytes, short = read_scalars(*figures.unbind())

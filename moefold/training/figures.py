@@ -36,6 +36,8 @@ class StepFigures:
     """Means of what the loss tells beside itself, and the loss of each further token."""
     needed_rows: int = 0
     """``max_rows`` that dispatch lacked, so that the step was made again by all-to-all; else 0."""
+    needed_load: float = 0.0
+    """``load`` that pages for rows lacked, with the same effect; else 0."""
 
     @property
     def finite(self) -> bool:
@@ -92,7 +94,7 @@ def figures_of(
     values[0] = norm_squared
     values[-1].fill_(stop)  # assigned, the number would be waited for
     if missing is not None:
-        values[-2] = missing > 0
+        values[-2] = (missing > 0).any()
     if ran.losses:
         values[1 : 1 + means] = torch.stack(ran.losses).sum(0)
     share_M = totals.factors.share_M.unbind()

@@ -62,7 +62,7 @@ def gradients(
     needed = enough_room(placed, missing)
     if not repeats(placed):
         raise no_room(placed, needed)
-    return replace(run(exact=True)[0], needed_rows=needed)
+    return replace(run(exact=True)[0], **needed._asdict())
 
 
 def _pass(

@@ -29,8 +29,8 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""By part: weights, master, moments, gradients, activations, operands and messages; and activations
-on ``host`` and ``disk``."""
+"""By part: weights, master, moments, gradients, activations, operands and messages; all pages;
+and activations on ``host`` and ``disk``."""
 MADE = ("activations", "operands", "messages")
 """What steps make and let go."""
 PATIENCE_S = 2.0
@@ -136,6 +136,9 @@ class Weighing(Executor):
         shared += chain.from_iterable(vars(one).values() for one in rows)
         shared += chain.from_iterable(one.flow.shared for one in held)
         shared += chain.from_iterable(one.way.seeds for one in held)
+        offload = self._placed.offload
+        stash = [] if offload is None or offload.stash is None else offload.stash.tensors
+        shared += stash
         known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
         apart = set().union(messages, *known.values())
         queued = [t for one in held if isinstance(one.sink, Deferred) for t in _read(one.sink)]
@@ -144,8 +147,8 @@ class Weighing(Executor):
         found["operands"] = sum(size for key, size in operands.items() if key not in apart)
         found["activations"] = self._made.alive(apart) - found["operands"]
         found["messages"] = self._made.alive(self._made.storages.keys() - messages)
-        offload = self._placed.offload
         places = {} if offload is None else offload.places
+        found["pages"] = sum(t.untyped_storage().nbytes() for t in stash)
         return found | {name: place.figures.held for name, place in places.items()}
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.cli.main import main
-from moefold.layers.config import Full, Selective
+from moefold.layers.config import Full, Offload, OffloadToPages, Selective
 from moefold.layers.flow import Flow
 from moefold.moe.dispatch.config import Clones, Padded, Spread
 from moefold.moe.layer import MoeFfn
@@ -34,8 +34,21 @@ def found(model: str, ranks: int, given: dict[str, Any]) -> Uncaptured:
     return uncaptured(ProofCase("", subject, layout, ranks))
 
 
+PAGES = Offload(pages=OffloadToPages(page=8, load=4))
+
+
 FEW: tuple[tuple[str, int, dict[str, Any]], ...] = (
-    ("top-1", 4, {"sizes": "tp2 ep4", "dispatch": SPREAD, "clones": CLONES, "recompute": AGAIN}),
+    (
+        "top-1",
+        4,
+        {
+            "sizes": "tp2 ep4",
+            "dispatch": SPREAD,
+            "clones": CLONES,
+            "recompute": AGAIN,
+            "offload": PAGES,
+        },
+    ),
 )
 MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("gqa", 1, {}),
@@ -56,6 +69,7 @@ MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
             {"dispatch": SPREAD, "recompute": Full()},
             {"dispatch": SPREAD, "clones": CLONES},
             {"dispatch": PADDED, "clones": CLONES, "recompute": Full()},
+            {"dispatch": PADDED, "offload": PAGES},
         )
     ),
     *(
@@ -69,7 +83,7 @@ MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
             ("pp2 vpp2 ep2", "dualpipe_v", 2),
         )
         for way in (
-            {"dispatch": PADDED},
+            {"dispatch": PADDED, "offload": PAGES},
             {"dispatch": SPREAD, "clones": CLONES, "recompute": AGAIN},
         )
     ),

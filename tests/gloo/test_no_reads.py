@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.world import World
-from moefold.layers.config import Full, Selective
+from moefold.layers.config import Full, Offload, OffloadToPages, Selective
 from moefold.mesh.folding import Folding
 from moefold.model.init import start_value
 from moefold.moe.dispatch.config import Clones, Padded, Spread
@@ -25,8 +25,9 @@ from tests.reads import watched
 
 PADDED, SPREAD, CLONES = Padded(max_rows=64), Spread(max_rows=150), Clones(slots=2)
 AGAIN = Selective(modules=("norms", "experts", "attention", "permute", "gather"))
+PAGES = Offload(pages=OffloadToPages(page=8, load=4))
 LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"sizes": "tp2 ep4", "dispatch": PADDED, "zero": 1, "recompute": AGAIN},
+    {"sizes": "tp2 ep4", "dispatch": PADDED, "zero": 1, "recompute": AGAIN, "offload": PAGES},
     {"sizes": "pp2 ep2", "dispatch": SPREAD, "zero": 3, "clones": CLONES, "recompute": Full()},
 )
 MORE: tuple[dict[str, Any], ...] = (
@@ -92,13 +93,19 @@ def test_a_step_of_more_layouts_reads_once() -> None:
 def test_a_step_of_any_schedule_reads_once(schedule: str) -> None:
     """With each way of fixed room and each recompute policy."""
     sizes = "pp2 vpp2 ep2" if schedule in ("interleaved", "zb_v") else "pp2 ep2"
-    ways = ({"dispatch": PADDED}, {"dispatch": SPREAD}, {"dispatch": SPREAD, "clones": CLONES})
+    ways: tuple[dict[str, Any], ...] = (
+        {"dispatch": PADDED},
+        {"dispatch": SPREAD},
+        {"dispatch": SPREAD, "clones": CLONES},
+        {"dispatch": PADDED, "offload": PAGES},
+    )
     policies = (None, AGAIN, Full())
     check(
         tuple(
             {"sizes": sizes, "schedule": schedule, "recompute": again, **way}
             for way in ways
             for again in policies
+            if "offload" not in way or not isinstance(again, Full)
         )
     )
 

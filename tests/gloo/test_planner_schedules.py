@@ -46,8 +46,9 @@ AHEAD = (
     (MultiToken(reads="residual"), MultiToken()),
 )
 Bytes = tuple[float, ...]
-"""Activations, operands of products that wait for W, messages, and activations on host and disk."""
-PARTS: tuple[str, ...] = ("activations", "operands", "messages", "host", "disk")
+"""Activations, operands of products that wait for W, messages, activations on host and disk, and
+pages, filled or not."""
+PARTS: tuple[str, ...] = ("activations", "operands", "messages", "host", "disk", "pages")
 SCHEDULES = [
     ("pp2", "gpipe"),
     ("pp2", "1f1b"),
@@ -66,6 +67,7 @@ class Away(NamedTuple):
     disk: tuple[str, ...] = ()
     share: float = 1.0
     in_flight: int = 2
+    page: int = 0
 
     @property
     def stated(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class Away(NamedTuple):
         disk = {"modules": self.disk, "folder": SCRATCH}
         places = (("host", {"modules": self.host}), ("disk", disk))
         found = {name: to | {"share": self.share} for name, to in places if to["modules"]}
+        found |= {"pages": {"page": self.page, "load": 1.5}} if self.page else {}
         return found | {"in_flight": self.in_flight}
 
 
@@ -204,9 +207,10 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
     )
     row = case.rows * HIDDEN * 4
     crossing = messages_after(plan(layout, rank, MICRO))
+    pages = round(memory(case)[rank].state.pages)
     after = [
-        (round(after.activations), round(after.operands), messages * row, *map(round, after.away))
-        for after, messages in zip(after_each(case, rank), crossing, strict=True)
+        (round(one.activations), round(one.operands), messages * row, *map(round, one.away), pages)
+        for one, messages in zip(after_each(case, rank), crossing, strict=True)
     ]
     return after, memory(case)[rank].away
 
@@ -312,10 +316,17 @@ def test_so_it_is_where_any_activations_leave(sizes: str, kind: str) -> None:
     "room", [("padded", 160, 0), ("spread", 80, 0), ("spread", 160, 1)], ids=str
 )
 def test_so_it_is_where_room_is_stated(room: tuple[str, int, int]) -> None:
-    """Whatever the routing is, also where it lacks that room and the step is made twice."""
+    """Whatever the routing is, also where it lacks that room and the step is made twice; where
+    rows have pages they have as many as are planned.
+    """
+    kind = "1f1b" if room[2] else "zb_h1"
+    in_pages = Asked(SHARED, ("norms",), "pp2 ep2", kind, away=Away(page=16), room=room)
     check(
         [
-            Asked(*one, "pp2 ep2", "1f1b", room=room)
-            for one in ((SHARED, None), (SHARED, ("block",)))
+            *(
+                Asked(*one, "pp2 ep2", "1f1b", room=room)
+                for one in ((SHARED, None), (SHARED, ("block",)))
+            ),
+            in_pages,
         ]
     )

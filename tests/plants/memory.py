@@ -9,6 +9,8 @@ B64 = (
     "tests/gloo/test_planner_schedules.py::"
     "test_b64_what_is_fetched_ahead_is_what_the_table_takes_next"
 )
+LIVES = "tests/cpu/test_moe_pages.py::test_b96_what_is_taken_is_what_was_put"
+PAGED = "tests/gloo/test_moe_pages.py::test_b96_values_are_those_of_rows_that_stay"
 
 PLANTS = (
     Plant(
@@ -132,5 +134,53 @@ PLANTS = (
         "parallel/pipeline/executor.py",
         "self.plan.line[at : at + 1]",
         "self.plan.line[at + 1 : at + 2]",
+    ),
+    Plant(
+        "b96",
+        "a page is free before its rows were read",
+        LIVES,
+        "kernels/pages/ring.py",
+        "self.taken += torch.where(fits, wanted, 0)",
+        "self.taken += torch.where(fits, (wanted - 1).clamp(min=0), 0)",
+    ),
+    Plant(
+        "b96",
+        "the ring of free pages wraps over a live one",
+        LIVES,
+        "kernels/pages/ring.py",
+        "fits = wanted <= self.pages - (self.taken - self.given)",
+        "fits = wanted <= self.pages",
+    ),
+    Plant(
+        "b96",
+        "pages that were read stand in the ring in another order than they are given back",
+        LIVES,
+        "kernels/pages/ring.py",
+        "place_M = torch.where(held_M, (self.given + at_M) % self.pages, self.pages)",
+        "place_M = torch.where(held_M, (self.taken + at_M) % self.pages, self.pages)",
+    ),
+    Plant(
+        "b96",
+        "rows past the last are read and kept",
+        "tests/triton/test_pages.py::test_b96_only_rows_that_count_are_moved",
+        "kernels/pages/fused.py",
+        "counts = row < tl.load(count)",
+        "counts = row < tl.load(count) + 1",
+    ),
+    Plant(
+        "b96",
+        "a step that lacked pages is taken as it is",
+        PAGED,
+        "parallel/limits.py",
+        "torch.stack([rows, stash.lacking()])",
+        "torch.stack([rows, rows])",
+    ),
+    Plant(
+        "b96",
+        "rows of the first expert alone are kept",
+        PAGED,
+        "layers/stash.py",
+        "self._page_M = ring.put(x_RD.detach().reshape(self._room, -1), ends_E[-1])",
+        "self._page_M = ring.put(x_RD.detach().reshape(self._room, -1), ends_E[0])",
     ),
 )

@@ -92,6 +92,44 @@ def test_room_below_the_mean_is_refused(sizes: str, kind: str, least: int) -> No
         assert (found.path, found.nearest) == (("layout", "dispatch", "max_rows"), least)
 
 
+PADDED = ["layout.sizes=ep4", "layout.dispatch={kind: padded, max_rows: 4096}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "nearest"),
+    [
+        ([*PADDED, "layout.offload={pages: {page: 0}}"], "layout.offload.pages.page", 1),
+        ([*PADDED, "layout.offload={pages: {load: 0.9}}"], "layout.offload.pages.load", 1.0),
+        (
+            [*PADDED, "layout.offload={pages: {}, host: {modules: [experts, block]}}"],
+            "layout.offload.host.modules",
+            ["block"],
+        ),
+        (["layout.sizes=ep4", "layout.offload={pages: {}}"], "layout.offload.pages", None),
+        ([*PADDED[1:], "layout.offload={pages: {}}"], "layout.offload.pages", None),
+        (
+            [*PADDED, "layout.offload={pages: {}}", "layout.recompute={kind: full}"],
+            "layout.offload.pages",
+            None,
+        ),
+        (
+            [*PADDED, "layout.offload={pages: {}}", "train.quantise={kind: mxfp8}"],
+            "layout.offload.pages",
+            None,
+        ),
+        (["layout.offload={}"], "layout.offload.host", {"modules": ["experts"]}),
+    ],
+)
+def test_pages_that_no_rows_can_have_are_refused(
+    overrides: list[str], path: str, nearest: object
+) -> None:
+    with pytest.raises(RunError) as error:
+        load_run("tiny", overrides)
+    assert (path, nearest) in [
+        (".".join(map(str, v.path)), v.nearest) for v in error.value.violations
+    ]
+
+
 def test_a_split_of_groups_is_stated_where_it_is_needed() -> None:
     two_level = {"kind": "two_level", "node": 2}
     assert ("ep", 2) in Layout(sizes="ep4", dispatch=two_level).split_groups  # type: ignore[arg-type]

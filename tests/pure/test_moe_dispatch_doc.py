@@ -6,10 +6,13 @@ from typing import NamedTuple
 
 import pytest
 
+from moefold.layers.config import OffloadToPages
 from moefold.mesh.config import Sizes
 from moefold.moe.dispatch.config import Padded, Spread
-from moefold.planner.case import evened
+from moefold.planner.case import Keeping, evened
 from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.planner.memory_pages import here, page_bytes, pages
+from moefold.planner.memory_steps import Running
 from moefold.planner.published import model
 from moefold.spec.layer import Shape as LayerShape
 
@@ -126,7 +129,7 @@ def room(way: str, copies: int, load: float, ep: int) -> int:
     match way:
         case "alltoall":
             return round(copies * load)
-        case "padded":
+        case "padded" | "pages":
             return Padded(max_rows=ceil(copies * load / ep)).arriving(Sizes(ep=ep))
         case "spread":
             return Spread(max_rows=ceil(copies * load)).arriving(Sizes(ep=ep))
@@ -142,7 +145,10 @@ def kept_of(name: str, way: str, load: float | None) -> float:
     slots = SLOTS if way == "clones" else 0
     rows = room(way, copies, ep if load is None else load, ep)
     shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
-    return kept_bytes(kept(block, shape))
+    keeping = Keeping(page=64, page_load=OffloadToPages().load) if way == "pages" else Keeping()
+    step = Running(0, None, "", (0,), (0,), frozenset())
+    stored = page_bytes(pages([[(block, 1)]], shape, keeping, [step]), keeping.page)
+    return stored + kept_bytes(here(part, keeping) for part in kept(block, shape))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -151,6 +157,7 @@ def test_the_table_of_memory_is_what_is_planned(name: str) -> None:
     title = f"**{name}, ep{MODELS[name]}**"
     table = text.partition(title)[2].partition("\n\n**")[0]
     titles = {"alltoall": "`alltoall`", "padded": "`padded`, all pairs alike", "spread": "`spread`"}
+    titles["pages"] = "`padded`, and rows in pages"
     titles["clones"] = f"`spread`, {SLOTS} slots for clones"
     for way, said in titles.items():
         values = (f"{kept_of(name, way, load) / 1e9:.2f}" for load in LOADS)

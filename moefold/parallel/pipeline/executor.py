@@ -8,6 +8,7 @@ end of the last stage's F, so that logits are never kept. I and W of that stage 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from moefold.layers.unshard import UnshardHooks
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
+from moefold.parallel.pipeline.pages import pages_of
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.schedule.table import Action, ActionResult, Step, actions_of
 
@@ -86,6 +88,11 @@ class Executor:
 
     def run(self) -> StepResult:
         """Run every step of this rank's line."""
+        stash = None if self._placed.offload is None else self._placed.offload.stash
+        if stash is not None:
+            rows = max(flow.rows.rows for flow in self._flows)
+            pages = partial(pages_of, self._placed, self.plan.line, rows)
+            stash.begin_step((len(self._flows), rows), pages)
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._messages.post(at)

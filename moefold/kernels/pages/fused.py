@@ -1,0 +1,68 @@
+"""Rows to their pages and back as one Triton kernel each way, which moves those alone that count.
+
+Names as in :mod:`moefold.kernels.pages.ring`.
+"""
+
+from torch import Tensor
+
+from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+
+BLOCK = 2048
+"""Elements of a program's block."""
+
+
+@jit
+def _move(
+    x, pages, page, count, number, width, PAGE: tl.constexpr, PUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    counts = row < tl.load(count)
+    page = tl.load(page + row // PAGE, mask=counts, other=number)
+    there = (page < number)[:, None] & (column < width)[None, :]
+    room = x + row[:, None] * width + column[None, :]
+    stored = pages + (page * PAGE + row % PAGE)[:, None] * width + column[None, :]
+    if PUT:
+        tl.store(stored, tl.load(room, mask=there, other=0.0), mask=there)
+    else:
+        tl.store(room, tl.load(stored, mask=there, other=0.0), mask=there)
+
+
+def rows_to_pages(
+    x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int
+) -> None:
+    """Copy the first rows, as many as count, into their pages of ``rows_SD``."""
+    if x_RD.numel():
+        _launch(x_RD.contiguous(), page_M, count_1, rows_SD, page, True)
+
+
+def rows_from_pages(
+    rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int
+) -> Tensor:
+    """Return ``room`` rows, the first of which are those in the pages; the rest is unspecified."""
+    x_RD = rows_SD.new_empty(room, rows_SD.shape[1])
+    if x_RD.numel():
+        _launch(x_RD, page_M, count_1, rows_SD, page, False)
+    return x_RD
+
+
+def _launch(
+    x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int, put: bool
+) -> None:
+    rows, width = x_RD.shape
+    columns = min(power_of_2(width), BLOCK)
+    grid, block = (blocks(rows, BLOCK // columns), blocks(width, columns)), (BLOCK // columns,)
+    number = rows_SD.shape[0] // page - 1
+    _move[grid](x_RD, rows_SD, page_M, count_1, number, width, page, put, *block, columns)
+
+
+def _nothing(x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int) -> None: ...
+
+
+def _room(rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int) -> Tensor:
+    return rows_SD.new_empty(room, rows_SD.shape[1])
+
+
+put = Op(rows_to_pages, _nothing, changes=("rows_SD",))
+take = Op(rows_from_pages, _room)

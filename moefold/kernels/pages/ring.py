@@ -1,0 +1,93 @@
+"""Rows that came into stated room, in pages for as many as count, with no value read by the host.
+
+R rows of room, of which the first ``count`` count; D columns; M pages that R rows would fill; N
+pages in all, S rows in them. Free pages stand in a ring: who puts rows takes pages at its head, and
+who has read them gives them back at its tail, in whatever order. All shapes are known beforehand.
+"""
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.fused import fused
+from moefold.kernels.pages import fused as kernels
+
+
+class PageRing:
+    """Pages of rows of one form.
+
+    Args:
+        pages: N.
+        page: rows of a page.
+        width: D.
+        dtype: of rows.
+        device: where they lie.
+
+    Attributes:
+        taken: int64 pages that were ever taken, and ``given`` those of them that were given back.
+        refused: int64 pages for which there was no room; whose rows are lost.
+    """
+
+    def __init__(
+        self, pages: int, page: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.pages, self.page = pages, page
+        # What counts for nothing goes to one page more, and its number to one more place.
+        self.rows_SD = torch.empty((pages + 1) * page, width, dtype=dtype, device=device)
+        self._free = torch.arange(pages + 1, device=device)
+        self.taken, self.given, self.refused = self._free.new_zeros(3).unbind()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All memory of it."""
+        return self.rows_SD, self._free, self.taken
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        torch.arange(self.pages + 1, out=self._free)
+        for count in (self.taken, self.given, self.refused):
+            count.zero_()
+
+    def put(self, x_RD: Tensor, count: Tensor) -> Tensor:
+        """Copy the rows that count into free pages; return the pages' numbers [M], N for none.
+
+        Where fewer are free nothing is kept, and ``refused`` says so.
+        """
+        at_M = torch.arange(-(-x_RD.shape[0] // self.page), device=x_RD.device)
+        wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
+        fits = wanted <= self.pages - (self.taken - self.given)
+        page_M = self._free[(self.taken + at_M) % self.pages]
+        page_M = torch.where((at_M < wanted) & fits, page_M, self.pages)
+        self.taken += torch.where(fits, wanted, 0)
+        self.refused += torch.where(fits, 0, wanted)
+        if fused(x_RD):
+            kernels.put(x_RD, page_M, count.view(1), self.rows_SD, self.page)
+        else:
+            self.rows_SD.index_copy_(0, self._places(page_M, count, x_RD.shape[0]), x_RD)
+        return page_M
+
+    def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
+        """Return ``room`` rows, the first of which are those that were put, and free their pages.
+
+        The rest is unspecified.
+        """
+        if fused(self.rows_SD):
+            x_RD = kernels.take(self.rows_SD, page_M, count.view(1), room, self.page)
+        else:
+            x_RD = self.rows_SD.index_select(0, self._places(page_M, count, room))
+        self.give(page_M)
+        return x_RD
+
+    def give(self, page_M: Tensor) -> None:
+        """Free pages."""
+        held_M = page_M < self.pages
+        at_M = torch.arange(page_M.shape[0], device=page_M.device)
+        place_M = torch.where(held_M, (self.given + at_M) % self.pages, self.pages)
+        self._free.index_copy_(0, place_M, page_M)
+        self.given += held_M.sum()
+
+    def _places(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
+        """Return where each row of the room lies; those past the last lie in no page of anyone."""
+        row_R = torch.arange(room, device=page_M.device)
+        page_R = page_M[row_R.div(self.page, rounding_mode="floor")]
+        page_R = torch.where(row_R < count, page_R, self.pages)
+        return page_R * self.page + row_R % self.page

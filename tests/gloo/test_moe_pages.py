@@ -1,0 +1,194 @@
+"""Steps whose experts' rows lie in pages: the same bits, as many pages as planned, a second try."""
+
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch, from_ids
+from moefold.kernels.pages.ring import PageRing
+from moefold.mesh.folding import Folding
+from moefold.model.config import Decoder
+from moefold.model.init import start_value
+from moefold.moe.config import RoundRobin
+from moefold.parallel.apply import build
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline import executor
+from moefold.parallel.pipeline.pages import pages_of
+from moefold.training.step import gradients
+from tests.cpu.small import relative
+from tests.gloo.harness import run_ranks
+from tests.gloo.test_moe_dispatch_layouts import batches, small
+
+PADDED, SPREAD = {"kind": "padded", "max_rows": 64}, {"kind": "spread", "max_rows": 150}
+SELECTIVE = {"kind": "selective", "modules": ["norms", "experts"]}
+
+
+class Asked(NamedTuple):
+    """A layout of four ranks, and the format of its products."""
+
+    layout: dict[str, Any]
+    precision: Any = "fp64"
+
+
+FEW = (
+    Asked({"sizes": "pp2 ep2", "schedule": "zb_h1", "zero": 2, "dispatch": PADDED}),
+    Asked({"sizes": "ep2 etp2", "zero": 1, "dispatch": SPREAD, "clones": {"slots": 1}}, "bf16"),
+)
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "merged", "interleaved", "zb_v", "dualpipe_v")
+PAIRS = ("merged", "dualpipe_v")
+MORE = (
+    *(
+        Asked({"sizes": f"pp2 {more} ep2", "schedule": kind, "zero": zero, "dispatch": way})
+        for zero, kind in enumerate(SCHEDULES)
+        for more, way in [("vpp2" if zero > 3 else "", (PADDED, SPREAD)[zero % 2])]
+        if zero % 4 < 4
+    ),
+    *(
+        Asked({"sizes": sizes, "zero": zero, "dispatch": way, "recompute": again}, precision)
+        for zero, sizes in enumerate(("ep4", "tp2 ep4", "cp2 ep2", "ep2 etp2"))
+        for way in (PADDED, SPREAD)
+        for again, precision in ((None, "bf16"), (SELECTIVE, "fp64"))
+    ),
+)
+
+
+class Step(NamedTuple):
+    """What a step gave on one rank."""
+
+    gradients: dict[str, Tensor]
+    load: float
+    """That pages lacked."""
+    most: list[tuple[int, int]]
+    """Pages that were in use at most, and all, of each form."""
+
+
+def step_of(
+    asked: Asked,
+    world: World,
+    load: float | None,
+    model: Decoder,
+    given: list[MicroBatch],
+    cut: int = 1,
+) -> Step:
+    """Run forward and backward of a step, with pages for a load if any, and of these a part."""
+    zero = min(asked.layout.get("zero", 0), 3)
+    pages = None if load is None else {"pages": {"page": 4, "load": load}}
+    layout = Layout.model_validate({**asked.layout, "zero": zero, "offload": pages})
+    placed = build(model, asked.precision, layout, world)
+    data = ShardedState(placed)
+    data.fill(partial(start_value, placed.model.record, 1))
+    dp, here = world.folding.dp, world.attention.dp
+    mine = [batch for j, batch in enumerate(given) if j % dp == here]
+    most: dict[int, tuple[int, int]] = {}
+    real = PageRing.put
+
+    def put(ring: PageRing, x_RD: Tensor, count: Tensor) -> Tensor:
+        page_M = real(ring, x_RD, count)
+        used = int(ring.taken - ring.given)
+        most[id(ring)] = max(used, most.get(id(ring), (0,))[0]), ring.pages
+        return page_M
+
+    def fewer(*given: Any) -> dict[int, int]:
+        return {row: max(n // cut, 1) for row, n in pages_of(*given).items()}
+
+    with mock.patch.object(PageRing, "put", put), mock.patch.object(executor, "pages_of", fewer):
+        for _ in range(2):  # pages of the first step are those of the second
+            figures = gradients(data, mine, 16)
+    found = {held.name: held.tensor.clone() for held in data.gradients()}
+    if placed.offload is not None and placed.offload.stash is not None:
+        rings = placed.offload.stash.rings.values()
+        assert all(int(ring.taken) == int(ring.given) for ring in rings), "pages are lost"
+    return Step(found, figures.needed_load, list(most.values()))
+
+
+def compared(rank: int, cases: tuple[Asked, ...]) -> list[tuple[Any, ...]]:
+    """Return, of each layout, what differs with enough pages, and with too few."""
+    found: list[tuple[Any, ...]] = []
+    for asked in cases:
+        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 20)
+        run = partial(step_of, asked, world, model=small(), given=batches(8))
+        plain, paged, short = run(load=None), run(load=4.0), run(load=1.0, cut=3)
+        wrong = [n for n, g in plain.gradients.items() if not torch.equal(g, paged.gradients[n])]
+        error = max(relative(short.gradients[n], g) for n, g in plain.gradients.items())
+        found.append((len(plain.gradients), wrong, paged.load, error, short.load, paged.most))
+    return found
+
+
+def check(cases: tuple[Asked, ...]) -> None:
+    """Hold steps to the bits without pages, and short of pages to the exact step."""
+    by_rank = run_ranks(compared, 4, cases, time_out_s=240)
+    assert all(any(found[at][-1] for found in by_rank) for at in range(len(cases)))
+    for rank, found in enumerate(by_rank):
+        for asked, one in zip(cases, found, strict=True):
+            number, wrong, lacked, error, short, most = one
+            assert number and not wrong and not lacked, (rank, asked, wrong, lacked)
+            assert short > 1 and all(0 < used <= n for used, n in most), (rank, one)
+            assert error <= (1e-10 if asked.precision == "fp64" else 0.02), (rank, asked, error)
+
+
+def test_b96_values_are_those_of_rows_that_stay() -> None:
+    """To the bit; and a step that lacks pages is made again as the exact one."""
+    check(FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("part", range(4))
+def test_values_are_those_of_rows_that_stay_in_more_layouts(part: int) -> None:
+    check(MORE[part::4])
+
+
+def even() -> Decoder:
+    """Return a decoder that sends each expert as many rows."""
+    record = small()
+
+    def turned(block: Any) -> Any:
+        ffn = block.ffn
+        if ffn.routing is None:
+            return block
+        router = RoundRobin(experts=ffn.router.experts, top_k=ffn.router.top_k)
+        return block.model_copy(
+            update={"ffn": ffn.model_copy(update={"router": router, "balance": ()})}
+        )
+
+    stacks = tuple(
+        one.model_copy(update={"blocks": tuple(map(turned, one.blocks)), "repeat": 2})
+        for one in record.stacks
+    )
+    return record.model_copy(update={"stacks": stacks})
+
+
+def peaks(rank: int, schedules: tuple[str, ...]) -> list[Step]:
+    """Return the pages of each schedule where every rank has the mean."""
+    found, draw = [], torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 64, (2, 16), generator=draw) for _ in range(4)]
+    for kind in schedules:
+        sizes = "pp2 vpp2 ep2" if kind in ("interleaved", "zb_v", "dualpipe_v") else "pp2 ep2"
+        asked = Asked({"sizes": sizes, "schedule": kind, "zero": 0, "dispatch": PADDED})
+        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 20)
+        given = [from_ids(one) for one in ids for _ in range(2)]
+        found.append(step_of(asked, world, 1.0, even(), given))
+    return found
+
+
+def check_peaks(schedules: tuple[str, ...]) -> None:
+    """Hold the most pages in use to all that there are; of pairs to one layer fewer."""
+    for rank, found in enumerate(run_ranks(peaks, 4, schedules, time_out_s=120)):
+        for kind, step in zip(schedules, found, strict=True):
+            assert not step.load and step.most, (rank, kind, step)
+            for used, pages in step.most:
+                assert used <= pages and (used == pages or kind in PAIRS), (rank, kind, step.most)
+
+
+def test_the_most_pages_are_those_planned() -> None:
+    check_peaks(("zb_h1",))
+
+
+@pytest.mark.matrix
+def test_the_most_pages_of_any_schedule_are_those_planned() -> None:
+    check_peaks(SCHEDULES)
