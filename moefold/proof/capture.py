@@ -32,14 +32,19 @@ from moefold.comm.alone import lone_rank
 from moefold.comm.world import World
 from moefold.data.batch import ROWS, MicroBatch
 from moefold.layers.flow import Flow
+from moefold.model.config import Decoder
 from moefold.parallel.apply import ModelParts, build
+from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss
 from moefold.proof.case import ProofCase
 from moefold.proof.rank_run import LOSS_CHUNK, micro_batches
+from moefold.spec.layer import Axis, described
 from moefold.training.step import gradients
 
 PACKAGE = Path(__file__).parents[1]
+ALIGNED = 8
+"""What rows of 16 bits are a multiple of for torch's grouped product."""
 
 
 class HostRead(NamedTuple):
@@ -130,11 +135,22 @@ class _Ran(Exception):
         self.ended = ended
 
 
+def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
+    """Return a layout whose experts run as on a GPU, where a CPU would take them one by one."""
+    sizes = layout.split
+    parts: dict[Axis, int] = {"tp": sizes.tp, "cp": 1, "ep": sizes.ep, "etp": sizes.etp}
+    specs = (described(block.ffn) for block in decoder.blocks)
+    weights = [w for spec in specs for w in spec.weights(decoder.hidden) if w.expert and w.product]
+    if layout.experts != "auto" or any(w.matrix(parts)[1] % ALIGNED for w in weights):
+        return layout
+    return layout.model_copy(update={"experts": "grouped"})
+
+
 def _reads_of(case: ProofCase, world: World) -> tuple[Counter[HostRead], str]:
     """Return a rank's reads, and where its passes ended early."""
     mode, subject = Valueless(), case.subject
     # Graphs are of GPUs, and of numbers of 32 bits torch has no grouped product without values.
-    placed = build(subject.decoder, "bf16", case.layout, world)
+    placed = build(subject.decoder, "bf16", _of_gpus(subject.decoder, case.layout), world)
     for module in placed.model.modules():
         for name, one in list(module.named_parameters(recurse=False)):
             setattr(module, name, Parameter(mode.from_tensor(one.detach()), one.requires_grad))

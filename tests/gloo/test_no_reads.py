@@ -43,7 +43,7 @@ def reads_of(rank: int, layouts: tuple[dict[str, Any], ...]) -> list[Found]:
     """Return what the second step of each layout reads in its passes, and in all."""
     found = []
     for given in layouts:
-        layout = Layout(**given)
+        layout = Layout(**given, experts="grouped")  # as on a GPU
         world = World.open(Folding(layout.split, 4), "cpu", 20)
         data = ShardedState(build(small(), "bf16", layout, world))
         data.fill(partial(start_value, data.placed.model.record, 1))
