@@ -149,10 +149,11 @@ class PrecisionPolicy:
         """Where a fault is looked for: number of the weight, role and expert of what becomes codes
         and is not finite, in the order of the pass."""
 
-    def give(self, weight: Tensor, value: Tensor) -> None:
+    def give(self, weight: Tensor, value: Tensor | Callable[[], NarrowWeight]) -> None:
         """Take ``value`` for what ``weight`` stands for, whose own values are on other ranks.
 
-        Who gives it brings it up to date, and may take its memory between uses.
+        Who gives it, or what returns its codes, brings it up to date, and may take its memory
+        between uses.
         """
         self._given[weight] = value
 
@@ -179,6 +180,8 @@ class PrecisionPolicy:
         """
         dtype = dtype or self.dtype
         if self._given and (value := self._given.get(weight)) is not None:
+            if not isinstance(value, Tensor):
+                return Operand(weight, value().wide(dtype).view(weight.shape))
             return Operand(weight, _as_asked(value, weight.dtype, dtype))
         if weight.dtype == dtype:
             return Operand(weight, weight.detach())
@@ -214,6 +217,8 @@ class PrecisionPolicy:
 
         def codes() -> NarrowWeight:
             if (value := self._given.get(weight)) is not None:
+                if not isinstance(value, Tensor):
+                    return value()
                 value = _as_asked(value, weight.dtype, self.dtype)
                 return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             held = self._codes.get(weight)
@@ -228,6 +233,8 @@ class PrecisionPolicy:
         if note is not None:
             given = self._given.get(weight)
             value = weight.detach() if given is None else given
+            if not isinstance(value, Tensor):
+                value = value().wide(self.dtype)
             for group, matrix in enumerate(value if groups else value[None]):
                 note("weight", group, matrix)
         draw = Draw((self.seed, narrow.number), self.step, narrow.columns)

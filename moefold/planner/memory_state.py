@@ -24,6 +24,9 @@ from moefold.spec.layer import Weight
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
 product and one, transposed, for the gradient of its input."""
+GATHERED = {"fp8_tensor": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}
+"""Bytes per element of what data ranks gather of a weight, where one set of codes serves all of its
+products."""
 WIDE_BYTES = 2
 """Bytes per element of what stays in bfloat16 beside codes."""
 Part = int | Literal["norm", "head", "embedding"]

@@ -20,7 +20,7 @@ from moefold.optim.config import Muon
 from moefold.planner.case import Case, Held, kinds, table_of
 from moefold.planner.count import count
 from moefold.planner.curves import Constants, Product, Rates, product_seconds
-from moefold.planner.memory_state import inner_parts, part_weights
+from moefold.planner.memory_state import GATHERED, inner_parts, part_weights
 from moefold.planner.network import reach, ring_seconds
 from moefold.planner.remember import remembered
 from moefold.planner.time_layer import (
@@ -228,7 +228,8 @@ def data_seconds(case: Case, rank: Time, span: MicroBatchTime, rates: Rates) -> 
             rank.experts * each, expert, cluster, rates
         )
 
-    gather, times = ring(2.0), 1
+    codes = GATHERED.get(case.numbers.recipe) if case.software.stack == "moefold" else None
+    gather, times = ring(codes or 2.0), 1
     backward = ring(case.numbers.gradient_bytes), 0.8 * overlaps.gradients * span.backward
     forward = gather, 0.8 * overlaps.parameters * span.forward
     if case.keeping.zero == 3 and sizes.pp == 1:

@@ -180,7 +180,8 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     yield from (("weights", copy) for copy in model.recipe.copies)
     yield from (("shared", buffer) for buffer in model.buffers())
     for bucket in data.buckets:
-        yield from (("weights", bucket.values), ("master", bucket.master_L))
+        yield from (("weights", one) for one in bucket.whole)
+        yield "master", bucket.master_L
         yield from (("gradients", tensor) for tensor in bucket.sums)
     for one in (*model.parameters(), *data.params.values()):
         yield "master", one

@@ -11,6 +11,7 @@ import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
+from moefold.layers.config import QUANTISE
 from moefold.layers.keeper import Decisions
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
@@ -71,12 +72,21 @@ class Sending:
     precision: Recipe = "fp32"
     layout: dict[str, Any] = field(default_factory=dict, hash=False)
     optimizer: Optim = field(default_factory=lambda: AdamW(lr=1e-3))
+    quantise: dict[str, Any] | None = field(default=None, hash=False)
 
     def __str__(self) -> str:
         """Return a name for a test's parameter."""
         words = (f"{key} {_said(value)}" for key, value in self.layout.items())
         muon = ("muon",) if isinstance(self.optimizer, Muon) else ()
-        return ", ".join((self.sizes or "dp", self.model, *muon, *words))
+        codes = (_said(self.quantise),) if self.quantise else ()
+        return ", ".join((self.sizes or "dp", self.model, *codes, *muon, *words))
+
+    @property
+    def decoder(self) -> Decoder:
+        """What is run."""
+        record, given = decoder(self.model), self.quantise
+        made = None if given is None else QUANTISE.kinds[given["kind"]].model_validate(given)
+        return record.model_copy(update={"quantise": made})
 
     @property
     def where(self) -> Layout:
@@ -86,7 +96,7 @@ class Sending:
     @property
     def case(self) -> Case:
         """This case as the planner takes it."""
-        where, record = self.where, decoder(self.model)
+        where, record = self.where, self.decoder
         sizes = where.split
         node = self.ranks
         if isinstance(where.dispatch, TwoLevel):
@@ -142,7 +152,7 @@ def send(rank: int, sending: Sending) -> Sent:
     """Run a whole step of a layout, update and renewal included."""
     folding = Folding(sending.where.split, sending.ranks)
     world = World.open(folding, "cpu", 30)
-    record = decoder(sending.model).model_copy(update={"init_std": 0.3})
+    record = sending.decoder.model_copy(update={"init_std": 0.3})
     placed = apply.build(record, sending.precision, sending.where, world)  # type: ignore[arg-type]
     initialise(placed.model, record, 1, placed.shards)
     data = ShardedState(placed)

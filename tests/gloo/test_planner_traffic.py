@@ -40,6 +40,7 @@ PAIRS = (
     Sending("pp2 vpp2", 2, "tied", 4, layout=by("zb_v")),
     Sending("tp2", 2, "across", precision="bf16", optimizer=Muon()),
     Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
+    Sending("ep2", 2, precision="bf16", layout={"zero": 3}, quantise={"kind": "fp8_block"}),
 )
 FOURS = (
     Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
@@ -81,6 +82,10 @@ REST = (
     Sending("ep2 etp2", 4, layout={"zero": 0}, optimizer=Muon()),
     Sending("pp2", 4, "mla", 4, optimizer=Muon()),
     Sending("", 4, "tied", layout={"zero_ranks": 2}, optimizer=Muon()),
+    Sending("", 2, precision="bf16", quantise={"kind": "nvfp4", "keep_last": 1}),
+    Sending("", 4, precision="bf16", layout={"zero": 3}, quantise={"kind": "fp8_tensor"}),
+    Sending("tp2 ep2", 4, precision="bf16", quantise={"kind": "fp8_block", "block": 4}),
+    Sending("ep2", 4, precision="bf16", layout={"zero": 2}, quantise={"kind": "mxfp8"}),
 )
 
 

@@ -16,7 +16,9 @@ def demand(cases: list[ProofCase]) -> None:
 
 def chosen(*words: str) -> list[ProofCase]:
     """The cases whose names have all of these words."""
-    return [case for case in matrix()["precisions"] if all(word in case.name for word in words)]
+    found = [case for case in matrix()["precisions"] if all(word in case.name for word in words)]
+    assert found, f"no case is {words}"
+    return found
 
 
 def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:

@@ -1,4 +1,4 @@
-"""Plants B50 to B54: numbers of few bits, products on them, training with them, and moments."""
+"""Plants B50 to B55: numbers of few bits, products, training, moments, and codes that travel."""
 
 from tests.plants.plant import Plant
 
@@ -37,8 +37,8 @@ PLANTS = (
         "blocks of tiny numbers share a scale",
         OTHERS,
         BLOCKS,
-        "    factor = torch.where(amax == 0, 1.0, factor)\n    return factor",
-        "    factor = torch.where(amax < 1e-12, 1.0, factor)\n    return factor",
+        "    factor = torch.where(amax == 0, 1.0, factor)",
+        "    factor = torch.where(amax < 1e-12, 1.0, factor)",
     ),
     Plant(
         "b50",
@@ -117,7 +117,7 @@ PLANTS = (
         "one direction of a weight's blocks serves both",
         THREE,
         PRODUCTS,
-        "made if form.rows == form.columns else",
+        "made if recipe.one_set else",
         "made if True else",
     ),
     Plant(
@@ -432,6 +432,22 @@ PLANTS = (
         "optim/moments.py",
         'return {what: self.codes, f"{what}_groups": self.factors_G3}',
         "return {what: self.codes}",
+    ),
+    Plant(
+        "b52",
+        "the largest of a block that ranks share is that of the part that is here",
+        PROOF,
+        "parallel/data/coded.py",
+        "self._amaxes = self._maximum(found, self.inside)",
+        "self._amaxes = dict(zip(self.slots, found, strict=True))",
+    ),
+    Plant(
+        "b55",
+        "a run's rows are those of its own blocks",
+        "tests/cpu/test_parallel_coded.py::test_b55_codes_of_runs_are_those_of_the_whole",
+        "kernels/quantise/runs.py",
+        "number_N = torch.arange(first, last, device=run_L.device)",
+        "number_N = torch.arange(last - first, device=run_L.device)",
     ),
     Plant(
         "b54",

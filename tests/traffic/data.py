@@ -1,18 +1,21 @@
 """What copies of weights exchange: sums of gradients, and weights that data ranks share out.
 
 As ``parallel/data`` lays them out: parameters of a unit whose copies live on the same ranks, and
-that products take in the same dtype, are one row of elements, each at a multiple of ``ALIGN``, cut
-into equal runs. Tensor ranks sum what none of them cuts, end stages a tied embedding.
+that products take in the same dtype or as codes, are one row of elements, each at a multiple of
+``ALIGN``, cut into equal runs. Tensor ranks sum what none of them cuts, end stages a tied
+embedding.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd, prod
 
+from moefold.layers.config import Quantise
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
 from moefold.spec.decoder import embedding, head, last_norm
 from moefold.spec.layer import Weight
+from moefold.spec.quantised import narrow_weights
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -32,6 +35,10 @@ from tests.traffic.calls import (
 TABLE = "embed.weight"
 WIDE = (TABLE, "router.weight")
 """Matrices that layers read in the master's dtype; vectors are read so anyway."""
+CODES = {"fp8_tensor": 1, "fp8_block": 1, "nvfp4": 0.5}
+"""Bytes an element of weights that travel as codes; kinds with two sets of codes send the wide."""
+AMAX = 4
+"""Bytes of the largest magnitude of a block, or of a matrix."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,8 @@ class Bucket:
     """That share it."""
     wide: bool
     """Whether weights are gathered as masters."""
+    coded: bool
+    """Whether they are gathered as codes."""
     weights: tuple[tuple[Weight, int, int], ...]
     """With the elements here, and where they begin."""
     length: int
@@ -104,14 +113,16 @@ def levels(case: Case, kind: str) -> tuple[int, int]:
 
 def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
     """Return the rows of elements that data ranks share."""
-    alike: dict[tuple[str, str, bool], list[Weight]] = {}
+    alike: dict[tuple[str, str, bool, bool], list[Weight]] = {}
+    narrow = narrow_weights(case.decoder) if _kind(case) in CODES else {}
     for weight in weights:
         if levels(case, copies_of(weight))[0] > 1:
             wide = len(weight.shape) < 2 or weight.name.endswith(WIDE)
             wide = wide or case.numbers.recipe == "fp32"
-            alike.setdefault((_unit(weight.name), copies_of(weight), wide), []).append(weight)
+            key = _unit(weight.name), copies_of(weight), wide, weight.name in narrow
+            alike.setdefault(key, []).append(weight)
     found = []
-    for (unit, kind, wide), members in alike.items():
+    for (unit, kind, wide, coded), members in alike.items():
         placed, end = [], 0
         for weight in members:
             count = round(elements_here(case, weight))
@@ -119,7 +130,7 @@ def buckets_of(case: Case, weights: list[Weight]) -> list[Bucket]:
             end = aligned(end + count)
         ranks = levels(case, kind)[0]
         length = aligned(-(-end // ranks))
-        found.append(Bucket(unit, kind, ranks, wide, tuple(placed), length))
+        found.append(Bucket(unit, kind, ranks, wide, coded, tuple(placed), length))
     return found
 
 
@@ -129,6 +140,9 @@ def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
     outer = levels(case, bucket.kind)[1]
     group = inside(bucket.kind, bucket.ranks, bucket.ranks * outer)
     width = numbers.master_bytes if bucket.wide else numbers.weight_bytes or numbers.master_bytes
+    if bucket.coded:
+        width = CODES[_kind(case)]
+        yield from _amaxes(case, bucket, group)
     share = gathers(bucket.length * width, bucket.ranks)
     uses = _uses(case, rank, bucket.unit)
     if zero < 3:
@@ -144,6 +158,33 @@ def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
     if outer > 1:
         copies = across(bucket.kind, bucket.ranks)
         yield Call(copies, "all_reduce", sums(size, outer), 1, BACKWARD, "gradients")
+
+
+def _kind(case: Case) -> str:
+    """Return what products of weights run in, where that is few bits."""
+    record = case.decoder.quantise
+    return record.kind if isinstance(record, Quantise) else ""
+
+
+def _amaxes(case: Case, bucket: Bucket, group: str) -> Iterator[Call]:
+    """Yield the maxima, once a step, of blocks over who shares them and of matrices over slices."""
+    record, sizes = case.decoder.quantise, dict(case.sizes)
+    assert isinstance(record, Quantise)
+    blocks = matrices = 0
+    for weight, *_ in bucket.weights:
+        shape, lead = list(weight.shape), int(weight.expert)
+        for dim, units in weight.cuts:
+            shape[dim] //= sizes[units.axis]
+        count, rows, columns = prod(shape[:lead]), prod(shape[lead:-1]), shape[-1]
+        block = record.block or record.length or max(rows, columns)
+        blocks += count * ceil(rows / block) * ceil(columns / block)
+        matrices += count
+    size = sums(blocks * AMAX, bucket.ranks)
+    yield Call(group, "all_reduce_max", size, 1, FORWARD, "weights")
+    axis = "etp" if bucket.kind == "edp" else "tp"
+    if record.of_matrices and sizes[axis] > 1:
+        size = sums(matrices * AMAX, sizes[axis])
+        yield Call(axis, "all_reduce_max", size, 1, FORWARD, "weights")
 
 
 def _whole(case: Case, rank: int, weights: list[Weight], buckets: list[Bucket]) -> Iterator[Call]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
+from moefold.layers.config import Quantise
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.memory_kept import shape_of
@@ -27,6 +28,8 @@ from tests.traffic.calls import (
     runs,
 )
 
+NUMBER = 8
+"""Bytes of a row's number."""
 ONCE = ("alltoall_once", "two_level", "deep_ep", "hybrid_ep", "nccl_ep")
 """Ways that send a row once to each of its ranks, and with it all its choices."""
 
@@ -81,43 +84,38 @@ def _layer(
     sizes, shape = case.sizes, shape_of(case)
     hidden, k = getattr(record, "latent", None) or shape.hidden, record.router.top_k
     row, members = hidden * shape.width, sizes.ep * sizes.etp
-    told = _told(case, record) * INDEX
     if case.clones and sizes.ep > 1:
         yield from _clones(case, record, count, again)
     beside = paired(case)
-    if told:
-        times = count * again * (2 if case.dispatch == "spread" else 1)
-        yield Call("tp_ep", "all_gather", gathers(told, members), times, part="counts",
-                   beside=beside)  # fmt: skip
     extras = (k * STATISTIC, k * INDEX) if case.dispatch in (*ONCE, "allgather") else (STATISTIC,)
-    parts = (row, *extras)
-    grads = parts[:2]  # rows and weights; ids have no gradient
     make = _Maker(count, again, beside)
+    thin = _coded(case, record, hidden) or row
+    there = [(thin, *extras)] + [(NUMBER, *extras)] * _numbered(case, record)
+    for parts in there:
+        told = gathers(_told(case, record) * INDEX, members)
+        for _ in range(bool(told) * (2 if case.dispatch == "spread" else 1)):
+            yield make("tp_ep", "all_gather", told, "counts")
+        yield from _sent(case, record, flow, make, parts)
+    if case.dispatch in ("padded", "spread"):
+        yield from _fixed(case, record, row, thin, make)
+        return
+    grads = (row, extras[0])  # ids have no gradient
     if case.dispatch == "allgather":
-        for size in parts:
-            yield make("tp_ep", "gather_rows", flow.rows * (members - 1) * size, "dispatch")
         # A second run ends with what backward reads, and nothing reads these sums.
         yield make("tp_ep", "scatter_rows", flow.elsewhere * row, "combine", last=True)
-        yield make("tp_ep", "gather_rows", flow.rows * (members - 1) * row, "combine", True)
+        yield make("tp_ep", "gather_rows", flow.rows * (members - 1) * thin, "combine", True)
         for size in grads:
             yield make("tp_ep", "scatter_rows", flow.elsewhere * size, "dispatch", True)
         return
-    if case.dispatch in ("padded", "spread"):
-        yield from _fixed(case, record, row, make)
-        return
     for hop in flow.hops:
-        for size in parts:
-            yield make(hop.group, "all_to_all", hop.out * size, "dispatch")
         yield make(hop.group, "all_to_all", hop.come * row, "combine", last=beside)
-        yield make(hop.group, "all_to_all", hop.out * row, "combine", True)
+        yield make(hop.group, "all_to_all", hop.out * thin, "combine", True)
         for size in grads:
             yield make(hop.group, "all_to_all", hop.come * size, "dispatch", True)
     if sizes.etp > 1:
         mine, theirs = flow.slices * (sizes.etp - 1), flow.others
-        for size in parts:
-            yield make("etp", "gather_rows", mine * size, "dispatch")
         yield make("etp", "scatter_rows", theirs * row, "combine", last=beside)
-        yield make("etp", "gather_rows", mine * row, "combine", True)
+        yield make("etp", "gather_rows", mine * thin, "combine", True)
         for size in grads:
             yield make("etp", "scatter_rows", theirs * size, "dispatch", True)
 
@@ -161,35 +159,69 @@ class _Maker:
         return Call(group, op, size, self.count * times, way, part, self.beside)
 
 
-def _fixed(case: Case, record: Moe, row: float, make: _Maker) -> Iterator[Call]:
-    """Yield equal splits, of one hop or two: what is sent does not depend on the routing."""
+def _sent(
+    case: Case, record: Moe, flow: _Flow, make: _Maker, parts: Sequence[float]
+) -> Iterator[Call]:
+    """Yield a dispatch forward, of which ``parts`` are the bytes of a row and what goes with it."""
+    sizes = case.sizes
+    if case.dispatch == "allgather":
+        for size in parts:
+            moved = flow.rows * (sizes.ep * sizes.etp - 1) * size
+            yield make("tp_ep", "gather_rows", moved, "dispatch")
+    elif case.dispatch in ("padded", "spread"):
+        dealt, moved, gathered = _rooms(case, record)
+        for size in parts:
+            if sizes.ep > 1:
+                yield make("ep", "all_to_all", moved * size, "dispatch")
+            if sizes.ep > 1 and dealt:
+                yield make("ep", "all_to_all", dealt * size, "dispatch")
+            if sizes.etp > 1:
+                yield make("etp", "all_gather", gathered * size, "dispatch")
+    else:
+        for size in parts:
+            for hop in flow.hops:
+                yield make(hop.group, "all_to_all", hop.out * size, "dispatch")
+            if sizes.etp > 1:
+                yield make("etp", "gather_rows", flow.slices * (sizes.etp - 1) * size, "dispatch")
+
+
+def _rooms(case: Case, record: Moe) -> tuple[float, float, float]:
+    """Return rows of equal splits: dealt in a hop before, sent over ep, and gathered over etp."""
     sizes, needed = case.sizes, shape_of(case).rows * record.router.top_k * case.load
+    dealt = 0.0
     if case.dispatch == "padded":
         room = case.max_rows or needed / sizes.ep
     else:
         dealt = -(-(case.max_rows or needed) // sizes.ep)
-        for size in (row, STATISTIC) if sizes.ep > 1 else ():
-            yield make("ep", "all_to_all", dealt * (sizes.ep - 1) * size, "dispatch")
-            yield make("ep", "all_to_all", dealt * (sizes.ep - 1) * size, "dispatch", True)
-        if sizes.ep > 1:
-            sent = dealt * (sizes.ep - 1) * row
-            yield make("ep", "all_to_all", sent, "combine", last=make.beside)
-            yield make("ep", "all_to_all", sent, "combine", True)
         room = dealt + sizes.ep
-    moved, gathered = room * (sizes.ep - 1), room * sizes.ep * (sizes.etp - 1)
-    for size in (row, STATISTIC):
-        if sizes.ep > 1:
-            yield make("ep", "all_to_all", moved * size, "dispatch")
-            yield make("ep", "all_to_all", moved * size, "dispatch", True)
-        if sizes.etp > 1:
-            yield make("etp", "all_gather", gathered * size, "dispatch")
-            yield make("etp", "reduce_scatter", gathered * size, "dispatch", True)
+    others = sizes.ep - 1
+    return dealt * others, room * others, room * sizes.ep * (sizes.etp - 1)
+
+
+def _fixed(case: Case, record: Moe, row: float, thin: float, make: _Maker) -> Iterator[Call]:
+    """Yield the rest of equal splits: what is sent does not depend on the routing."""
+    sizes, (dealt, moved, gathered) = case.sizes, _rooms(case, record)
+    for rows in (moved, dealt) if sizes.ep > 1 else ():
+        if rows:
+            for size in (row, STATISTIC):
+                yield make("ep", "all_to_all", rows * size, "dispatch", True)
+            yield make("ep", "all_to_all", rows * row, "combine", last=make.beside)
+            yield make("ep", "all_to_all", rows * thin, "combine", True)
     if sizes.etp > 1:
+        for size in (row, STATISTIC):
+            yield make("etp", "reduce_scatter", gathered * size, "dispatch", True)
         yield make("etp", "reduce_scatter", gathered * row, "combine", last=make.beside)
-        yield make("etp", "all_gather", gathered * row, "combine", True)
-    if sizes.ep > 1:
-        yield make("ep", "all_to_all", moved * row, "combine", last=make.beside)
-        yield make("ep", "all_to_all", moved * row, "combine", True)
+        yield make("etp", "all_gather", gathered * thin, "combine", True)
+
+
+def _numbered(case: Case, record: Moe) -> bool:
+    """Return whether numbers of rows follow these: codes of a micro-batch's rows, in its order."""
+    return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.rows != "rank"
+
+
+def _coded(case: Case, record: Moe, hidden: int) -> float | None:
+    """Return the bytes of a row's codes and scales, where they travel in its place."""
+    return None
 
 
 def _told(case: Case, record: Moe) -> int:

@@ -207,39 +207,64 @@ def encode(
     if form.columns is None or form.kind == "nvfp4":
         amax = amax_of(values) if amax is None else amax
     if form.columns is None:
-        assert amax is not None and form.element is not None
-        codes, scales = _per_matrix(values, amax, form.element)
-        return Quantised(codes, scales, None, form, -1, x.shape)
+        assert amax is not None
+        made = scales_of(amax, amax, form)
+        return Quantised(cast(values * made.factor, form), made.block, None, form, -1, x.shape)
     assert form.rows is not None
     parts = _blocks(values, form.rows, form.columns)
-    block = parts.abs().amax((-3, -1), keepdim=True) if values.numel() else _none(parts)
+    block = parts.abs().amax((-3, -1)) if values.numel() else parts.new_zeros(_counted(parts))
+    made = scales_of(block, amax, form)
+    drawn = None if chance is None else _blocks(chance, form.rows, form.columns)
+    codes = cast(parts * made.factor[..., :, None, :, None], form, drawn)
+    if form.element is None:
+        codes = elements.pack(_whole(codes, _padded(x.shape, form.columns)))
+    else:
+        codes = _whole(codes.view(torch.uint8), x.shape).view(form.element)
+    return Quantised(codes, made.block, made.matrix, form, -1, x.shape)
+
+
+class Scales(NamedTuple):
+    """What follows from the largest magnitudes of blocks."""
+
+    factor: Tensor
+    """fp32: what the numbers of a block are multiplied by."""
+    block: Tensor
+    """What its codes are read back with."""
+    matrix: Tensor | None
+    """fp32 of each matrix, over the block scales; None where a kind has none."""
+
+
+def scales_of(block: Tensor, amax: Tensor | None, form: Format) -> Scales:
+    """Return the scales of blocks.
+
+    Args:
+        block: fp32 [..., blocks down, blocks across], the largest magnitudes.
+        amax: fp32 [..., 1, 1] of whole matrices; None where these have no scale.
+        form: the format.
+    """
     if form.kind == "nvfp4":
         assert amax is not None
-        drawn = None if chance is None else _blocks(chance, form.rows, form.columns)
-        return _nvfp4(parts, block, amax, drawn, form, x.shape)
-    factor, scales = _mxfp8(block, form) if form.kind == "mxfp8" else _fp8_block(block, form)
-    assert form.element is not None
-    codes = _whole(elements.cast(parts * factor, form.element).view(torch.uint8), x.shape)
-    return Quantised(codes.view(form.element), _flat(scales), None, form, -1, x.shape)
+        return _nvfp4(block, amax)
+    return _mxfp8(block, form) if form.kind == "mxfp8" else _fp8(block, form)
 
 
-def _per_matrix(x: Tensor, amax: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor]:
-    factor = _ratio(LARGEST[element], amax)
-    factor = torch.where(amax == 0, 1.0, factor)
-    return elements.cast(x * factor, element), _or_nan(factor.reciprocal(), amax)
+def cast(x: Tensor, form: Format, chance: Tensor | None = None) -> Tensor:
+    """Return numbers that are multiplied by their factors as codes, one of E2M1 in each uint8."""
+    if form.element is None:
+        return elements.cast_e2m1(x, chance)
+    return elements.cast(x, form.element)
 
 
-def _fp8_block(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Return what to multiply blocks by, and the scales that read them back."""
+def _fp8(amax: Tensor, form: Format) -> Scales:
     assert form.element is not None
     factor = _ratio(LARGEST[form.element], amax)
     if form.scales == "power":
         factor = elements.power_below(factor)
     factor = torch.where(amax == 0, 1.0, factor)
-    return factor, _or_nan(factor.reciprocal(), amax)
+    return Scales(factor, _or_nan(factor.reciprocal(), amax), None)
 
 
-def _mxfp8(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def _mxfp8(amax: Tensor, form: Format) -> Scales:
     assert form.element is not None
     if form.scales == "up":
         largest = torch.full_like(amax, LARGEST[form.element])
@@ -248,27 +273,20 @@ def _mxfp8(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
         exponent = elements.exponent_floor(amax, 8)
     exponent = torch.where(amax.isfinite(), exponent, 255)
     # An exponent of 254 has no counterpart among E8M0's that is exact: 2^-127 is.
-    return elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8)), exponent.view(E8M0)
+    factor = elements.power((254 - exponent.int()).clamp_(min=0).to(torch.uint8))
+    return Scales(factor, exponent.view(E8M0), None)
 
 
-def _nvfp4(
-    parts: Tensor,
-    block: Tensor,
-    amax: Tensor,
-    chance: Tensor | None,
-    form: Format,
-    shape: torch.Size,
-) -> Quantised:
+def _nvfp4(block: Tensor, amax: Tensor) -> Scales:
     """By TransformerEngine's rule; ``6 / amax`` of a block is never taken."""
     largest = LARGEST[E4M3] * LARGEST_E2M1
     spread = _ratio(largest, amax)
     spread = torch.where(spread == 0, 1.0, spread)  # amax near fp32's end
     sixth = torch.tensor(LARGEST_E2M1, device=amax.device).reciprocal()
-    scales = elements.cast((block * (spread * sixth)[..., None, None]), E4M3)
+    scales = elements.cast(block * (spread * sixth), E4M3)
     matrix = spread.reciprocal()
-    factor = (scales.float() * matrix[..., None, None]).reciprocal().clamp_(max=LARGEST_FP32)
-    codes = _whole(elements.cast_e2m1(parts * factor, chance), _padded(shape, form.columns))
-    return Quantised(elements.pack(codes), _flat(scales), _or_nan(matrix, amax), form, -1, shape)
+    factor = (scales.float() * matrix).reciprocal().clamp_(max=LARGEST_FP32)
+    return Scales(factor, scales, _or_nan(matrix, amax))
 
 
 def _ratio(largest: float, amax: Tensor) -> Tensor:
@@ -297,9 +315,6 @@ def _whole(parts: Tensor, shape: torch.Size) -> Tensor:
     return parts.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
 
 
-def _flat(scales: Tensor) -> Tensor:
-    return scales.squeeze(-1).squeeze(-2)
-
-
-def _none(parts: Tensor) -> Tensor:
-    return parts.new_zeros(*parts.shape[:-3], 1, parts.shape[-2], 1)
+def _counted(parts: Tensor) -> list[int]:
+    """Return how many blocks lie down and across the matrices that were cut into them."""
+    return [*parts.shape[:-4], parts.shape[-4], parts.shape[-2]]

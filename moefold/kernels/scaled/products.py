@@ -61,6 +61,12 @@ class Recipe(NamedTuple):
         """Whether a whole matrix has a scale."""
         return QUANTISE.kinds[self.kind].of_matrices  # type: ignore[attr-defined]
 
+    @property
+    def one_set(self) -> bool:
+        """Whether a weight's codes are the same for either dim that a product sums."""
+        form = self.form("weight")
+        return form.rows == form.columns
+
     def form(self, role: str) -> Format:
         """Return the format of rows, of their gradient, or of a weight."""
         return format_of(self.kind, role, self.scales, self.block)
@@ -100,8 +106,12 @@ class NarrowWeight:
         form = recipe.form("weight")
         amax = _shared(amax_of(value), "weight", largest) if recipe.of_matrices else None
         made = encode(value, form, amax=amax)
-        other = made if form.rows == form.columns else encode(value, form, -2)
+        other = made if recipe.one_set else encode(value, form, -2)
         return cls(recipe, made, other)
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that the codes stand for."""
+        return self.along_inputs.dequantise(dtype)
 
 
 def times(a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from moefold.comm.collectives import Pending, all_gather_into, reduce_scatter_into, sum_
 from moefold.comm.group import Group
 from moefold.layers.placement import Box
+from moefold.layers.precision import PrecisionPolicy
 from moefold.mesh.share import aligned
 
 
@@ -107,6 +108,11 @@ class Bucket:
             (:mod:`moefold.parallel.data.offload`); then :meth:`narrow` says when they can be read.
     """
 
+    stored: torch.dtype | None = None
+    """Of whole weights, where that is not what products take."""
+    per_item = 1
+    """Elements that one of those holds."""
+
     def __init__(
         self,
         unit: str,
@@ -119,7 +125,7 @@ class Bucket:
         home: torch.device | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
-        self.unit, self.inside, self.across = unit, inside, across
+        self.unit, self.inside, self.across, self.dtype = unit, inside, across, dtype
         self.alone = inside.size == 1
         self.keeps = keeps or self.alone
         self.offloaded = home is not None
@@ -129,14 +135,15 @@ class Bucket:
         self.slots = {slot.name: slot for slot in slots}
         self.master_L = torch.zeros(self.length, dtype=first.dtype, device=home or device)
         self._narrow_L: Tensor | None = None
-        self.values = torch.empty(self.length * inside.size, dtype=dtype, device=device)
+        items = self.length * inside.size // self.per_item
+        self.values = torch.empty(items, dtype=self.stored or dtype, device=device)
         self.gradients: Tensor | None = None
         self.summed_L: Tensor | None = None
         self._users = 0
         self._gathering: tuple[Pending, _unsafe_preserve_version_counter] | None = None
         self._scattering: tuple[Tensor, Pending] | None = None
         # Views are made while there is memory behind them; they see it come and go.
-        self.weights = {name: slot.of(self.values) for name, slot in self.slots.items()}
+        self.weights = {name: self._view(slot) for name, slot in self.slots.items()}
         self._resize(0)
         for name, slot in self.slots.items():
             if not parameters[name].is_meta:
@@ -163,6 +170,24 @@ class Bucket:
 
     # Weights
 
+    def _view(self, slot: BucketSlot) -> Tensor:
+        return slot.of(self.values)
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """What whole weights lie in."""
+        return [self.values]
+
+    def lend(self, recipe: PrecisionPolicy) -> None:
+        """Let layers read the weights by their handles."""
+        for name, handle in self.handles.items():
+            recipe.give(handle, self.weights[name])
+
+    def renew(self) -> None:
+        """Bring weights that stay whole up to date with the masters, after any change of these."""
+        if self.keeps:
+            self.all_gather()
+
     def unshard(self) -> None:
         """Count a user, and start to gather the weights where they are not whole."""
         self._users += 1
@@ -183,13 +208,18 @@ class Bucket:
         self._resize(self.values.numel())
         # What a forward pass has kept for its backward is this memory, filled again alike.
         unchanged = _unsafe_preserve_version_counter(self.values)
-        run_L = self._narrow_L if self.offloaded else self.master_L.to(self.values.dtype)
-        assert run_L is not None, f"{self.unit} is gathered while its masters lie elsewhere"
+        run = self._sent()
         if self.keeps:
             self._narrow_L = None
         with self.inside.recorder.module("weights"):
-            pending = all_gather_into(self.values, run_L, self.inside, asynchronous=True)
+            pending = all_gather_into(self.values, run, self.inside, asynchronous=True)
         self._gathering = pending, unchanged
+
+    def _sent(self) -> Tensor:
+        """Return what travels of this rank's run."""
+        run_L = self._narrow_L if self.offloaded else self.master_L.to(self.dtype)
+        assert run_L is not None, f"{self.unit} is gathered while its masters lie elsewhere"
+        return run_L
 
     def wait_unshard(self) -> None:
         """Return when the weights may be read."""
@@ -206,7 +236,7 @@ class Bucket:
 
     def narrow(self, run_L: Tensor) -> None:
         """Take what products read of this rank's run, given its masters, wherever they are."""
-        self._narrow_L = run_L.detach().to(self.values.device, self.values.dtype, copy=True)
+        self._narrow_L = run_L.detach().to(self.values.device, self.dtype, copy=True)
 
     def _resize(self, elements: int) -> None:
         self.values.untyped_storage().resize_(elements * self.values.element_size())

@@ -25,6 +25,7 @@ from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
 from moefold.parallel.data.bucket import Bucket, BucketSlot, boxes, handle_of, moved, size_of
+from moefold.parallel.data.coded import CodedBucket, coded_weights
 from moefold.parallel.data.fsdp_hooks import FsdpHooks, GradReducer
 from moefold.parallel.data.groups import SharedGroups, group_boxes
 from moefold.parallel.data.matrices import MatrixSource, ShardedMatrices
@@ -109,8 +110,8 @@ class ShardedState:
     def _share_out(self) -> None:
         """Put parameters with copies into buckets, and handles in their place."""
         model, zero, device = self.placed.model, self.placed.layout.zero, self.placed.world.device
-        alike: dict[tuple[str, str, torch.dtype, bool], dict[str, nn.Parameter]] = defaultdict(dict)
-        away = self._units_away()
+        alike: dict[tuple[str, str, torch.dtype, bool, bool], dict[str, nn.Parameter]]
+        alike, away, coded = defaultdict(dict), self._units_away(), coded_weights(model)
         for name, parameter in model.named_parameters():
             placement = self._shards[name].placement
             goes = parameter.requires_grad and unit_of(name) in away
@@ -120,16 +121,18 @@ class ShardedState:
                 continue
             wide = placement.wide or parameter.dim() < 2
             dtype = parameter.dtype if wide else model.recipe.dtype
-            key = unit_of(name), placement.copies, dtype, parameter.requires_grad
+            key = unit_of(name), placement.copies, dtype, parameter.requires_grad, name in coded
             alike[key][name] = parameter
-        for (unit, kind, dtype, trained), parameters in alike.items():
+        for (unit, kind, dtype, trained, codes), parameters in alike.items():
             home = self.offload.home if self.offload and trained and unit in away else None
-            bucket = Bucket(unit, parameters, *self._levels[kind], dtype, device, zero < 3, home)
+            given = unit, parameters, *self._levels[kind], dtype, device, zero < 3, home
+            cut = self.placed.world.group("etp" if kind == "edp" else "tp")
+            bucket = CodedBucket(coded, cut, *given) if codes else Bucket(*given)
             self._units[unit].append(bucket)
             for name, handle in bucket.handles.items():
                 self._bucket[name] = bucket
                 _put(model, name, handle)
-                model.recipe.give(handle, bucket.weights[name])
+            bucket.lend(model.recipe)
         _materialise(model, device)
         for name, parameter in model.named_parameters():
             bucket = self._bucket.get(name)
@@ -324,8 +327,8 @@ class ShardedState:
         self._stale = False
         self.settle()
         for bucket in self.buckets:
-            if bucket.keeps and self.valued:
-                bucket.all_gather()
+            if self.valued:
+                bucket.renew()
 
     def settle(self) -> None:
         """Let state that was looked at go back where it lies: from memory to disk."""

@@ -1,0 +1,100 @@
+"""Codes of a parameter that ranks share out: those of a run of its elements, as the whole has them.
+
+A block may lie on several ranks. Each tells the largest magnitudes of what it has; the maximum over
+ranks is that of the block, and a run's codes follow from it. G matrices, B blocks down and A across
+a matrix, N rows and C columns, c columns of a block; L elements of a run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.kernels.quantise.blocks import Format, Quantised, cast, scales_of
+from moefold.kernels.quantise.elements import pack, unpack
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of a weight, whose codes serve both dims that products sum."""
+
+    form: Format
+    matrices: int
+    """Of a tensor of three dims; 0 of one matrix."""
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, form: Format, shape: Sequence[int], groups: int) -> "BlockGrid":
+        """Return that of a parameter whose first ``groups`` dims count matrices."""
+        matrices = prod(shape[:groups]) if groups else 0
+        return cls(form, matrices, prod(shape[groups:-1]), shape[-1])
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The dims that count matrices."""
+        return (self.matrices,) if self.matrices else ()
+
+    @property
+    def amaxes(self) -> tuple[int, ...]:
+        """Shape of the largest magnitudes of blocks: [(G,) B, A]."""
+        height, width = self._block
+        return (*self.lead, -(-self.rows // height), -(-self.columns // width))
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        return self.form.rows or max(self.rows, 1), self.form.columns or max(self.columns, 1)
+
+    def largest(self, run_L: Tensor, start: int) -> Tensor:
+        """Return the largest magnitudes of blocks among a run's elements, 0 where it has none.
+
+        Args:
+            run_L: elements of the parameter.
+            start: the place of the first among all.
+
+        Returns:
+            fp32 of shape ``amaxes``; Inf for a NaN, which no maximum over ranks would keep.
+        """
+        values_NAc, down_N = self._rows(run_L, start)
+        most_NA = values_NAc.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        found = most_NA.new_zeros(prod(self.amaxes[:-1]), self.amaxes[-1])
+        at_NA = down_N[:, None].expand_as(most_NA)
+        return found.scatter_reduce_(0, at_NA, most_NA, "amax").view(self.amaxes)
+
+    def codes(self, run_L: Tensor, start: int, amaxes: Tensor, matrix: Tensor | None) -> Tensor:
+        """Return a run's codes, one in each uint8, from the largest of whole blocks and matrices.
+
+        ``matrix`` is fp32 [(G,) 1, 1], None of kinds without scales of matrices.
+        """
+        values_NAc, down_N = self._rows(run_L, start)
+        factor = scales_of(amaxes, matrix, self.form).factor
+        factor_NA = factor.reshape(-1, self.amaxes[-1])[down_N]
+        coded_NC = cast(values_NAc * factor_NA[..., None], self.form).view(torch.uint8).flatten(1)
+        at = start % self.columns
+        return coded_NC[:, : self.columns].flatten()[at : at + run_L.numel()]
+
+    def read(self, row: Tensor, amaxes: Tensor, matrix: Tensor | None) -> Quantised:
+        """Return the parameter from its row of codes, two of E2M1 in a byte."""
+        made = scales_of(amaxes, matrix, self.form)
+        shape = torch.Size((*self.lead, self.rows, self.columns))
+        if self.form.element is not None:
+            codes = row[: shape.numel()].view(shape).view(self.form.element)
+        else:
+            # Rows of whole blocks, which those that travel need not be.
+            loose = unpack(row)[: shape.numel()].view(shape)
+            codes = pack(F.pad(loose, (0, -self.columns % self._block[1])))
+        return Quantised(codes, made.block, made.matrix, self.form, -1, shape)
+
+    def _rows(self, run_L: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return the rows [N, A, c] that have any of a run, zeros elsewhere, and their blocks."""
+        (height, width), columns = self._block, self.columns
+        first, last = start // columns, -(-(start + run_L.numel()) // columns)
+        values_NC = run_L.new_zeros(last - first, columns, dtype=torch.float32)
+        at = start - first * columns
+        values_NC.view(-1)[at : at + run_L.numel()] = run_L
+        number_N = torch.arange(first, last, device=run_L.device)
+        down_N = number_N // self.rows * self.amaxes[-2] + number_N % self.rows // height
+        return F.pad(values_NC, (0, -columns % width)).unflatten(1, (-1, width)), down_N

@@ -1,0 +1,107 @@
+"""Buckets whose weights travel as codes: where one set of these serves all products of a weight.
+
+Bits are those of a cast of the whole weight. Masters change once a step, so that ranks exchange the
+largest magnitudes of blocks then, and codes whenever weights come.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefold.comm.collectives import max_
+from moefold.comm.group import Group
+from moefold.kernels.quantise.elements import pack
+from moefold.kernels.quantise.runs import BlockGrid
+from moefold.kernels.scaled.products import NarrowWeight
+from moefold.layers.precision import Narrow, PrecisionPolicy, WeightProducts
+from moefold.parallel.data.bucket import Bucket, BucketSlot
+
+
+class CodedBucket(Bucket):
+    """A bucket whose whole weights are a row of codes.
+
+    Args:
+        narrow: how products read each of the parameters.
+        cut: the ranks that hold other parts of the same matrices.
+        given: as for :class:`Bucket`.
+    """
+
+    def __init__(self, narrow: Mapping[str, Narrow], cut: Group, *given: Any) -> None:
+        self._recipe = next(iter(narrow.values())).recipe
+        self._form = form = self._recipe.form("weight")
+        self.stored, self.per_item = torch.uint8, 2 if form.element is None else 1
+        super().__init__(*given)
+        self._cut = cut
+        self._grids = {
+            name: BlockGrid.of(form, slot.shape, narrow[name].first_expert is not None)
+            for name, slot in self.slots.items()
+        }
+        self._amaxes: dict[str, Tensor] = {}
+        self._matrices: dict[str, Tensor] = {}
+
+    def _view(self, slot: BucketSlot) -> Tensor:
+        return self.values[slot.start // self.per_item : -(-slot.stop // self.per_item)]
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """Codes, and what their scales follow from."""
+        return [self.values, *self._amaxes.values(), *self._matrices.values()]
+
+    def lend(self, recipe: PrecisionPolicy) -> None:
+        """Let products read the codes."""
+        for name, handle in self.handles.items():
+            recipe.give(handle, partial(self._read, name))
+
+    def renew(self) -> None:
+        """Exchange the largest magnitudes, and bring what stays whole up to date."""
+        run_L = super()._sent()
+        found = [
+            grid.largest(self.own(slot, run_L), self.part(slot)[0])
+            for slot, grid in zip(self.slots.values(), self._grids.values(), strict=True)
+        ]
+        with self.inside.recorder.module("weights"):
+            self._amaxes = self._maximum(found, self.inside)
+            if self._recipe.of_matrices:
+                most = [one.amax((-2, -1), keepdim=True) for one in self._amaxes.values()]
+                self._matrices = self._maximum(most, self._cut)
+                if self._form.columns is None:
+                    self._amaxes = self._matrices
+        super().renew()
+
+    def _maximum(self, parts: list[Tensor], ranks: Group) -> dict[str, Tensor]:
+        """Return the maximum over ranks of a tensor for each parameter, in one operation."""
+        whole = parts
+        if ranks.size > 1:
+            flat = max_(torch.cat([one.flatten() for one in parts]), ranks)
+            split = flat.split([one.numel() for one in parts])
+            whole = [one.view_as(part) for one, part in zip(split, parts, strict=True)]
+        return dict(zip(self.slots, whole, strict=True))
+
+    def _sent(self) -> Tensor:
+        run_L = super()._sent()
+        coded_L = torch.zeros(run_L.shape, dtype=torch.uint8, device=run_L.device)
+        for name, slot in self.slots.items():
+            largest = self._amaxes[name], self._matrices.get(name)
+            codes = self._grids[name].codes(self.own(slot, run_L), self.part(slot)[0], *largest)
+            self.own(slot, coded_L).copy_(codes)
+        return coded_L if self.per_item == 1 else pack(coded_L)
+
+    def _read(self, name: str) -> NarrowWeight:
+        assert self.values.untyped_storage().size(), "a weight is read outside of its unit's pass"
+        largest = self._amaxes[name], self._matrices.get(name)
+        made = self._grids[name].read(self.weights[name], *largest)
+        return NarrowWeight(self._recipe, made, made)
+
+
+def coded_weights(model: nn.Module) -> dict[str, Narrow]:
+    """Return the parameters, by name, one set of whose codes serves all products of them."""
+    return {
+        f"{path}.{leaf}": narrow
+        for path, module in model.named_modules()
+        if isinstance(module, WeightProducts)
+        for leaf, narrow in module.narrow.items()
+        if narrow.recipe.one_set
+    }
