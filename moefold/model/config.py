@@ -61,6 +61,13 @@ class Block(Record):
     """Makes it one that predicts a token more; such come after all others, and share embedding and
     head."""
 
+    def rules(self) -> Iterator[Violation]:
+        """Experts that compute nothing add to the residual, which no norm after the half sees."""
+        idle = getattr(getattr(self.ffn, "router", None), "idle", None)
+        if idle is not None and self.norms in ("after", "both"):
+            rule = "must not come after a half with experts that compute nothing"
+            yield Violation(("norms",), self.norms, rule, "before")
+
     def normed(self, half: str) -> tuple[bool, bool]:
         """Return whether ``attention`` or ``ffn`` has a norm of its own before it, and after it."""
         before = self.norms in ("before", "both") or (self.norms, half) == ("shared", "attention")

@@ -32,12 +32,15 @@ from moefold.kernels.fused import fused
 from moefold.kernels.routing import balance as kernels
 from moefold.layers.flow import Flow
 from moefold.layers.precision import ExactBuffers
-from moefold.moe.config import Aux, Bias, Moe, Z
+from moefold.moe.config import Aux, Bias, Moe, Quantile, Z
+from moefold.moe.config import Router as RouterRecord
 from moefold.moe.router import Decision, Routed, Router
 from moefold.moe.scoring import probabilities
 from moefold.moe.topk import count, select
 
 Population = Literal["micro_batch", "sequence", "global_batch"]
+UNIT = 2.0**-32
+"""Of scores that counters add up."""
 
 
 class Observed:
@@ -100,6 +103,13 @@ class Term(ABC):
 class Update(ABC):
     """A change of the router outside the loss, made once per step."""
 
+    averages = False
+    """Whether it reads ``counters.wanted_X``."""
+
+    def wanted(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
+        """Return [E] what a micro-batch with valid tokens asks for, the same on all its ranks."""
+        raise NotImplementedError
+
     @abstractmethod
     def __call__(self, router: Router, counters: "Counters") -> None:
         """Change the router in place, from the whole global batch's counters."""
@@ -121,10 +131,10 @@ class AuxLoss(Term):
     def __call__(self, observed: Observed) -> Tensor:
         """Return the rows' share of the value, in the logits' dtype."""
         decision = observed.decision
-        assert decision.counts is not None
+        assert decision.counts is not None and decision.plain_TK is not None
         probability_TE = observed.valid(observed.probability_TE)
         segment_T = observed.segment_T if self.over == "sequence" else None
-        counts_NE, top_k = decision.counts[self.over], decision.experts_TK.shape[1]
+        counts_NE, top_k = decision.counts[self.over], decision.plain_TK.shape[1]
         if segment_T is None and observed.shares_PE is not None:
             given = (probability_TE, observed.shares_PE, counts_NE.view(-1))
             return kernels.load_balance(*given, top_k, observed.population)
@@ -174,6 +184,35 @@ class BiasUpdate(Update):
             router.selection_bias.add_(direction_E, alpha=self.rate)
 
 
+class QuantileUpdate(Update):
+    """Takes in by how much scores have to move for each expert to have its share of tokens."""
+
+    averages = True
+
+    def __init__(self, record: Quantile) -> None:
+        self.rate = record.rate
+
+    def wanted(self, routed: Routed, record: RouterRecord, flow: Flow) -> Tensor:
+        """Return the bias with which each expert would have had its share."""
+        scores_TE, bias_E, rows = routed.scores_TE, routed.bias_E, flow.rows
+        assert bias_E is not None
+        best_TK = select(scores_TE, record.top_k + 1, bias_E=bias_E, groups=record.groups)
+        next_T1 = (scores_TE + bias_E).gather(1, best_TK[:, -1:])
+        over_TE = torch.where(rows.valid_T[:, None], scores_TE - next_T1, -torch.inf)
+        all_TE = gather(over_TE, flow.world.group("tp_cp")).flatten(0, 1)
+        share = rows.population * record.top_k // record.choices
+        return -all_TE.topk(share + 1, dim=0).values[-1]
+
+    @torch.no_grad()
+    def __call__(self, router: Router, counters: "Counters") -> None:
+        """Move the router's selection bias."""
+        assert router.selection_bias is not None
+        if router.weight.requires_grad:
+            total_E, seen = counters.wanted_X[:-1], counters.wanted_X[-1]
+            mean_E = total_E.float() * UNIT / seen.clamp(min=1)
+            router.selection_bias.lerp_(mean_E, self.rate * (seen > 0).float())
+
+
 class Counters(ExactBuffers):
     """Sums over the micro-batches of a step; not saved, since a step starts from zero.
 
@@ -192,8 +231,15 @@ class Counters(ExactBuffers):
     probability_E: Tensor
     """float32 sum of valid tokens' distributions over the experts."""
 
-    def __init__(self, experts: int) -> None:
+    wanted_X: Tensor
+    """int64 sums [E] of what micro-batches asked for, in units of ``UNIT``, so that any order gives
+    the same; then their number. Empty where no update asks."""
+
+    def __init__(self, experts: int, averages: bool = False) -> None:
         super().__init__()
+        self.summed = ("load_E", "sent_E", "tokens", "probability_E", *("wanted_X",) * averages)
+        wanted_X = torch.zeros((experts + 1) * averages, dtype=torch.int64)
+        self.register_buffer("wanted_X", wanted_X, persistent=False)
         for name in ("load_E", "sent_E", "plain_E"):
             zeros_E = torch.zeros(experts, dtype=torch.int64)
             self.register_buffer(name, zeros_E, persistent=False)
@@ -255,11 +301,12 @@ class Balance(nn.Module):
     def __init__(self, record: Moe) -> None:
         super().__init__()
         self.record = record
-        self.counters = Counters(record.router.experts)
         parts = [build(part) for part in record.balance]
         # A coefficient of zero is a term that is not there.
         self.terms = tuple(p for p in parts if isinstance(p, Term) and p.coefficient > 0)
         self.updates = tuple(p for p in parts if isinstance(p, Update))
+        self._averaged = [part for part in self.updates if part.averages]
+        self.counters = Counters(record.router.choices, bool(self._averaged))
         for part in parts:
             if not isinstance(part, Term | Update):
                 raise TypeError(f"{type(part).__name__} is neither a balance Term nor an Update")
@@ -313,6 +360,10 @@ class Balance(nn.Module):
                 # Data ranks run micro-batches of one round: those of lower ranks come before this.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
             so_far_E = counters.add(seen, routed, load_E, by_rank_DE, ranks.index)
+            for update in self._averaged if flow.rows.population else ():
+                wanted_E = update.wanted(routed, self.record.router, flow).nan_to_num() / UNIT
+                counters.wanted_X[:-1].add_(wanted_E.round().to(torch.int64))
+                counters.wanted_X[-1:].add_(1)
         if so_far_E is not None:
             counts["global_batch"] = so_far_E[None]
         return replace(decision, counts=counts)
@@ -367,10 +418,10 @@ class Balance(nn.Module):
 @torch.no_grad()
 def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
     """Make each layer's counters the whole step's: the sum over all ranks that share it."""
-    for name in ("load_E", "sent_E", "tokens", "probability_E"):
+    if ranks.size == 1:
+        return
+    for name in dict.fromkeys(name for balance in balances for name in balance.counters.summed):
         parts = [getattr(balance.counters, name) for balance in balances]
-        if not parts or ranks.size == 1:
-            return
         flat = torch.cat([part.reshape(-1) for part in parts])
         sum_(flat, ranks)
         for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):

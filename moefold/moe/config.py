@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,31 @@ class Groups(Record):
             yield Violation(("keep",), self.keep, f"at most count ({self.count})", self.count)
 
 
+class Idle(Record):
+    """Choices beside the experts that compute nothing: rows to them are sent nowhere.
+
+    Zero-computation experts of LongCat-Flash (arXiv 2509.01322: identities) and MoE++ (arXiv
+    2410.07348, whose constants are weighed as identities besides).
+    """
+
+    identity: Annotated[int, Field(ge=0)] = 0
+    """Those that give back what an expert would read."""
+    constant: Annotated[int, Field(ge=0)] = 0
+    """Those that give a learned row each."""
+    zero: Annotated[int, Field(ge=0)] = 0
+    """Those that give nothing."""
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.identity + self.constant + self.zero
+
+    def rules(self) -> Iterator[Violation]:
+        """There is one."""
+        if not self.count:
+            yield Violation(("identity",), 0, "idle names at least one choice", 1)
+
+
 @ROUTER.register
 class Router(Record):
     """How a token chooses its experts and with which weights; base of every router's record."""
@@ -68,18 +93,47 @@ class Router(Record):
     """Whether logits have a learned bias of each expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """In training, what the router reads is times 1 - jitter to 1 + jitter, by chance (Switch)."""
+    idle: Idle | None = None
+    """Further choices, numbered behind the experts."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
     owner = "moefold.moe.router:Router"
+    partial: ClassVar[bool] = False
+    """Whether decisions in training leave places of a token empty."""
+
+    @property
+    def choices(self) -> int:
+        """What is chosen among: experts, and those that compute nothing."""
+        return self.experts + (self.idle.count if self.idle else 0)
+
+    @property
+    def eligible(self) -> int:
+        """What can be chosen by one token: the choices of the groups that are kept."""
+        if self.groups is None:
+            return self.choices
+        return self.experts // self.groups.count * self.groups.keep
+
+    @property
+    def places(self) -> int:
+        """Places for experts in a row of a decision in training."""
+        return self.top_k
+
+    @property
+    def words(self) -> str:
+        """How experts are chosen, as a line of the banner says it."""
+        return f"top {self.top_k}" + (f" of these and {self.idle.count} idle" if self.idle else "")
 
     def rules(self) -> Iterator[Violation]:
         """Top-k fits the experts, and the groups that are kept."""
         if not self.experts:
             return
-        if self.top_k > self.experts:
-            rule = f"must be at most experts ({self.experts})"
-            yield Violation(("top_k",), self.top_k, rule, self.experts)
+        if self.top_k > self.choices:
+            rule = f"must be at most experts ({self.choices})"
+            yield Violation(("top_k",), self.top_k, rule, self.choices)
+        if self.groups is not None and self.idle is not None:
+            rule = "experts that compute nothing are in no group"
+            yield Violation(("groups",), self.groups, rule, None)
         if self.order == "topk_first" and self.score != "softmax":
             rule = "topk_first needs softmax scores"
             yield Violation(("order",), self.order, rule, "score_first")
@@ -113,7 +167,7 @@ class _OwnChoice(Router):
     def rules(self) -> Iterator[Violation]:
         """As for top-k, and nothing else that chooses."""
         yield from super().rules()
-        for name, without in (("groups", None), ("selection_bias", False)):
+        for name, without in (("groups", None), ("selection_bias", False), ("idle", None)):
             if (value := getattr(self, name)) != without:
                 yield Violation((name,), value, f"{self.kind} chooses without it", without)
 
@@ -152,6 +206,49 @@ class RoundRobin(_OwnChoice):
     kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
 
     owner = "moefold.moe.routers:RoundRobinRouter"
+
+
+@ROUTER.register
+class ExpertChoice(_OwnChoice):
+    """In training, each expert chooses its tokens: those of the micro-batch that score it highest,
+    ``top_k / experts`` of them (arXiv 2202.09368).
+
+    All experts have as many tokens, and a token any number of experts. A token's experts then
+    depend on tokens after it, which a causal model does not have when it writes: elsewhere each
+    token chooses ``top_k`` by its own scores.
+    """
+
+    kind: Literal["expert_choice"] = "expert_choice"  # type: ignore[assignment]
+    renormalise: bool = False
+    most: Annotated[int, Field(ge=0)] = 0
+    """Experts that a token keeps of those that chose it, the best ones; 0 is all. On one rank rows
+    to experts take room for as many."""
+
+    owner = "moefold.moe.routers:ExpertChoiceRouter"
+    partial = True
+
+    @property
+    def places(self) -> int:
+        """Experts that can have one token."""
+        return self.most or self.experts
+
+    @property
+    def words(self) -> str:
+        """Who chooses, and what it reads."""
+        return f"experts choose, {self.top_k} of a token on average, by later tokens too"
+
+    def rules(self) -> Iterator[Violation]:
+        """Scores are weights as they are, and no token keeps more experts than there are."""
+        yield from super().rules()
+        if self.renormalise:
+            rule = "must be off: a token of few experts would weigh as much as one of many"
+            yield Violation(("renormalise",), True, rule, False)
+        if self.order == "topk_first":
+            rule = "experts choose by scores over all experts"
+            yield Violation(("order",), self.order, rule, "score_first")
+        if self.most > self.experts > 0:
+            rule = f"must be at most experts ({self.experts})"
+            yield Violation(("most",), self.most, rule, self.experts)
 
 
 class Capacity(Record):
@@ -205,6 +302,22 @@ class Z(Record):
 
 
 @BALANCE.register
+class Quantile(Record):
+    """Moves the selection bias to where each expert would have had its share, once per step.
+
+    Of a micro-batch of m tokens: with a_t the (K+1)-th largest of token t's biased scores, an
+    expert's bias would be minus the (m K / E + 1)-th largest of its scores less a_t. The mean of
+    that over micro-batches is taken in by an exponential average (Megatron-Core's rule).
+    """
+
+    kind: Literal["quantile"] = "quantile"
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of the new value in the average."""
+
+    owner = "moefold.moe.balance:QuantileUpdate"
+
+
+@BALANCE.register
 class Bias(Record):
     """Loss-free balancing (arXiv 2408.15664): moves the selection bias once per global batch."""
 
@@ -247,8 +360,14 @@ class Moe(MoeSpec):
         shared = f", shared {self.shared.width}" if self.shared else ""
         drop = "dropless" if self.capacity is None else f"capacity {self.capacity.factor}"
         router = self.router
-        sizes = f"{router.experts} experts of {self.width}, top {router.top_k}"
+        sizes = f"{router.experts} experts of {self.width}, {router.words}"
         return f"MoE ({sizes}{shared}, {drop})"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a row may go to fewer experts than a decision has places for."""
+        router = self.router
+        return self.capacity is not None or router.partial or router.idle is not None
 
     @property
     def formed(self) -> bool:
@@ -272,7 +391,7 @@ class Moe(MoeSpec):
         may reach it.
         """
         alone = self.router.experts == 1 and self.router.score == "softmax"
-        if alone and all(isinstance(term, Aux | Bias) for term in self.balance):
+        if alone and all(isinstance(term, Aux | Bias | Quantile) for term in self.balance):
             yield "router.weight", "a softmax over one expert is always 1"
 
     def rules(self) -> Iterator[Violation]:
@@ -282,10 +401,21 @@ class Moe(MoeSpec):
                 yield Violation(("router", name), 0, "must be at least 1", 1)
         seen: list[Record] = []
         for i, term in enumerate(self.balance):
-            if isinstance(term, Bias) and not self.router.selection_bias:
-                rule = "kind bias moves the router's selection_bias, which is off"
+            moves = isinstance(term, Bias | Quantile)
+            if moves and not self.router.selection_bias:
+                rule = f"kind {term.kind} moves the router's selection_bias, which is off"
                 yield Violation(("router", "selection_bias"), False, rule, True)
+            if moves and any(isinstance(one, Bias | Quantile) for one in seen):
+                rule = "two entries move the selection bias"
+                yield Violation(("balance", i), term, rule, REMOVE)
+            if isinstance(term, Quantile) and self.router.eligible <= self.router.top_k:
+                rule = f"kind quantile needs fewer than what can be chosen ({self.router.eligible})"
+                most = self.router.eligible - 1
+                yield Violation(("router", "top_k"), self.router.top_k, rule, most)
             if term.model_copy(update=FREE) in seen:
                 rule = "the same term stands in the list already"
                 yield Violation(("balance", i), term, rule, REMOVE)
             seen.append(term.model_copy(update=FREE))
+        if self.capacity is not None and isinstance(self.router, ExpertChoice):
+            rule = "experts that choose take as many tokens each"
+            yield Violation(("capacity",), self.capacity, rule, None)

@@ -53,7 +53,7 @@ class MoeSpec(LayerSpec):
         """What its router does."""
         router, groups = self.router, self.router.groups
         kept = (groups.count, groups.keep) if groups else (1, None)
-        return RoutingSpec(router.experts, router.top_k, self.inner, *kept)
+        return RoutingSpec(router.experts, router.top_k, self.inner, *kept, router.places)
 
     @property
     def formed(self) -> bool:
@@ -89,9 +89,10 @@ class MoeSpec(LayerSpec):
         number, width = self.router.experts, self.width
         experts, columns = self._experts()
         inner, gates = self.inner or hidden, (self.gates,) if self.gates > 1 else ()
-        yield Weight("router.weight", (number, hidden), (), "router", product=False)
+        choices, idle = self.router.choices, self.router.idle
+        yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
-            yield Weight("router.bias", (number,), (), "router", product=False)
+            yield Weight("router.bias", (choices,), (), "router", product=False)
         shape = (number, *gates, width, inner)
         yield Weight("experts.w_in", shape, ((0, experts), (len(gates) + 1, columns)), "experts")
         yield Weight(
@@ -113,13 +114,16 @@ class MoeSpec(LayerSpec):
             yield Weight("shared.w_out", (hidden, shared), ((1, units),), "shared")
             if self.shared.gate:
                 yield Weight("shared.gate.weight", (1, hidden), (), "shared")
+        if idle is not None and idle.constant:
+            shape = (hidden, idle.constant)
+            yield Weight("idle.constant_bias", shape, (), "router", product=False)
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield the router, the experts' products, their activation, and the shared expert."""
         router, columns = self.router, self._experts()[1]
         # Scores are fp32: each pass moves twice the bytes of a feature.
         passes = 2 * ROUTER_PASSES
-        scores = Traffic(router.experts, passes, passes, "own")
+        scores = Traffic(router.choices, passes, passes, "own")
         matmul = (Matmul(("router.weight",), "own"),)
         yield Operation("router", matmul, traffic=(scores,), launches=15, wide=True)
         products = (Matmul(("experts.w_in",), "routed"), Matmul(("experts.w_out",), "routed"))
@@ -127,6 +131,10 @@ class MoeSpec(LayerSpec):
         activation = gated_traffic(self.width, "routed", columns, self.gates)
         extra = self._unfused(hidden)
         yield Operation("moe_act", traffic=(activation, *extra), launches=2)
+        if router.idle is not None:
+            constants = (Matmul(("idle.constant_bias",), "own"),) if router.idle.constant else ()
+            traffic = (Traffic(hidden, 3, 5, "own"),)
+            yield Operation("idle", constants, traffic=traffic, launches=8, wide=True)
         if self.inner is not None:
             narrow = (Matmul(("down.weight",), "own"), Matmul(("up.weight",), "own"))
             yield Operation("latent", narrow, launches=4)
@@ -150,8 +158,7 @@ class MoeSpec(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, the routing, the experts' rows and pre-activations."""
-        top_k = self.router.top_k
-        received = shape.received(top_k)
+        received = shape.received(self.routing)
         yield Saved("residual", shape.row)
         yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape)
         yield from self._saved_routing(shape)
@@ -170,13 +177,13 @@ class MoeSpec(LayerSpec):
                 yield Saved("shared.gated", size, dropped, module="shared")
         # Apart, the way back runs once even where the block runs again, and keeps where rows go.
         yield Saved("combine.tokens", received * INDEX, saved=not shape.apart, module="moe")
-        places = shape.rows * top_k + shape.places
+        places = shape.rows * self.router.places + shape.places
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
         """Yield scores, weights and choices of the router, and what its loss terms read."""
         router = self.router
-        chosen, scores = shape.rows * router.top_k, shape.rows * router.experts * STATISTIC
+        chosen, scores = shape.rows * router.places, shape.rows * router.choices * STATISTIC
         yield Saved("router.scores", scores, module="moe")
         yield Saved("router.chosen", chosen * INDEX, module="moe")
         if router.order == "topk_first":
@@ -184,7 +191,11 @@ class MoeSpec(LayerSpec):
         elif router.renormalise:
             yield Saved("router.total", shape.rows * STATISTIC, module="moe")
             yield Saved("router.weights", chosen * STATISTIC, module="moe")
+        if router.partial:
+            yield Saved("router.kept", chosen, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
+        if router.idle is not None:
+            yield from self._saved_idle(shape, chosen)
         if shape.clones:
             seats = chosen + shape.ep * shape.clones
             # And what stands for the master of each weight.
@@ -197,19 +208,30 @@ class MoeSpec(LayerSpec):
         if self.keeps_logits:
             yield Saved("balance.logits", scores + shape.rows * STATISTIC, module="moe")
 
+    def _saved_idle(self, shape: Shape, chosen: int) -> Iterator[Saved]:
+        """Yield masks of choices, and the weights of choices that compute nothing."""
+        idle = self.router.idle
+        yield Saved("idle.sent", chosen, module="moe")
+        if idle.identity:
+            yield Saved("idle.identities", chosen + shape.rows * shape.width, module="moe")
+        if idle.constant:
+            yield Saved("idle.constants", chosen * INDEX, module="moe")
+            share = shape.rows * (idle.constant + 1) * STATISTIC
+            yield Saved("idle.shares", share, module="moe", operand=True)
+
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield what terms read of tokens' plain choices, each population one sequence."""
         router, populations = self.router, self.populations
         if router.selection_bias or router.groups or router.kind != "topk":
             plain = shape.rows * router.top_k * INDEX
             yield Saved("decision.plain", plain, saved=False, module="moe")
-        counts = router.experts * INDEX * (1 + ("global_batch" in populations))
+        counts = router.choices * INDEX * (1 + ("global_batch" in populations))
         yield Saved("balance.counts", counts, saved=False, module="moe")
-        yield Saved("balance.share", router.experts * 8 * len(populations), module="moe")
+        yield Saved("balance.share", router.choices * 8 * len(populations), module="moe")
         if router.score != "softmax":
             yield Saved("balance.total", 2 * shape.rows * STATISTIC, module="moe")
         elif router.order == "topk_first":
-            scores = shape.rows * router.experts * STATISTIC
+            scores = shape.rows * router.choices * STATISTIC
             yield Saved("balance.probability", scores, module="moe")
 
     def shrunk(self, by: Sizes) -> Self:
@@ -223,7 +245,7 @@ class MoeSpec(LayerSpec):
 
     def steady(self) -> Self:
         """Return a mixture that sends every token to all its experts."""
-        router = self.router.model_copy(update={"top_k": self.router.experts, "groups": None})
+        router = self.router.model_copy(update={"top_k": self.router.choices, "groups": None})
         return self.model_copy(update={"router": router, "capacity": None})
 
 
@@ -236,6 +258,9 @@ def _small_router(router: Any, ep: int) -> Any:
     experts = max(rounded_up(min(router.experts, EXPERTS), lcm(ep, count)), top_k)
     experts = rounded_up(experts, lcm(ep, count))
     changed: dict[str, Any] = {"experts": experts, "top_k": top_k}
+    if router.idle is not None:
+        few = {name: min(number, 2) for name, number in router.idle}
+        changed["idle"] = router.idle.model_copy(update=few)
     if router.groups is not None:
         groups, size = router.groups, experts // count
         keep = max(1, groups.keep * count // groups.count, -(-top_k // size))

@@ -15,6 +15,7 @@ from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
 from moefold.moe.dispatch.routing_plan import RoutedTokens
 from moefold.moe.experts import Experts
+from moefold.moe.idle import IdleExperts
 from moefold.moe.layer_dispatch import LayerDispatch
 from moefold.moe.router import Router
 from moefold.moe.rows import Apart, DispatchedRows, ExpertRows, MoeInput, RoutedRows
@@ -52,6 +53,7 @@ class MoeFfn(nn.Module):
             if record.shared is None
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
+        self.idle = IdleExperts(record.router, hidden) if record.router.idle else None
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
         self.sending = LayerDispatch(dispatch, record.router.experts, self._key)
@@ -77,6 +79,8 @@ class MoeFfn(nn.Module):
         with flow.keeper.scope("moe", *rows):
             routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
             flow.decisions[self._key], terms = self.balance(routed, flow)
+            if self.idle is not None:
+                rows, routed = self.idle(rows, routed, flow, self.residual_scale)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
         terms_N = torch.cat(values) if len(values) > 1 else values[0]
         return RoutedRows(*rows, terms_N, routed.weights_TK, routed.sent_TK)
@@ -112,4 +116,4 @@ class MoeFfn(nn.Module):
 
     def _no_drop(self, flow: Flow) -> bool:
         """Whether the host knows that every row goes to K experts."""
-        return flow.valid_T is None and self.record.capacity is None
+        return flow.valid_T is None and not self.record.drops

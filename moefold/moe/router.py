@@ -59,6 +59,8 @@ class Routed:
     """Weights of the experts' outputs, in the scores' dtype, differentiable; 0 for the unsent."""
     logits_TE: Tensor
     scores_TE: Tensor
+    bias_E: Tensor | None = None
+    """float32 selection bias that the choice was made with."""
 
     @cached_property
     def counts_E(self) -> Tensor:
@@ -89,6 +91,14 @@ class RoutingContext:
         """Return the rows that are tokens."""
         return values_TX[: self.rows.n_valid]
 
+    def gather(self, rows_TX: Tensor) -> Tensor:
+        """Return the rows of all ranks that share the micro-batch; all of them have to ask."""
+        return gather(rows_TX, self.ranks).flatten(0, 1)
+
+    def own(self, gathered_TX: Tensor) -> Tensor:
+        """Return the rows of this rank among those of all."""
+        return gathered_TX.unflatten(0, (self.ranks.size, -1))[self.ranks.index]
+
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks that share the micro-batch; all of them have to ask."""
         return sum_(values.clone(), self.ranks)
@@ -105,9 +115,10 @@ class Router(ExactBuffers, Adaptable):
     def __init__(self, record: RouterRecord, hidden: int, capacity: Capacity | None = None) -> None:
         super().__init__()
         self.record, self.capacity, self.layer = record, capacity, 0
-        self.weight = nn.Parameter(torch.empty(record.experts, hidden))
-        self.bias = nn.Parameter(torch.empty(record.experts)) if record.bias else None
-        bias_E = torch.zeros(record.experts, dtype=torch.float32) if record.selection_bias else None
+        choices = record.choices
+        self.weight = nn.Parameter(torch.empty(choices, hidden))
+        self.bias = nn.Parameter(torch.empty(choices)) if record.bias else None
+        bias_E = torch.zeros(choices, dtype=torch.float32) if record.selection_bias else None
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", bias_E)
 
@@ -124,12 +135,12 @@ class Router(ExactBuffers, Adaptable):
         weights_TK = weights(scores_TE, decision.experts_TK, self.record)
         if fresh and self.capacity is not None and not flow.dropless:
             decision = replace(decision, kept_TK=self._drop(decision, weights_TK, flow))
-        sent_TK, experts = decision.experts_TK, self.record.experts
+        sent_TK, experts = decision.experts_TK, self.record.choices
         if decision.kept_TK is not None:
             sent_TK = torch.where(decision.kept_TK, sent_TK, experts)
-        if decision.kept_TK is not None or flow.valid_T is not None:
+        if decision.kept_TK is not None or flow.valid_T is not None or self.record.partial:
             weights_TK = torch.where(sent_TK < experts, weights_TK, 0)
-        return Routed(decision, sent_TK, weights_TK, logits_TE, scores_TE)
+        return Routed(decision, sent_TK, weights_TK, logits_TE, scores_TE, self.selection_bias)
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores [T, E] that experts are chosen and weighed by."""
@@ -175,14 +186,17 @@ class Router(ExactBuffers, Adaptable):
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
         """Return which copies stay; the whole micro-batch competes, on whatever ranks it is."""
         assert self.capacity is not None
-        top_k, experts = self.record.top_k, self.record.experts
+        top_k, experts = self.record.top_k, self.record.choices
         limit = self.capacity.copies(flow.rows.population, top_k, experts)
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
         if self.capacity.drop == "random":
             by_weight = drawn(flow, top_k, self.layer, DROP, weights_TK)
         ranks = flow.world.group("tp_cp")
+        # What computes nothing takes any number.
+        idle_TK = (decision.experts_TK >= self.record.experts) & (decision.experts_TK < experts)
         if ranks.size == 1:
-            return drop(decision.experts_TK, by_weight, flow.rows.token_T, limit, experts)
+            kept = drop(decision.experts_TK, by_weight, flow.rows.token_T, limit, experts)
+            return kept | idle_TK
         everywhere = [
             None if part is None else gather(part, ranks).flatten(0, 1)
             for part in (decision.experts_TK, by_weight, flow.rows.token_T)
@@ -190,4 +204,4 @@ class Router(ExactBuffers, Adaptable):
         experts_TK, by_weight, token_T = everywhere
         assert experts_TK is not None and token_T is not None
         kept = drop(experts_TK, by_weight, token_T, limit, experts)
-        return kept.unflatten(0, (ranks.size, -1))[ranks.index]
+        return kept.unflatten(0, (ranks.size, -1))[ranks.index] | idle_TK

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.quantise.philox import chance
-from moefold.moe.config import Sinkhorn
+from moefold.moe.config import Capacity, ExpertChoice, Sinkhorn
 from moefold.moe.draws import HASH
 from moefold.moe.router import Router, RoutingContext
 from moefold.moe.topk import select
@@ -30,6 +30,31 @@ class SinkhornRouter(Router):
             scores_TE = scores_TE / wanted_E.clamp(min=least)
             scores_TE = scores_TE / scores_TE.sum(1, keepdim=True).clamp(min=least)
         return super().choose(scores_TE, context)
+
+
+class ExpertChoiceRouter(Router):
+    """Gives each expert the tokens of the micro-batch that score it highest, in training."""
+
+    record: ExpertChoice
+
+    def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        """Choose as the experts do in training, where other tokens may be looked at."""
+        if not context.training:
+            return super().choose(scores_TE, context)
+        record, rows = self.record, context.rows
+        taken = Capacity(factor=1.0).copies(rows.population, record.top_k, record.experts)
+        real_T1 = rows.valid_T[:, None]
+        masked_TE = torch.where(real_T1, scores_TE, -torch.inf)
+        all_TE, token_T = (context.gather(part) for part in (masked_TE, rows.token_T))
+        # Ties go to the earliest token, whatever rank it is on.
+        row_T = token_T.argsort(stable=True)
+        order_TE = all_TE[row_T].sort(dim=0, descending=True, stable=True).indices
+        chosen_TE = torch.zeros_like(all_TE, dtype=torch.bool)
+        chosen_TE.scatter_(0, row_T[order_TE[:taken]], True)
+        own_TE = torch.where(context.own(chosen_TE) & real_T1, scores_TE, -torch.inf)
+        best_TE, experts_TE = own_TE.sort(dim=1, descending=True, stable=True)
+        experts_TE = torch.where(best_TE == -torch.inf, record.experts, experts_TE)
+        return experts_TE[:, : record.places].contiguous()
 
 
 class HashRouter(Router):

@@ -172,7 +172,7 @@ def _layer(
     spec = described(block.ffn)
     rows, features = shape.piece, shape.hidden
     if spec.routing is not None:
-        rows, features = shape.received(spec.routing.top_k), spec.routing.width or shape.hidden
+        rows, features = shape.received(spec.routing), spec.routing.width or shape.hidden
     sent = rows * features * shape.width
     inner = rows * activation_width(spec, shape) * shape.width
     forward, backward = inner + sent + shape.row, 4 * inner + 2 * sent + 2 * shape.row

@@ -175,7 +175,7 @@ def experts_here(spec: LayerSpec, shape: Shape) -> float:
 def _rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
     if kind == "routed":
         assert spec.routing is not None
-        return shape.received(spec.routing.top_k)
+        return shape.received(spec.routing)
     return shape.rows if kind == "own" else shape.piece
 
 
@@ -230,7 +230,7 @@ def _feed_forward(name: str, spec: LayerSpec, shape: Shape, widths: Widths) -> I
     """Yield the pre-activation, the activation, and what routed experts keep besides."""
     (into, inputs), (_, features) = _products(spec, shape, name)
     if name == "experts" and spec.routing is not None:
-        rows = shape.received(spec.routing.top_k)
+        rows = shape.received(spec.routing)
         yield _part("experts.input", rows * inputs * widths.code, MIXTURE, "experts")
         yield _part("experts.hidden", rows * into * widths.hidden, MIXTURE, "experts")
         activation = rows * features * widths.code

@@ -13,8 +13,11 @@ from moefold.moe.config import (
     Aux,
     Bias,
     Capacity,
+    ExpertChoice,
     Groups,
+    Idle,
     Moe,
+    Quantile,
     Router,
     Shared,
     Z,
@@ -181,3 +184,9 @@ def router_kinds() -> Iterator[tuple[str, Subject]]:
         router=Router(experts=8, top_k=2, jitter=0.1), capacity=Capacity(factor=0.8, drop="random")
     )
     yield "jitter and drops by chance", subject(decoder(GQA, DENSE, by_chance))
+    few = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
+    yield "expert choice of few", subject(decoder(GQA, DENSE, few))
+    idle = Idle(identity=1, constant=2, zero=1)
+    router = Router(experts=8, top_k=3, idle=idle, selection_bias=True)
+    free = moe(router=router, capacity=Capacity(factor=1.5), balance=(*TERMS, Quantile(rate=0.5)))
+    yield "idle experts and quantiles", subject(decoder(GQA, DENSE, free, free))

@@ -237,6 +237,8 @@ class RoutingSpec(NamedTuple):
     """Features of the rows that are sent; None is D."""
     groups: int = 1
     groups_kept: int | None = None
+    places: int = 0
+    """Places for experts in a row of a decision; 0 is ``top_k``."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +318,13 @@ class Shape:
         """Whether context ranks attend with a share of the heads of more rows than their own."""
         return self.context.sharing_heads(self.cp) > 1
 
-    def received(self, top_k: int) -> int:
-        """R: rows that the most loaded rank's experts take, or has room for."""
+    def received(self, routing: RoutingSpec) -> int:
+        """R: rows that the most loaded rank's experts take, or has room for.
+
+        One rank has room for what each place of a decision may hold.
+        """
+        alone = self.ep * self.etp == 1
+        top_k = (routing.places if alone else 0) or routing.top_k
         return self.room or round(self.rows * top_k * self.etp * self.load)
 
 

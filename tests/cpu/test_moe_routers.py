@@ -6,14 +6,39 @@ import pytest
 import torch
 from torch import Tensor
 
+from moefold.config.errors import REMOVE
 from moefold.config.slot import build
 from moefold.layers.flow import Flow
-from moefold.moe.config import Capacity, Hash, RoundRobin, Router, Sinkhorn
+from moefold.layers.kinds.gqa import Gqa
+from moefold.model.config import Block
+from moefold.moe.balance import Balance
+from moefold.moe.config import (
+    Bias,
+    Capacity,
+    ExpertChoice,
+    Hash,
+    Idle,
+    Moe,
+    Quantile,
+    RoundRobin,
+    Router,
+    Sinkhorn,
+)
+from moefold.moe.dispatch.config import LocalExperts
+from moefold.moe.layer import MoeFfn
 from moefold.moe.router import Routed
+from moefold.moe.rows import MoeInput
 from moefold.moe.topk import count
-from tests.cpu.routing import drawn, flow_of, rows_of
+from tests.cpu.routing import drawn, flow_of, observe, rows_of
 
 EXPERTS, ROWS = 8, 160
+QUANTILE = Quantile(rate=1.0)
+GQA = Gqa(heads=2, kv_heads=2, head_dim=4)
+SMALL = Router(experts=EXPERTS, top_k=2)
+BIASED = SMALL.model_copy(update={"selection_bias": True})
+IDLE = SMALL.model_copy(update={"idle": Idle(identity=1)})
+EAGER = BIASED.model_copy(update={"top_k": EXPERTS})
+CHOICE = ExpertChoice(experts=EXPERTS, top_k=2)
 
 
 def made(record: Router, capacity: Capacity | None = None, layer: int = 0) -> Any:
@@ -121,3 +146,97 @@ def test_b86_jitter_is_of_the_step_and_the_row_and_of_training_alone() -> None:
     x_TD.grad = None
     shaken(x_TD, flow()).logits_TE[:ROWS].sum().backward()
     assert x_TD.grad is not None and torch.allclose(x_TD.grad[:ROWS], factors)
+
+
+def chosen_by_loop(scores: list[list[float]], taken: int, most: int) -> list[set[int]]:
+    """Return each token's experts where each expert takes the best tokens, earliest first."""
+    tokens, experts = range(len(scores)), range(len(scores[0]))
+    found: list[set[int]] = [set() for _ in tokens]
+    for e in experts:
+        for t in sorted(tokens, key=lambda t: (-scores[t][e], t))[:taken]:
+            found[t].add(e)
+    return [
+        set(sorted(one, key=lambda e: (-scores[t][e], e))[:most]) for t, one in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize("most", (0, 2))
+def test_b86_experts_choose_their_tokens(most: int) -> None:
+    """All have as many; what a token is not chosen by weighs nothing, padding is chosen by none."""
+    router = made(ExpertChoice(experts=EXPERTS, top_k=2, most=most))
+    x_TD = tilted()
+    routed = router(x_TD, flow())
+    chosen_TK = routed.decision.experts_TK
+    assert chosen_TK.shape[1] == (most or EXPERTS) and (chosen_TK[ROWS:] == EXPERTS).all()
+    wanted = chosen_by_loop(routed.scores_TE[:ROWS].tolist(), ROWS * 2 // EXPERTS, most or EXPERTS)
+    assert [set(one) - {EXPERTS} for one in chosen_TK[:ROWS].tolist()] == wanted
+    assert (routed.weights_TK[chosen_TK == EXPERTS] == 0).all()
+    assert most or loads(routed) == [ROWS * 2 // EXPERTS] * EXPERTS
+    # Where there may be no later tokens each chooses for itself.
+    alone = router(x_TD, flow(training=False)).decision.experts_TK
+    plain = made(Router(experts=EXPERTS, top_k=2, renormalise=False))
+    assert torch.equal(alone, plain(x_TD, flow(training=False)).decision.experts_TK)
+
+
+def test_b86_quantiles_give_each_expert_its_share() -> None:
+    """One step asks for the order statistic; a few of the whole rate make loads even."""
+    record = Router(experts=EXPERTS, top_k=2, selection_bias=True)
+    router, balance = made(record), Balance(Moe(width=4, router=record, balance=(QUANTILE,)))
+    x_TD, spread = tilted(), list[int]()
+    for step in range(12):
+        balance.start_step()
+        routed, _, _ = observe(balance.record, router, x_TD, flow(), balance)
+        assert router.selection_bias is not None
+        biased_TE = routed.scores_TE[:ROWS] + router.selection_bias
+        next_T1 = biased_TE.sort(dim=1, descending=True).values[:, 2:3]
+        over_TE = (routed.scores_TE[:ROWS] - next_T1).sort(dim=0, descending=True).values
+        balance.finish_step(router)
+        wanted_E = -over_TE[ROWS * 2 // EXPERTS]
+        assert (router.selection_bias - wanted_E).abs().max() < 1e-6, step
+        spread.append(max(loads(routed)) - min(loads(routed)))
+    assert spread[0] > 90 and spread[-1] < 12
+
+
+def test_b86_idle_experts_add_what_they_are() -> None:
+    """A mixture whose experts give nothing adds shares of the row, and learned rows."""
+    idle = Idle(identity=2, constant=2, zero=1)
+    record = Router(experts=4, top_k=3, idle=idle)
+    mixture = MoeFfn(Moe(width=4, router=record), 6, 0, LocalExperts(), "loop").double()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        mixture.experts.w_out.zero_()
+    assert mixture.idle is not None and mixture.idle.constant_bias is not None
+    x_TD = drawn(ROWS + 3, double=True).detach()
+    rows = flow()
+    routed = mixture.router(x_TD, rows)
+    added_TD = mixture(MoeInput(torch.zeros_like(x_TD), x_TD), rows).x_TD
+    given = mixture.idle.constant_bias.unbind(1)
+    for t in range(ROWS):
+        wanted_D = torch.zeros(6).double()
+        for e, w in zip(routed.sent_TK[t].tolist(), routed.weights_TK[t], strict=True):
+            row_D = x_TD[t] if e in (4, 5) else given[e - 6] if e in (6, 7) else 0
+            wanted_D = wanted_D + w * row_D
+        assert torch.allclose(added_TD[t], wanted_D)
+    assert (added_TD[ROWS:] == 0).all()
+    load_E = mixture.balance.counters.load_E
+    assert load_E.sum() == 3 * ROWS and (load_E[4:] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("where", "nearest", "record"),
+    [
+        ("renormalise", False, ExpertChoice(experts=8, top_k=2, renormalise=True)),
+        ("most", 8, ExpertChoice(experts=8, top_k=2, most=9)),
+        ("idle", None, ExpertChoice(experts=8, top_k=2, idle=Idle(zero=1))),
+        ("capacity", None, Moe(width=8, router=CHOICE, capacity=Capacity(factor=1.0))),
+        ("router.selection_bias", True, Moe(width=8, router=SMALL, balance=(QUANTILE,))),
+        ("balance.1", REMOVE, Moe(width=8, router=BIASED, balance=(QUANTILE, Bias()))),
+        ("router.top_k", 7, Moe(width=8, router=EAGER, balance=(QUANTILE,))),
+        ("norms", "before", Block(attention=GQA, ffn=Moe(width=8, router=IDLE), norms="both")),
+    ],
+)
+def test_what_does_not_fit_a_router_is_refused(where: str, nearest: Any, record: Any) -> None:
+    (found,) = record.rules()
+    assert (".".join(map(str, found.path)), found.nearest) == (where, nearest)

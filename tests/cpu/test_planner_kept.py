@@ -16,7 +16,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
-from moefold.moe.config import Aux, Bias, Hash, Moe, Router, Shared, Z
+from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, Moe, Router, Shared, Z
 from moefold.planner.memory_kept import kept, kept_bytes, operands
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
@@ -55,9 +55,13 @@ BLOCKS = {
     "latents, sigmoid": Block(
         attention=MLA, ffn=Moe(width=24, router=BIASED, balance=(Z(), Aux(), Bias()))
     ),
-    "jitter, a choice by hash": Block(
+    "jitter, experts choose": Block(
         attention=GQA,
-        ffn=Moe(width=24, router=Hash(experts=8, top_k=2, jitter=0.1), balance=(Aux(),)),
+        ffn=Moe(
+            width=24,
+            router=ExpertChoice(experts=8, top_k=2, most=3, jitter=0.1),
+            balance=(Aux(),),
+        ),
     ),
     "norms after, gate on the output": Block(
         attention=GQA.model_copy(update={"gate": True}), ffn=MOE, norms="after"
@@ -89,8 +93,12 @@ BLOCKS = {
     "short convolution": Block(attention=ShortConvolution(taps=3), ffn=Dense(width=48)),
     "delta net": Block(attention=DELTA, ffn=Dense(width=48)),
     "decays of channels": Block(attention=DELTA.model_copy(update=CHANNELS), ffn=Dense(width=48)),
-    "one norm": Block(
-        attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
+    "one norm, idle experts": Block(
+        attention=GQA,
+        ffn=Moe(
+            width=24, router=Router(experts=8, top_k=3, idle=Idle(identity=1, constant=2, zero=1))
+        ),
+        norms="shared",
     ),
     "latents without a query's, wide values": Block(
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)

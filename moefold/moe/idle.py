@@ -1,0 +1,56 @@
+"""Experts that compute nothing: their rows stay where they are.
+
+T token rows, D hidden, K experts per token, E experts, C constants.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from moefold.kernels.linear.product import linear
+from moefold.layers.flow import Flow, scaled
+from moefold.layers.linear import Adaptable
+from moefold.moe.config import Router
+from moefold.moe.router import Routed
+from moefold.moe.rows import MoeInput
+
+
+class IdleExperts(Adaptable):
+    """What choices beyond the E experts give: first identities, then constants, then nothing.
+
+    ``constant_bias`` [D, C] holds a row of each constant; None without them.
+    """
+
+    def __init__(self, record: Router, hidden: int) -> None:
+        super().__init__()
+        assert record.idle is not None
+        self.experts, self.record = record.experts, record.idle
+        constants = self.record.constant
+        self.constant_bias = nn.Parameter(torch.empty(hidden, constants)) if constants else None
+
+    def forward(
+        self, rows: MoeInput, routed: Routed, flow: Flow, factor: float
+    ) -> tuple[MoeInput, Routed]:
+        """Return rows with what idle experts add, times a factor, and what is left to send."""
+        sent_TK, weights_TK = routed.sent_TK, routed.weights_TK
+        ids_TK, record = sent_TK - self.experts, self.record
+        residual_TD, x_TD = rows
+        if record.identity:
+            kept_TK = (ids_TK >= 0) & (ids_TK < record.identity)
+            share_T1 = torch.where(kept_TK, weights_TK, 0).sum(1, keepdim=True)
+            residual_TD = residual_TD + scaled(x_TD * share_T1.to(x_TD.dtype), factor)
+        if self.constant_bias is not None:
+            place_TK = ids_TK - record.identity
+            kept_TK = (place_TK >= 0) & (place_TK < record.constant)
+            place_TK = torch.where(kept_TK, place_TK, record.constant)
+            share_TC = weights_TK.new_zeros(len(x_TD), record.constant + 1)
+            share_TC = share_TC.scatter_add(1, place_TK, weights_TK)[:, :-1]
+            given_DC = self.operand("constant_bias", flow, share_TC.dtype)
+            added_TD = linear(share_TC, given_DC, n_valid=flow.n_valid, sink=flow.sink)
+            residual_TD = residual_TD + scaled(added_TD.to(x_TD.dtype), factor)
+        here_TK = ids_TK < 0
+        sent_TK = torch.where(here_TK, sent_TK, self.experts)
+        weights_TK = torch.where(here_TK, weights_TK, 0)
+        left = replace(routed, sent_TK=sent_TK, weights_TK=weights_TK)
+        return MoeInput(residual_TD, x_TD), left
