@@ -40,9 +40,14 @@ class SwiGlu(Adaptable):
                 products = dense_products(flow.whole.n_valid)
                 share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
             y_TD = flow.scatter(share_PD)
-            return y_TD if self.gate is None else y_TD * self.gate(x_TD, flow).sigmoid()
+            return y_TD if self.gate is None else y_TD * self.share(x_TD, flow)
 
         return flow.keeper.run(self._kind, ffn, x_TD)
+
+    def share(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return what the gate scales each row's output by [T, 1]."""
+        assert self.gate is not None
+        return self.gate(x_TD, flow).sigmoid()
 
 
 def dense_ffn(record: Dense, hidden: int) -> SwiGlu:

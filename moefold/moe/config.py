@@ -273,6 +273,14 @@ class Shared(Record):
     width: Size
     gate: bool = False
     """Whether its output is scaled by a sigmoid of the token."""
+    two_way: bool = False
+    """Whether the routed experts have what the gate leaves: a softmax of two (PR-MoE's residual
+    experts, arXiv 2201.05596)."""
+
+    def rules(self) -> Iterator[Violation]:
+        """There is a gate where it weighs both."""
+        if self.two_way and not self.gate:
+            yield Violation(("gate",), False, "must be on: two_way shares out by it", True)
 
 
 @BALANCE.register
@@ -350,6 +358,9 @@ class Moe(MoeSpec):
     """Whether both products of a routed expert have biases."""
     weigh: Literal["output", "input"] = "output"
     """Whether a token's weights are factors of what its experts give, or of what they read."""
+    latent: Size | None = None
+    """Width that rows have between a projection before they are sent and one after their results
+    are added up; router, shared and idle experts read whole rows (LatentMoE, arXiv 2601.18089)."""
 
     owner = "moefold.moe.layer:MoeFfn"
     caches = True
@@ -360,8 +371,14 @@ class Moe(MoeSpec):
         shared = f", shared {self.shared.width}" if self.shared else ""
         drop = "dropless" if self.capacity is None else f"capacity {self.capacity.factor}"
         router = self.router
-        sizes = f"{router.experts} experts of {self.width}, {router.words}"
+        narrow = f" in {self.latent} features" if self.latent else ""
+        sizes = f"{router.experts} experts of {self.width}{narrow}, {router.words}"
         return f"MoE ({sizes}{shared}, {drop})"
+
+    @property
+    def inner(self) -> int | None:
+        """Width of the space that routed experts work in; None is the model's."""
+        return self.latent
 
     @property
     def drops(self) -> bool:
@@ -416,6 +433,9 @@ class Moe(MoeSpec):
                 rule = "the same term stands in the list already"
                 yield Violation(("balance", i), term, rule, REMOVE)
             seen.append(term.model_copy(update=FREE))
+        if self.weigh == "input" and self.shared is not None and self.shared.two_way:
+            rule = "must be output: two_way shares out what experts give"
+            yield Violation(("weigh",), self.weigh, rule, "output")
         if self.capacity is not None and isinstance(self.router, ExpertChoice):
             rule = "experts that choose take as many tokens each"
             yield Violation(("capacity",), self.capacity, rule, None)

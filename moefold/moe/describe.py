@@ -143,7 +143,7 @@ class MoeSpec(LayerSpec):
             activation = gated_traffic(self.shared.width, units=self._shared(), gates=self.gates)
             yield Operation("shared", products, traffic=(activation,), launches=4)
             if self.shared.gate:
-                gate = (Matmul(("shared.gate.weight",), "own"),)
+                gate = (Matmul(("shared.gate.weight",), "own"),) * (1 + self.shared.two_way)
                 yield Operation("gate", gate, launches=0, wide=True)
 
     def _unfused(self, hidden: int) -> tuple[Traffic, ...]:
@@ -162,12 +162,17 @@ class MoeSpec(LayerSpec):
         yield Saved("residual", shape.row)
         yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape)
         yield from self._saved_routing(shape)
-        rows_in = received * shape.hidden * shape.width
+        inner = self.inner or shape.hidden
+        rows_in = received * inner * shape.width
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
         yield Saved("experts.input", rows_in, dropped, module="experts", operand=True, rows=room)
         yield Saved("experts.weights", received * STATISTIC, module="experts")
+        if self.inner is not None:
+            size = shape.rows * inner * shape.width
+            yield Saved("latent.rows", size, only=dropped, module="moe")
+            yield Saved("latent.combined", size, module="moe", operand=True)
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
             yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
@@ -193,6 +198,11 @@ class MoeSpec(LayerSpec):
             yield Saved("router.weights", chosen * STATISTIC, module="moe")
         if router.partial:
             yield Saved("router.kept", chosen, module="moe")
+        if self.shared is not None and self.shared.two_way:
+            size = shape.rows * (shape.width + STATISTIC)
+            if router.order == "score_first" or router.scale != 1:
+                size += chosen * STATISTIC
+            yield Saved("router.two_way", size, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
         if router.idle is not None:
             yield from self._saved_idle(shape, chosen)
@@ -238,6 +248,8 @@ class MoeSpec(LayerSpec):
         """Return few experts of a small width, in as few groups, and a small shared one."""
         changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
         changed["router"] = _small_router(self.router, by.ep)
+        if self.inner is not None:
+            changed["latent"] = SMALL_WIDTH // 2
         if self.shared is not None:
             width = rounded_up(SMALL_WIDTH, by.tp)
             changed["shared"] = self.shared.model_copy(update={"width": width})

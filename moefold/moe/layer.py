@@ -1,16 +1,17 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine.
 
-T rows, D hidden, K experts per token, E experts, R rows after dispatch, N router terms. What
-travels from one part to the next is a record; the names of its tensors say their dims.
+T rows, D hidden, L width of what is sent, K experts per token, E experts, R rows after dispatch,
+N router terms. What travels from one part to the next is a record; its tensors' names say dims.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.layers.ffn import SwiGlu
 from moefold.layers.flow import BlockOutput, Exchange, Flow, Segment, scaled
+from moefold.layers.linear import Linear
 from moefold.moe.balance import Balance
 from moefold.moe.config import Moe
 from moefold.moe.dispatch.routing_plan import RoutedTokens
@@ -47,12 +48,17 @@ class MoeFfn(nn.Module):
         make = self.router_type or build
         self.router: Router = make(record.router, hidden, record.capacity)
         self.router.layer = layer
-        self.experts = Experts(record, hidden, expert_kernel)
+        inner = record.inner or hidden
+        self.experts = Experts(record, inner, expert_kernel)
+        self.down = self.up = None
+        if record.inner is not None:
+            self.down, self.up = Linear(hidden, inner), Linear(inner, hidden)
         self.shared = (
             None
             if record.shared is None
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
+        self._two_way = record.shared is not None and record.shared.two_way
         self.idle = IdleExperts(record.router, hidden) if record.router.idle else None
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
@@ -67,12 +73,13 @@ class MoeFfn(nn.Module):
         """Return the residual and the experts' output, in one or apart, and the router's terms."""
         routed = self.route(rows, flow)
         dispatched = self.dispatch(routed, flow)
-        done = self.run_experts(dispatched, flow)
-        return self.combine(done, flow)
+        done = self.combine(self.run_experts(dispatched, flow), flow)
+        return self.finish(done, flow) if isinstance(done, ExpertRows) else done
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the steps of ``forward``: a schedule may run other work between them."""
-        return (self.route, Exchange(self.dispatch), self.run_experts, Exchange(self.combine))
+        steps = (self.route, Exchange(self.dispatch), self.run_experts, Exchange(self.combine))
+        return steps if self.up is None else (*steps, self.finish)
 
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
         """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
@@ -81,14 +88,20 @@ class MoeFfn(nn.Module):
             flow.decisions[self._key], terms = self.balance(routed, flow)
             if self.idle is not None:
                 rows, routed = self.idle(rows, routed, flow, self.residual_scale)
+            weights_TK, inner_TL = routed.weights_TK, None
+            if self.shared is not None and self._two_way:
+                weights_TK = weights_TK * (1 - self.shared.share(rows.x_TD, flow)).to(weights_TK)
+            if self.down is not None:
+                inner_TL = self.down(rows.x_TD, flow)
         values = [value.reshape(1) for value in terms.values()] or [rows.x_TD.new_zeros(0)]
         terms_N = torch.cat(values) if len(values) > 1 else values[0]
-        return RoutedRows(*rows, terms_N, routed.weights_TK, routed.sent_TK)
+        return RoutedRows(*rows, terms_N, weights_TK, routed.sent_TK, inner_TL)
 
     def dispatch(self, rows: RoutedRows, flow: Flow) -> DispatchedRows:
         """Send copies of the rows to the ranks of their experts."""
-        residual_TD, x_TD, terms_N, weights_TK, experts_TK = rows
-        tokens = RoutedTokens(x_TD, weights_TK, experts_TK, self._no_drop(flow))
+        residual_TD, x_TD, terms_N, weights_TK, experts_TK, inner_TL = rows
+        given = x_TD if inner_TL is None else inner_TL
+        tokens = RoutedTokens(given, weights_TK, experts_TK, self._no_drop(flow))
         draws = flow.training and bool(self.experts.drops)
         sent = self.sending.send(tokens, flow, self.experts.by_micro_batch, draws)
         return DispatchedRows(residual_TD, x_TD, terms_N, sent)
@@ -105,9 +118,19 @@ class MoeFfn(nn.Module):
                     shared_TD = None
         return ExpertRows(residual_TD, shared_TD, rows.terms_N, y_RD, handle)
 
-    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
+    def combine(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart | ExpertRows:
         """Bring the experts' results back to their rows, and add them up."""
-        out_TD = self.sending.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
+        out_TL = self.sending.fetch(rows.y_RD, rows.handle, self._no_drop(flow), flow)
+        if self.up is not None:
+            return rows._replace(y_RD=out_TL, handle=())
+        return self._added(rows, out_TL)
+
+    def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
+        """Bring the sums of results to the model's width."""
+        assert self.up is not None
+        return self._added(rows, self.up(rows.y_RD, flow))
+
+    def _added(self, rows: ExpertRows, out_TD: Tensor) -> BlockOutput | Apart:
         out_TD = out_TD if rows.shared_TD is None else out_TD + rows.shared_TD
         added_TD = scaled(out_TD, self.residual_scale)
         if self.apart:

@@ -30,6 +30,8 @@ class RoutedRows(NamedTuple):
     weights_TK: Tensor
     experts_TK: Tensor
     """int64; E for copies that are not sent."""
+    inner_TL: Tensor | None = None
+    """What is sent in place of the rows."""
 
 
 class DispatchedRows(NamedTuple):

@@ -5,9 +5,6 @@ save is what Megatron-Core's do.
 """
 
 from collections.abc import Iterator
-from typing import Annotated
-
-from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.layers.config import Size
@@ -109,18 +106,10 @@ class Nothing(LayerSpec):
 
 
 class PlainMoe(Moe):
-    """Experts of two matrices without a gate, which may work in a narrower space."""
-
-    latent: Annotated[int, Field(ge=1)] | None = None
-    """Width of the space that routed experts work in; None is the model's."""
+    """Experts of two matrices without a gate."""
 
     untrained = "experts without a gate"
     gates = 1
-
-    @property
-    def inner(self) -> int | None:
-        """Width of that space."""
-        return self.latent
 
 
 class BiasedMoe(Moe):

@@ -279,6 +279,13 @@ def routers() -> Iterator[ProofCase]:
     found = list(router_kinds())
     yield from _each(found, layouts)
     yield from _each(found, [("tp2 ep2", 4)], recompute=Full())
+    latent = [one for one in found if "latent" in one[0]]
+    for schedule, zero in zip(kinds(SCHEDULE), (1, 2, 3, 0) * 3, strict=False):
+        layouts = [("pp2 ep2", 4), ("pp2 vpp2 ep2", 4)]
+        yield from _each(latent, layouts, schedule=schedule, zero=zero)
+    for record in kinds(DISPATCH, max_rows=ROOM):
+        if not isinstance(record, Foreign):
+            yield from _each(latent, [("tp2 ep4", 4)], dispatch=record)
 
 
 @rule

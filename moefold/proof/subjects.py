@@ -190,3 +190,8 @@ def router_kinds() -> Iterator[tuple[str, Subject]]:
     router = Router(experts=8, top_k=3, idle=idle, selection_bias=True)
     free = moe(router=router, capacity=Capacity(factor=1.5), balance=(*TERMS, Quantile(rate=0.5)))
     yield "idle experts and quantiles", subject(decoder(GQA, DENSE, free, free))
+    both = Shared(width=16, gate=True, two_way=True)
+    latent = moe(latent=8, shared=both, router=router.model_copy(update={"selection_bias": False}))
+    blocks = (Block(attention=GQA, ffn=latent, norms=norms) for norms in ("before", "shared"))
+    made = decoder(GQA, DENSE).model_copy(update={"stacks": (Stack(blocks=tuple(blocks)),)})
+    yield "latent rows, two ways", subject(made)

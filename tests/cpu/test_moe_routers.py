@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moefold.config.errors import REMOVE
 from moefold.config.slot import build
@@ -22,6 +23,7 @@ from moefold.moe.config import (
     Quantile,
     RoundRobin,
     Router,
+    Shared,
     Sinkhorn,
 )
 from moefold.moe.dispatch.config import LocalExperts
@@ -37,6 +39,7 @@ GQA = Gqa(heads=2, kv_heads=2, head_dim=4)
 SMALL = Router(experts=EXPERTS, top_k=2)
 BIASED = SMALL.model_copy(update={"selection_bias": True})
 IDLE = SMALL.model_copy(update={"idle": Idle(identity=1)})
+TWO_WAY = Shared(width=8, gate=True, two_way=True)
 EAGER = BIASED.model_copy(update={"top_k": EXPERTS})
 CHOICE = ExpertChoice(experts=EXPERTS, top_k=2)
 
@@ -224,9 +227,37 @@ def test_b86_idle_experts_add_what_they_are() -> None:
     assert load_E.sum() == 3 * ROWS and (load_E[4:] > 0).all()
 
 
+def test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections() -> None:
+    """The sum of the experts' results is widened, not each of them; the gate shares both out."""
+    shared = Shared(width=5, gate=True, two_way=True)
+    record = Moe(width=4, latent=3, shared=shared, router=Router(experts=4, top_k=2))
+    mixture = MoeFfn(record, 6, 0, LocalExperts(), "loop").double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    assert mixture.down is not None and mixture.up is not None and mixture.shared is not None
+    x_TD, rows = drawn(ROWS, double=True).detach(), flow_of(rows_of((ROWS,)), double=True)
+    routed = mixture.router(x_TD, rows)
+    sent_TL, sums_TL = x_TD @ mixture.down.weight.T, torch.zeros(ROWS, 3).double()
+    for e, (w_in, w_out) in enumerate(
+        zip(mixture.experts.w_in, mixture.experts.w_out, strict=True)
+    ):
+        gate_TF, up_TF = sent_TL @ w_in[0].T, sent_TL @ w_in[1].T
+        weight_T1 = torch.where(routed.sent_TK == e, routed.weights_TK, 0).sum(1, keepdim=True)
+        sums_TL = sums_TL + weight_T1 * ((F.silu(gate_TF) * up_TF) @ w_out.T)
+    assert mixture.shared.gate is not None
+    share_T1 = (x_TD @ mixture.shared.gate.weight.T).sigmoid()
+    wanted_TD = (1 - share_T1) * (sums_TL @ mixture.up.weight.T) + mixture.shared(x_TD, rows)
+    found_TD = mixture(MoeInput(torch.zeros_like(x_TD), x_TD), rows).x_TD
+    assert torch.allclose(found_TD, wanted_TD)
+
+
 @pytest.mark.parametrize(
     ("where", "nearest", "record"),
     [
+        ("gate", True, Shared(width=8, two_way=True)),
+        ("weigh", "output", Moe(width=8, router=SMALL, weigh="input", shared=TWO_WAY)),
         ("renormalise", False, ExpertChoice(experts=8, top_k=2, renormalise=True)),
         ("most", 8, ExpertChoice(experts=8, top_k=2, most=9)),
         ("idle", None, ExpertChoice(experts=8, top_k=2, idle=Idle(zero=1))),

@@ -44,7 +44,8 @@ BLOCKS = {
         ffn=MOE.model_copy(
             update={
                 "router": Router(experts=8, top_k=2, order="topk_first"),
-                "shared": Shared(width=40, gate=True),
+                "shared": Shared(width=40, gate=True, two_way=True),
+                "latent": 32,
                 "balance": (Aux(over="global_batch"),),
             }
         ),

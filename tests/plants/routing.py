@@ -12,6 +12,10 @@ B12_TERMS = BALANCE + "test_b12_b15_padding_changes_no_bit_of_terms_gradients_an
 B15_MODEL = MODEL + "test_b15_what_stands_in_padding_rows_leaks_nowhere"
 B23 = PARITY + "test_b23_logits_choices_weights_and_gradients_equal_transformers"
 
+B87 = (
+    "tests/cpu/test_moe_routers.py::"
+    "test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections"
+)
 B86 = "tests/cpu/test_moe_routers.py::"
 
 PLANTS = (
@@ -364,5 +368,13 @@ PLANTS = (
         "moe/idle.py",
         "torch.where(kept_TK, weights_TK, 0).sum",
         "kept_TK.to(weights_TK.dtype).sum",
+    ),
+    Plant(
+        "b87",
+        "routed experts have their whole share beside the gated one",
+        B87,
+        "moe/layer.py",
+        "(1 - self.shared.share(rows.x_TD, flow))",
+        "(1 - 0 * self.shared.share(rows.x_TD, flow))",
     ),
 )
