@@ -63,7 +63,7 @@ class Block(Record):
 
     def rules(self) -> Iterator[Violation]:
         """Experts that compute nothing add to the residual, which no norm after the half sees."""
-        idle = getattr(getattr(self.ffn, "router", None), "idle", None)
+        idle = getattr(getattr(self.ffn, "router", None), "unsent", None)
         if idle is not None and self.norms in ("after", "both"):
             rule = "must not come after a half with experts that compute nothing"
             yield Violation(("norms",), self.norms, rule, "before")

@@ -150,7 +150,7 @@ def _attention(layer: nn.Module) -> Step:
 def _mixture(mixture: MoeFfn) -> Step | None:
     """Return routed experts one by one; None where they are of another kind."""
     record, router = mixture.record.router, mixture.router
-    plain = type(mixture) is MoeFfn and type(router) is Router and record.idle is None
+    plain = type(mixture) is MoeFfn and type(router) is Router and record.unsent is None
     if not plain or mixture.apart or not _says_only(mixture.record, MIXES):
         return None
     w_router, bias_E = router.weight.detach(), router.selection_bias

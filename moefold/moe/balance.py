@@ -167,7 +167,6 @@ class BiasUpdate(Update):
     """``b_i += rate * sign(mean(n) - n_i)``, exact in integers (arXiv 2408.15664).
 
     n_i counts the choices actually made, bias included, by valid tokens, before capacity drops.
-    A router whose weight is frozen keeps its bias too.
     """
 
     def __init__(self, record: Bias) -> None:
@@ -177,11 +176,10 @@ class BiasUpdate(Update):
     def __call__(self, router: Router, counters: "Counters") -> None:
         """Move the router's selection bias."""
         assert router.selection_bias is not None
-        if router.weight.requires_grad:
-            load_E = counters.load_E
-            # sign(sum / E - n) without the division that would round the mean.
-            direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()
-            router.selection_bias.add_(direction_E, alpha=self.rate)
+        load_E = counters.load_E
+        # sign(sum / E - n) without the division that would round the mean.
+        direction_E = (load_E.sum() - load_E * load_E.shape[0]).sign()
+        router.selection_bias.add_(direction_E, alpha=self.rate)
 
 
 class QuantileUpdate(Update):
@@ -207,10 +205,9 @@ class QuantileUpdate(Update):
     def __call__(self, router: Router, counters: "Counters") -> None:
         """Move the router's selection bias."""
         assert router.selection_bias is not None
-        if router.weight.requires_grad:
-            total_E, seen = counters.wanted_X[:-1], counters.wanted_X[-1]
-            mean_E = total_E.float() * UNIT / seen.clamp(min=1)
-            router.selection_bias.lerp_(mean_E, self.rate * (seen > 0).float())
+        total_E, seen = counters.wanted_X[:-1], counters.wanted_X[-1]
+        mean_E = total_E.float() * UNIT / seen.clamp(min=1)
+        router.selection_bias.lerp_(mean_E, self.rate * (seen > 0).float())
 
 
 class Counters(ExactBuffers):
@@ -338,9 +335,13 @@ class Balance(nn.Module):
         self.counters.clear()
 
     def finish_step(self, router: Router) -> None:
-        """Make the updates, once, after the last micro-batch of a step that is not skipped."""
-        for update in self.updates:
-            update(router, self.counters)
+        """Make the updates, once, after the last micro-batch of a step that is not skipped.
+
+        A router whose weight is frozen keeps its bias too.
+        """
+        if router.weight.requires_grad:
+            for update in self.updates:
+                update(router, self.counters)
 
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
         # Where no term reads it: a second run, which counts nothing, would save less.

@@ -93,8 +93,6 @@ class Router(Record):
     """Whether logits have a learned bias of each expert."""
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """In training, what the router reads is times 1 - jitter to 1 + jitter, by chance (Switch)."""
-    idle: Idle | None = None
-    """Further choices, numbered behind the experts."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the scores where the model's own is not wider."""
 
@@ -103,9 +101,14 @@ class Router(Record):
     """Whether decisions in training leave places of a token empty."""
 
     @property
+    def unsent(self) -> Idle | None:
+        """Choices that compute nothing, numbered behind the experts."""
+        return None
+
+    @property
     def choices(self) -> int:
         """What is chosen among: experts, and those that compute nothing."""
-        return self.experts + (self.idle.count if self.idle else 0)
+        return self.experts + (self.unsent.count if self.unsent else 0)
 
     @property
     def eligible(self) -> int:
@@ -122,7 +125,7 @@ class Router(Record):
     @property
     def words(self) -> str:
         """How experts are chosen, as a line of the banner says it."""
-        return f"top {self.top_k}" + (f" of these and {self.idle.count} idle" if self.idle else "")
+        return f"top {self.top_k}"
 
     def rules(self) -> Iterator[Violation]:
         """Top-k fits the experts, and the groups that are kept."""
@@ -131,9 +134,6 @@ class Router(Record):
         if self.top_k > self.choices:
             rule = f"must be at most experts ({self.choices})"
             yield Violation(("top_k",), self.top_k, rule, self.choices)
-        if self.groups is not None and self.idle is not None:
-            rule = "experts that compute nothing are in no group"
-            yield Violation(("groups",), self.groups, rule, None)
         if self.order == "topk_first" and self.score != "softmax":
             rule = "topk_first needs softmax scores"
             yield Violation(("order",), self.order, rule, "score_first")
@@ -161,13 +161,38 @@ class Router(Record):
             yield Violation(("groups", "best"), groups.best, rule, size)
 
 
+@ROUTER.register
+class IdleRouter(Router):
+    """The best of experts and of choices that compute nothing."""
+
+    kind: Literal["idle"] = "idle"  # type: ignore[assignment]
+    idle: Idle = Idle(identity=1)
+
+    @property
+    def unsent(self) -> Idle:
+        """Choices that compute nothing, numbered behind the experts."""
+        return self.idle
+
+    @property
+    def words(self) -> str:
+        """How experts are chosen, as a line of the banner says it."""
+        return f"top {self.top_k} of these and {self.idle.count} idle"
+
+    def rules(self) -> Iterator[Violation]:
+        """As for top-k, without groups, which hold experts alone."""
+        yield from super().rules()
+        if self.groups is not None:
+            rule = "experts that compute nothing are in no group"
+            yield Violation(("groups",), self.groups, rule, None)
+
+
 class _OwnChoice(Router):
     """A router that chooses by more than the scores: no bias and no groups move its choice."""
 
     def rules(self) -> Iterator[Violation]:
         """As for top-k, and nothing else that chooses."""
         yield from super().rules()
-        for name, without in (("groups", None), ("selection_bias", False), ("idle", None)):
+        for name, without in (("groups", None), ("selection_bias", False)):
             if (value := getattr(self, name)) != without:
                 yield Violation((name,), value, f"{self.kind} chooses without it", without)
 
@@ -384,7 +409,7 @@ class Moe(MoeSpec):
     def drops(self) -> bool:
         """Whether a row may go to fewer experts than a decision has places for."""
         router = self.router
-        return self.capacity is not None or router.partial or router.idle is not None
+        return self.capacity is not None or router.partial or router.unsent is not None
 
     @property
     def formed(self) -> bool:

@@ -89,7 +89,7 @@ class MoeSpec(LayerSpec):
         number, width = self.router.experts, self.width
         experts, columns = self._experts()
         inner, gates = self.inner or hidden, (self.gates,) if self.gates > 1 else ()
-        choices, idle = self.router.choices, self.router.idle
+        choices, idle = self.router.choices, self.router.unsent
         yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
             yield Weight("router.bias", (choices,), (), "router", product=False)
@@ -131,8 +131,9 @@ class MoeSpec(LayerSpec):
         activation = gated_traffic(self.width, "routed", columns, self.gates)
         extra = self._unfused(hidden)
         yield Operation("moe_act", traffic=(activation, *extra), launches=2)
-        if router.idle is not None:
-            constants = (Matmul(("idle.constant_bias",), "own"),) if router.idle.constant else ()
+        if router.unsent is not None:
+            learned = router.unsent.constant > 0
+            constants = (Matmul(("idle.constant_bias",), "own"),) * learned
             traffic = (Traffic(hidden, 3, 5, "own"),)
             yield Operation("idle", constants, traffic=traffic, launches=8, wide=True)
         if self.inner is not None:
@@ -204,7 +205,7 @@ class MoeSpec(LayerSpec):
                 size += chosen * STATISTIC
             yield Saved("router.two_way", size, module="moe")
         yield Saved("decision", chosen * INDEX, saved=False, module="moe")
-        if router.idle is not None:
+        if router.unsent is not None:
             yield from self._saved_idle(shape, chosen)
         if shape.clones:
             seats = chosen + shape.ep * shape.clones
@@ -220,7 +221,7 @@ class MoeSpec(LayerSpec):
 
     def _saved_idle(self, shape: Shape, chosen: int) -> Iterator[Saved]:
         """Yield masks of choices, and the weights of choices that compute nothing."""
-        idle = self.router.idle
+        idle = self.router.unsent
         yield Saved("idle.sent", chosen, module="moe")
         if idle.identity:
             yield Saved("idle.identities", chosen + shape.rows * shape.width, module="moe")
@@ -232,7 +233,7 @@ class MoeSpec(LayerSpec):
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield what terms read of tokens' plain choices, each population one sequence."""
         router, populations = self.router, self.populations
-        if router.selection_bias or router.groups or router.kind != "topk":
+        if router.selection_bias or router.groups or router.kind not in ("topk", "idle"):
             plain = shape.rows * router.top_k * INDEX
             yield Saved("decision.plain", plain, saved=False, module="moe")
         counts = router.choices * INDEX * (1 + ("global_batch" in populations))
@@ -270,9 +271,9 @@ def _small_router(router: Any, ep: int) -> Any:
     experts = max(rounded_up(min(router.experts, EXPERTS), lcm(ep, count)), top_k)
     experts = rounded_up(experts, lcm(ep, count))
     changed: dict[str, Any] = {"experts": experts, "top_k": top_k}
-    if router.idle is not None:
-        few = {name: min(number, 2) for name, number in router.idle}
-        changed["idle"] = router.idle.model_copy(update=few)
+    if router.unsent is not None:
+        few = {name: min(number, 2) for name, number in router.unsent}
+        changed["idle"] = router.unsent.model_copy(update=few)
     if router.groups is not None:
         groups, size = router.groups, experts // count
         keep = max(1, groups.keep * count // groups.count, -(-top_k // size))

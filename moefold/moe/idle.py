@@ -24,8 +24,8 @@ class IdleExperts(Adaptable):
 
     def __init__(self, record: Router, hidden: int) -> None:
         super().__init__()
-        assert record.idle is not None
-        self.experts, self.record = record.experts, record.idle
+        assert record.unsent is not None
+        self.experts, self.record = record.experts, record.unsent
         constants = self.record.constant
         self.constant_bias = nn.Parameter(torch.empty(hidden, constants)) if constants else None
 

@@ -59,7 +59,7 @@ class MoeFfn(nn.Module):
             else SwiGlu(hidden, record.shared.width, "shared", record.shared.gate)
         )
         self._two_way = record.shared is not None and record.shared.two_way
-        self.idle = IdleExperts(record.router, hidden) if record.router.idle else None
+        self.idle = IdleExperts(record.router, hidden) if record.router.unsent else None
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
         self.sending = LayerDispatch(dispatch, record.router.experts, self._key)

@@ -16,6 +16,7 @@ from moefold.moe.config import (
     ExpertChoice,
     Groups,
     Idle,
+    IdleRouter,
     Moe,
     Quantile,
     Router,
@@ -187,7 +188,7 @@ def router_kinds() -> Iterator[tuple[str, Subject]]:
     few = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
     yield "expert choice of few", subject(decoder(GQA, DENSE, few))
     idle = Idle(identity=1, constant=2, zero=1)
-    router = Router(experts=8, top_k=3, idle=idle, selection_bias=True)
+    router = IdleRouter(experts=8, top_k=3, idle=idle, selection_bias=True)
     free = moe(router=router, capacity=Capacity(factor=1.5), balance=(*TERMS, Quantile(rate=0.5)))
     yield "idle experts and quantiles", subject(decoder(GQA, DENSE, free, free))
     both = Shared(width=16, gate=True, two_way=True)

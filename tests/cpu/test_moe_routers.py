@@ -17,8 +17,10 @@ from moefold.moe.config import (
     Bias,
     Capacity,
     ExpertChoice,
+    Groups,
     Hash,
     Idle,
+    IdleRouter,
     Moe,
     Quantile,
     RoundRobin,
@@ -38,7 +40,7 @@ QUANTILE = Quantile(rate=1.0)
 GQA = Gqa(heads=2, kv_heads=2, head_dim=4)
 SMALL = Router(experts=EXPERTS, top_k=2)
 BIASED = SMALL.model_copy(update={"selection_bias": True})
-IDLE = SMALL.model_copy(update={"idle": Idle(identity=1)})
+IDLE = IdleRouter(experts=EXPERTS, top_k=2)
 TWO_WAY = Shared(width=8, gate=True, two_way=True)
 EAGER = BIASED.model_copy(update={"top_k": EXPERTS})
 CHOICE = ExpertChoice(experts=EXPERTS, top_k=2)
@@ -203,7 +205,7 @@ def test_b86_quantiles_give_each_expert_its_share() -> None:
 def test_b86_idle_experts_add_what_they_are() -> None:
     """A mixture whose experts give nothing adds shares of the row, and learned rows."""
     idle = Idle(identity=2, constant=2, zero=1)
-    record = Router(experts=4, top_k=3, idle=idle)
+    record = IdleRouter(experts=4, top_k=3, idle=idle)
     mixture = MoeFfn(Moe(width=4, router=record), 6, 0, LocalExperts(), "loop").double()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -260,7 +262,8 @@ def test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections() -> No
         ("weigh", "output", Moe(width=8, router=SMALL, weigh="input", shared=TWO_WAY)),
         ("renormalise", False, ExpertChoice(experts=8, top_k=2, renormalise=True)),
         ("most", 8, ExpertChoice(experts=8, top_k=2, most=9)),
-        ("idle", None, ExpertChoice(experts=8, top_k=2, idle=Idle(zero=1))),
+        ("identity", 1, Idle()),
+        ("groups", None, IDLE.model_copy(update={"groups": Groups(count=4, keep=2)})),
         ("capacity", None, Moe(width=8, router=CHOICE, capacity=Capacity(factor=1.0))),
         ("router.selection_bias", True, Moe(width=8, router=SMALL, balance=(QUANTILE,))),
         ("balance.1", REMOVE, Moe(width=8, router=BIASED, balance=(QUANTILE, Bias()))),

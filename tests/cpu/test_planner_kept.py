@@ -16,7 +16,7 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Block
-from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, Moe, Router, Shared, Z
+from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
 from moefold.planner.memory_kept import kept, kept_bytes, operands
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
@@ -97,7 +97,8 @@ BLOCKS = {
     "one norm, idle experts": Block(
         attention=GQA,
         ffn=Moe(
-            width=24, router=Router(experts=8, top_k=3, idle=Idle(identity=1, constant=2, zero=1))
+            width=24,
+            router=IdleRouter(experts=8, top_k=3, idle=Idle(identity=1, constant=2, zero=1)),
         ),
         norms="shared",
     ),

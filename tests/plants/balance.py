@@ -123,8 +123,8 @@ PLANTS = (
         "all layers share one set of counters",
         STEP + "test_b08_layers_that_collapse_onto_different_experts_do_not_cancel",
         "moe/balance.py",
-        "        self.counters = Counters(record.router.experts)\n",
-        "        Balance.one = Balance.__dict__.get('one') or Counters(record.router.experts)\n"
+        "        self.counters = Counters(record.router.choices, bool(self._averaged))\n",
+        "        Balance.one = Balance.__dict__.get('one') or Counters(record.router.choices)\n"
         "        self.counters = Balance.one\n",
     ),
     Plant(
