@@ -1,11 +1,13 @@
-"""Training speed of one device beside transformers: same shape, weights, data, threads and dtype.
+"""Training speed of one device beside other stacks: same shape, data, threads and dtype.
 
-A step is forward, backward, gradient norm with clipping, and AdamW. Ours and theirs (Qwen3-MoE
-with eager and with grouped_mm experts) alternate in one process, so that a drifting machine moves
-all alike; each round gives one ratio against the faster of theirs. In bf16 transformers trains
-bf16 weights, we train fp32 masters. Needs `transformers`.
+A step is forward, backward, gradient norm with clipping, and AdamW. Ours and theirs (``peers.py``)
+alternate in one process, so that a drifting machine moves all alike; each round gives one ratio
+against the fastest that runs eagerly, and one against the fastest that is compiled. In bf16 others
+train bf16 weights, we train fp32 masters. Needs `transformers`; a stack that is not installed or
+cannot run here is named with its error.
 
-    python bench/one_device.py --rounds 9 --save
+    python bench/one_device.py --shape small narrow --rounds 9 --threads 2 --save
+    ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/one_device.py --precision fp32
 """
 
 import argparse
@@ -13,7 +15,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
 import torch
+from peers import CLIP, LR, PEERS, Step
 from torch import Tensor
-from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 from moefold.config.slot import build
@@ -45,28 +46,25 @@ from moefold.training.step import gradients
 
 RESULTS = Path(__file__).parent / "results"
 ATTENTION = Gqa(heads=8, kv_heads=4, head_dim=32, qk_norm="head", rope=Rope(theta=1e6))
-SHAPE = Decoder(
-    vocab=8192,
-    hidden=256,
-    stacks=(
-        Stack(
-            repeat=4,
-            blocks=(
-                Block(attention=ATTENTION, ffn=Moe(width=512, router=Router(experts=8, top_k=2))),
-            ),
-        ),
-    ),
-    context=4096,
-)
-BATCH, SEQ, LR, CLIP = 8, 512, 1e-4, 1.0
-Step = Callable[[], float]
-"""Makes one optimizer step and returns its loss."""
 
 
-def ours(ids_BS: Tensor, precision: Any, again: Any = None) -> tuple[Step, DecoderModel]:
+def _shape(width: int, experts: int, top_k: int) -> Decoder:
+    ffn = Moe(width=width, router=Router(experts=experts, top_k=top_k))
+    block = Block(attention=ATTENTION, ffn=ffn)
+    return Decoder(vocab=8192, hidden=256, stacks=(Stack(repeat=4, blocks=(block,)),), context=4096)
+
+
+SHAPES = {"small": _shape(512, 8, 2), "narrow": _shape(128, 64, 8)}
+SHAPE = SHAPES["small"]
+BATCH, SEQ = 8, 512
+
+
+def ours(
+    ids_BS: Tensor, precision: Any, again: Any = None, shape: Decoder = SHAPE
+) -> tuple[Step, DecoderModel]:
     """Return our step, on fresh weights; ``again`` is what it recomputes."""
-    model = DecoderModel(SHAPE, precision)
-    initialise(model, SHAPE, seed=1)
+    model = DecoderModel(shape, precision)
+    initialise(model, shape, seed=1)
     optimizer = build(AdamW(lr=LR, weight_decay=0.0), dict(model.named_parameters()))
     rows, data = from_ids(ids_BS), ShardedState(alone(model, Layout(recompute=again)))
 
@@ -78,55 +76,49 @@ def ours(ids_BS: Tensor, precision: Any, again: Any = None) -> tuple[Step, Decod
     return step, model
 
 
-def theirs(folder: Path, ids_BS: Tensor, dtype: torch.dtype, experts: str) -> Step:
-    """Return transformers' step, on the exported weights."""
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation=experts)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-
-    def step() -> float:
-        loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
-
-
-def compared(precision: str, rounds: int) -> dict[str, Any]:
+def compared(shape: Decoder, precision: str, rounds: int, names: list[str]) -> dict[str, Any]:
     """Alternate the steps for some rounds and return what was seen."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    ids_BS = torch.randint(0, SHAPE.vocab, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-    mine, model = ours(ids_BS, precision)
+    ids_BS = torch.randint(0, shape.vocab, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+    mine, model = ours(ids_BS, precision, shape=shape)
+    steps, first, cannot = {"moefold": mine}, dict[str, float](), dict[str, str]()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        export_folder(SHAPE, model.state_dict(), folder)
-        steps = {"moefold": mine} | {
-            f"transformers {kind}": theirs(folder, ids_BS, dtype, kind)
-            for kind in ("eager", "grouped_mm")
-        }
-    first = {name: step() for name, step in steps.items()}
-    spread = max(first.values()) - min(first.values())
-    assert spread < (2e-2 if precision == "bf16" else 1e-4), f"not the same computation: {first}"
+        export_folder(shape, model.state_dict(), folder)
+        first["moefold"] = mine()
+        for name in names:
+            try:
+                steps[name] = PEERS[name](folder, ids_BS, dtype)
+                first[name] = steps[name]()
+            except Exception as error:
+                steps.pop(name, None)
+                cannot[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    same = [loss for name, loss in first.items() if name != "megatron-core"]
+    bound = 2e-2 if precision == "bf16" else 1e-4
+    assert max(same) - min(same) < bound, f"not the same computation: {first}"
     rates: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
-        names = list(steps)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        order = list(steps)
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
             started = time.perf_counter()
             steps[name]()
             rates[name].append(BATCH * SEQ / (time.perf_counter() - started))
     machine = measure([dtype], torch.device("cpu"), seconds=1.0)[dtype]
-    peers = [rates[name] for name in rates if name != "moefold"]
-    ratios = [mine / max(best) for mine, *best in zip(rates["moefold"], *peers, strict=True)]
-    flops = count(SHAPE).flops_per_token(SEQ)
+    flops = count(shape).flops_per_token(SEQ)
+    kinds = {
+        "eager": [rates[name] for name in rates if name != "moefold" and "compiled" not in name],
+        "compiled": [rates[name] for name in rates if "compiled" in name],
+    }
     return {
         "precision": precision,
+        "cannot_run": cannot,
         "first_loss": first,
         "tokens_per_s": {name: statistics.median(found) for name, found in rates.items()},
-        "ratios": ratios,
-        "median_ratio": statistics.median(ratios),
+        "ratios": {
+            kind: [mine / max(best) for mine, *best in zip(rates["moefold"], *peers, strict=True)]
+            for kind, peers in kinds.items()
+            if peers
+        },
         "matmul_flops_per_s": machine.flops_per_s,
         "share_of_matmul_rate": {
             name: statistics.median(found) * flops / machine.flops_per_s
@@ -135,17 +127,21 @@ def compared(precision: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print one precision's table."""
-    low, high = min(found["ratios"]), max(found["ratios"])
-    print(f"\n{found['precision']}  matrix rate {found['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s")
-    for name, rate in found["tokens_per_s"].items():
-        share = found["share_of_matmul_rate"][name]
-        print(f"  {name:26} {rate:8.0f} tokens/s  {share:6.1%} of the matrix rate")
-    print(
-        f"  ratio to the faster peer, round by round: median {found['median_ratio']:.3f}, "
-        f"from {low:.3f} to {high:.3f} over {len(found['ratios'])} rounds"
-    )
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print the table of one shape and precision."""
+    rate = found["matmul_flops_per_s"] / 1e9
+    print(f"\n{name} {found['precision']}  matrix rate {rate:.0f} GFLOP/s")
+    for stack, rate in found["tokens_per_s"].items():
+        share = found["share_of_matmul_rate"][stack]
+        print(f"  {stack:34} {rate:8.0f} tokens/s  {share:6.1%} of the matrix rate")
+    for stack, error in found["cannot_run"].items():
+        print(f"  {stack:34} cannot run: {error}")
+    for kind, ratios in found["ratios"].items():
+        print(
+            f"  ratio to the fastest {kind} peer, round by round: median "
+            f"{statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f} over "
+            f"{len(ratios)} rounds"
+        )
 
 
 def main() -> None:
@@ -153,7 +149,9 @@ def main() -> None:
     form = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     both = ["bf16", "fp32"]
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--precision", nargs="+", choices=both, default=both)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true")
@@ -162,20 +160,27 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = [compared(precision, args.rounds) for precision in args.precision]
+    found = {
+        shape: [compared(SHAPES[shape], kind, args.rounds, args.peers) for kind in args.precision]
+        for shape in args.shape
+    }
     report = {
         "machine": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": args.threads,
         "torch": torch.__version__,
-        "shape": {"batch": BATCH, "seq": SEQ, "decoder": SHAPE.model_dump(mode="json")},
+        "batch": BATCH,
+        "seq": SEQ,
+        "shapes": {shape: SHAPES[shape].model_dump(mode="json") for shape in args.shape},
         "found": found,
     }
     if args.json:
         print(json.dumps(report, indent=1))
     else:
         print(f"{report['machine']}, {args.threads} threads, torch {torch.__version__}")
-        for part in found:
-            show(part)
+        for shape, parts in found.items():
+            for part in parts:
+                show(shape, part)
     if args.save:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "one_device.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -22,7 +22,8 @@ import moefold  # noqa: F401  (before torch: it says how threads wait)
 
 # isort: split
 import torch
-from one_device import BATCH, RESULTS, SEQ, SHAPE, Step, ours, theirs
+from one_device import BATCH, RESULTS, SEQ, SHAPE, ours
+from peers import Step, transformers
 
 from moefold.convert.exporter import export_folder
 from moefold.layers.config import Full, Selective
@@ -53,7 +54,7 @@ def step_of(name: str, precision: Precision, folder: Path) -> Step:
     if name in OURS:
         return ours(ids_BS, precision, OURS[name])[0]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-    return theirs(folder, ids_BS, dtype, THEIRS[name])
+    return transformers(THEIRS[name])(folder, ids_BS, dtype)
 
 
 def highest(make: Callable[[], Step]) -> tuple[int, float]:
