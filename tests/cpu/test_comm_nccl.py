@@ -81,7 +81,7 @@ def test_bulk_of_the_same_ranks_has_a_communicator_apart() -> None:
     assert [len(communicators) for communicators in made.values()] == [2] * 4, made[0]
 
 
-def test_nccl_is_told_what_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b41_nccl_is_told_what_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options(SimpleNamespace):
         def __init__(self, is_high_priority_stream: bool) -> None:
             super().__init__(first=is_high_priority_stream, config=SimpleNamespace())

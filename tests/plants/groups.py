@@ -38,4 +38,12 @@ PLANTS = (
         "if _ordered() else None",
         "if bulk else None",
     ),
+    Plant(
+        "b41",
+        "bulk's cap of processors is left on what a pass waits for",
+        NCCL + "test_b41_nccl_is_told_what_goes_first",
+        "comm/world.py",
+        "    if bulk:\n        options.config.max_ctas",
+        "    if options is not None:\n        options.config.max_ctas",
+    ),
 )
