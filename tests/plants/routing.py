@@ -90,8 +90,8 @@ PLANTS = (
         "rows without a label are masked by multiplication in the loss",
         B15_MODEL,
         "kernels/cross_entropy/chunked.py",
-        "            x_CD = torch.where(counted_C[:, None], x_CD, 0)\n            loss, dlogits_CV",
-        "            x_CD = x_CD * counted_C[:, None]\n            loss, dlogits_CV",
+        "torch.where(counted_C[:, None], x_TD[rows], 0)\n            dlogits_CV = torch.mm",
+        "x_TD[rows] * counted_C[:, None]\n            dlogits_CV = torch.mm",
     ),
     Plant(
         "b15",

@@ -174,8 +174,9 @@ PLANTS = (
         "the head's gradient is multiplied twice",
         B36_REAL,
         "kernels/cross_entropy/chunked.py",
-        "            dx_TD[rows] = dlogits_CV @ value\n",
-        "            dx_TD[rows] = dlogits_CV @ value\n            _ = dlogits_CV.t() @ x_CD\n",
+        "            torch.mm(dlogits_CV, value, out=dx_TD[rows])\n",
+        "            torch.mm(dlogits_CV, value, out=dx_TD[rows])\n"
+        "            _ = dlogits_CV.t() @ x_CD\n",
     ),
     Plant(
         "b36",

@@ -57,16 +57,16 @@ def loss_and_gradients(
         return through_kernels(x_TD, head, labels_T, scale=scale, chunk=chunk, ignored=ignored)
     with torch.no_grad():
         total = _zero(x_TD)
-        dx_TD = torch.zeros_like(x_TD)
+        dx_TD, value = torch.empty_like(x_TD), head.value
+        # One memory for all chunks: large ones come from the system page by page.
+        logits_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
         for rows in _chunks(x_TD.shape[0], chunk):
-            x_CD, value, labels_C = x_TD[rows], head.value, labels_T[rows]
-            counted_C = labels_C != ignored
-            x_CD = torch.where(counted_C[:, None], x_CD, 0)
-            loss, dlogits_CV = _chunk(x_CD, value, labels_C, counted_C, scale_of(scale, rows))
-            total += loss
-            dx_TD[rows] = dlogits_CV @ value
+            counted_C = labels_T[rows] != ignored
+            x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
+            dlogits_CV = torch.mm(x_CD, value.t(), out=logits_CV[: x_CD.shape[0]])
+            total += _summed_loss(dlogits_CV, labels_T[rows], counted_C, scale_of(scale, rows))
+            torch.mm(dlogits_CV, value, out=dx_TD[rows])
             accumulate_head(head, dlogits_CV, x_CD)
-            del dlogits_CV  # or the next chunk's logits were made beside it
     return total, dx_TD
 
 
@@ -126,15 +126,6 @@ def scale_of(scale: float | Tensor, rows: slice) -> float | Tensor:
 
 def _zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-def _chunk(
-    x_CD: Tensor, value_VD: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the chunk's summed loss and ``scale * d loss / d logits`` in the operands' dtype."""
-    logits_CV = x_CD @ value_VD.t()
-    loss = _summed_loss(logits_CV, labels_C, counted_C, scale)
-    return loss, logits_CV
 
 
 def _summed_loss(
@@ -211,7 +202,8 @@ class _CrossEntropy(torch.autograd.Function):
             labels_C = labels_T[rows]
             counted_C = labels_C != ctx.ignored
             x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
-            _, dlogits_CV = _chunk(x_CD, value_VD, labels_C, counted_C, dloss)
+            dlogits_CV = x_CD @ value_VD.t()
+            _summed_loss(dlogits_CV, labels_C, counted_C, dloss)
             dx_TD[rows] = dlogits_CV @ value_VD
             if dw_VD is not None:
                 head_gradient(dlogits_CV, x_CD, dw_VD)
