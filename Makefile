@@ -56,7 +56,8 @@ chaos: $(RUN)  ## train under fire for half an hour, then as long in peace, and 
 
 GPU := "-m pytest -q tests/gpu" "bench/on_gpu.py ceilings" "bench/on_gpu.py operations" \
     "bench/on_gpu.py steps" "bench/on_gpu.py state" "bench/on_gpu.py offload" \
-    "bench/on_gpu.py memory" "bench/on_gpu.py tables"
+    "bench/on_gpu.py memory" "bench/on_gpu.py capture" "bench/on_gpu.py stash" \
+    "bench/on_gpu.py clones" "bench/on_gpu.py tables"
 
 gpu: $(TEST)  ## test and measure on this machine's GPU, each part in ten minutes; without, a smoke run
 	@failed=; for part in $(GPU); do timeout 600 $(PY) $$part || failed="$$failed; $$part"; done; \

@@ -27,6 +27,7 @@ from moefold.data.batch import MicroBatch, assemble
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
+from moefold.moe import clone_weights
 from moefold.parallel.apply import place_model
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -101,6 +102,7 @@ def apart(
         (Tensor, "tolist"): told,
         (Tensor, "is_set_to"): lambda one, other: one.is_meta or is_set_to(one, other),
         (collectives, "exchange"): _noted(_exchange, note),
+        (clone_weights, "exchange"): _noted(_exchange, note),
         (collectives, "_into"): _noted(_into, note),
         (collectives, "gather_uneven"): _noted(_gather_uneven, note),
         (collectives, "reduce_"): _noted(_reduce, note),

@@ -6,6 +6,9 @@
     python bench/on_gpu.py state        # steps whose masters and moments lie on the host or on disk
     python bench/on_gpu.py offload      # activations on host and disk: bytes, step, what hides
     python bench/on_gpu.py memory       # bytes by part and at the peak, planned beside executed
+    python bench/on_gpu.py capture      # steps of fixed shapes: no read, and as one graph
+    python bench/on_gpu.py stash        # rows in pages: rate beside copies, steps with and without
+    python bench/on_gpu.py clones       # plans of clones, and rows from which one pays
     python bench/on_gpu.py tables       # the tables of docs/gpu.md and their picture
 
 In this order: ``operations`` needs the ceilings, ``steps`` writes the file that ``moefold plan``
@@ -18,7 +21,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-PARTS = ("ceilings", "operations", "steps", "state", "offload", "memory", "tables")
+PARTS = (
+    "ceilings", "operations", "steps", "state", "offload", "memory", "capture", "stash", "clones",
+    "tables",
+)  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -48,8 +48,8 @@ def test_b96_pages_are_those_of_the_plain_way(
 
 
 def test_b96_only_rows_that_count_are_moved() -> None:
-    """A quarter of the room: as many bytes as they have, beside numbers of pages."""
-    room, count, width, page = 64, 16, 128, 8
+    """A fifth of the room: as many bytes as they have, beside numbers of pages."""
+    room, count, width, page = 64, 13, 128, 8
     ring = PageRing(10, page, width, torch.float32, torch.device("cpu"))
     with forced(True), Watch(1) as watch:
         page_M = ring.put(torch.ones(room, width), torch.tensor(count))

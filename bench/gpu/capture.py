@@ -1,0 +1,130 @@
+"""Steps of fixed shapes: the host reads nothing in their passes, and what a graph of them gives.
+
+Writes ``CHIP_capture.json``. Each row is one way of sending rows, on one rank of ep8 whose
+exchanges are copies, or on a device alone. Passes run
+where torch raises at any wait of the host; ten steps as a graph are held to ten that run as they
+are. Seconds, kernels and peak memory of both. A CPU has no graphs: there both run as they are.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from gpu.device import Bench
+from gpu.steps import LOSS_CHUNK, OPTIMIZER, Trial, cut, drawn_rows, profiled, small
+from gpu.steps import drawn as parts_of
+from lone_rank import apart
+
+from moefold.optim.norm import clip_scale
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.executor import Executor, StepResult
+from moefold.parallel.pipeline.graphs import StepGraphs
+from moefold.training.step import gradients
+
+STEPS, EP = 10, 8
+ROOM = 2.0
+"""Of a rank, over the mean."""
+
+
+@dataclass(frozen=True)
+class WayTrial(Trial):
+    """A trial whose rows travel in some way."""
+
+    way: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def layout(self) -> Layout:
+        """Where its parts live."""
+        given = dict(self.way)
+        if kind := given.pop("dispatch", ""):
+            routing = self.decoder.blocks[-1].ffn.routing  # type: ignore[attr-defined]
+            rows = round(ROOM * self.rows * routing.top_k) // (EP if kind == "padded" else 1)
+            given |= {"sizes": f"ep{EP}", "zero": 0, "dispatch": {"kind": kind, "max_rows": rows}}
+        return Layout.model_validate(given)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "padded": {"dispatch": "padded"},
+    "spread": {"dispatch": "spread"},
+    "clones": {"dispatch": "spread", "clones": {"slots": 2}},
+    "pages": {"dispatch": "padded", "offload": {"pages": {"load": ROOM}}},
+    "again": {"dispatch": "padded", "recompute": {"kind": "full"}},
+}
+
+
+class Silent(Executor):
+    """An executor that runs where torch raises as the host waits for the device."""
+
+    def run(self) -> StepResult:
+        """Run every step of this rank's line."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return super().run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def run(bench: Bench) -> int:
+    """Measure each way; returns 1 where one failed."""
+    models = {"qwen3": cut("qwen3_30b_a3b", 4), "olmoe": cut("olmoe_1b_7b", 4)}
+    for name, model in [*models.items()][: 1 if bench.smoke else None]:
+        for way, given in WAYS.items():
+            if bench.smoke and way not in ("alone", "clones", "pages"):
+                continue
+            trial: Trial = WayTrial(name, model, micro_batches=2, way=given)
+            trial = small(trial) if bench.smoke else trial
+            bench.tried(f"{name} {way}", partial(measured, bench, trial))
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return bench.end()
+
+
+def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
+    """Return the figures of steps as they run and as a graph."""
+    ranks, on_device = trial.layout.split.smallest_world, bench.device.type == "cuda"
+    found: dict[str, Any] = {}
+    with apart() if ranks > 1 else nullcontext():
+        told: dict[str, list[float]] = {}
+        for form in ("eager", "graph"):
+            data = parts_of(trial, ranks, bench.device)
+            if on_device:
+                torch.cuda.reset_peak_memory_stats()
+            step, told[form] = stepping(data, trial, form == "graph" and on_device)
+            for _ in range(1 if bench.smoke else STEPS):
+                step()
+            figures = bench.timed({form: step})[form]._asdict()
+            figures["kernels"] = profiled(step, bench.device, 1)["kernels"]
+            figures["peak_bytes"] = torch.cuda.max_memory_allocated() if on_device else None
+            found[form] = figures
+        if on_device:
+            gradients(data, drawn_rows(trial), LOSS_CHUNK, executor=Silent)
+    pairs = zip(told["eager"], told["graph"], strict=True)
+    found["apart"] = max(abs(one - other) / abs(one) for one, other in pairs)
+    found["reads"] = 0 if on_device else None
+    assert found["apart"] < 2e-3, f"steps of a graph are {found['apart']} off"
+    return found
+
+
+def stepping(
+    data: ShardedState, trial: Trial, graphed: bool
+) -> tuple[Callable[[], None], list[float]]:
+    """Return a call that makes a step of other rows each time, and what the steps tell."""
+    optimizer, told = data.optimizer(OPTIMIZER), list[float]()
+    executor: Any = Executor
+    if graphed:
+        data.placed.model.recipe.copies_stay = True
+        executor = StepGraphs([*data.placed.model.parameters(), *data.params.values()])
+
+    def step() -> None:
+        rows = drawn_rows(trial, seed=len(told))
+        figures = gradients(data, rows, LOSS_CHUNK, executor=executor)
+        optimizer.step(clip_scale(figures.grad_norm, 1.0))
+        data.renew()
+        told.append(figures.lm_loss)
+
+    return step, told
