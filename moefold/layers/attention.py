@@ -216,6 +216,7 @@ def attended(
     flow: Flow,
     window: int | None = None,
     sinks: nn.Parameter | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return ``out_THv`` of causal attention, from the cache where texts are being written.
 
@@ -228,12 +229,13 @@ def attended(
         flow: the pass.
         window: rows that a row sees, itself among them; None is all before it.
         sinks: a learned logit of each head whose value is zero.
+        chunk: rows that see one another, as segments of the pass say; the cache has whole texts.
     """
     given = [q_THd, k_TGd, v_TGv]
     if sinks is not None:
         given.append(read_parameter(flow.operand(sinks, sinks.dtype), flow.sink))
     if flow.cache is not None:
-        seen = flow.cache.attend(layer, q_THd, k_TGd, v_TGv, scale, window, *given[3:])
+        seen = flow.cache.attend(layer, q_THd, k_TGd, v_TGv, scale, window, *given[3:], chunk=chunk)
         if seen is not None:
             return seen
 

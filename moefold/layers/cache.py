@@ -1,10 +1,11 @@
-"""Keys and values of texts that are being written, so that a token costs one row and not a text.
+"""What layers keep of texts that are being written, so that a token costs one row and not a text.
 
 T rows, P texts, C columns of which the newest L are seen, H query heads, G key-value heads with
 R = H / G query heads each, d query-key dims and v value dims per head.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Self
 
 import torch
@@ -16,8 +17,8 @@ from moefold.model.config import Decoder
 
 
 class KeyValueCache:
-    """What attention layers keep of each text's rows: turned keys, and values of all heads here;
-    of latent attention the latents and the turned key that all heads share.
+    """What layers keep of each text's rows: turned keys, and values of all heads here; of latent
+    attention the latents and the turned key that all heads share; else a state, and last rows.
 
     A text that goes on one of the last pass by one token has one new row in the next. Where any
     text does not (the first pass, a window that moved on), all rows are computed anew.
@@ -25,7 +26,10 @@ class KeyValueCache:
 
     def __init__(self) -> None:
         self._texts: list[list[int]] = []
+        self._goes_on = False
         self._kept: dict[nn.Module, _Kept] = {}
+        self.states: dict[tuple[nn.Module, str], Tensor] = {}
+        """What does not grow with a text, [P, ...], by layer and name: none before a first pass."""
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self | None:
@@ -38,15 +42,22 @@ class KeyValueCache:
         """Return the rows that the next pass has to compute: of each text the last, or all."""
         places = {tuple(text): i for i, text in enumerate(self._texts)}
         found = [places.get(tuple(text[:-1])) for text in texts]
-        there = list(range(len(self._texts)))
+        there, self._goes_on = list(range(len(self._texts))), None not in found
         self._texts = [list(text) for text in texts]
-        if None in found:
+        if not self._goes_on:
             self._kept.clear()
+            self.states.clear()
             return pack(texts, pad_to)
         if found != there:
             for kept in self._kept.values():
                 kept.choose(found)  # type: ignore[arg-type]
+            self.states = {key: _chosen(x, found) for key, x in self.states.items()}  # type: ignore[arg-type]
         return last_rows(texts, pad_to)
+
+    def spans(self) -> list[slice]:
+        """Return the rows of each text in this pass: its last, where it goes on, or all."""
+        ends = [*accumulate(1 if self._goes_on else len(text) for text in self._texts)]
+        return [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def goes_on(self, layer: nn.Module) -> bool:
         """Whether this pass has one row of each text, after those that are kept."""
@@ -61,12 +72,13 @@ class KeyValueCache:
         scale: float,
         window: int | None = None,
         sinks_H: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor | None:
         """Keep a layer's keys and values of this pass, and return what its rows see of all.
 
-        Values may be the first so many features of keys. Rows see the last ``window`` of a text;
-        ``sinks_H`` is a logit of each head whose value is zero. Returns None in a pass of whole
-        texts, whose rows see no others.
+        Values may be the first so many features of keys. Rows see the last ``window`` of a text,
+        or those of its last ``chunk``; ``sinks_H`` is a logit of each head whose value is zero.
+        Returns None in a pass of whole texts, whose rows see no others.
         """
         lengths, texts = [len(text) for text in self._texts], len(self._texts)
         kept = self._kept.get(layer)
@@ -74,7 +86,9 @@ class KeyValueCache:
         if kept is None:
             self._kept[layer] = _Kept.of(given, lengths)
             return None
-        k_PGLd, *values = kept.grown([x[:texts] for x in given], window)
+        k_PGLd, *values = kept.grown([x[:texts] for x in given], chunk or window)
+        if chunk is not None:
+            lengths = [(length - 1) % chunk + 1 for length in lengths]
         v_PGLv = k_PGLd[..., :v_TGv] if isinstance(v_TGv, int) else values[0]
         q_PGRd, seen = q_THd[:texts].unflatten(1, (k_TGd.shape[1], -1)), None
         if min(lengths) < k_PGLd.shape[2]:  # columns before the start of a text
@@ -121,7 +135,7 @@ class _Kept:
 
     def choose(self, texts: list[int]) -> None:
         """Keep some of the texts, in this order."""
-        self._parts = [x[torch.tensor(texts, device=x.device)] for x in self._parts]
+        self._parts = [_chosen(x, texts) for x in self._parts]
 
     def grown(self, given: Sequence[Tensor], window: int | None) -> list[Tensor]:
         """Add a column, and return those that its rows see, [P, G, L, d]."""
@@ -135,6 +149,11 @@ class _Kept:
         self._columns += 1
         first = 0 if window is None else max(self._columns - window, 0)
         return [x[:, :, first : self._columns] for x in self._parts]
+
+
+def _chosen(x: Tensor, texts: list[int]) -> Tensor:
+    """Return what is kept of some texts, in this order."""
+    return x[torch.tensor(texts, device=x.device)]
 
 
 def _roomy(x_PGLd: Tensor) -> Tensor:

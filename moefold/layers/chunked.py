@@ -6,7 +6,7 @@ T rows, H query heads, G key-value heads, d query-key and v value dims per head.
 import torch
 from torch import Tensor
 
-from moefold.layers.attention import GroupedQueryAttention
+from moefold.layers.attention import GroupedQueryAttention, attended
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.chunked import Chunked
 
@@ -26,4 +26,4 @@ class ChunkedAttention(GroupedQueryAttention):
             q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
             flow.keeper.owns("attention", q_THd)
         seen = flow if chunk is None else flow.chunked(chunk)
-        return super().attend(q_THd, k_TGd, v_TGv, seen)
+        return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, seen, chunk=chunk)

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefold.comm.collectives import all_gather
-from moefold.kernels.convolution.short import gated_convolution
+from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.linear.product import linear
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.linear import Adaptable, Linear
@@ -33,8 +35,8 @@ class ConvolutionMixer(Adaptable):
             positions_T = positions_T.where(valid_T, 0)
         flow.keeper.owns("attention", h_T3C)
         how = {"n_valid": whole.n_valid, "sink": whole.sink}
-        before = rows_before(h_T3C, self.taps.shape[-1] - 1, flow, _gated)
-        y_TC = gated_convolution(h_T3C, before, taps, positions_T, **how)
+        before = rows_before(self, h_T3C, self.taps.shape[-1] - 1, flow, _gated)
+        y_TC = short_convolution(h_T3C, before, taps, positions_T, gated=True, **how)
         flow.keeper.owns("attention", y_TC)
         return flow.scatter(self.out(y_TC, whole))
 
@@ -45,18 +47,29 @@ def _gated(h_PJ3C: Tensor) -> Tensor:
 
 
 def rows_before(
-    x_TC: Tensor, reach: int, flow: Flow, of: Callable[[Tensor], Tensor] = lambda x: x
+    layer: nn.Module,
+    x_TC: Tensor,
+    reach: int,
+    flow: Flow,
+    of: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor | None:
-    """Return the ``reach`` rows [2, J, C] before each piece of a context rank; None on one rank.
+    """Return the ``reach`` rows [P, J, C] before each run of rows; None where one run has all.
 
-    ``of`` makes of rows what is convolved.
+    Runs are the two pieces of a context rank, or the new row of each text that is written.
+
+    Args:
+        layer: whose rows the cache keeps.
+        x_TC: the rows that are here.
+        reach: J.
+        flow: the pass.
+        of: makes of rows [P, J, C] what is convolved.
 
     Raises:
         ValueError: where a piece is shorter than the convolution reaches back.
     """
     ranks = flow.world.group("cp")
     if ranks.size == 1:
-        return None
+        return None if flow.cache is None else _kept(layer, x_TC, reach, flow.cache, of)
     pieces = x_TC.unflatten(0, (2, -1))
     if pieces.shape[1] < reach:
         raise ValueError(
@@ -67,6 +80,21 @@ def rows_before(
     first, second = ranks.index, 2 * ranks.size - 1 - ranks.index
     start = every[first - 1] if first else torch.zeros_like(every[0])
     return torch.stack([start, every[second - 1]])
+
+
+def _kept(
+    layer: nn.Module, x_TC: Tensor, reach: int, cache: KeyValueCache, of: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Keep the last rows of each text, and return those before its new row; None of whole texts."""
+    texts, key = cache.spans(), (layer, "rows")
+    before = cache.states.get(key)
+    if before is None:
+        last = [F.pad(rows := x_TC[at][-reach:], (0, 0, reach - len(rows), 0)) for at in texts]
+        cache.states[key] = of(torch.stack(last))
+        return None
+    new = of(x_TC[: len(texts), None])
+    cache.states[key] = torch.cat([before[:, 1:], new], 1)
+    return F.pad(before, (0, 0, 0, 0, 0, len(x_TC) - len(texts)))
 
 
 def in_order(gathered: Tensor, ranks: int) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moefold.comm.collectives import all_gather
-from moefold.comm.world import World
-from moefold.kernels.convolution.short import silu_convolution
-from moefold.kernels.delta.chunked import chunked
+from moefold.kernels.convolution.short import short_convolution
+from moefold.kernels.delta.chunked import chunked, step
 from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rows import wide
+from moefold.layers.cache import KeyValueCache
 from moefold.layers.convolution import in_order, rows_before
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.delta import DeltaNet
@@ -73,7 +73,7 @@ class DeltaMixer(nn.Module):
         whole = flow.whole
         rows = {name: self._projected(name, x_TD, whole) for name in "qkv"}
         reach = self.record.taps - 1
-        before = rows_before(torch.cat([*rows.values()], 1), reach, flow)
+        before = rows_before(self, torch.cat([*rows.values()], 1), reach, flow)
         widths = [x_TC.shape[1] for x_TC in rows.values()]
         parts: Any = [None] * 3 if before is None else before.split(widths, 2)
         found = list[Tensor]()
@@ -81,7 +81,7 @@ class DeltaMixer(nn.Module):
             taps = getattr(self, f"{name}_taps")
             weight = flow.operand(taps, taps.dtype)
             how = {"n_valid": whole.n_valid, "sink": whole.sink}
-            found.append(silu_convolution(x_TC, part, weight, positions_T, **how))
+            found.append(short_convolution(x_TC, part, weight, positions_T, gated=False, **how))
         return found
 
     def _scanned(self, given: list[Tensor], positions_T: Tensor, flow: Flow) -> Tensor:
@@ -93,16 +93,18 @@ class DeltaMixer(nn.Module):
         valid_T = flow.valid_T
 
         def core(*given: Tensor) -> Tensor:
-            out_THv = self._read(self._of_heads(given, valid_T), positions_T, flow.world)
+            out_THv = self._read(self._of_heads(given, valid_T), positions_T, flow)
             return out_THv if valid_T is None else out_THv.where(valid_T[:, None, None], 0)
 
         if not torch.is_grad_enabled():
             return core(*given)
         return checkpoint(core, *given, use_reentrant=False, preserve_rng_state=False)
 
-    def _read(self, parts: Read, positions_T: Tensor, world: World) -> Tensor:
+    def _read(self, parts: Read, positions_T: Tensor, flow: Flow) -> Tensor:
         """Return what queries read [T, H, v], of states that come from other ranks too."""
-        ranks, dims = world.group("cp"), (self.record.value_dim, self.record.key_dim)
+        ranks, dims = flow.world.group("cp"), (self.record.value_dim, self.record.key_dim)
+        if ranks.size == 1 and flow.cache is not None:
+            return self._written(parts, positions_T, flow.cache)
         if ranks.size == 1:
             return chunked(*parts, positions_T)[0]
         out_THx, state_PHkx = chunked(*parts, positions_T, runs=2)
@@ -114,6 +116,18 @@ class DeltaMixer(nn.Module):
         own_PHkv = torch.stack([states[ranks.index], states[2 * ranks.size - 1 - ranks.index]])
         local, read = out_THx.unflatten(0, (2, -1)).split(dims, -1)
         return (local + torch.einsum("pthk,phkv->pthv", read, own_PHkv)).flatten(0, 1)
+
+    def _written(self, parts: Read, positions_T: Tensor, cache: KeyValueCache) -> Tensor:
+        """Return what queries of texts read, whose states are kept."""
+        texts, key = cache.spans(), (self, "states")
+        state_PHkv, padding = cache.states.get(key), len(positions_T) - texts[-1].stop
+        if state_PHkv is not None:
+            out_THv, cache.states[key] = step(state_PHkv, *_rows(parts, slice(len(texts))))
+        else:
+            each = [chunked(*_rows(parts, at), positions_T[at]) for at in texts]
+            out_THv = torch.cat([out for out, _ in each])
+            cache.states[key] = torch.cat([state for _, state in each])
+        return F.pad(out_THv, (0, 0, 0, 0, 0, padding))
 
     def _of_heads(self, given: tuple[Tensor, ...], valid_T: Tensor | None) -> Read:
         """Return queries, keys, values, log decays and rates, in wide numbers and finite."""
@@ -134,6 +148,12 @@ class DeltaMixer(nn.Module):
         if record.delta:
             beta_TH = wide(rows[4]).sigmoid()
         return q_TGk * record.key_dim**-0.5, k_TGk, v_THv, decay_THk, beta_TH
+
+
+def _rows(parts: Read, at: slice) -> Read:
+    """Return what some rows give."""
+    q_TGk, k_TGk, v_THv, decay_THk, beta_TH = parts
+    return q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], None if beta_TH is None else beta_TH[at]
 
 
 def _unit(x_TGk: Tensor) -> Tensor:

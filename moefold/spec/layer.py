@@ -338,7 +338,7 @@ class LayerSpec(Record):
     untrained: ClassVar[str | None] = None
     """For kinds that are planned but cannot be trained: what they are, in words."""
     caches: ClassVar[bool] = False
-    """Whether a row reaches later rows by keys and values alone, so that sampling may keep those.
+    """Whether a row reaches later rows by what the layer keeps of texts in ``Flow.cache`` alone.
     Each class says so for itself; it is not inherited."""
 
     def weights(self, hidden: int) -> Iterable[Weight]:

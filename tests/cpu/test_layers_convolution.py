@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moefold.kernels.convolution.short import gated_convolution, reference
+from moefold.kernels.convolution.short import reference, short_convolution
 from moefold.kernels.operand import Operand
 
 LENGTHS = (1, 7, 2, 6)
@@ -20,7 +20,8 @@ def test_b23_documents_are_convolved_by_themselves_and_padding_leaks_nothing(tap
     h_T3C.requires_grad_()
     weight = torch.randn(channels, 1, taps, dtype=torch.float64, requires_grad=True)
     positions_T = torch.cat([torch.arange(n) for n in (*LENGTHS, 1, 1)])
-    found = gated_convolution(h_T3C, None, Operand(weight, weight), positions_T, n_valid=rows)
+    operand = Operand(weight, weight)
+    found = short_convolution(h_T3C, None, operand, positions_T, gated=True, n_valid=rows)
     wanted = reference(h_T3C[:rows], weight, LENGTHS)
     torch.testing.assert_close(found[:rows], wanted, rtol=1e-12, atol=1e-12)
     mine = torch.autograd.grad(found, (h_T3C, weight), dy_TC)

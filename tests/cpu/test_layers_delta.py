@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moefold.data.batch import pack
-from moefold.kernels.convolution.short import silu_convolution
+from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.delta.chunked import chunked, recurrent
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
@@ -104,7 +104,8 @@ def test_b23_documents_are_convolved_by_themselves_without_gates() -> None:
     x.requires_grad_()
     weight = torch.randn(3, 1, 4, dtype=torch.float64, requires_grad=True)
     positions = torch.cat([torch.arange(n) for n in (*parts, 1, 1)])
-    found = silu_convolution(x, None, Operand(weight, weight), positions, n_valid=16)
+    how: dict[str, Any] = {"gated": False, "n_valid": 16}
+    found = short_convolution(x, None, Operand(weight, weight), positions, **how)
     apart = [
         torch.conv1d(rows.t()[None], weight, padding=3, groups=3)[0, :, : len(rows)].t()
         for rows in x[:16].split(list(parts))

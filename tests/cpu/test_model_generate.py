@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from moefold.model.init import initialise
 from moefold.model.rows import Continued
 from moefold.moe.config import Capacity, Router
 from moefold.proof.attentions import GQA, MHA, MLA
-from moefold.proof.subjects import DENSE, SHARED, decoder, moe
+from moefold.proof.subjects import DENSE, SHARED, SUBJECTS, decoder, moe
 
 aten = torch.ops.aten
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2], [7, 7], [7, 7])
@@ -38,6 +39,11 @@ MODELS = {
     "capacity": decoder(GQA, moe(capacity=Capacity(factor=0.5)), moe()),
     "tied": decoder(GQA, DENSE, tied=True),
 }
+MIXERS = {
+    name: SUBJECTS[name].decoder
+    for name in ("convolved", "delta", "channels", "bounded", "chunked", "gated latents")
+}
+"""Of other mixers: what is kept of some is a state."""
 
 
 def model_of(record: Decoder, precision: Any = "fp32") -> DecoderModel:
@@ -71,17 +77,20 @@ def written(
     return noting, texts
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*product(MODELS, ["fp32", "fp64"]), *((name, "fp64") for name in MIXERS)],
+)
 def test_b73_logits_are_those_of_whole_texts(name: str, precision: str) -> None:
     """Of prompts of several lengths, two of them the same, until one has ended and after."""
-    model = model_of(MODELS[name], precision)
+    record = (MODELS | MIXERS)[name]
+    model = model_of(record, precision)
     plain, texts = written(model, None, temperature=0)
     end = texts[0][TOKENS // 2]
     plain, texts = written(model, None, temperature=0, ends=[end])
-    kept, same = written(model, KeyValueCache.of(MODELS[name]), temperature=0, ends=[end])
+    kept, same = written(model, KeyValueCache.of(record), temperature=0, ends=[end])
     assert same == texts
-    bound = {"fp32": 1e-5, "fp64": 1e-13}[precision]
+    bound = {"fp32": 1e-5, "fp64": 1e-13 if name in MODELS else 1e-12}[precision]
     lean, again = written(model, Continued(model), temperature=0, ends=[end])
     assert again == texts
     for found in (kept, lean):

@@ -44,6 +44,10 @@ def write(spot: Spot | None, name: str, sizes: str, zero: int, keep: bool) -> li
         ("gqa", "ep2", 3),
         ("gqa", "cp2", 0),
         ("mla", "tp2 ep2", 0),
+        *(
+            pytest.param(name, "tp2", 0, marks=pytest.mark.matrix)
+            for name in ("delta", "channels", "convolved", "chunked", "gated latents")
+        ),
     ],
 )
 def test_a_layout_writes_as_one_rank(name: str, sizes: str, zero: int) -> None:

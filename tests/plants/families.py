@@ -7,6 +7,7 @@ B23 = (
     "test_b23_logits_choices_weights_and_gradients_equal_transformers"
 )
 DELTA = "tests/cpu/test_layers_delta.py::test_b23_"
+CACHE = "tests/cpu/test_model_generate.py::test_b73_logits_are_those_of_whole_texts"
 PLANTS = (
     Plant(
         "b23",
@@ -237,6 +238,30 @@ PLANTS = (
         "convert/stream.py",
         "rows = part.sent.rows.places(*part.box[0])",
         "rows = span.sent.rows.places(*part.box[0])",
+    ),
+    Plant(
+        "b73",
+        "the rows before that are kept of a text stay those of its prompt",
+        CACHE,
+        "layers/convolution.py",
+        "cache.states[key] = torch.cat([before[:, 1:], new], 1)",
+        "cache.states[key] = before",
+    ),
+    Plant(
+        "b73",
+        "states of texts stay where they were when one has ended",
+        CACHE,
+        "layers/cache.py",
+        "{key: _chosen(x, found) for",
+        "{key: x[: len(found)] for",
+    ),
+    Plant(
+        "b73",
+        "a chunk goes on where a text does",
+        CACHE,
+        "layers/cache.py",
+        "lengths = [(length - 1) % chunk + 1 for length in lengths]",
+        "lengths = [min(length, chunk) for length in lengths]",
     ),
     Plant(
         "b23",

@@ -24,41 +24,30 @@ from moefold.kernels.operand import Operand
 from moefold.kernels.rows import wide
 
 
-def gated_convolution(
-    h_T3C: Tensor,
+def short_convolution(
+    x_TX: Tensor,
     before_PJC: Tensor | None,
     weight: Operand,
     positions_T: Tensor,
     *,
+    gated: bool,
     n_valid: int | None = None,
     sink: GradientSink = RETURNED,
 ) -> Tensor:
     """Return ``y_TC`` in the rows' dtype; only what comes in is kept.
 
     Args:
-        h_T3C: b, c and x of each row, one after the other.
-        before_PJC: ``b * x`` of the rows before each run; None where one run has all rows.
+        x_TX: of each row b, c and x, one after the other, where it is gated; else x alone.
+        before_PJC: what is convolved, ``b * x`` or x, of the rows before each run; None where one
+            run has all rows.
         weight: operand [C, 1, K]; the last tap is of the row itself.
         positions_T: of each row in its document.
+        gated: whether it stands between gates, or before an activation.
         n_valid: the first so many rows count in the weight's gradient; None where all do.
         sink: where the weight's gradient goes.
     """
-    given = weight.master, weight.value, positions_T, n_valid, sink
-    return _Convolution.apply(h_T3C, before_PJC, *given)  # type: ignore[no-any-return]
-
-
-def silu_convolution(
-    x_TC: Tensor,
-    before_PJC: Tensor | None,
-    weight: Operand,
-    positions_T: Tensor,
-    *,
-    n_valid: int | None = None,
-    sink: GradientSink = RETURNED,
-) -> Tensor:
-    """Return ``y_TC`` without gates; arguments as above, the rows being ``x`` alone."""
-    given = weight.master, weight.value, positions_T, n_valid, sink
-    return _Activated.apply(x_TC, before_PJC, *given)  # type: ignore[no-any-return]
+    given = weight.master, weight.value, positions_T, n_valid, sink, gated
+    return _Convolution.apply(x_TX, before_PJC, *given)  # type: ignore[no-any-return]
 
 
 def reference(h_T3C: Tensor, weight_C1K: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -91,62 +80,45 @@ class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        h_T3C: Tensor,
+        x_TX: Tensor,
         before_PJC: Tensor | None,
         master: Tensor,
         value_C1K: Tensor,
         positions_T: Tensor,
         n_valid: int | None,
         sink: GradientSink,
+        gated: bool,
     ) -> Tensor:
-        ctx.save_for_backward(h_T3C, before_PJC, value_C1K, positions_T)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        b, c, x = wide(h_T3C).chunk(3, 1)
-        taps = value_C1K.shape[-1]
-        joined = _joined(b * x, before_PJC, taps - 1)
-        return (c * _mixed(joined, value_C1K, positions_T)).to(h_T3C.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
-        h_T3C, before_PJC, value_C1K, positions_T = ctx.saved_tensors
-        b, c, x = wide(h_T3C).chunk(3, 1)
-        joined = _joined(b * x, before_PJC, value_C1K.shape[-1] - 1)
-        dy = wide(dy_TC)
-        dc, dz = dy * _mixed(joined, value_C1K, positions_T), dy * c
-        du, dbefore, dw = _unmixed(ctx, dz, joined, before_PJC, value_C1K, positions_T)
-        dh = torch.cat([du * x, dc, du * b], 1).to(h_T3C.dtype)
-        return dh, dbefore, dw, None, None, None, None
-
-
-class _Activated(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TC: Tensor,
-        before_PJC: Tensor | None,
-        master: Tensor,
-        value_C1K: Tensor,
-        positions_T: Tensor,
-        n_valid: int | None,
-        sink: GradientSink,
-    ) -> Tensor:
-        ctx.save_for_backward(x_TC, before_PJC, value_C1K, positions_T)
-        ctx.master, ctx.n_valid, ctx.sink = master, n_valid, sink
-        joined = _joined(wide(x_TC), before_PJC, value_C1K.shape[-1] - 1)
-        return F.silu(_mixed(joined, value_C1K, positions_T)).to(x_TC.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
-        x_TC, before_PJC, value_C1K, positions_T = ctx.saved_tensors
-        joined = _joined(wide(x_TC), before_PJC, value_C1K.shape[-1] - 1)
+        ctx.save_for_backward(x_TX, before_PJC, value_C1K, positions_T)
+        ctx.master, ctx.n_valid, ctx.sink, ctx.gated = master, n_valid, sink, gated
+        b, c, x = _parts(x_TX, gated)
+        joined = _joined(x if b is None else b * x, before_PJC, value_C1K.shape[-1] - 1)
         z = _mixed(joined, value_C1K, positions_T)
+        return (F.silu(z) if c is None else c * z).to(x_TX.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
+        x_TX, before_PJC, value_C1K, positions_T = ctx.saved_tensors
+        b, c, x = _parts(x_TX, ctx.gated)
+        joined = _joined(x if b is None else b * x, before_PJC, value_C1K.shape[-1] - 1)
+        z, dy = _mixed(joined, value_C1K, positions_T), wide(dy_TC)
         share = z.sigmoid()
-        dz = wide(dy_TC) * share * (1 + z * (1 - share))
-        dx, dbefore, dw = _unmixed(ctx, dz, joined, before_PJC, value_C1K, positions_T)
-        dx = dx.to(x_TC.dtype, copy=True)  # and not the rows before, too
-        return dx, dbefore, dw, None, None, None, None
+        dz = dy * share * (1 + z * (1 - share)) if c is None else dy * c
+        du, dbefore, dw = _unmixed(ctx, dz, joined, before_PJC, value_C1K, positions_T)
+        if b is None:
+            dx = du.to(x_TX.dtype, copy=True)  # and not the rows before, too
+        else:
+            dx = torch.cat([du * x, dy * z, du * b], 1).to(x_TX.dtype)
+        return dx, dbefore, dw, None, None, None, None, None
+
+
+def _parts(x_TX: Tensor, gated: bool) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return b, c and x of the rows, in wide numbers; without gates x alone."""
+    if not gated:
+        return None, None, wide(x_TX)
+    b, c, x = wide(x_TX).chunk(3, 1)
+    return b, c, x
 
 
 def _unmixed(

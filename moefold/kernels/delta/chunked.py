@@ -32,17 +32,34 @@ def recurrent(
     positions_T: Tensor,
 ) -> Tensor:
     """Return ``o_THv`` row by row: the reference."""
-    q_THk, k_THk = of_heads(q_TGk, v_THv), of_heads(k_TGk, v_THv)
-    state_Hkv, out = v_THv.new_zeros(*k_THk.shape[1:], v_THv.shape[-1]), list[Tensor]()
+    state_Hkv = v_THv.new_zeros(v_THv.shape[1], k_TGk.shape[2], v_THv.shape[2])
+    out = list[Tensor]()
     for t in range(len(v_THv)):
-        state_Hkv = state_Hkv * decay_THk[t].exp()[..., None] * (positions_T[t] > 0)
-        u_Hv = v_THv[t]
-        if beta_TH is not None:
-            seen_Hv = torch.einsum("hkv,hk->hv", state_Hkv, k_THk[t])
-            u_Hv = beta_TH[t, :, None] * (u_Hv - seen_Hv)
-        state_Hkv = state_Hkv + k_THk[t, :, :, None] * u_Hv[:, None]
-        out.append(torch.einsum("hkv,hk->hv", state_Hkv, q_THk[t]))
+        at = slice(t, t + 1)
+        beta_1H = None if beta_TH is None else beta_TH[at]
+        before = (state_Hkv * (positions_T[t] > 0))[None]
+        row, after = step(before, q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], beta_1H)
+        state_Hkv = after[0]
+        out.append(row[0])
     return torch.stack(out)
+
+
+def step(
+    state_PHkv: Tensor,
+    q_PGk: Tensor,
+    k_PGk: Tensor,
+    v_PHv: Tensor,
+    decay_PHk: Tensor,
+    beta_PH: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``o_PHv`` of one row of each of P documents, and the states after it."""
+    q_PHk, k_PHk = of_heads(q_PGk, v_PHv), of_heads(k_PGk, v_PHv)
+    state_PHkv = state_PHkv * decay_PHk.exp()[..., None]
+    if beta_PH is not None:
+        seen_PHv = torch.einsum("phkv,phk->phv", state_PHkv, k_PHk)
+        v_PHv = beta_PH[..., None] * (v_PHv - seen_PHv)
+    state_PHkv = state_PHkv + k_PHk[..., None] * v_PHv[..., None, :]
+    return torch.einsum("phkv,phk->phv", state_PHkv, q_PHk), state_PHkv
 
 
 def of_heads(x_TGk: Tensor, v_THv: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class Chunked(Gqa):
     """Factor on queries that grows with the position."""
 
     owner = "moefold.layers.chunked:ChunkedAttention"
+    caches = True
 
     @property
     def core(self) -> Attention:

@@ -31,6 +31,7 @@ class ShortConvolution(LayerSpec):
     """Rows that a row sees, itself among them."""
 
     owner = "moefold.layers.convolution:ConvolutionMixer"
+    caches = True
 
     @property
     def words(self) -> str:

@@ -60,6 +60,7 @@ class DeltaNet(LayerSpec):
     """Rank of the gate's projection; None projects rows directly."""
 
     owner = "moefold.layers.delta:DeltaMixer"
+    caches = True
 
     def rules(self) -> Iterator[Violation]:
         """Key heads divide value heads."""

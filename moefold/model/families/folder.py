@@ -39,7 +39,10 @@ def read_config(folder: Path, multi_token: bool = True) -> Reading:
     if config.get(FURTHER):
         first = f"model.layers.{config.get('num_hidden_layers')}.eh_proj.weight"
         config = config if multi_token and _holds(folder, first) else config | {FURTHER: 0}
-    return from_hf(config)
+    try:
+        return from_hf(config)
+    except ValueError as error:
+        raise ValueError(str(error).replace("config.json", str(path), 1)) from None
 
 
 def _holds(folder: Path, name: str) -> bool:

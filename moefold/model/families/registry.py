@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moefold.config.suggest import closest
 from moefold.model.config import MAX_LAYERS, MODEL, Decoder
 
 # Imported because each registers itself when imported.
@@ -84,8 +85,15 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
             f"config.json: model_type {model_type!r} is not supported: it needs {LACKS[model_type]}"
         )
     if model_type not in read:
+        name = closest(model_type, read)
+        near = "" if name is None else f"nearest: {name!r}; "
+        if isinstance(inner := config.get("text_config"), dict):
+            near = (
+                f"its text_config is of {inner.get('model_type')!r}: write a folder of that model "
+                "alone, as transformers' AutoModelForCausalLM does; "
+            )
         raise ValueError(
-            f"config.json: model_type {model_type!r} is not known; known: "
+            f"config.json: model_type {model_type!r} is not known; {near}known: "
             f"{', '.join(sorted(known))}"
         )
     return read[model_type].from_hf(config)
