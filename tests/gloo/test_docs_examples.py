@@ -1,12 +1,14 @@
 """Every example of docs/extending.md is trained, planned and proved in a layout that cuts it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moefold.api import train
+from moefold.checkpoint.folder import newest
 from moefold.cli.main import main
 from moefold.run import load_run
 from moefold.training.hooks.config import HOOKS
@@ -83,3 +85,19 @@ def test_a_hook_from_a_file_reaches_the_ranks(tmp_path: Path) -> None:
     train(run, nproc=2, hooks=[hook], folder=tmp_path / "out")
     lines = History.read(tmp_path / "out").lines
     assert all("norm/layers.1.moe.router.weight" in line for line in lines)
+
+
+@pytest.mark.matrix
+def test_a_mixer_from_a_file_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """From the same checkpoint, with the losses of the layout that it began in."""
+    path, out = written(tmp_path, "gated_attention.py"), tmp_path / "out"
+    found = list[list[float]]()
+    for sizes in ("tp2", "ep2"):
+        words = ["train.steps=4", "watch.checkpoint.every=2", "watch.checkpoint.keep=9"]
+        train(load_run(path, [*words, f"layout.sizes={sizes}"]), nproc=2, folder=out)
+        found.append([line["lm_loss"] for line in History.read(out).lines])
+        last = newest(out)
+        assert last is not None
+        shutil.rmtree(last)  # as if killed before
+    assert len(found[0]) == len(found[1]) == 4 and found[0][:2] == found[1][:2]
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[1] != found[0]
