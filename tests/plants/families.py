@@ -265,6 +265,22 @@ PLANTS = (
     ),
     Plant(
         "b23",
+        "a bias of experts decays as a matrix",
+        "tests/pure/test_optim_config.py::test_b23_what_decays",
+        "optim/config.py",
+        'no_decay: tuple[str, ...] = ("*norm*", "*bias*")',
+        'no_decay: tuple[str, ...] = ("*norm*",)',
+    ),
+    Plant(
+        "b23",
+        "a bias of experts is orthogonalised as a matrix",
+        "tests/pure/test_optim_config.py::test_b23_what_muon_takes",
+        "optim/config.py",
+        '        "*norm*",\n        "*bias*",\n',
+        '        "*norm*",\n',
+    ),
+    Plant(
+        "b23",
         "a model without positions turns",
         B23,
         "model/families/base.py",
