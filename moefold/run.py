@@ -23,6 +23,7 @@ from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
+from moefold.spec.logits import clip_misfits
 from moefold.spec.quantised import cut_misfits, moment_misfits, quantise_misfits
 from moefold.spec.tuning import misfits_of, tuned
 from moefold.training.config import ADAPTER, Train
@@ -75,6 +76,9 @@ class Run(Record):
                 yield from quantise_misfits(self.decoder())
                 found = cut_misfits(self.decoder(), self.layout, self.data.seq)
                 yield from (one.under("layout") for one in found)
+            if not misfits and self.optim.qk_clip is not None:
+                found = clip_misfits(self.decoder(), self.optim.qk_clip)
+                yield from (one.under("optim") for one in found)
             if not misfits and self.optim.group:
                 cut = moment_misfits(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (one.under("layout") for one in cut)

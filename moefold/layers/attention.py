@@ -12,7 +12,7 @@ from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rope.rotate import expand, rotate
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
-from moefold.layers.context.attend import attend
+from moefold.layers.context.attend import attend, largest
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
@@ -20,7 +20,14 @@ from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNorm
 
 
-class GroupedQueryAttention(nn.Module):
+class SoftmaxAttention(nn.Module):
+    """Base of attention whose logits may be watched."""
+
+    largest_H: Tensor | None = None
+    """Of this rank's heads, the largest logit over passes of training; None where nobody asks."""
+
+
+class GroupedQueryAttention(SoftmaxAttention):
     """Each group of query heads shares one key and value head."""
 
     def __init__(self, record: Gqa, hidden: int, epsilon: float) -> None:
@@ -81,7 +88,7 @@ class GroupedQueryAttention(nn.Module):
         return _turned(x_THd, rope, flow, norm)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(SoftmaxAttention):
     """Queries, keys and values come from low-rank latents; all heads share a key's position part.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
@@ -238,6 +245,10 @@ def attended(
         seen = flow.cache.attend(layer, q_THd, k_TGd, v_TGv, scale, window, *given[3:], chunk=chunk)
         if seen is not None:
             return seen
+
+    if flow.training and isinstance(layer, SoftmaxAttention) and layer.largest_H is not None:
+        found_H = largest(q_THd.detach(), k_TGd.detach(), scale, flow, window)
+        torch.maximum(layer.largest_H, found_H, out=layer.largest_H)
 
     def core(q: Tensor, k: Tensor, v: Tensor, *sinks_H: Tensor) -> Tensor:
         return attend(q, k, v, scale, flow, window, *sinks_H)

@@ -165,6 +165,19 @@ def _fall(shape: str, final: float, step: int, steps: int) -> float:
     return final + (1 - final) * left
 
 
+class QkClip(Record):
+    """Scales query and key weights of a head down after each update in which its largest logit
+    passed a bound (MuonClip, arXiv 2507.20534).
+
+    The largest logit is over the step's rows, and takes the products of attention's scores once
+    more.
+    """
+
+    bound: Annotated[float, Field(gt=0)] = 100.0
+    alpha: Fraction = 0.5
+    """Exponent of the factor's part that queries take; keys take the rest."""
+
+
 class Optim(Record):
     """What every optimizer shares: a rate and its schedule, and the gradient's clipping."""
 
@@ -174,6 +187,7 @@ class Optim(Record):
     schedule_lr: Annotated[LrSchedule, LR_SCHEDULE] = Constant()
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest global gradient norm that is taken as it is; None never clips."""
+    qk_clip: QkClip | None = None
 
     elementwise: ClassVar[bool] = False
     """Whether an element's update depends on its own gradient and state alone, so that parts can be

@@ -32,9 +32,9 @@ from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.moe.config import Shared
 from moefold.moe.dispatch.config import DISPATCH, Clones, FixedRoom, Foreign
-from moefold.optim.config import OPTIMIZER, AdamW
+from moefold.optim.config import OPTIMIZER, AdamW, QkClip
 from moefold.parallel.config import Layout, StatePlacement
-from moefold.proof.attentions import GQA, MLA, UNCOMMON
+from moefold.proof.attentions import GQA, MLA, UNCOMMON, WINDOWED
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.shrink import shrink, small_optimizer
 from moefold.proof.subjects import (
@@ -370,6 +370,14 @@ def optimizers() -> Iterator[ProofCase]:
             for zero in (0, 1, 3):
                 yield from _each([(kind, made)], [(sizes, world)], zero=zero)
     host = StatePlacement.model_validate({"at": "host", "step": "host"})
+    clips, plain = small_optimizer(AdamW(qk_clip=QkClip(bound=0.3))), {"qk_norm": "none"}
+    biased = GQA.model_copy(update=plain | {"bias": "qkv"})
+    for attention in (biased, WINDOWED.model_copy(update=plain), MLA):
+        clipped = replace(subject(decoder(attention, DENSE, SHARED)), optim=clips)
+        named = [(f"clipped {attention.kind}", clipped)]
+        for zero, layout in product((0, 3), (("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 8))):
+            yield from _each(named, [layout], zero=zero)
+        yield from _each(named, [("pp2", 4)], zero=1, recompute=Full(), state=host)
     for moments, zero in product(("bf16", "fp8"), (0, 1, 3)):
         narrow = small_optimizer(AdamW(moments=moments, moment_group=4))
         named = [(f"moments {moments}", replace(SUBJECTS["gqa"], optim=narrow))]

@@ -11,7 +11,7 @@ dispatch, D hidden features.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, lcm, prod
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from moefold.config.base import Record
 from moefold.layers.config import Context, Ring
@@ -319,12 +319,8 @@ class Shape:
         return self.context.sharing_heads(self.cp) > 1
 
     def received(self, routing: RoutingSpec) -> int:
-        """R: rows that the most loaded rank's experts take, or has room for.
-
-        One rank has room for what each place of a decision may hold.
-        """
-        alone = self.ep * self.etp == 1
-        top_k = (routing.places if alone else 0) or routing.top_k
+        """R: rows of the most loaded rank's experts; alone it has room for every place."""
+        top_k = (routing.places if self.ep * self.etp == 1 else 0) or routing.top_k
         return self.room or round(self.rows * top_k * self.etp * self.load)
 
 
@@ -357,6 +353,11 @@ class LayerSpec(Record):
     def routing(self) -> RoutingSpec | None:
         """What its router does; None without experts."""
         return None
+
+    @property
+    def logits(self) -> tuple[Any, ...]:
+        """Weights that attention's logits grow with (:class:`moefold.spec.logits.LogitRows`)."""
+        return ()
 
     @property
     def words(self) -> str:

@@ -16,6 +16,7 @@ B87 = (
     "tests/cpu/test_moe_routers.py::"
     "test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections"
 )
+B88 = "tests/cpu/test_optim_qk_clip.py::test_b88_heads_beyond_the_bound_are_scaled_to_it"
 B86 = "tests/cpu/test_moe_routers.py::"
 
 PLANTS = (
@@ -376,5 +377,29 @@ PLANTS = (
         "moe/layer.py",
         "(1 - self.shared.share(rows.x_TD, flow))",
         "(1 - 0 * self.shared.share(rows.x_TD, flow))",
+    ),
+    Plant(
+        "b88",
+        "queries take their part of the factor, though other heads share their key",
+        B88,
+        "parallel/data/qk_clip.py",
+        "(shrink_H.view(groups, -1) / key_G[:, None]).flatten()",
+        "shrink_H**alpha",
+    ),
+    Plant(
+        "b88",
+        "what is compared with a shared key has a part of the factor alone",
+        B88,
+        "parallel/data/qk_clip.py",
+        '"alone": shrink_H}',
+        '"alone": query_H}',
+    ),
+    Plant(
+        "b88",
+        "values are scaled with the keys that lie beside them",
+        B88,
+        "layers/kinds/mla.py",
+        "(self.v_dim, None)",
+        '(self.v_dim, "key")',
     ),
 )

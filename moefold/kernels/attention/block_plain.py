@@ -21,8 +21,8 @@ def forward(
     row that sees nothing gives zeros and minus infinity.
     """
     wide = torch.promote_types(q_NHSd.dtype, torch.float32)
-    q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
-    scores_NHSU = _scores(q, k, scale, causal, band)
+    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    scores_NHSU = scores(q, k, scale, causal, band)
     lse_NHS = scores_NHSU.logsumexp(-1)
     base_NHS = lse_NHS.masked_fill(lse_NHS == float("-inf"), 0.0)
     return (scores_NHSU - base_NHS[..., None]).exp() @ v, lse_NHS
@@ -45,9 +45,9 @@ def backward(
     """
     wide = lse_NHS.dtype
     kv_heads = k_NGUd.shape[1]
-    q, k, v = _alike(q_NHSd, k_NGUd, v_NGUv, wide)
+    q, k, v = alike(q_NHSd, k_NGUd, v_NGUv, wide)
     grad, out = grad_NHSv.to(wide), out_NHSv.to(wide)
-    weights_NHSU = (_scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
+    weights_NHSU = (scores(q, k, scale, causal, band) - lse_NHS[..., None]).exp()
     dv_NHUv = weights_NHSU.mT @ grad
     towards_NHS1 = (grad * out).sum(-1, keepdim=True)
     dscores_NHSU = weights_NHSU * (grad @ v.mT - towards_NHS1) * scale
@@ -56,20 +56,21 @@ def backward(
     return dscores_NHSU @ k, dk, dv
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def alike(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return all in one format, keys and values repeated for each query head."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(repeat, 1) for x in (k, v))
     return q.to(dtype), k, v
 
 
-def _scores(
+def scores(
     q_NHSd: Tensor,
     k_NHUd: Tensor,
     scale: float,
     causal: bool,
     band: tuple[int, int] | None,
 ) -> Tensor:
+    """Return the scores of alike queries and keys, minus infinity where a row does not see."""
     scores_NHSU = q_NHSd @ k_NHUd.mT * scale
     if band is not None:
         behind, window = band

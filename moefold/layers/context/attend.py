@@ -5,7 +5,11 @@ T rows here, H query heads, G key-value heads, d query-key dims and v value dims
 
 from torch import Tensor
 
+from moefold.comm.collectives import gather
 from moefold.config.slot import build
+from moefold.kernels.attention.largest import largest_logits
+from moefold.layers.context.gathered import tiles_of
+from moefold.layers.context.sight import Sight
 from moefold.layers.context.ulysses import on_one_rank
 from moefold.layers.flow import Flow
 
@@ -35,3 +39,16 @@ def attend(
     assert flow.context is not None, "context ranks share rows and no kind says how"
     limits = {} if window is None and sinks_H is None else {"window": window, "sinks_H": sinks_H}
     return build(flow.context, q_THd, k_TGd, v_TGv, scale, flow, **limits)
+
+
+def largest(
+    q_THd: Tensor, k_TGd: Tensor, scale: float, flow: Flow, window: int | None = None
+) -> Tensor:
+    """Return the largest logit of each head over this rank's rows and what they see, on any rank.
+
+    It is zero at least. Where ranks share rows they bring their keys together.
+    """
+    ranks = flow.world.group("cp")
+    k_UGd = gather(k_TGd, ranks).flatten(0, 1) if ranks.size > 1 else k_TGd
+    sight = Sight(flow.rows.lengths, q_THd.shape[0], ranks.size, window)
+    return largest_logits(q_THd, k_UGd, tiles_of(sight, ranks.index), scale)

@@ -29,6 +29,7 @@ from moefold.spec.layer import (
     saved_norm,
     small_heads,
 )
+from moefold.spec.logits import LogitRows
 
 
 @ATTENTION.register
@@ -95,6 +96,16 @@ class Gqa(LayerSpec):
         """Attention itself."""
         dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
         return Attention(self.heads, self.kv_heads, *dims, head_norms=normed)
+
+    @property
+    def logits(self) -> tuple[LogitRows, ...]:
+        """Queries and keys of heads; norms on them undo any factor."""
+        if self.qk_norm != "none":
+            return ()
+        ends = ("weight",) if self.bias == "none" else ("weight", "bias")
+        queries = (LogitRows(f"q.{e}", self.heads, ((self.head_dim, "query"),)) for e in ends)
+        keys = (LogitRows(f"k.{e}", self.kv_heads, ((self.head_dim, "key"),)) for e in ends)
+        return (*queries, *keys)
 
     @property
     def head_units(self) -> tuple[Units, Units]:

@@ -28,6 +28,7 @@ from moefold.spec.layer import (
     saved_norm,
     small_heads,
 )
+from moefold.spec.logits import LogitRows
 
 
 @ATTENTION.register
@@ -68,6 +69,15 @@ class Mla(LayerSpec):
     def core(self) -> Attention:
         """Attention itself: keys and values are of as many heads as queries."""
         return Attention(self.heads, self.heads, self.nope_dim + self.rope_dim, self.v_dim)
+
+    @property
+    def logits(self) -> tuple[LogitRows, ...]:
+        """Rows of queries and keys; what a query compares with the shared key takes all."""
+        query = "q.weight" if self.q_rank is None else "q_up.weight"
+        return (
+            LogitRows(query, self.heads, ((self.nope_dim, "query"), (self.rope_dim, "alone"))),
+            LogitRows("kv_up.weight", self.heads, ((self.nope_dim, "key"), (self.v_dim, None))),
+        )
 
     def _heads(self) -> Units:
         return Units("tp", self.heads, "attention heads", heads=True)

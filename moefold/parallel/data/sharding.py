@@ -35,6 +35,7 @@ from moefold.parallel.data.offload import (
     StateOffload,
     units_away,
 )
+from moefold.parallel.data.qk_clip import ClippedOptimizer
 
 TABLE = f"{EMBEDDING}.weight"
 
@@ -181,6 +182,12 @@ class ShardedState:
     def optimizer(self, record: Record) -> Optimizer:
         """Build the optimizer of what this rank updates; one at a time has state elsewhere."""
         assert isinstance(record, Optim)
+        made = self._optimizer(record)
+        if record.qk_clip is None:
+            return made
+        return ClippedOptimizer(made, self.placed, self.weights, record.qk_clip)
+
+    def _optimizer(self, record: Optim) -> Optimizer:
         masters = {name: self._masters.get(name, p) for name, p in self.params.items()}
         if self.offload is None:
             return self._optimizer_of(record, masters, tuple(self._units))

@@ -1,0 +1,124 @@
+"""QK-clip: heads whose largest logit passed a bound have query and key weights scaled down to it.
+
+Source: Kimi K2, arXiv 2507.20534, section 2.1 and its algorithm 1. There each head has a key of its
+own; where heads share one, it is scaled for the largest of their logits, and queries so that each
+head's logits have its own factor.
+
+H query heads, G key heads.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.collectives import max_
+from moefold.optim.base import Optimizer
+from moefold.optim.config import QkClip
+from moefold.parallel.apply import ModelParts
+from moefold.spec.layer import LayerSpec
+from moefold.spec.logits import LogitRows
+
+
+class _Watched(NamedTuple):
+    name: str
+    rows: Sequence[LogitRows]
+    largest_H: Tensor
+    """Of the heads on this rank, over the micro-batches of a step so far."""
+    heads: int
+
+
+class ClippedOptimizer(Optimizer):
+    """An optimizer after whose update heads are clipped.
+
+    Args:
+        inner: what updates.
+        placed: the model's parts here.
+        weights: yields the boxes of weights that are here, to be written into.
+        record: the bound, and how queries and keys share the factor.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        placed: ModelParts,
+        weights: Callable[[], Iterable[Any]],
+        record: QkClip,
+    ) -> None:
+        super().__init__(inner.params)
+        self._inner, self._world, self._weights = inner, placed.world, weights
+        self._record, self.group = record, inner.group
+        self._watched = tuple(_watch(placed))
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0, lr_factor: float = 1.0) -> None:
+        """Update, then scale the weights of heads whose logits were too large."""
+        self._inner.step(scale, lr_factor)
+        factors = self._factors()
+        for held in self._weights():
+            factor_R = factors.get(held.name)
+            if factor_R is not None:
+                rows = factor_R[slice(*held.box[0])].to(held.tensor.dtype)
+                held.tensor.mul_(rows.view(-1, *[1] * (held.tensor.dim() - 1)))
+
+    def _factors(self) -> dict[str, Tensor]:
+        """Return a factor for each row of each weight, the same on all ranks that have it."""
+        world, found = self._world, dict[str, Tensor]()
+        if not self._watched:
+            return found
+        tp = world.group("tp")
+        whole = []
+        for one in self._watched:
+            all_H = one.largest_H.new_zeros(one.heads)
+            all_H.unflatten(0, (tp.size, -1))[tp.index] = one.largest_H
+            whole.append(all_H)
+            one.largest_H.zero_()
+        flat = max_(torch.cat(whole), world.group("stage"))
+        bound, alpha = self._record.bound, self._record.alpha
+        parts_H = flat.split([one.heads for one in self._watched])
+        for one, all_H in zip(self._watched, parts_H, strict=True):
+            # What is not finite says nothing of weights.
+            shrink_H = torch.where(all_H.isfinite(), bound / all_H.clamp(min=bound), 1)
+            groups = min(rows.heads for rows in one.rows)
+            key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
+            query_H = (shrink_H.view(groups, -1) / key_G[:, None]).flatten()
+            sides = {"query": query_H, "key": key_G, "alone": shrink_H}
+            for rows in one.rows:
+                parts = [
+                    (torch.ones_like(key_G[:1]).expand(rows.heads) if side is None else sides[side])
+                    .unsqueeze(1)
+                    .expand(-1, dims)
+                    for dims, side in rows.parts
+                ]
+                found[f"{one.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the inner optimizer's."""
+        return self._inner.state()
+
+    def lr(self, lr_factor: float = 1.0) -> dict[str, float]:
+        """Return the inner optimizer's."""
+        return self._inner.lr(lr_factor)
+
+    def describe(self) -> dict[str, str]:
+        """Return the inner optimizer's paths, and the bound."""
+        return {**self._inner.describe(), "qk_clip": f"logits up to {self._record.bound:g}"}
+
+
+def _watch(placed: ModelParts) -> list[_Watched]:
+    """Let the attention layers on this rank note their largest logits."""
+    model, found = placed.model, list[_Watched]()
+    tp = placed.world.group("tp").size
+    for number, block in enumerate(model.record.blocks):
+        name = f"layers.{number}.attention"
+        rows = block.attention.logits if isinstance(block.attention, LayerSpec) else ()
+        if not rows or str(number) not in model.layers:
+            continue
+        heads = max(one.heads for one in rows)
+        wide = torch.promote_types(model.recipe.dtype, torch.float32)
+        largest_H = torch.zeros(heads // tp, dtype=wide, device=placed.world.device)
+        model.get_submodule(name).largest_H = largest_H
+        found.append(_Watched(name, rows, largest_H, heads))
+    return found

@@ -1,0 +1,103 @@
+"""QK-clip: largest logits as attention sees them, and the weights of heads that passed a bound."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.world import World
+from moefold.data.batch import MicroBatch
+from moefold.kernels.attention import largest as kernel
+from moefold.layers.attention import SoftmaxAttention
+from moefold.layers.context.attend import largest
+from moefold.layers.flow import Flow
+from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.kinds.mla import Mla
+from moefold.model.config import Block
+from moefold.model.init import initialise
+from moefold.optim.config import AdamW, QkClip
+from moefold.parallel.apply import build as build_parts
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.proof.attentions import GQA
+from moefold.proof.subjects import DENSE, decoder
+from moefold.spec.logits import clip_misfits
+from tests.cpu.routing import flow_of, rows_of
+
+LENGTHS = (7, 4, 4, 9)
+PLAIN = Gqa(heads=4, kv_heads=2, head_dim=4, bias="qkv")
+LATENT = Mla(heads=2, q_rank=6, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=4)
+
+
+@pytest.mark.parametrize("window", (None, 3))
+def test_the_largest_logit_is_over_what_rows_see(window: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "PIECE", 40)  # a few queries at a time
+    rows = rows_of(LENGTHS, pads=3)
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(rows.rows, heads, 4, generator=generator) for heads in (4, 2))
+    wanted, first = torch.zeros(4), 0
+    for length in LENGTHS:
+        for t in range(first, first + length):
+            low = first if window is None else max(first, t - window + 1)
+            for s in range(low, t + 1):
+                logits = 0.5 * (q[t] * k[s].repeat_interleave(2, 0)).sum(1)
+                wanted = torch.maximum(wanted, logits)
+        first += length
+    assert torch.allclose(largest(q, k, 0.5, flow_of(rows), window), wanted)
+
+
+def logits_of(data: ShardedState, rows: MicroBatch) -> Tensor:
+    """Return the largest logit of each head of the first layer in a pass of training."""
+    attention = data.placed.model.get_submodule("layers.0.attention")
+    assert isinstance(attention, SoftmaxAttention) and attention.largest_H is not None
+    data.placed.model(Flow(rows, data.placed.model.recipe))
+    found = attention.largest_H.clone()
+    attention.largest_H.zero_()
+    return found
+
+
+@pytest.mark.parametrize("alpha", (0.5, 0.2))
+@pytest.mark.parametrize("attention", (PLAIN, LATENT), ids=("gqa", "mla"))
+def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: float) -> None:
+    """Each to the bound itself, and heads below it not at all, whatever key they share."""
+    described = decoder(attention, DENSE)
+    data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
+    initialise(data.placed.model, described, 3)
+    with torch.no_grad():
+        for name, parameter in data.placed.model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(torch.linspace(-1, 1, len(parameter)))
+    rows = rows_of(LENGTHS)
+    rows.ids_T.copy_(torch.arange(rows.rows) % 64)
+    data.optimizer(AdamW(lr=0.0, qk_clip=QkClip()))
+    before = logits_of(data, rows)
+    bound = float(before.sort().values[: len(before) // 2 + 1].mean())
+    assert before.min() < bound < before.max()
+    clipping = data.optimizer(AdamW(lr=0.0, qk_clip=QkClip(bound=bound, alpha=alpha)))
+    data.placed.model(Flow(rows, data.placed.model.recipe))
+    weights = {name: p.detach().clone() for name, p in data.placed.model.named_parameters()}
+    for parameter in data.placed.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    clipping.step()
+    assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
+    changed = {
+        name.removeprefix("layers.0.attention.")
+        for name, p in data.placed.model.named_parameters()
+        if not torch.equal(p, weights[name])
+    }
+    each = {"q.weight", "k.weight", "q.bias", "k.bias"}
+    assert changed == (each if attention is PLAIN else {"q_up.weight", "kv_up.weight"})
+    clipping.step()  # Nothing was seen since.
+    assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
+
+
+def test_logits_that_follow_no_trained_weight_are_refused() -> None:
+    clip = QkClip()
+    (found,) = clip_misfits(decoder(GQA, DENSE), clip)
+    assert "layer 0 norms" in found.rule and found.nearest is None
+    frozen = Block(attention=PLAIN, ffn=DENSE, frozen=("attention.q.weight",))
+    stack = decoder(PLAIN, DENSE).stacks[0].model_copy(update={"blocks": (frozen,)})
+    held = decoder(PLAIN, DENSE).model_copy(update={"stacks": (stack,)})
+    assert "frozen" in next(clip_misfits(held, clip)).rule
+    assert not list(clip_misfits(decoder(PLAIN, DENSE), clip))
