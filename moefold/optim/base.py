@@ -7,6 +7,7 @@ state is named after them, so that a checkpoint made in one layout means the sam
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,6 +33,21 @@ class Wholes(Protocol):
     def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's pieces of all ranks' matrices; ``like`` are pieces of its own."""
         ...
+
+
+@dataclass(frozen=True)
+class LocalMatrices:
+    """Matrices of parameters that this rank updates alone: views of its own tensors."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the tensors as they are, heads apart."""
+        return [p.view(-1, *self.shapes[name][-2:]) for name, p in pieces.items()]
+
+    def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors, in which the matrices were changed in place."""
+        return dict(like)
 
 
 class Optimizer(ABC):

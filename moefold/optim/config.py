@@ -206,6 +206,10 @@ class Optim(Record):
         """
         return 0
 
+    def split(self, shape: Sequence[int], heads: int) -> tuple[int, ...]:
+        """Return a parameter's shape as the update takes it; its rows are of so many heads."""
+        return tuple(shape)
+
     def moment_bytes(self, shape: Sequence[int], wide: float) -> float:
         """Return the bytes an element of each state tensor; ``wide``: in its arithmetic's type."""
         return wide
@@ -298,6 +302,8 @@ class Muon(Optim):
     sqrt(max(1, m / n)), Muon's own."""
     weight_decay: Rate = 0.1
     """Decoupled: each step takes away ``lr * weight_decay`` of the weight."""
+    by_heads: bool = False
+    """Whether rows that make a head's queries, keys or values are a matrix of their own."""
     arithmetic: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of Newton-Schulz; ``auto`` is bfloat16 where the device multiplies it natively and the
     matrix is not tiny. float64 parameters always take float64."""
@@ -324,6 +330,12 @@ class Muon(Optim):
     def needs_whole(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether the parameter is Muon's."""
         return self.orthogonalises(name, shape)
+
+    def split(self, shape: Sequence[int], heads: int) -> tuple[int, ...]:
+        """Return a parameter's shape as a stack of matrices; ``heads`` is 0 where it has none."""
+        if not (self.by_heads and heads and len(shape) == 2 and shape[0] > heads):
+            return tuple(shape)
+        return (heads, shape[0] // heads, shape[1])
 
     def state_names(self, name: str, shape: Sequence[int]) -> tuple[str, ...]:
         """Return the momentum, or what the rest keeps."""

@@ -10,14 +10,13 @@ Shape suffixes: N matrices of a batch, m rows, n columns.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from moefold.optim.adamw import AdamWOptimizer
-from moefold.optim.base import Optimizer, Wholes, zeros_for
+from moefold.optim.base import LocalMatrices, Optimizer, Wholes, zeros_for
 from moefold.optim.config import Muon
 
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
@@ -110,21 +109,6 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return allowed and units
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-@dataclass(frozen=True)
-class LocalMatrices:
-    """Matrices of parameters that this rank updates alone: views of its own tensors."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def gather(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the tensors as they are."""
-        return list(pieces.values())
-
-    def scatter(self, matrices: Sequence[Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors, in which the matrices were changed in place."""
-        return dict(like)
 
 
 def batches(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -372,6 +372,10 @@ def optimizers() -> Iterator[ProofCase]:
     host = StatePlacement.model_validate({"at": "host", "step": "host"})
     clips, plain = small_optimizer(AdamW(qk_clip=QkClip(bound=0.3))), {"qk_norm": "none"}
     biased = GQA.model_copy(update=plain | {"bias": "qkv"})
+    heads = small_optimizer(OPTIMIZER.kinds["muon"].model_validate({"by_heads": True}))
+    for name, zero in product(("gqa", "mla"), (0, 1, 3)):
+        named = [(f"{name} by heads", replace(SUBJECTS[name], optim=heads))]
+        yield from _each(named, [("tp2", 2), ("", 2), ("tp2 cp2 ep2", 8)], zero=zero)
     for attention in (biased, WINDOWED.model_copy(update=plain), MLA):
         clipped = replace(subject(decoder(attention, DENSE, SHARED)), optim=clips)
         named = [(f"clipped {attention.kind}", clipped)]

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.model.config import Decoder
+from moefold.spec.decoder import known_weights
 from moefold.spec.layer import Attention, LayerSpec
 
 Side = Literal["query", "key", "alone"]
@@ -20,6 +21,15 @@ class LogitRows(NamedTuple):
     heads: int
     parts: tuple[tuple[int, Side | None], ...]
     """Of each head so many rows of a side, one part after the other; None leaves logits alone."""
+
+
+def rows_of_heads(decoder: Decoder) -> dict[str, int]:
+    """Return the number of heads of each weight that tensor ranks cut by its heads' rows."""
+    found = dict[str, int]()
+    for weight in known_weights(decoder):
+        by_rows = [units for dim, units in weight.cuts if dim == 0 and units.heads]
+        found |= {weight.name: by_rows[0].number} if by_rows else {}
+    return found
 
 
 def clip_misfits(decoder: Decoder, given: Record) -> Iterator[Violation]:

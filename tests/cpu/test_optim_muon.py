@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moefold.comm.world import World
 from moefold.config.slot import build
+from moefold.layers.kinds.gqa import Gqa
+from moefold.model.init import initialise
 from moefold.optim import muon
 from moefold.optim.adamw import AdamWOptimizer
 from moefold.optim.config import AdamWRule, Muon
@@ -17,6 +20,10 @@ from moefold.optim.muon import (
     orthogonalise,
     update_scale,
 )
+from moefold.parallel.apply import build as build_parts
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.proof.subjects import DENSE, decoder
 
 SHAPES = {
     "embedding.weight": (40, 24),
@@ -391,3 +398,33 @@ def test_what_is_shown() -> None:
         "muon": "6 parameters, Newton-Schulz of its own matrices in float32",
         "adamw": "4 tensors fused",
     }
+
+
+def test_b89_heads_are_matrices_of_their_own() -> None:
+    """The update is that of each head's rows alone; what has no heads is as without."""
+    described = decoder(Gqa(heads=4, kv_heads=2, head_dim=4), DENSE)
+    found, grads = [], dict[str, Tensor]()
+    for by_heads in (False, True):
+        data = ShardedState(build_parts(described, "fp64", Layout(), World.single()))
+        initialise(data.placed.model, described, 1)
+        rule = Muon(by_heads=by_heads, weight_decay=0.0, lr=1.0, nesterov=False)
+        optimizer = data.optimizer(rule)
+        before = {name: p.detach().clone() for name, p in data.params.items()}
+        for name, parameter in data.params.items():
+            generator = torch.Generator().manual_seed(len(name))
+            grads[name] = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad = grads[name].clone()
+        optimizer.step()
+        found.append({name: (before[name] - p).detach() for name, p in data.params.items()})
+    plain, apart = found
+    heads = {"q.weight": 4, "k.weight": 2, "v.weight": 2}
+    for name, update in apart.items():
+        count = heads.get(name.removeprefix("layers.0.attention."), 0)
+        if not count:
+            assert torch.equal(update, plain[name])
+            continue
+        stack_Nmn = grads[name].unflatten(0, (count, -1)) * (1 - rule.momentum)
+        wanted = orthogonalise(stack_Nmn, rule.ns_steps, torch.float64)
+        wanted = wanted * update_scale(rule.scale, *stack_Nmn.shape[1:])
+        assert torch.allclose(update, wanted.flatten(0, 1))
+        assert not torch.allclose(update, plain[name])

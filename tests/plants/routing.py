@@ -402,4 +402,12 @@ PLANTS = (
         "(self.v_dim, None)",
         '(self.v_dim, "key")',
     ),
+    Plant(
+        "b89",
+        "heads are told apart by name alone, and made orthogonal together",
+        "tests/cpu/test_optim_muon.py::test_b89_heads_are_matrices_of_their_own",
+        "optim/config.py",
+        "return (heads, shape[0] // heads, shape[1])",
+        "return (1, shape[0], shape[1])",
+    ),
 )

@@ -20,7 +20,7 @@ from moefold.config.errors import RunError
 from moefold.config.slot import build
 from moefold.layers.placement import Box, Shard
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
-from moefold.optim.base import PREFIX, Optimizer
+from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
 from moefold.optim.norm import squared_norm
 from moefold.parallel.apply import Chunk, ModelParts
@@ -36,6 +36,7 @@ from moefold.parallel.data.offload import (
     units_away,
 )
 from moefold.parallel.data.qk_clip import ClippedOptimizer
+from moefold.spec.logits import rows_of_heads
 
 TABLE = f"{EMBEDDING}.weight"
 
@@ -98,6 +99,8 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Those that lie elsewhere."""
         self._stale = True
+        self._heads = rows_of_heads(placed.model.record)
+        """Of weights whose rows are heads', by name."""
         state = layout.state
         self.offload: StateOffload | None = None
         if state.away and valued:
@@ -228,26 +231,29 @@ class ShardedState:
             buckets = [bucket for bucket in self.buckets if bucket.unit in units]
             return build(record, masters, groups=SharedGroups(record.group, rows, buckets))
         sources = [
-            self._source(name)
+            self._source(name, record)
             for name, parameter in self.placed.model.named_parameters()
             if parameter.requires_grad and record.needs_whole(name, self._shards[name].shape)
         ]
-        if all(source.inside.size == 1 and source.slices is None for source in sources):
+        if not sources:
             return build(record, masters)
-        shapes = {name: self._shards[name].shape for name in masters}
+        shapes = {n: record.split(self._shards[n].shape, self._heads.get(n, 0)) for n in masters}
+        if all(source.inside.size == 1 and source.slices is None for source in sources):
+            return build(record, masters, wholes=LocalMatrices(shapes))
         dtype, device = self.placed.model.recipe.master_dtype, self.placed.world.device
         nothing = torch.empty(0, dtype=dtype, device=device)
         return build(record, masters, wholes=ShardedMatrices(sources, shapes, nothing))
 
-    def _source(self, name: str) -> MatrixSource:
-        """Return how ranks hold a parameter that has matrices."""
+    def _source(self, name: str, record: Optim) -> MatrixSource:
+        """Return how ranks hold a parameter that has matrices; whole heads are on one rank."""
         shard, bucket, world = self._shards[name], self._bucket.get(name), self.placed.world
-        shape = shard.local_shape
-        dims = len(shape)
+        whole, heads = shard.local_shape, self._heads.get(name, 0)
+        dims = len(whole)
+        shape = record.split(whole, heads * whole[0] // shard.shape[0])
         cut = [
             (world.group(axis), dim - dims)
             for axis, dim in shard.placement.cuts.items()
-            if dim >= dims - 2 and world.group(axis).size > 1
+            if len(shape) == dims and dim >= dims - 2 and world.group(axis).size > 1
         ]
         slices, dim = cut[0] if cut else (None, 0)
         inside, runs = self._levels[shard.placement.copies][0], ((0, math.prod(shape)),)
