@@ -52,6 +52,9 @@ class ConversationReader(FileReader):
     """Reads conversations; names are ``path:line`` from 1, in tables ``path:row`` from 0."""
 
     whole = True
+    unit = "conversation"
+    shorten = "drop ends (long: cut at its source), or leave such out (long: skip)"
+    """What may be done about a long one beside longer sequences."""
 
     def __init__(self, record: Chat | Preferences) -> None:
         super().__init__(record)
@@ -166,15 +169,13 @@ class ConversationReader(FileReader):
 
     def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
         """Whether what is left of a longer conversation is taken."""
-        if self._long == "refuse":
-            raise DataError(
-                f"{name}: a conversation of {tokens} tokens does not fit a sequence of {seq}; "
-                "raise data.seq, or drop its end (long: cut at its source), or leave such out "
-                "(long: skip)"
-            )
         if self._long == "cut" and left.any():
             return True
-        skipped.note(name, "longer than a sequence")
+        if self._long == "refuse":
+            what = f"{name}: a {self.unit} of {tokens} tokens does not fit a sequence of {seq}"
+            skipped.refuse_long(what, tokens, self.shorten)
+        else:
+            skipped.note(name, "longer than a sequence")
         return False
 
 

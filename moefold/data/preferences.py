@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from moefold.data.config import DataError
 from moefold.data.conversations import ConversationReader, Written, encoded
 from moefold.data.packing import REJECTED
 from moefold.data.sources import BadDocument, Coded, Skipped
@@ -21,6 +20,8 @@ SIDES = ("chosen", "rejected")
 
 class PreferenceReader(ConversationReader):
     """Reads pairs; each is one document."""
+
+    unit, shorten = "pair", "leave such out (long: skip)"
 
     def _texts(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
@@ -51,16 +52,7 @@ class PreferenceReader(ConversationReader):
             elif np.array_equal(chosen[0], rejected[0]):
                 said_so = "chosen and rejected are the same tokens"
                 self.refuse(name, "pair without a difference", said_so, skipped)
-            elif self._fits(name, len(ids_N), ids_N[:0], seq, skipped):
+            elif len(ids_N) <= seq or self._fits(name, len(ids_N), ids_N[:0], seq, skipped):
                 marks_N = np.concatenate([chosen[1].astype(int), rejected[1] + REJECTED])
                 found.append(Coded(name, said, ids_N, marks_N))
         return found
-
-    def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
-        """Whether a pair fits a sequence."""
-        if tokens > seq and self._long == "refuse":
-            raise DataError(
-                f"{name}: a pair of {tokens} tokens does not fit a sequence of {seq}; raise "
-                "data.seq, or leave such out (long: skip)"
-            )
-        return tokens <= seq or super()._fits(name, tokens, left, seq, skipped)

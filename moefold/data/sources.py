@@ -25,6 +25,8 @@ from moefold.data.tokenizer import Tokenizer
 NAMES_KEPT = 20
 REFUSED = 8
 """Of what cannot be read, so much is listed."""
+LONG = 10
+"""Of what does not fit a sequence, so much is listed."""
 _BATCH_CHARS, _BATCH_DOCUMENTS = 2_000_000, 1024
 READ_BYTES, READ_ROWS = 1 << 20, 1024
 """How much of a split text file, and of a Parquet file, is read at once."""
@@ -64,6 +66,8 @@ class Skipped(dict[str, dict[str, Any]]):
     def __init__(self) -> None:
         super().__init__()
         self._refused: list[str] = []
+        self._long: list[tuple[int, str]] = []
+        self._shorten = ""
 
     def refuse(self, what: str) -> None:
         """Remember what is not to be left out, so that several are told of at once."""
@@ -71,11 +75,24 @@ class Skipped(dict[str, dict[str, Any]]):
         if len(self._refused) == REFUSED:
             self.demand_none()
 
+    def refuse_long(self, what: str, tokens: int, remedy: str) -> None:
+        """Remember what does not fit a sequence; all is looked at, as one length fits all."""
+        self._long.append((tokens, what))
+        self._shorten = remedy
+
     def demand_none(self) -> None:
         """Raise ``DataError`` where something is not to be left out."""
+        said = list[str]()
         if self._refused:
             listed, skip = "\n  ".join(self._refused), setting("bad", "skip")
-            raise DataError(f"{listed}; mend it, or leave such out with {skip}")
+            said.append(f"{listed}; mend it, or leave such out with {skip}")
+        if self._long:
+            listed = "\n  ".join(what for _, what in self._long[:LONG])
+            more = f"\n  and {len(self._long) - LONG:,} more" if len(self._long) > LONG else ""
+            longest = max(self._long)[0]
+            said.append(f"{listed}{more}; raise data.seq to {longest:,}, or {self._shorten}")
+        if said:
+            raise DataError("\n".join(said))
 
     def note(self, name: str, reason: str) -> None:
         """Count one document that is left out, and keep the first names."""

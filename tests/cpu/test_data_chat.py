@@ -1,6 +1,7 @@
 """Conversations as data: ids and masks as transformers has them, whole packs, any step again."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from moefold.data.config import Data, DataError
 from moefold.data.loader import Loader
 from moefold.data.packing import Conversations, best_fit
 from moefold.data.prepare import Prepared, prepare
-from moefold.data.sources import REFUSED
+from moefold.data.sources import LONG, REFUSED
 from moefold.layers.kinds.dense import Dense
 from moefold.run import Run
 from moefold.training.trainer import Trainer
@@ -287,14 +288,28 @@ def test_conversations_longer_than_a_sequence(tmp_path: Path) -> None:
         "messages": [{"role": "user", "content": "a" * 300}, {"role": "assistant", "content": "b"}]
     }
     file = chats(tmp_path, [*drawn(3), long, late])
-    with pytest.raises(DataError, match=r"chats\.jsonl:4: .* tokens does not fit.*raise data\.seq"):
+    with pytest.raises(DataError) as caught:
         prepared_from(tmp_path, tmp_path / "model", file, seq=160)
+    first, second = str(caught.value).split("\n")
+    assert re.search(r"chats\.jsonl:4: a conversation of \d+ tokens does not fit .* 160$", first)
+    assert re.search(r"chats\.jsonl:5: .* 160; raise data\.seq to (\d+), or drop ends", second)
     left = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="skip")
     cut = prepared_from(tmp_path, tmp_path / "model", file, seq=160, long="cut")
     assert max(len(ids) for ids, _ in documents(cut)) == 160
     # Where nothing is left of the answer, the rest teaches nothing.
     assert cut.train[0].corpus.documents == left.train[0].corpus.documents + 1
     assert f"{file.as_posix()}:5" in str(cut.skipped["chat"])
+
+
+def test_long_conversations_are_told_of_all_at_once(tmp_path: Path) -> None:
+    file = chats(tmp_path, drawn(LONG + 5))
+    lengths = [len(ids) for ids, _ in documents(prepared_from(tmp_path, tmp_path / "model", file))]
+    with pytest.raises(DataError) as caught:
+        prepared_from(tmp_path, tmp_path / "model", file, seq=2)
+    *told, rest = str(caught.value).split("\n")
+    assert [line.split(":")[1] for line in told] == [str(i + 1) for i in range(LONG)]
+    assert rest.startswith(f"  and 5 more; raise data.seq to {max(lengths)}, or drop ends")
+    prepared_from(tmp_path, tmp_path / "model", file, seq=max(lengths))
 
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:

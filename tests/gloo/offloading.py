@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,19 @@ from tests.gloo.shares import CHUNK, OPTIMIZERS, Case, opened, own, update
 STEPS = 5
 RANKS = 4
 DISK = "./disk"
+AWAY: dict[str, Any] = {
+    "offload": {
+        "host": {"modules": ["norms", "attention"]},
+        "disk": {"modules": ["experts"], "folder": "/tmp"},
+    }
+}
+ELSEWHERE: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("gqa", "tp2 etp2", 2, AWAY),
+    ("gqa", "cp2 ep2", 2, AWAY | {"zero": 1, "state": {"at": "host", "step": "host"}}),
+    ("mla", "ep2", 2, AWAY | {"zero": 3, "state": {"at": "disk", "folder": "/tmp"}}),
+    ("deep", "pp2 vpp2 ep2", 4, AWAY | {"zero": 2, "state": {"at": "host"}}),
+)
+"""Model, axes, ranks and layout of which rows kept for backward and state lie elsewhere."""
 
 
 def placement(at: str, step: str = "device", share: float = 1.0) -> StatePlacement:

@@ -15,6 +15,7 @@ from moefold.spec.tuning import adapt
 from moefold.training.config import Lora
 from moefold.training.model_checkpoint import StoredModel
 from moefold.training.trainer import Trainer
+from tests.gloo.offloading import ELSEWHERE
 from tests.gloo.test_checkpoint_jobs import in_ranks, quick
 
 __all__ = ["quick"]
@@ -73,3 +74,8 @@ def test_b61_adapters_of_experts_of_all_ranks_are_saved(quick: Path) -> None:
 @pytest.mark.matrix
 def test_adapters_in_every_kind_of_layout() -> None:
     assert not failed([case(*one, lora) for one in MANY for lora in (LORA, DROPPED)])
+
+
+@pytest.mark.matrix
+def test_adapters_where_rows_and_state_lie_elsewhere() -> None:
+    assert not failed([case(*one, lora) for one in ELSEWHERE for lora in (LORA, DROPPED)])

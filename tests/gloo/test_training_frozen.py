@@ -10,6 +10,7 @@ from moefold.proof.case import ProofCase, enough
 from moefold.proof.subjects import SUBJECTS
 from moefold.proof.verify import prove
 from moefold.spec.tuning import freeze
+from tests.gloo.offloading import ELSEWHERE
 
 FIRST = ("embed.weight", "*.router.*", "*.experts.*", "layers.0.*", "norm.weight")
 LAST = ("layers.1.*", "head.weight", "*.q*")
@@ -49,4 +50,4 @@ def test_b60_layouts_with_frozen_weights_compute_what_one_rank_computes() -> Non
 @pytest.mark.matrix
 @pytest.mark.parametrize("frozen", [FIRST, LAST], ids=["first", "last"])
 def test_frozen_weights_in_every_kind_of_layout(frozen: tuple[str, ...]) -> None:
-    assert not failed([case(*one, frozen) for one in (*FEW, *MANY)])
+    assert not failed([case(*one, frozen) for one in (*FEW, *MANY, *ELSEWHERE)])
