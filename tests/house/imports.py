@@ -68,15 +68,24 @@ class Import:
     local: bool
 
 
-def imports_of(module: Module, known: dict[str, Module]) -> Iterator[Import]:
-    """Yield what ``module`` imports anywhere: at its top, under TYPE_CHECKING, in functions."""
+def imports_of(module: Module, known: dict[str, Module]) -> list[Import]:
+    """Return what ``module`` imports anywhere: at its top, under TYPE_CHECKING, in functions."""
+    if module not in _found:
+        _found[module] = list(_read(module, known))
+    return _found[module]
+
+
+_found: dict[Module, list[Import]] = {}
+
+
+def _read(module: Module, known: dict[str, Module]) -> Iterator[Import]:
     inside = {
         id(child)
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.walk(node)
     }
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         local = id(node) in inside
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -246,7 +255,7 @@ def only_comm_talks(root: Path) -> list[str]:
             continue
         used = {
             (node.lineno, name)
-            for node in ast.walk(module.syntax)
+            for node in module.nodes
             if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)
             for name in _names_used(node)
             if f"{name}.".startswith("torch.distributed.")

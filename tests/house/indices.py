@@ -50,7 +50,7 @@ def narrow_integers(root: Path) -> list[str]:
 
 
 def _breaches(module: Module) -> Iterator[tuple[int, str]]:
-    for function in functions(module.syntax):
+    for function in functions(module.nodes):
         names = _narrow_names(function)
         for node in ast.walk(function):
             if isinstance(node, ast.expr):

@@ -49,7 +49,7 @@ def _sized_functions(root: Path) -> list[tuple[int, Module, FunctionNode]]:
     return [
         (function_lines(node), module, node)
         for module in modules(root).values()
-        for node in functions(module.syntax)
+        for node in functions(module.nodes)
         if not is_device_code(node)
     ]
 
@@ -100,7 +100,7 @@ def one_meaning(root: Path) -> list[str]:
 def _imported_names(module: Module) -> dict[str, str]:
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.level == 0
         for alias in node.names
     }
@@ -160,7 +160,7 @@ def never_written(root: Path) -> list[str]:
     """No ``global``, no ``hasattr``, no bare or blanket silencing of errors."""
     breaches = []
     for module in modules(root).values():
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.Global):
                 breaches.append(module.at(node.lineno, f"global {', '.join(node.names)}"))
             elif isinstance(node, ast.Call) and dotted(node.func) == "hasattr":
@@ -185,7 +185,7 @@ def empty_inits(root: Path) -> list[str]:
             if module.source.strip():
                 breaches.append(module.at(1, "is not empty: import from the file that defines"))
             continue
-        for node in ast.walk(module.syntax):
+        for node in module.nodes:
             if isinstance(node, ast.ImportFrom | ast.Import):
                 text = ast.unparse(node)
                 if "moefold" in text or isinstance(node, ast.Import):

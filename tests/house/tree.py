@@ -5,9 +5,9 @@ on small trees with a planted fault alike.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = "moefold"
@@ -28,6 +28,11 @@ class Module:
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the syntax, walked once for all rules."""
+        return list(ast.walk(self.syntax))
+
     def at(self, line: int, text: str) -> str:
         """Word a breach at a line of this file."""
         return f"{self.path}:{line}: {text}"
@@ -47,9 +52,9 @@ def modules(root: Path) -> dict[str, Module]:
     return found
 
 
-def functions(syntax: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(nodes: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function and method, nested ones too."""
-    for node in ast.walk(syntax):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

@@ -59,7 +59,7 @@ def never_waits(root: Path) -> list[str]:
             continue
         allowed = {
             id(child)
-            for node in functions(module.syntax)
+            for node in functions(module.nodes)
             if f"{module.path}::{node.name}" in MAY_WAIT
             for child in ast.walk(node)
         }
@@ -70,7 +70,7 @@ def never_waits(root: Path) -> list[str]:
 
 
 def _waits(module: Module) -> Iterator[tuple[ast.expr, str]]:
-    for scope in [module.syntax, *functions(module.syntax)]:
+    for scope in [module.syntax, *functions(module.nodes)]:
         masks = _mask_names(scope)
         for node in _own_nodes(scope):
             if isinstance(node, ast.Call) and (text := _call_waits(node)):
@@ -79,7 +79,7 @@ def _waits(module: Module) -> Iterator[tuple[ast.expr, str]]:
                 yield node, f"indexing by the mask {ast.unparse(node.slice)}"
             elif isinstance(node, ast.IfExp) and _reads_value(node.test):
                 yield node.test, f"deciding by {ast.unparse(node.test)}"
-    for node in ast.walk(module.syntax):
+    for node in module.nodes:
         if isinstance(node, ast.If | ast.While | ast.Assert) and _reads_value(node.test):
             yield node.test, f"deciding by {ast.unparse(node.test)}"
 
@@ -185,7 +185,7 @@ def docstrings_stand_alone(root: Path) -> list[str]:
     return [
         module.at(node.lineno, f"a docstring begins with {found[1]!r}: say what the thing is")
         for module in modules(root).values()
-        for node in ast.walk(module.syntax)
+        for node in module.nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(node.value.value, str) and (found := LEANING.match(node.value.value))
     ]

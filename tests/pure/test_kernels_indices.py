@@ -74,6 +74,6 @@ def test_every_function_that_makes_narrow_integers_exists() -> None:
     known = {
         f"{module.path}::{node.name}"
         for module in modules(ROOT).values()
-        for node in functions(module.syntax)
+        for node in functions(module.nodes)
     }
     assert known >= indices.MAKES_NARROW
