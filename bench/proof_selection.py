@@ -11,7 +11,14 @@ BY_MODEL = ("models",)
 """Rules whose models are choices too."""
 UNSELECTED = {"shipped", "optimizers", "axes", "foldings"}
 """Rules of which the tests run nothing by choice."""
-EVERY = {"offloads": 5, "states": 5, "precisions": 2}
+EVERY = {
+    "clones": 2,
+    "multi_token": 2,
+    "recomputes": 2,
+    "offloads": 8,
+    "states": 8,
+    "precisions": 2,
+}
 """Rules that cross what they are of, of whose choices the tests run each so manieth."""
 FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
 """Foldings that the tests run."""

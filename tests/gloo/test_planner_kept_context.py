@@ -111,8 +111,13 @@ def planned(asked: Asked, ranks: int) -> int:
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_what_stays_alive_is_planned(ranks: int, contexts: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_what_stays_alive_is_planned(
+    ranks: int, contexts: list[dict[str, Any]], every: bool
+) -> None:
+    """Of all pairs; with the tests a third, in which each context, layer and policy comes."""
     asked = [Asked(*one) for one in product(contexts, BLOCKS, ("bf16", "fp32"), POLICIES)]
+    asked = asked[:: 1 if every else 3]
     asked += [Asked(contexts[0], name, "bf16", None) for name in LINEAR]
     by_rank = run_ranks(stays, ranks, ranks, asked, time_out_s=90)
     wanted = [planned(one, ranks) for one in asked]

@@ -33,6 +33,12 @@ def few() -> list[ProofCase]:
     chosen, every = selection(), matrix()
     held = [[case for case in every[rule] if case in chosen] for rule in ELSEWHERE]
     left = {case for cases in held for case in cases[1:]}
+    models = {replace(SUBJECTS[name], micro_batches=0) for name in FEW}
+    left |= {
+        case
+        for case in every["models"]
+        if replace(case.subject, micro_batches=0) in models and not case.layout.recompute
+    }
     return [case for case in chosen if case not in left]
 
 

@@ -23,9 +23,10 @@ from moefold.run import demand_fit, load_run
 from moefold.spec.decoder import needs
 from tests.traffic.step import traffic
 
+MATRIX = pytest.mark.matrix
 PUBLISHED = (
-    ("DeepSeek-V3", "h800x512", 4096, None),
-    ("Moonlight-16B-A3B", "h100x16", 64, None),
+    pytest.param("DeepSeek-V3", "h800x512", 4096, None, marks=MATRIX),
+    pytest.param("Moonlight-16B-A3B", "h100x16", 64, None, marks=MATRIX),
     ("Qwen3-30B-A3B", "h100x16", 128, 48.0),
     ("Qwen3-30B-A3B", "gb200x8", 128, None),
 )
