@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, combinations
+from math import inf
 from typing import Literal, get_args
 
 from moefold.layers.config import Kind, Offloaded
 from moefold.planner.case import Case, Keeping, kinds
 from moefold.planner.hardware import Cluster, device
-from moefold.planner.memory import peak_within, totals
+from moefold.planner.memory import peak_within
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.time import estimate
 from moefold.spec.layer import NOTHING, Module, Modules
@@ -25,6 +26,7 @@ def cheapest(case: Case, limit: float, place: Place = None) -> Keeping:
     Raises:
         ValueError: where none of the sets fits, with what it would take.
     """
+    demand_room(case, limit, place)
     best: tuple[float, Keeping] | None = None
     seconds = {again: _seconds(_with(case, again)) for again in _sets(case)}
     for again in sorted(seconds, key=lambda one: (seconds[one], len(one))):
@@ -38,8 +40,7 @@ def cheapest(case: Case, limit: float, place: Place = None) -> Keeping:
                 break
             if peak_within(one, limit) is not None:
                 best = took[one.keeping], one.keeping
-    if best is None:
-        raise _no_room(case, limit, place)
+    assert best is not None
     return best[1]
 
 
@@ -49,24 +50,20 @@ def demand_room(case: Case, limit: float, place: Place = None) -> None:
     Raises:
         ValueError: where none does, with what it would take.
     """
-    # The last make most again.
-    for again in reversed(list(_sets(case))):
-        for away in _leaving(case, again, place):
-            if peak_within(_with(case, again, place, away), limit) is not None:
-                return
-    raise _no_room(case, limit, place)
-
-
-def _no_room(case: Case, limit: float, place: Place) -> ValueError:
-    # What leaves is there again before it is read, layers ahead: all of it is most often what
-    # leaves least here, and takes as long to look at as nothing.
-    ends = (
-        (again, away)
-        for again in _sets(case)
-        for away in (NOTHING, list(_leaving(case, again, place))[-1])
+    most = list(_sets(case))[::-1]
+    # Where things leave, those that make most again are lowest, of which not all need leave: what
+    # leaves is there again before it is read, layers ahead.
+    tries = chain(
+        ((again, NOTHING) for again in most),
+        ((again, away) for again in most[:2] for away in _leaving(case, again, place)),
     )
-    least = min(max(totals(_with(case, again, place, away))) for again, away in ends)
-    return ValueError(
+    least = inf
+    for again, away in tries:
+        found = peak_within(_with(case, again, place, away), least)
+        least = least if found is None else found
+        if least <= limit:
+            return
+    raise ValueError(
         f"layout.recompute.limit {limit / 1e9:.4g} GB: whatever is made again, the fullest rank "
         f"needs {least / 1e9:.4g} GB; raise the limit to that, or take a smaller micro-batch or "
         "more ranks"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
@@ -210,6 +211,25 @@ def test_a_file_holds_rows_of_any_size_and_does_not_grow_for_what_fits(tmp_path:
             store.drop(where, one.numel())
         grown.append(os.fstat(store._file._fd).st_size)
     assert len(set(grown)) == 1 and store.figures.held == 0 == store._file.bytes
+
+
+def test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads write, then both read, at once: bytes are staged as others move."""
+    store, both = file_of(tmp_path), threading.Barrier(2, timeout=30)
+
+    def together(call: Any) -> Any:
+        return lambda *given: (both.wait(), call(*given))[1]
+
+    for name in ("pwrite", "preadv"):
+        monkeypatch.setattr(disk_room.os, name, together(getattr(os, name)))
+    rows = [data(BLOCK, seed) for seed in range(4)]
+    sent = [store.send(one) for one in rows]
+    into = [torch.empty_like(one) for one in rows]
+    for copy in [store.bring(*one) for one in zip(sent, into, strict=True)]:
+        copy.result()
+    assert all(map(torch.equal, rows, into))
 
 
 def test_a_full_disk_stops_the_pass_that_wrote(

@@ -128,6 +128,23 @@ PLANTS = (
         "0 * first",
     ),
     Plant(
+        "b62",
+        "a backward's first layers are sent for once it begins",
+        "tests/gloo/test_layers_offload_ahead.py::"
+        "test_b62_of_twenty_takes_nineteen_find_their_block_there",
+        "parallel/pipeline/executor.py",
+        "                if not takes:\n",
+        "                if takes and False:\n",
+    ),
+    Plant(
+        "b26",
+        "memory that activations pass to disk is used again before their copy ended",
+        ROOM + "test_b26_memory_that_copies_pass_is_not_used_again_before_they_ended",
+        "layers/offload.py",
+        "self._own = threading.local()",
+        "self._own = type('_Shared', (), {})()",
+    ),
+    Plant(
         "b64",
         "what is fetched ahead is of the step after the next",
         B64,

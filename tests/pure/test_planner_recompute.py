@@ -16,7 +16,7 @@ from moefold.planner.from_run import Choice, choice_of, of_model, of_run, settle
 from moefold.planner.hardware import cluster
 from moefold.planner.memory import fullest, memory
 from moefold.planner.published import model
-from moefold.planner.recompute import _sets, cheapest
+from moefold.planner.recompute import _sets, cheapest, demand_room
 from moefold.planner.time import estimate
 from moefold.run import load_run
 from moefold.schedule.config import DualPipeV, Interleaved, Merged, OneFOneB, ZeroBubbleH1
@@ -109,6 +109,9 @@ def test_so_it_is_where_kinds_may_leave(name: str, place: Literal["offload", "di
         best = min(took for size, took in found.values() if size <= limit)
         assert needed <= limit and seconds <= 1.01 * best, (share, keeping)
         chosen.add(getattr(keeping, place))
+    demand_room(case, least + 1, place)
+    with pytest.raises(ValueError, match=rf"needs {least / 1e9:.4g} GB"):
+        demand_room(case, least * 0.999, place)
     assert name in FEW_LAYERS or (len(chosen) > 1 and frozenset() in chosen), chosen
 
 

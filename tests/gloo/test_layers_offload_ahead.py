@@ -1,0 +1,128 @@
+"""Activations that left are there again when backward takes them, on a clock that counts layers."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from moefold.comm.world import World
+from moefold.data.batch import from_ids
+from moefold.layers import offload
+from moefold.layers.kinds.dense import Dense
+from moefold.layers.offload import Away, Departed
+from moefold.mesh.folding import Folding
+from moefold.parallel.apply import build
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.training.step import gradients
+from tests.cpu import small
+from tests.gloo.harness import run_ranks
+
+MICRO_BATCHES, LAYERS = 16, 3
+"""Of a step, and of each chunk."""
+
+
+class Clock:
+    """Each layer's forward or backward takes one, and so does each copy, whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.begun, self.taking = 0, False
+        self.running: tuple[Departed, int] | None = None
+        self.copies: list[TimedCopy] = []
+
+    @property
+    def now(self) -> int:
+        """Where a layer has just begun the time of that, else of its end."""
+        return self.begun - self.taking
+
+    def runs(self, layers: int) -> None:
+        """Let so many layers begin, one after another, and copies end that end before the last."""
+        self.begun += layers
+        while self.copies and self.copies[0].ends <= self.begun - 1:
+            self.copies.pop(0).result()
+
+    def enter(self, departed: Departed, layer: int) -> None:
+        """Begin a layer's forward."""
+        self.runs(1)
+        entered(departed, layer)
+
+    def take(self, away: Away, departed: Departed, layer: int) -> torch.Tensor:
+        """Begin a layer's backward, if this is the first of its takes."""
+        same, above = self.running is not None and self.running[0] is departed, LAYERS
+        if same and self.running is not None:
+            above = self.running[1]
+        self.running = departed, layer
+        self.runs(above - layer)
+        self.taking = True
+        try:
+            return taken(away, departed, layer)
+        finally:
+            self.taking = False
+
+
+class TimedCopy(Future[Any]):
+    """A copy that is made when its time has come, or when something waits for it."""
+
+    def __init__(self, copy: Callable[[], Any], ends: int) -> None:
+        super().__init__()
+        self._copy, self.ends = [copy], ends
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return what the copy does."""
+        if self._copy:
+            self.set_result(self._copy.pop()())
+        return super().result(timeout)
+
+
+entered, taken = Departed.enter, Away.take
+
+
+def present(rank: int, given: dict[str, Any]) -> tuple[int, int]:
+    """Return how much of what left this rank's backwards took, and what of that was there."""
+    layout = Layout.model_validate(given)
+    world = World.open(Folding(layout.split, 2), "cpu", 60)
+    clock = Clock()
+
+    class Copies:
+        """Begins copies on the clock."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def begin(self, copy: Callable[[], Any]) -> TimedCopy:
+            found = TimedCopy(copy, clock.now + 1)
+            clock.copies.append(found)
+            return found
+
+    with (
+        mock.patch.object(offload, "Copies", Copies),
+        mock.patch.object(Departed, "enter", lambda *of: clock.enter(*of)),
+        mock.patch.object(Away, "take", lambda *of: clock.take(*of)),
+    ):
+        ffns = [Dense(width=16)] * LAYERS * layout.split.pp * layout.split.vpp
+        placed = build(small.decoder(small.GQA, *ffns), "fp32", layout, world)
+        for parameter in placed.model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        rows = from_ids(torch.arange(16).view(1, 16) % small.VOCAB)
+        gradients(ShardedState(placed), [rows] * MICRO_BATCHES, 16)
+    assert placed.offload is not None
+    (place,) = placed.offload.places.values()
+    assert place.figures.held == 0
+    return place.figures.takes, place.figures.present
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "at"),
+    [("pp2 vpp2", "interleaved", "host"), ("pp2", "1f1b", "disk")],
+)
+def test_b62_of_twenty_takes_nineteen_find_their_block_there(
+    sizes: str, schedule: str, at: str, tmp_path: Path
+) -> None:
+    """Where a copy takes as long as a layer; the first layer of a backward behind another waits."""
+    to = {"modules": ["ffn", "attention"]} | ({"folder": str(tmp_path)} if at == "disk" else {})
+    given = {"sizes": sizes, "schedule": {"kind": schedule}, "offload": {at: to}}
+    for takes, there in run_ranks(present, 2, given):
+        assert takes > 10 * MICRO_BATCHES and there >= 0.95 * takes, (takes, there)
