@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
+from math import comb
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,6 +128,13 @@ def _one_of_each(decoder: Decoder) -> tuple[Decoder, list[int]]:
     blocks = list(dict.fromkeys(decoder.blocks))
     numbers = [decoder.blocks.index(block) for block in blocks]
     return decoder.model_copy(update={"stacks": (Stack(blocks=tuple(blocks)),)}), numbers
+
+
+def _share_sent_once(ffn: Any, ep: int) -> float:
+    """Return ranks with any of a token's experts, for each expert of it, all being as likely."""
+    experts, top_k = ffn.router.experts, ffn.router.top_k
+    none_here = comb(experts - experts // ep, top_k) / comb(experts, top_k)
+    return ep * (1 - none_here) / top_k
 
 
 def _even_routing(decoder: Decoder, rows: int, ep: int) -> Any:
@@ -255,7 +263,8 @@ def main() -> None:
         blocks = run.decoder().blocks
         if len(budget.layers) > 1:
             parser.error("--roofline takes a model whose layers are alike")
-        table, cases = roofline(budget.calls, STEADY, len(blocks), run.data.seq)
+        once = _share_sent_once(blocks[-1].ffn, Layout(sizes=asked.layout).split.ep)
+        table, cases = roofline(budget.calls, STEADY, len(blocks), run.data.seq, once)
         console.print(table)
         for name, found in cases.items():
             console.print(f"{name}: {found}")

@@ -122,7 +122,7 @@ def megatron_core(folder: Path, ids_BS: Tensor, dtype: torch.dtype) -> Step:
         num_moe_experts=given.num_experts,
         moe_router_topk=given.num_experts_per_tok,
         moe_ffn_hidden_size=given.moe_intermediate_size,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather",
         use_cpu_initialization=True,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

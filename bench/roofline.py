@@ -1,8 +1,9 @@
-"""What a micro-batch would take on eight H100, from what is counted and rates that are assumed.
+"""What a micro-batch would take on eight H100, from what is counted and what one of them measured.
 
-An estimate: nothing here was measured by this project. Each launch takes as long as its bytes at
-the memory's rate or its product at the arithmetic's, whichever is longer, and the gap before the
-next; no two overlap. Routing is even and the host is never late.
+An estimate: no step of eight devices was measured by this project. Each launch takes as long as its
+bytes at the memory's rate or its product at the arithmetic's, whichever is longer, and the gap
+before the next; no two overlap. Routing is even and the host is never late. Rates of one device are
+those of ``results/gpu/h100_ceilings.json``.
 """
 
 from collections import defaultdict
@@ -13,19 +14,20 @@ from math import prod
 from launches import Call, Place
 from rich.table import Table
 
-MEMORY = 2.85e12
-"""Bytes per second of HBM3: 85 % of the data sheet's 3.35 TB/s."""
-DENSE, GROUPED = 660e12, 500e12
-"""FLOP/s of bf16 products: two thirds of the data sheet's 989 TFLOP/s, and what Liger-Kernel's pull
-request 1294 says of its forward over experts of this shape."""
-ATTENTION = (500e12, 400e12)
-"""FLOP/s of causal attention over heads of 128, forward and backward: half of the data sheet's and
-two fifths."""
+MEMORY = 3.0e12
+"""Bytes per second of HBM3, copied."""
+DENSE = 700e12
+"""FLOP/s of a bf16 product of 4,096 rows of 2,048."""
+GROUPED, SUMMED = 680e12, 478e12
+"""FLOP/s of bf16 products of 32,768 rows with 16 experts, by the library; of weight gradients in
+fp32, by the own kernel."""
+ATTENTION = (555e12, 427e12)
+"""FLOP/s of causal attention over 4,096 rows and heads of 128, forward and backward."""
 WIDE = 50e12
-"""FLOP/s of fp32 products without tf32: three quarters of the data sheet's 67 TFLOP/s."""
+"""FLOP/s of fp32 products without tf32."""
 EXCHANGE = 325e9
 """Bytes per second of each rank's NCCL all-to-all over eight: 411 MB in 1.265 ms, as Megatron
-Core's table for H100 says."""
+Core's table for H100 says. Not measured."""
 GAP = 2e-6
 """Seconds that the device is idle between two launches: a guess."""
 AGAIN = {"norm": 1.0, "expert products": 2 / 3}
@@ -73,6 +75,7 @@ def _flops(call: Call) -> tuple[float, float]:
     first, second = shapes[at : at + 2]
     narrow = list(call.reads.values())[at] == 2 * prod(first)
     rate = GROUPED if grouped else DENSE if narrow else WIDE
+    rate = SUMMED if call.name.startswith("grouped_gradient") else rate
     outer = first[1] if call.name.startswith("grouped_gradient") else first[0]
     depth = prod(first) // outer
     return 2.0 * outer * depth * second[-1], rate
@@ -102,9 +105,12 @@ def times(calls: Sequence[Call], micro: int) -> dict[Place, Time]:
 
 
 def roofline(
-    calls: Sequence[Call], micro: int, layers: int, rows: int
+    calls: Sequence[Call], micro: int, layers: int, rows: int, once: float
 ) -> tuple[Table, dict[str, str]]:
-    """Return a table of a layer's parts, and what a micro-batch of ``layers`` alike takes."""
+    """Return a table of a layer's parts, and what a micro-batch of ``layers`` alike takes.
+
+    ``once`` is the share of copies that are exchanged where each rank is sent a token once.
+    """
     found = times(calls, micro)
     table = Table(title="milliseconds on H100: an estimate", title_justify="left")
     table.add_column("part")
@@ -134,6 +140,7 @@ def roofline(
     cases = {
         "nothing runs again": whole,
         "norms and experts run again, as the recipe has it": whole + layers * more,
+        "nothing runs again, a token once to each rank": whole - (1 - once) * hidden,
         "nothing runs again, every exchange hidden": whole - hidden,
     }
     return table, {
