@@ -12,7 +12,7 @@ from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
 from moefold.kernels.pages.ring import PageRing
 from moefold.mesh.folding import Folding
-from moefold.model.config import Decoder
+from moefold.model.config import Decoder, Stack
 from moefold.model.init import start_value
 from moefold.moe.config import RoundRobin
 from moefold.parallel.apply import build
@@ -42,12 +42,19 @@ FEW = (
 )
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "merged", "interleaved", "zb_v", "dualpipe_v")
 PAIRS = ("merged", "dualpipe_v")
+VIRTUAL = ("interleaved", "zb_v", "dualpipe_v")
+"""Schedules of several chunks a rank."""
 MORE = (
     *(
-        Asked({"sizes": f"pp2 {more} ep2", "schedule": kind, "zero": zero, "dispatch": way})
-        for zero, kind in enumerate(SCHEDULES)
-        for more, way in [("vpp2" if zero > 3 else "", (PADDED, SPREAD)[zero % 2])]
-        if zero % 4 < 4
+        Asked(
+            {
+                "sizes": "pp2 vpp2 ep2" if kind in VIRTUAL else "pp2 ep2",
+                "schedule": kind,
+                "zero": number % 4,
+                "dispatch": (PADDED, SPREAD)[number % 2],
+            }
+        )
+        for number, kind in enumerate(SCHEDULES)
     ),
     *(
         Asked({"sizes": sizes, "zero": zero, "dispatch": way, "recompute": again}, precision)
@@ -77,9 +84,8 @@ def step_of(
     cut: int = 1,
 ) -> Step:
     """Run forward and backward of a step, with pages for a load if any, and of these a part."""
-    zero = min(asked.layout.get("zero", 0), 3)
     pages = None if load is None else {"pages": {"page": 4, "load": load}}
-    layout = Layout.model_validate({**asked.layout, "zero": zero, "offload": pages})
+    layout = Layout.model_validate({**asked.layout, "offload": pages})
     placed = build(model, asked.precision, layout, world)
     data = ShardedState(placed)
     data.fill(partial(start_value, placed.model.record, 1))
@@ -111,7 +117,7 @@ def compared(rank: int, cases: tuple[Asked, ...]) -> list[tuple[Any, ...]]:
     """Return, of each layout, what differs with enough pages, and with too few."""
     found: list[tuple[Any, ...]] = []
     for asked in cases:
-        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 20)
+        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 60)
         run = partial(step_of, asked, world, model=small(), given=batches(8))
         plain, paged, short = run(load=None), run(load=4.0), run(load=1.0, cut=3)
         wrong = [n for n, g in plain.gradients.items() if not torch.equal(g, paged.gradients[n])]
@@ -144,23 +150,13 @@ def test_values_are_those_of_rows_that_stay_in_more_layouts(part: int) -> None:
 
 
 def even() -> Decoder:
-    """Return a decoder that sends each expert as many rows."""
+    """Return a decoder of four mixtures, each of which sends its experts as many rows."""
     record = small()
-
-    def turned(block: Any) -> Any:
-        ffn = block.ffn
-        if ffn.routing is None:
-            return block
-        router = RoundRobin(experts=ffn.router.experts, top_k=ffn.router.top_k)
-        return block.model_copy(
-            update={"ffn": ffn.model_copy(update={"router": router, "balance": ()})}
-        )
-
-    stacks = tuple(
-        one.model_copy(update={"blocks": tuple(map(turned, one.blocks)), "repeat": 2})
-        for one in record.stacks
-    )
-    return record.model_copy(update={"stacks": stacks})
+    (block,) = (one for one in record.blocks if one.ffn.routing is not None)  # type: ignore[attr-defined]
+    experts, top_k = block.ffn.routing[:2]  # type: ignore[attr-defined]
+    changed = {"router": RoundRobin(experts=experts, top_k=top_k), "balance": ()}
+    block = block.model_copy(update={"ffn": block.ffn.model_copy(update=changed)})
+    return record.model_copy(update={"stacks": (Stack(repeat=4, blocks=(block,)),)})
 
 
 def peaks(rank: int, schedules: tuple[str, ...]) -> list[Step]:
@@ -168,9 +164,9 @@ def peaks(rank: int, schedules: tuple[str, ...]) -> list[Step]:
     found, draw = [], torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 64, (2, 16), generator=draw) for _ in range(4)]
     for kind in schedules:
-        sizes = "pp2 vpp2 ep2" if kind in ("interleaved", "zb_v", "dualpipe_v") else "pp2 ep2"
+        sizes = "pp2 vpp2 ep2" if kind in VIRTUAL else "pp2 ep2"
         asked = Asked({"sizes": sizes, "schedule": kind, "zero": 0, "dispatch": PADDED})
-        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 20)
+        world = World.open(Folding(Layout.model_validate(asked.layout).split, 4), "cpu", 60)
         given = [from_ids(one) for one in ids for _ in range(2)]
         found.append(step_of(asked, world, 1.0, even(), given))
     return found
