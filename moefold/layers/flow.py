@@ -93,8 +93,11 @@ class Flow:
     @property
     def shared(self) -> list[Tensor]:
         """What all layers of the pass read: rotary angles, and rows' numbers where any asked."""
-        angles = [one for a in self._angles.values() for one in (a.cos_Tp, a.sin_Tp)]
-        return [*angles, self.number_T] if "number_T" in vars(self) else angles
+        found = [one for a in self._angles.values() for one in (a.cos_Tp, a.sin_Tp)]
+        found += [self.number_T] if "number_T" in vars(self) else []
+        held = [vars(one) for one in (self, vars(self).get("_whole", self))]
+        numbers = [one["run"].number_N for one in held if "run" in one]
+        return found + [one for one in numbers if one is not None]
 
     @property
     def n_valid(self) -> int | None:
@@ -168,9 +171,10 @@ class Flow:
             group = world.group("_".join(axes)) if axes else ALONE
             return max_(amax, group, label if role == "gradient" else None)
 
-        return self.recipe.narrow_operand(weight, narrow, largest, groups)
+        found = self.recipe.narrow_operand(weight, narrow, largest, groups)
+        return found._replace(once=self.keeper.once)
 
-    @property
+    @cached_property
     def run(self) -> RowRuns:
         """The rows that count, as products on codes take them."""
         return RowRuns.dense(self.rows.n_valid, self.rows.place_T + self.rows.first)

@@ -105,6 +105,8 @@ class Keeper:
         self._owners = _ByStorage[str]()
         """Kinds of module that outputs belong to, whoever keeps them first."""
         self._scopes: list[_Scope] = []
+        self._once: dict[tuple[int, object], tuple[Tensor, Any]] | None = None
+        """What was made of tensors while the outermost scope is open; None where none is."""
         self._layer: tuple[int, int] | None = None
         """Number of the layer that runs forward, and of how many; None where nothing leaves."""
         self.again = False
@@ -146,16 +148,29 @@ class Keeper:
 
         Of its rows those count that are before the last of ``ends``; all where there is none.
         """
-        if self._offload is None or kind not in OWNED:
-            yield
-            return
-        there = () if kind in TAKING else inputs
-        there = frozenset(t.untyped_storage()._cdata for t in there)
-        self._scopes.append(_Scope(kind, there, ends))
+        outermost, owned = self._once is None, self._offload is not None and kind in OWNED
+        if outermost:
+            self._once = {}
+        if owned:
+            there = () if kind in TAKING else inputs
+            there = frozenset(t.untyped_storage()._cdata for t in there)
+            self._scopes.append(_Scope(kind, there, ends))
         try:
             yield
         finally:
-            self._scopes.pop()
+            if owned:
+                self._scopes.pop()
+            if outermost:
+                self._once = None
+
+    def once(self, tensor: Tensor, key: object, make: Callable[[], Value]) -> Value:
+        """Return what ``make`` makes of a tensor, once for all who ask while a scope is open."""
+        if self._once is None:
+            return make()
+        known = self._once.get((id(tensor), key))
+        if known is None:
+            known = self._once[id(tensor), key] = tensor, make()
+        return known[1]
 
     def owns(self, kind: str, *outputs: Tensor) -> None:
         """Say which kind of module tensors belong to, whoever keeps them."""
@@ -224,7 +239,8 @@ class Keeper:
 
     def _away(self, tensor: Tensor) -> Away | PagedRows | None:
         """Return where a tensor's memory goes, if it leaves; it goes once."""
-        if self._layer is None or self._offload is None or not tensor.is_floating_point():
+        numbers = tensor.is_floating_point() or tensor.dtype == torch.uint8  # two codes each
+        if self._layer is None or self._offload is None or not numbers:
             return None
         known, storage = self._kept.of(tensor), tensor.untyped_storage()
         if known is not None:

@@ -171,6 +171,13 @@ class PrecisionPolicy:
         """The compute copies that are there."""
         return [copy for _, _, copy in self._copies.values()]
 
+    @property
+    def codes(self) -> list[Tensor]:
+        """Codes and scales of weights that are here."""
+        made = [one for _, _, held in self._codes.values() for one in held.operands]
+        found = [part for one in made for part in (one.codes, one.scales, one.matrix_scale)]
+        return [part for part in found if part is not None]
+
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:
         """Return the weight as products take it, or in another ``dtype`` where one is named.
 

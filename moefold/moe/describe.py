@@ -4,6 +4,7 @@ T rows, D hidden features, E experts of width F, K experts per row.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -161,19 +162,25 @@ class MoeSpec(LayerSpec):
         """Yield normed rows, the routing, the experts' rows and pre-activations."""
         received = shape.received(self.routing)
         yield Saved("residual", shape.row)
-        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape)
+        read = ["router.weight", *(["down.weight"] if self.inner is not None else [])]
+        if self.shared is not None:
+            read += ["shared.w_in"] if shape.tp == 1 else []
+            read += ["shared.gate.weight"] if self.shared.gate else []
+        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, tuple(read))
         yield from self._saved_routing(shape)
         inner = self.inner or shape.hidden
         rows_in = received * inner * shape.width
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
         room = 0 if shape.room is None else received
-        yield Saved("experts.input", rows_in, dropped, module="experts", operand=True, rows=room)
+        part = Saved("experts.input", rows_in, dropped, module="experts", rows=room)
+        beside = replace(part, only=frozenset(("experts",)))
+        yield replace(part, operand=("experts.w_in",), beside=beside)
         yield Saved("experts.weights", received * STATISTIC, module="experts")
         if self.inner is not None:
             size = shape.rows * inner * shape.width
             yield Saved("latent.rows", size, only=dropped, module="moe")
-            yield Saved("latent.combined", size, module="moe", operand=True)
+            yield Saved("latent.combined", size, module="moe", operand=("up.weight",))
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:
             yield from saved_feed_forward("shared", self.shared.width // shape.tp, shape)
@@ -213,7 +220,8 @@ class MoeSpec(LayerSpec):
             size = seats * INDEX + (4 if self.expert_bias else 2) * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
         seats = router.experts if shape.room is None else router.experts // shape.ep + shape.clones
-        yield Saved("offsets", seats * 4, saved=shape.apart, module="moe", operand=True)
+        part = Saved("offsets", seats * 4, saved=shape.apart, module="moe")
+        yield replace(part, operand=("experts.w_in", "experts.w_out"))
         if self.populations:
             yield from self._saved_balance(shape)
         if self.keeps_logits:
@@ -228,7 +236,8 @@ class MoeSpec(LayerSpec):
         if idle.constant:
             yield Saved("idle.constants", chosen * INDEX, module="moe")
             share = shape.rows * (idle.constant + 1) * STATISTIC
-            yield Saved("idle.shares", share, module="moe", operand=True)
+            by = ("idle.constant_bias",)
+            yield Saved("idle.shares", share, module="moe", operand=by)
 
     def _saved_balance(self, shape: Shape) -> Iterator[Saved]:
         """Yield what terms read of tokens' plain choices, each population one sequence."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from moefold.config.base import to_dict
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.from_run import (
@@ -35,6 +36,7 @@ from moefold.planner.search_space import Space, everything, today
 from moefold.planner.time import StepTime, estimate
 from moefold.run import Run, load_run, recipes
 from moefold.spec.decoder import needs, with_multi_token
+from moefold.spec.quantised import rows_within
 
 GB = 1e9
 APART = "multi-token layers apart from the loss"
@@ -112,8 +114,15 @@ class PlannedLayout:
     def not_yet(self) -> tuple[str, ...]:
         """What of it training cannot execute yet, or only with another package."""
         last = self.case.stages.letters[-1].count("m")
-        more = () if self.case.multi_token == last else (APART,)
+        more = [] if self.case.multi_token == last else [APART]
+        if self.case.decoder.quantise is not None and self.rows is None:
+            more.append(f"precision {self.choice.recipe}")
         return (*self.choice.not_yet, *foreign(self.case.decoder), *more)
+
+    @property
+    def rows(self) -> str | None:
+        """Which rows share blocks of codes; None where training runs no such recipe here."""
+        return rows_within(self.case.decoder, self.choice.sizes, self.case.seq)
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class Plan:
             return ""
         if self.task.foreign:
             return f"training does not execute the model's {', '.join(self.task.foreign)}"
-        return "no layout that training executes fits"
+        return f"no layout that training executes fits in {self.task.numbers.recipe}"
 
     @property
     def shown(self) -> PlannedLayout | None:
@@ -326,14 +335,12 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         both["disk"] = disk | _unless_all(keeping.disk_share)
     if keeping.page:
         said.setdefault("offload", {})["pages"] = {"page": keeping.page, "load": keeping.page_load}
-    return {
-        "train": {
-            "batch": layout.case.batch,
-            "micro_batch": choice.micro_batch,
-            "precision": choice.recipe,
-        },
-        "layout": said,
-    }
+    train: dict[str, Any] = {"batch": layout.case.batch, "micro_batch": choice.micro_batch}
+    record = layout.case.decoder.quantise
+    train["precision"] = choice.recipe if record is None else "bf16"
+    if record is not None:
+        train["quantise"] = to_dict(record) | {"rows": layout.rows}
+    return {"train": train, "layout": said}
 
 
 def _unless_all(share: float) -> dict[str, float]:

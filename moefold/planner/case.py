@@ -24,6 +24,7 @@ from moefold.planner.hardware import Cluster
 from moefold.planner.remember import remembered
 from moefold.schedule.config import GPipe, Schedule, Vee, tabulate
 from moefold.schedule.table import Table
+from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Module
 
@@ -182,7 +183,7 @@ class Contents(NamedTuple):
 def kinds(decoder: Decoder) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return the different blocks of a model, and for each of its layers which one it is."""
     numbers: dict[Block, int] = {}
-    order = tuple(numbers.setdefault(block, len(numbers)) for block in decoder.blocks)
+    order = tuple(numbers.setdefault(block, len(numbers)) for block in coded_blocks(decoder))
     return tuple(numbers), order
 
 

@@ -46,6 +46,7 @@ from moefold.planner.hardware import Cluster
 from moefold.planner.notes import notes_on_step
 from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import Place, cheapest, demand_room
+from moefold.planner.remember import remembered
 from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
@@ -56,6 +57,7 @@ from moefold.schedule.config import (
     Schedule,
     Vee,
 )
+from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import LayerSpec
 
@@ -157,11 +159,12 @@ class Choice:
             task.numbers, recipe=self.recipe, weight_bytes=0 if wide else task.numbers.weight_bytes
         )
         overlaps, stages = replace(task.software.overlaps, ep=self.paired), self.stages
+        ours = task.software.stack == "moefold"
         if stages is None:
             way: Way = "v" if isinstance(self.schedule, Vee) else "round"
             stages = balanced(self.sizes.pp, self.sizes.vpp, *main_layers(task.decoder), way)
         return Case(
-            decoder=task.decoder,
+            decoder=in_format(task.decoder, self.recipe) if ours else task.decoder,
             seq=task.seq,
             batch=task.batch,
             micro_batch=self.micro_batch,
@@ -184,8 +187,6 @@ class Choice:
     def not_yet(self) -> tuple[str, ...]:
         """Policies of this layout that training cannot execute yet, or not by itself."""
         found = []
-        if self.recipe not in ("bf16", "fp32"):
-            found.append(f"precision {self.recipe}")
         if self.sizes.ep * self.sizes.etp > 1 and self.dispatch in OTHERS:
             found.append(f"dispatch {self.dispatch}")
         known = {*get_args(Kind), "block"}
@@ -204,6 +205,7 @@ def foreign(decoder: Decoder) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in named if name))
 
 
+in_format = remembered(256)(coded)
 balanced = lru_cache(maxsize=4096)(Stages.balanced)
 
 

@@ -22,7 +22,8 @@ from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
 from moefold.schedule.config import DualPipeV, Merged
-from moefold.spec.decoder import block_saved, halves, norms_of
+from moefold.spec.codes import coded_saved, gradient_bytes, products
+from moefold.spec.decoder import halves, norms_of
 from moefold.spec.layer import (
     CORE,
     NORMS,
@@ -34,7 +35,6 @@ from moefold.spec.layer import (
     LayerSpec,
     Module,
     Modules,
-    Rows,
     Saved,
     Scan,
     Shape,
@@ -100,11 +100,16 @@ def kept(
         # An adapter's inner rows; those of feed-forwards are made again.
         size = shape.piece * shape.width
         inner = (
-            Saved(f"{one.weight}.inner", size * one.rank, module=_owner(one.weight), operand=True)
+            Saved(
+                f"{one.weight}.inner",
+                size * one.rank,
+                module=_owner(one.weight),
+                operand=(one.weight,),
+            )
             for one in block.adapters
             if one.weight.endswith(".weight")
         )
-        return (*(one for one in block_saved(block, shape) if one.kept), *inner)
+        return (*(one for one in coded_saved(block, shape) if one.kept), *inner)
     code, wide = CODES.get(recipe, float(shape.width)), float(shape.width)
     widths, found = Widths(code, code if stack == "deepseek" else wide), list[Saved]()
     for _, spec in halves(block):
@@ -138,25 +143,16 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     products gave; and gradients of vectors, made at once. Of halves that share a norm, the gradient
     of both outputs counts twice where it is one tensor.
     """
-    found = [part for part in block_saved(block, shape) if part.operand]
+    found = [part for part in coded_saved(block, shape) if part.operand]
+    for name, one in products(block, shape).items():
+        if not (one.weight.expert and shape.clones):
+            found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
     for name, spec in halves(block):
-        weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
-        sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
         # With clones the experts' products run at once, and their sums wait.
-        summed = spec.routing is not None and shape.clones > 0
-        if summed:
+        if spec.routing is not None and shape.clones > 0:
             found = [part for part in found if part.module != "experts"]
             found.append(_part("experts.sums", experts_here(spec, shape) * STATISTIC))
-        for one in spec.operations(shape.hidden):
-            for matmul in one.matmuls:
-                if summed and matmul.rows == "routed":
-                    continue
-                rows = _rows(matmul.rows, spec, shape)
-                for one_name in matmul.weights:
-                    width = shape.width if weights[one_name].product else STATISTIC
-                    outputs = weights[one_name].matrix(sizes)[0]
-                    found.append(_part(f"{one_name}.gradient", rows * outputs * width))
-        summed = (w for w in weights.values() if len(w.shape) == 1 or w.summed)
+        summed = (w for w in spec.weights(shape.hidden) if len(w.shape) == 1 or w.summed)
         vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)
         vectors += shape.hidden * len(norms_of(block, name))
         found.append(_part("vectors", vectors * STATISTIC))
@@ -170,13 +166,6 @@ def experts_here(spec: LayerSpec, shape: Shape) -> float:
     """Return the elements of the routed experts' weights on a rank."""
     weights = (weight for weight in spec.weights(shape.hidden) if weight.expert)
     return sum(weight.part(shape.tp, shape.ep, shape.etp) for weight in weights)
-
-
-def _rows(kind: Rows, spec: LayerSpec, shape: Shape) -> int:
-    if kind == "routed":
-        assert spec.routing is not None
-        return shape.received(spec.routing)
-    return shape.rows if kind == "own" else shape.piece
 
 
 # ----------------------------------------------------------------------------- Megatron-Core

@@ -68,7 +68,7 @@ def _of_block(block: Block, shape: Shape, keeping: Keeping) -> Counter[int]:
     spec, found = described(block.ffn), Counter[int]()
     if spec.routing is None:
         return found
-    even = replace(shape, room=None, load=keeping.page_load).received(spec.routing.top_k)
+    even = replace(shape, room=None, load=keeping.page_load).received(spec.routing)
     for part in spec.saved(shape):
         if part.rows and part.saved and part.kept and part.stays(keeping.recompute):
             rows = min(even, part.rows)

@@ -13,13 +13,9 @@ from typing import Literal, NamedTuple
 from moefold.model.config import Decoder
 from moefold.planner.case import Case, Held, Numbers, kinds
 from moefold.planner.remember import remembered
-from moefold.spec.decoder import (
-    block_weights,
-    embedding,
-    head,
-    last_norm,
-)
-from moefold.spec.layer import Weight
+from moefold.spec.codes import CodedWeight, weight_bytes, with_codes
+from moefold.spec.decoder import block_weights, embedding, head, last_norm
+from moefold.spec.layer import Axis, Weight
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
@@ -112,15 +108,19 @@ class Split(NamedTuple):
         if self.stack == "moefold" and not (weight.product and copied):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
+        record = weight.codes if isinstance(weight, CodedWeight) else None
+        codes = self._codes(weight, local)
         if weight.frozen:
             narrow = weight.narrow and numbers.weight_bytes
-            return State(
-                weights=share[3] * (numbers.weight_bytes if narrow else numbers.master_bytes)
-            )
-        codes = CODE_BYTES.get(numbers.recipe, 0.0)
-        if codes and not weight.product:
+            wide = numbers.weight_bytes if narrow else numbers.master_bytes
+            return State(weights=share[3] * (wide + (codes if record else 0.0)))
+        if record is not None:
+            # Codes in two directions are made in each pass of what data ranks gather.
+            shared = 0 < self.zero < 3 and ranks > 1 and record.kind == "mxfp8"
+            copied, codes = (WIDE_BYTES, 0.0) if shared else (0, codes)
+        elif codes and not weight.product:
             copied, codes = max(copied, WIDE_BYTES), 0.0
-        if self.narrowed:
+        if self.narrowed and record is None:
             read = numbers.weight_bytes if weight.product else 0
             copied = copied * self.here + (read or numbers.master_bytes) * (1 - self.here)
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
@@ -134,6 +134,16 @@ class Split(NamedTuple):
             away_moments=share[1] * moments * (1 - self.here),
         )
 
+    def _codes(self, weight: Weight, local: float) -> float:
+        """Return the bytes per element of the codes of a weight."""
+        if self.stack != "moefold":
+            return CODE_BYTES.get(self.numbers.recipe, 0.0)
+        if not isinstance(weight, CodedWeight):
+            return 0.0
+        tp, ep, etp = self.sizes
+        sizes: dict[Axis, int] = {"tp": tp, "cp": 1, "ep": ep, "etp": etp}
+        return weight_bytes(weight.codes, *weight.matrix(sizes)) / local
+
 
 def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
     """Yield what a rank holds besides embedding and head, and how often."""
@@ -145,7 +155,9 @@ def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:
 def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
     if isinstance(part, int):
-        return block_weights(kinds(decoder)[0][part], decoder.hidden, part)
+        block = kinds(decoder)[0][part]
+        found = block_weights(block, decoder.hidden, part)
+        return with_codes(found, block, f"layers.{part}.")
     if part == "norm":
         return (last_norm(decoder),)
     return (head(decoder) if part == "head" else embedding(decoder),)

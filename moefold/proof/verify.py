@@ -18,6 +18,7 @@ from moefold.layers.precision import DTYPES
 from moefold.mesh.legality import violations
 from moefold.model.config import Decoder, patterns
 from moefold.parallel.config import Layout
+from moefold.planner.memory_chunk import activation_width
 from moefold.proof.case import ProofCase, Subject, enough
 from moefold.proof.compare import Outcome
 from moefold.proof.negative_controls import Control, control, cover, faults_of
@@ -25,7 +26,7 @@ from moefold.proof.pool import run_cases
 from moefold.proof.shrink import as_proved, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
-from moefold.spec.layer import Shape, activation_width, described
+from moefold.spec.layer import Shape, described
 from moefold.spec.quantised import cut_misfits
 from moefold.training.machine import settled
 

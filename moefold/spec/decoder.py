@@ -211,7 +211,7 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if block.multi_token is not None:  # which is one part in every schedule
         shape = replace(shape, apart=False)
     kinds = (("attention", block.attention), ("ffn", block.ffn))
-    parts = {name: tuple(described(record).saved(shape)) for name, record in kinds}
+    parts = {name: tuple(_by_block(described(one), name, shape)) for name, one in kinds}
     parts["attention"] = (Saved("input", shape.row), *parts["attention"])
     outputs = {one.name: one for half in parts.values() for one in half if one.name in _OUTPUTS}
     shared = block.norms == "shared" and outputs.get("ffn_norm.output")
@@ -224,9 +224,10 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
                 continue
             if shared and part is output:
                 only = part.only | shared.only if part.only and shared.only else NOTHING
-                part = replace(part, only=only, operand=part.operand or shared.operand)
+                read = part.operand + shared.operand
+                part = replace(part, only=only, operand=read, beside=shared.beside)
             elif block.norms == "after" and part.name in ("input", "residual") and output:
-                part = replace(part, operand=output.operand)
+                part = replace(part, operand=output.operand, beside=part)
             yield part
         if after:
             yield Saved(f"{name}_out_norm.input", shape.row)
@@ -238,9 +239,16 @@ def block_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if block.multi_token.reads == "normed":
         yield Saved("rows", shape.row, NORMS, saved=False)
     yield Saved("embedded", shape.row)
-    yield Saved("joined", 2 * shape.row, operand=True)
+    yield Saved("joined", 2 * shape.row, operand=("join.weight",))
     yield Saved("norm.input", shape.row)
     yield Saved("norms.statistics", 3 * shape.rows * STATISTIC, module="norms")
+
+
+def _by_block(spec: LayerSpec, half: str, shape: Shape) -> Iterator[Saved]:
+    """Yield what a half saves, with the names that weights have in the block."""
+    for part in spec.saved(shape):
+        names = tuple(f"{spec.prefix or half}.{name}" for name in part.operand)
+        yield replace(part, operand=names) if names else part
 
 
 _OUTPUTS = ("attention_norm.output", "ffn_norm.output")

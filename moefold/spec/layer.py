@@ -9,7 +9,7 @@ dispatch, D hidden features.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -255,13 +255,15 @@ class Saved:
     """Whether autograd saves it; what is not saved is a decision that any second run needs."""
     module: Module = "block"
     """What it belongs to, for offloading."""
-    operand: bool = False
-    """Whether the product of a weight's gradient reads it: a schedule that puts such products off
-    holds it until then, and holds it again where backward made it again."""
+    operand: tuple[str, ...] = ()
+    """Weights, by name within the layer, the products of whose gradients read it: a schedule that
+    puts these off holds it until then, and holds it again where backward made it again."""
     kept: bool = True
     """Whether forward leaves it; else backward makes it."""
     rows: int = 0
     """Rows of experts that there is stated room for, of which fewer may count; 0: all count."""
+    beside: "Saved | None" = None
+    """What of it something else keeps, where those products read codes of it in its place."""
 
     def stays(self, recompute: Modules) -> bool:
         """Return whether it is kept under a recompute policy."""
@@ -413,16 +415,6 @@ def _undescribed(record: Record) -> ValueError:
     )
 
 
-def activation_width(spec: LayerSpec, shape: Shape) -> float:
-    """Return the features of the activation of a feed-forward, or of routed experts, on a rank."""
-    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
-    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
-    for one in spec.operations(shape.hidden):
-        if one.name in ("ffn", "experts"):
-            return weights[one.matmuls[-1].weights[0]].matrix(sizes)[1]
-    return 0.0
-
-
 def rounded_up(number: int, multiple: int) -> int:
     """Return the least multiple that is not below a number."""
     return -(-number // multiple) * multiple
@@ -438,15 +430,19 @@ def small_heads(heads: int, by: Sizes, wanted: int = 2) -> int:
 
 
 def saved_norm(
-    name: str, rows: int, width: int, shape: Shape, only: Modules = NOTHING
+    name: str,
+    rows: int,
+    width: int,
+    shape: Shape,
+    operand: tuple[str, ...],
+    only: Modules = NOTHING,
+    again: Modules = NOTHING,
 ) -> Iterator[Saved]:
-    """Yield the statistic of a norm and its output, which what follows keeps as an input.
-
-    Where it stays ``only`` as an input of recompute, products read something else.
-    """
+    """Yield a norm's statistic and its output: read by weights, or ``only`` to start again."""
     yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
-    output = rows * width * shape.width
-    yield Saved(f"{name}.output", output, NORMS, only, module="norms", operand=not only)
+    output = Saved(f"{name}.output", rows * width * shape.width, NORMS, only, module="norms")
+    beside = replace(output, only=again) if again else None
+    yield output if only else replace(output, operand=operand, beside=beside)
 
 
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
@@ -468,7 +464,8 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
         if moved:
             yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
     attended = rows * heads * core.v_dim * width
-    yield Saved("attended", attended, module="attention", operand=True)
+    part = Saved("attended", attended, module="attention", operand=("o.weight",))
+    yield replace(part, beside=None if shape.exchanged else replace(part, dropped=CORE, operand=()))
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
     if shape.exchanged:
         size = rows * heads * core.v_dim * width
@@ -480,17 +477,19 @@ def saved_feed_forward(
 ) -> Iterator[Saved]:
     """Yield what a gated feed-forward saves: gathered rows where tp cuts it, and pre-activations.
 
-    The activation is made again in any case. ``rows`` states the rows of routed experts, which are
-    here already.
+    The activation is made again in any case. ``rows`` are those of routed experts, here already.
     """
     dropped: Modules = frozenset((module,))
+    at = "" if module == "ffn" else f"{module}."
+    read: Any = {"module": module, "operand": (f"{at}w_in",)}
     if rows is None and shape.tp > 1:
         size = shape.piece * shape.hidden * shape.width
-        yield Saved(f"{module}.gathered", size, dropped | GATHER, module=module, operand=True)
+        yield Saved(f"{module}.gathered", size, dropped | GATHER, **read)
     size = (shape.piece if rows is None else rows) * features * shape.width
     room = 0 if rows is None or shape.room is None else rows
     yield Saved(f"{module}.hidden", 2 * size, dropped, module=module, rows=room)
-    yield Saved(f"{module}.activation", size, dropped, module=module, operand=True, kept=False)
+    read["operand"] = (f"{at}w_out",)
+    yield Saved(f"{module}.activation", size, dropped, **read, kept=False)
 
 
 def gated_traffic(

@@ -134,6 +134,22 @@ class _Cuts(NamedTuple):
         return min(legal, key=change)
 
 
+def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
+    """Return which rows share blocks where training runs a decoder's recipe in a layout.
+
+    They are those that the recipe says, or a rank's where these do not fit; None where it runs in
+    neither.
+    """
+    record = decoder.quantise
+    if not isinstance(record, Quantise) or any(True for _ in quantise_misfits(decoder)):
+        return None
+    for rows in (record.rows, "rank"):
+        cuts = _Cuts.of(decoder, record.model_copy(update={"rows": rows}), seq)
+        if not any(cuts.broken(sizes, seq)):
+            return rows
+    return None
+
+
 def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
     """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix; and
     where it does not tell rows apart, by which random bits are drawn."""

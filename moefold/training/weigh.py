@@ -177,7 +177,7 @@ def _read(value: Any) -> Iterator[Tensor]:
 def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     """Yield what a rank holds of parameters and their gradients, with the part it belongs to."""
     model = data.placed.model
-    yield from (("weights", copy) for copy in model.recipe.copies)
+    yield from (("weights", one) for one in (*model.recipe.copies, *model.recipe.codes))
     yield from (("shared", buffer) for buffer in model.buffers())
     for bucket in data.buckets:
         yield from (("weights", one) for one in bucket.whole)

@@ -15,6 +15,7 @@ from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.planner.case import recomputed
 from moefold.planner.memory_kept import kept, kept_bytes
+from moefold.spec.codes import coded_blocks
 from moefold.spec.layer import Shape
 from moefold.training.weigh import Made
 
@@ -22,18 +23,26 @@ HIDDEN, SEQUENCES, LENGTH = 64, 2, 32
 
 
 def there(layer: nn.Module, flow: Flow) -> set[int]:
-    """Return the storages of weights, their copies, counters, rows, and what all layers read."""
-    copies = [copy for _, _, copy in flow.recipe._copies.values()]
+    """Return the storages of weights, what products read, counters, rows, and what all layers
+    read."""
+    copies = [*flow.recipe.copies, *flow.recipe.codes]
     rows = [value for value in vars(flow.rows).values() if isinstance(value, torch.Tensor)]
     known = [*layer.parameters(), *layer.buffers(), *copies, *flow.shared, *rows]
     return {one.untyped_storage()._cdata for one in known}
 
 
-def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Module, Flow, Any]:
+def decoder_of(block: Block, quantise: Record | None = None) -> Decoder:
+    """A decoder of one layer."""
+    stacks = (Stack(blocks=(block,)),)
+    return Decoder(vocab=50, hidden=HIDDEN, stacks=stacks, quantise=quantise)
+
+
+def set_up(
+    block: Block, policy: Record | None, precision: Any, quantise: Record | None = None
+) -> tuple[nn.Module, Flow, Any]:
     """Return a layer, a pass whose copies of weights and angles are made, and its rows."""
     torch.manual_seed(0)
-    decoder = Decoder(vocab=50, hidden=HIDDEN, stacks=(Stack(blocks=(block,)),))
-    model = DecoderModel(decoder, precision)
+    model = DecoderModel(decoder_of(block, quantise), precision)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     rows = from_ids(torch.randint(0, 50, (SEQUENCES, LENGTH)))
@@ -45,15 +54,20 @@ def set_up(block: Block, policy: Record | None, precision: Any) -> tuple[nn.Modu
     return layer, flow, x_TD
 
 
-def bytes_planned(block: Block, policy: Record | None, precision: str) -> int:
+def bytes_planned(
+    block: Block, policy: Record | None, precision: str, quantise: Record | None = None
+) -> int:
     """Return the bytes that the planner says a block keeps for backward."""
     shape = Shape(HIDDEN, SEQUENCES * LENGTH, width=4 if precision == "fp32" else 2)
+    (block,) = coded_blocks(decoder_of(block, quantise))
     return kept_bytes(kept(block, shape), recomputed(policy))
 
 
-def bytes_alive(block: Block, policy: Record | None, precision: str) -> int:
+def bytes_alive(
+    block: Block, policy: Record | None, precision: str, quantise: Record | None = None
+) -> int:
     """Return the bytes that a block's forward leaves alive, its input among them."""
-    layer, flow, x_TD = set_up(block, policy, precision)
+    layer, flow, x_TD = set_up(block, policy, precision, quantise)
     old = there(layer, flow) | {x_TD.untyped_storage()._cdata}
     made = Made()
     with made, flow.keeper.keeping():
@@ -62,9 +76,11 @@ def bytes_alive(block: Block, policy: Record | None, precision: str) -> int:
     return x_TD.untyped_storage().nbytes() + made.alive(old)
 
 
-def bytes_held(block: Block, policy: Record | None, precision: str) -> int:
+def bytes_held(
+    block: Block, policy: Record | None, precision: str, quantise: Record | None = None
+) -> int:
     """Return the bytes that a block holds after its backward for the products of its weights."""
-    layer, flow, x_TD = set_up(block, policy, precision)
+    layer, flow, x_TD = set_up(block, policy, precision, quantise)
     sink = Deferred()
     flow = flow.begun(sink, UnshardHooks(), ends=False)
     made = Made()

@@ -1,13 +1,24 @@
 """Planned bytes that a layer keeps, against what a pass really leaves alive: by storage."""
 
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
-from moefold.layers.config import Activation, Full, Kind, Selective, Temperature
+from moefold.layers.config import (
+    QUANTISE,
+    Activation,
+    Full,
+    Kind,
+    Offload,
+    Quantise,
+    Selective,
+    Temperature,
+)
+from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.kinds.delta import DeltaNet
@@ -15,9 +26,13 @@ from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
 from moefold.layers.kinds.windowed import Windowed
+from moefold.layers.offload import Offloading
 from moefold.model.config import Block
 from moefold.moe.config import Aux, Bias, ExpertChoice, Idle, IdleRouter, Moe, Router, Shared, Z
+from moefold.planner.case import Keeping
+from moefold.planner.memory_chunk import departing
 from moefold.planner.memory_kept import kept, kept_bytes, operands
+from moefold.spec.codes import coded_blocks
 from moefold.spec.layer import Shape
 from tests.cpu.alive import (
     HIDDEN,
@@ -26,6 +41,7 @@ from tests.cpu.alive import (
     bytes_alive,
     bytes_held,
     bytes_planned,
+    decoder_of,
     set_up,
     there,
 )
@@ -138,6 +154,78 @@ def test_bytes_that_wait_for_the_products_of_weights_are_the_planned_ones(
     planned = sum(part.bytes for part in parts if part.name != "input")
     for policy in POLICIES:
         assert bytes_held(BLOCKS[name], policy, precision) == planned, policy
+
+
+UNEVEN = ("jitter, experts choose", "one norm, idle experts")
+CODED = {
+    name: one
+    for name, one in BLOCKS.items()
+    if not getattr(one.ffn, "formed", False) and name not in UNEVEN
+}
+"""Those that may have products on codes, whose experts can all get all rows."""
+
+
+def steady(name: str) -> Block:
+    """A block whose experts each get all rows."""
+    block = CODED[name]
+    return block.model_copy(update={"ffn": getattr(block.ffn, "steady", lambda: block.ffn)()})
+
+
+def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> None:
+    """Hold that a block keeps, and waits with, the planned bytes; codes are of one byte or half."""
+    block, shape = steady(name), Shape(HIDDEN, SEQUENCES * LENGTH)
+    for policy in policies:
+        found = bytes_alive(block, policy, "bf16", record)
+        assert found == bytes_planned(block, policy, "bf16", record), (record, policy)
+    (coded,) = coded_blocks(decoder_of(block, record))
+    waiting = sum(part.bytes for part in operands(coded, shape) if part.name != "input")
+    assert bytes_held(block, policies[-1], "bf16", record) == waiting, record
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changed", "policy"),
+    [
+        ("norms on heads, shared", "nvfp4", {"keep": ["*.k.weight"]}, None),
+        ("latents, sigmoid", "mxfp8", {}, Selective(modules=("mla_up", "experts"))),
+        ("norms on both sides", "fp8_block", {"block": 16}, Selective(modules=("norms", "ffn"))),
+        ("delta net", "fp8_tensor", {}, Selective(modules=("attention",))),
+        ("norms on heads, shared", "mxfp8", {"wgrad": "wide"}, None),
+    ],
+)
+def test_b55_bytes_of_codes_are_the_planned_ones(
+    name: str, kind: str, changed: dict[str, Any], policy: Record | None
+) -> None:
+    """What several weights read is there once. Plant: each weight has codes of its own."""
+    check_codes(name, QUANTISE.kinds[kind].model_validate(changed), [policy])  # type: ignore[arg-type]
+
+
+def test_b55_codes_leave_for_the_host_as_planned() -> None:
+    """Two of them in a byte too. Plant: such never leave."""
+    modules, record = ("attention", "experts", "shared"), QUANTISE.kinds["nvfp4"]()
+    block = steady("norms on heads, shared")
+    layer, flow, x_TD = set_up(block, None, "bf16", record)
+    asked = Offload.model_validate({"host": {"modules": modules}})
+    places = Offloading(asked, torch.device("cpu"))
+    flow = replace(flow, keeper=Keeper(None, places, ends=False))
+    with flow.keeper.keeping():
+        out = layer(x_TD, flow)
+    (coded,) = coded_blocks(decoder_of(block, record))
+    parts = kept(coded, Shape(HIDDEN, SEQUENCES * LENGTH))
+    gone = departing(parts, Keeping(offload=frozenset(modules)))[0]
+    assert any(part.name.endswith(".codes") for part in gone)
+    assert places.places["host"].figures.held == sum(part.bytes for part in gone)
+    del out
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", QUANTISE.kinds)
+@pytest.mark.parametrize("name", CODED)
+def test_b55_bytes_of_codes_are_so_under_every_policy(name: str, kind: str) -> None:
+    """In published blocks and in small ones, and with wide products of weights' gradients."""
+    made = QUANTISE.kinds[kind]
+    for changed in ({}, {"block": 16}, {"wgrad": "wide"}):
+        if kind != "fp8_tensor" or "block" not in changed:
+            check_codes(name, made.model_validate(changed), POLICIES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", BLOCKS)

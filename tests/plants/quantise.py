@@ -1,4 +1,4 @@
-"""Plants B50 to B55: numbers of few bits, products, training, moments, and codes that travel."""
+"""Plants B50 to B56: numbers of few bits, products, training, moments, codes and their bytes."""
 
 from tests.plants.plant import Plant
 
@@ -13,6 +13,7 @@ ROWS = "kernels/scaled/rows.py"
 PROOF = "tests/gloo/test_proof_quantise.py::" + NAME
 CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_scale_is_refused"
 PRECISION = "layers/precision.py"
+KEPT = "tests/cpu/test_planner_kept.py::test_b55_"
 THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
 
 PLANTS = (
@@ -101,8 +102,8 @@ PLANTS = (
         "the weight's gradient has blocks along features",
         THREE,
         PRODUCTS,
-        "    return made, [encode(x, form, -1, up, most) for x, up, most in rest]",
-        "    return made, [encode(x, form, -2, up, most) for x, up, most in rest]",
+        "Kept.of([encode(x, form, -1, up, most) for",
+        "Kept.of([encode(x, form, -2, up, most) for",
     ),
     Plant(
         "b51",
@@ -448,6 +449,39 @@ PLANTS = (
         "kernels/quantise/runs.py",
         "number_N = torch.arange(first, last, device=run_L.device)",
         "number_N = torch.arange(last - first, device=run_L.device)",
+    ),
+    Plant(
+        "b55",
+        "each weight has codes of its own of what several read",
+        KEPT + "bytes_of_codes_are_the_planned_ones",
+        "layers/flow.py",
+        "return found._replace(once=self.keeper.once)",
+        "return found",
+    ),
+    Plant(
+        "b55",
+        "gradients of rows wait in 16 bits",
+        KEPT + "bytes_of_codes_are_the_planned_ones",
+        "spec/codes.py",
+        'in block.narrow and block.codes.wgrad == "narrow":',
+        'in block.narrow and block.codes.wgrad == "none":',
+    ),
+    Plant(
+        "b55",
+        "codes of four bits never leave the device",
+        KEPT + "codes_leave_for_the_host_as_planned",
+        "layers/keeper.py",
+        "tensor.is_floating_point() or tensor.dtype == torch.uint8",
+        "tensor.is_floating_point()",
+    ),
+    Plant(
+        "b56",
+        "all recipes of few bits are starred",
+        "tests/pure/test_planner_answer.py::"
+        "test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks",
+        "planner/answer.py",
+        "is not None and self.rows is None:",
+        "is not None:",
     ),
     Plant(
         "b54",

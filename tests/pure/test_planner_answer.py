@@ -86,6 +86,31 @@ def test_what_training_cannot_execute_is_never_printed() -> None:
         fragment(found.best)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [("tp2 ep2", "micro_batch"), ("tp2", "rank"), ("tp4 ep4", None)]
+)
+def test_b56_a_recipe_of_few_bits_is_starred_only_where_a_layout_cuts_its_blocks(
+    sizes: str, rows: str | None
+) -> None:
+    """And is written with the rows that go together there. Plant: all of them are starred."""
+    wide = ("model.shape={hidden: 256, layers: 2, heads: 4, kv_heads: 2, head_dim: 128, experts: 8,"
+            " top_k: 2, expert_width: 256}", "data.seq=512", "train.batch=32")  # fmt: skip
+    run = load_run("tiny", [*wide, "layout.sizes=tp2 ep2"])
+    task, choice = of_run(run, cluster("h100x4"))
+    choice = replace(choice, recipe="fp8_block", sizes=Sizes.parse(sizes))
+    layout = PlannedLayout(choice, choice.case(task))
+    assert layout.not_yet == (() if rows else ("precision fp8_block",))
+    if rows:
+        said = fragment(layout)["train"]
+        assert said["precision"] == "bf16"
+        given = yaml.safe_dump(said["quantise"], default_flow_style=True).strip()
+        again = load_run("tiny", [*wide, f"layout.sizes={sizes}", f"train.quantise={given}"])
+        record = again.train.quantise
+        assert (record.kind, record.rows) == ("fp8_block", rows)  # type: ignore[union-attr]
+        planned = of_run(again, cluster("h100x4"))[1]
+        assert planned.recipe == choice.recipe
+
+
 def test_layers_of_other_stacks_have_no_run_file() -> None:
     found = plan("GPT-OSS-20B", "h100x8", batch=64, top=1)
     assert found.today is None and found.best is not None

@@ -100,6 +100,11 @@ class NarrowWeight:
     along_inputs: Quantised
     along_outputs: Quantised
 
+    @property
+    def operands(self) -> tuple[Quantised, Quantised]:
+        """Both, which may be one."""
+        return self.along_inputs, self.along_outputs
+
     @classmethod
     def of(cls, value: Tensor, recipe: Recipe, largest: Largest = _mine) -> "NarrowWeight":
         """Make the codes; blocks that are as wide as long serve both dims."""
@@ -123,6 +128,63 @@ def times(a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
     return y_NM
 
 
+class Kept(NamedTuple):
+    """What a weight's gradient reads of rows or of their gradient, runs in one tensor of each sort:
+    codes [I, N] along the rows and their scales, or the rows themselves."""
+
+    tensors: tuple[Tensor, ...]
+    widths: tuple[tuple[int, ...], ...]
+    """Of each run's part of each tensor."""
+    rows: tuple[int, ...]
+    """Of each run."""
+    format: Format | None
+    """None of rows."""
+
+    @classmethod
+    def of(cls, made: list[Quantised]) -> "Kept":
+        """Join runs of codes; there is one at least."""
+        sorts = zip(*([one.codes, one.scales, one.matrix_scale] for one in made), strict=True)
+        there = [[part for part in sort if part is not None] for sort in sorts]
+        given = [sort for sort in there if sort]
+        widths = tuple(tuple(part.shape[1] for part in sort) for sort in given)
+        rows = tuple(one.shape[1] for one in made)
+        return cls(tuple(map(_joined, given)), widths, rows, made[0].format)
+
+    def runs(self) -> Iterator[Tensor | Quantised]:
+        """Yield the part of each run."""
+        if self.format is None:
+            yield from self.tensors[0].split(self.rows)
+            return
+        sorts = zip(self.tensors, self.widths, strict=True)
+        for rows, parts in zip(
+            self.rows, zip(*(t.split(w, 1) for t, w in sorts), strict=True), strict=True
+        ):
+            codes, scales, after = (*parts, None)[:3]
+            assert codes is not None and scales is not None
+            shape = torch.Size((codes.shape[0], rows))
+            yield Quantised(codes, scales, after, self.format, -1, shape)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    # Not every device joins numbers of eight bits.
+    narrow = parts[0].itemsize == 1
+    found = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], 1)
+    return found.view(parts[0].dtype)
+
+
+class Read(NamedTuple):
+    """Rows, or their gradient, as products read them."""
+
+    made: list[Quantised]
+    """Codes of each run along features."""
+    kept: Kept | None
+    """None where no weight's gradient is wanted."""
+
+
+def _anew(x: Tensor, key: object, make: Callable[[], Read]) -> Read:
+    return make()
+
+
 class NarrowOperand(NamedTuple):
     """A weight as products on codes see it."""
 
@@ -135,6 +197,8 @@ class NarrowOperand(NamedTuple):
     largest: Largest = _mine
     note: Callable[[str, int, Tensor], None] | None = None
     """Is told of each operand, by role and group, where a fault is looked for."""
+    once: Callable[[Tensor, object, Callable[[], Read]], Read] = _anew
+    """``once(x, key, make)``: what was made of rows, for all products that read them."""
 
 
 def scaled_product(
@@ -149,7 +213,16 @@ def scaled_product(
             zero.
         sink: where the weight's gradient goes.
     """
-    return _Scaled.apply(x_NI, weight.master, weight, rows, sink)  # type: ignore[return-value]
+    for_dw = weight.master.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        codes = weight.codes()
+
+        def make() -> Read:
+            return _operands(x_NI, codes.recipe, "rows", rows, weight, for_dw)
+
+        read = weight.once(x_NI, for_dw, make)
+    given = codes.along_inputs, read, weight, rows, sink
+    return _Scaled.apply(x_NI, weight.master, *given)  # type: ignore[return-value]
 
 
 class _Scaled(torch.autograd.Function):
@@ -158,22 +231,19 @@ class _Scaled(torch.autograd.Function):
         ctx: Any,
         x_NI: Tensor,
         master: Tensor,
+        weight: Quantised,
+        read: Read,
         operand: NarrowOperand,
         rows: RowRuns,
         sink: GradientSink,
     ) -> Tensor:
-        weight, wide = operand.codes(), _sum_of(x_NI)
-        made, kept = _operands(x_NI, weight.recipe, "rows", rows, operand, ctx.needs_input_grad[1])
-        y_NO = x_NI.new_zeros(x_NI.shape[0], weight.along_inputs.shape[-2])
-        rows.put(_each(made, weight.along_inputs.mT, rows, wide, y_NO), y_NO)
-        held: list[Tensor] = []
-        forms: list[_Form] = []
-        for one in kept:
-            tensors, form = _Form.of(one)
-            held += tensors
-            forms.append(form)
-        ctx.save_for_backward(*held)
-        ctx.operand, ctx.rows, ctx.sink, ctx.forms = operand, rows, sink, forms
+        y_NO = x_NI.new_zeros(x_NI.shape[0], weight.shape[-2])
+        rows.put(_each(read.made, weight.mT, rows, _sum_of(x_NI), y_NO), y_NO)
+        kept = read.kept
+        if kept is not None:
+            ctx.save_for_backward(*kept.tensors)
+            kept = kept._replace(tensors=())
+        ctx.operand, ctx.rows, ctx.sink, ctx.kept = operand, rows, sink, kept
         return y_NO
 
     @staticmethod
@@ -182,26 +252,27 @@ class _Scaled(torch.autograd.Function):
         operand, rows, wide = ctx.operand, ctx.rows, _sum_of(dy_NO)
         weight, wanted = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
-        made, others = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
+        made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
         dx_NI = None
         if wanted[0]:
             dx_NI = dy_NO.new_zeros(dy_NO.shape[0], along.shape[-1])
             rows.put(_each(made, along, rows, wide, dx_NI), dx_NI)
         dw = None
         if wanted[1]:
-            tensors, pairs = iter(ctx.saved_tensors), []
-            for (group, *_), dy, form in zip(rows.runs, others, ctx.forms, strict=True):
-                pairs.append((group, dy, form.made(tensors)))
+            x = ctx.kept and ctx.kept._replace(tensors=ctx.saved_tensors)
+            groups = [group for group, *_ in rows.runs]
             master, matrices = operand.master, along.shape[0] if rows.grouped else 1
 
             def product(into: Tensor | None) -> Tensor:
                 if into is None:
                     into = torch.zeros(master.shape, dtype=wide, device=master.device)
-                _add_gradients(pairs, into.view(matrices, -1, into.shape[-1]), wide)
+                if dy is not None and x is not None:
+                    into_EOI = into.view(matrices, -1, into.shape[-1])
+                    _add_gradients(groups, dy, x, into_EOI, wide)
                 return into
 
             dw = ctx.sink.deliver(master, product)
-        return dx_NI, dw, None, None, None
+        return dx_NI, dw, *(None,) * 5
 
 
 def _each(
@@ -217,12 +288,10 @@ def _each(
 
 def _operands(
     x_NI: Tensor, recipe: Recipe, role: str, rows: RowRuns, weight: NarrowOperand, for_dw: bool
-) -> tuple[list[Quantised], list[Tensor | Quantised]]:
-    """Return each run's codes along features, and what the weight's gradient reads of it.
-
-    That is codes [I, N] along its rows, or the rows themselves where that product is wide.
-    """
-    parts = rows.take(x_NI)
+) -> Read:
+    """Return each run's codes along features, and what the weight's gradient reads of it."""
+    inside = rows.inside(x_NI)
+    parts = rows.split(inside)
     if weight.note is not None:
         for (group, *_), part in zip(rows.runs, parts, strict=True):
             weight.note(role, group, part)
@@ -239,15 +308,17 @@ def _operands(
     drawn, across = [None] * len(parts), [None] * len(parts)
     if role == "gradient" and recipe.by_chance:
         draw, width = weight.draw, x_NI.shape[1]
-        each = [rows.number_N[start:end] for _, start, end in rows.runs]
+        each = [rows.numbers(run, x_NI.device) for run in range(len(parts))]
         drawn = [draw.numbers(number, width, 0) for number in each]
         across = [draw.numbers(_filled(number, recipe.run), width, 1).mT for number in each]
     form = recipe.form(role)
     made = [encode(x, form, -1, up, most) for x, up, most in zip(parts, drawn, amax, strict=False)]
+    if not parts or not for_dw:
+        return Read(made, None)
     if not narrow_dw:
-        return made, list(parts) if for_dw else []
+        return Read(made, Kept((inside,), (), tuple(map(len, parts)), None))
     rest = zip(turned, across, amax[len(parts) :], strict=False)
-    return made, [encode(x, form, -1, up, most) for x, up, most in rest]
+    return Read(made, Kept.of([encode(x, form, -1, up, most) for x, up, most in rest]))
 
 
 def _shared(amax: Tensor, role: str, largest: Largest) -> Tensor:
@@ -261,42 +332,16 @@ def _filled(number_N: Tensor, run: int) -> Tensor:
 
 
 def _add_gradients(
-    pairs: list[tuple[int, Tensor | Quantised, Tensor | Quantised]],
-    into_EOI: Tensor,
-    wide: torch.dtype,
+    groups: list[int], dy: Kept, x: Kept, into_EOI: Tensor, wide: torch.dtype
 ) -> None:
     """Add each run's part of its matrix's gradient."""
-    for group, dy, x in pairs:
-        if isinstance(dy, Tensor):
-            assert isinstance(x, Tensor)
-            into_EOI[group] += dy.mT.to(wide) @ x.to(wide)
-        elif dy.shape[-1]:
-            assert isinstance(x, Quantised)
-            into_EOI[group] += times(dy, x.mT, wide)
-
-
-class _Form(NamedTuple):
-    """What an operand is beside its tensors, which autograd keeps."""
-
-    format: Format | None
-    shape: torch.Size
-    tensors: int
-
-    @classmethod
-    def of(cls, made: Tensor | Quantised) -> "tuple[list[Tensor], _Form]":
-        if isinstance(made, Tensor):
-            return [made], cls(None, made.shape, 1)
-        after = made.matrix_scale
-        tensors = [made.codes, made.scales] + ([] if after is None else [after])
-        return tensors, cls(made.format, made.shape, len(tensors))
-
-    def made(self, tensors: Iterator[Tensor]) -> Tensor | Quantised:
-        codes, *rest = (next(tensors) for _ in range(self.tensors))
-        if self.format is None:
-            return codes
-        scales, after = (*rest, None)[:2]
-        assert scales is not None
-        return Quantised(codes, scales, after, self.format, -1, self.shape)
+    for group, one, other in zip(groups, dy.runs(), x.runs(), strict=True):
+        if isinstance(one, Tensor):
+            assert isinstance(other, Tensor)
+            into_EOI[group] += one.mT.to(wide) @ other.to(wide)
+        elif one.shape[-1]:
+            assert isinstance(other, Quantised)
+            into_EOI[group] += times(one, other.mT, wide)
 
 
 def _sum_of(x: Tensor) -> torch.dtype:

@@ -35,17 +35,19 @@ class RowRuns(NamedTuple):
 
     runs: tuple[tuple[int, int, int], ...]
     """Group, first row and end of each, in order."""
-    number_N: Tensor
-    """int64 number of each row, in order, that chance goes by."""
+    number_N: Tensor | None = None
+    """int64 number of each row, in order, that chance goes by; None where runs number theirs."""
     order_N: Tensor | None = None
     """Which of the rows given each one is; None where they stand in order, the first of all."""
     grouped: bool = False
     """Whether each group has a matrix of its own."""
+    first: tuple[int, ...] = ()
+    """Number of the first row of each run, where those of a run follow one another."""
 
     @property
     def end(self) -> int:
         """How many rows count."""
-        return self.number_N.shape[0]
+        return self.runs[-1][2] if self.runs else 0
 
     @classmethod
     def dense(cls, n_valid: int, number_T: Tensor) -> "RowRuns":
@@ -66,32 +68,36 @@ class RowRuns(NamedTuple):
                 stand in its order.
         """
         groups = spans(offs_E)
-        end = groups[-1][2] if groups else 0
-        device = offs_E.device
         if sent_R is None:
-            parts = [_numbers(first, first_group + g, b - a, device) for g, a, b in groups]
-            return cls(tuple(groups), torch.cat(parts), None, True)
-        sent_N = sent_R[:end].to(torch.int64)
-        sizes = torch.tensor([b - a for _, a, b in groups], device=device)
-        group_N = torch.arange(len(groups), device=device).repeat_interleave(sizes)
+            numbers = tuple(_number(first, first_group + group) for group, *_ in groups)
+            return cls(tuple(groups), None, None, True, numbers)
+        sent_N = sent_R[: groups[-1][2] if groups else 0].to(torch.int64)
+        sizes = torch.tensor([b - a for _, a, b in groups], device=offs_E.device)
+        group_N = torch.arange(len(groups), device=offs_E.device).repeat_interleave(sizes)
         order_N = sent_N.argsort(stable=True)
         order_N = order_N[group_N[order_N].argsort(stable=True)]
         named = torch.stack((group_N, sent_N >> ROW))[:, order_N]
         (group_R, first_R), counts = named.unique_consecutive(dim=1, return_counts=True)
         ends = [0, *counts.cumsum(0).tolist()]
-        runs, parts = [], [order_N.new_zeros(0)]
-        for group, of, (a, b) in zip(
-            group_R.tolist(), first_R.tolist(), pairwise(ends), strict=True
-        ):
-            runs.append((group, a, b))
-            parts.append(_numbers(of, first_group + group, b - a, device))
-        stands = torch.equal(order_N, torch.arange(end, device=device))
-        return cls(tuple(runs), torch.cat(parts), None if stands else order_N, True)
+        named = list(zip(group_R.tolist(), first_R.tolist(), strict=True))
+        runs = tuple((group, *cut) for (group, _), cut in zip(named, pairwise(ends), strict=True))
+        numbers = tuple(_number(of, first_group + group) for group, of in named)
+        return cls(runs, None, order_N, True, numbers)
 
-    def take(self, x_NI: Tensor) -> list[Tensor]:
+    def inside(self, x_NI: Tensor) -> Tensor:
+        """Return the rows that count, in order."""
+        return x_NI[: self.end] if self.order_N is None else x_NI.index_select(0, self.order_N)
+
+    def split(self, inside: Tensor) -> list[Tensor]:
         """Return the rows of each run."""
-        inside = x_NI[: self.end] if self.order_N is None else x_NI.index_select(0, self.order_N)
         return [inside[start:end] for _, start, end in self.runs]
+
+    def numbers(self, run: int, device: torch.device) -> Tensor:
+        """Return int64 numbers of a run's rows."""
+        _, start, end = self.runs[run]
+        if self.number_N is not None:
+            return self.number_N[start:end]
+        return torch.arange(end - start, device=device) + self.first[run]
 
     def put(self, parts: list[Tensor], into_NO: Tensor) -> Tensor:
         """Put each run's rows back where they stood; the others stay."""
@@ -102,5 +108,5 @@ class RowRuns(NamedTuple):
         return into_NO.index_copy_(0, self.order_N, found)
 
 
-def _numbers(first: int, group: int, rows: int, device: torch.device) -> Tensor:
-    return torch.arange(rows, device=device) + (first + (group << GROUP))
+def _number(first: int, group: int) -> int:
+    return first + (group << GROUP)

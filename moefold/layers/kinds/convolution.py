@@ -56,17 +56,17 @@ class ShortConvolution(LayerSpec):
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed rows of the tensor group, gates and rows, and the mixed rows."""
         only = GATHER if shape.tp > 1 else NOTHING
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, only)
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, ("w_in",), only)
         if shape.tp > 1:
             size = shape.piece * shape.hidden * shape.width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=True)
+            yield Saved("attention.gathered", size, GATHER, module="attention", operand=("w_in",))
         size = shape.piece * shape.hidden // shape.tp * shape.width
         yield Saved("gates", 3 * size, module="attention")
         if shape.cp > 1:
             channels = shape.hidden // shape.tp
             before = 2 * (self.taps - 1) * channels * shape.width
             yield Saved("before", before, module="attention")
-        yield Saved("mixed", size, module="attention", operand=True)
+        yield Saved("mixed", size, module="attention", operand=("out.weight",))
 
     def shrunk(self, by: Sizes) -> Self:
         """Return the record as it is: its width is the model's."""

@@ -144,16 +144,19 @@ class DeltaNet(LayerSpec):
         The scan keeps what it reads alone and runs again in backward.
         """
         only = GATHER if shape.tp > 1 else NOTHING
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, only)
+        given = list(self._projections())
+        read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, read, only)
         rows, width = shape.piece, shape.width
         if shape.tp > 1:
             size = rows * shape.hidden * width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=True)
-        for name, features, rank in self._projections():
+            yield Saved("attention.gathered", size, GATHER, module="attention", operand=read)
+        for name, features, rank in given:
             part = features // shape.tp
             if rank is not None:
                 size = rows * rank * width
-                yield Saved(f"{name}_down", size, module="attention", operand=True)
+                by = (f"{name}_in.weight",)
+                yield Saved(f"{name}_down", size, module="attention", operand=by)
             if (name, self.gate) != ("gate", "sigmoid"):  # of which what it gives is enough
                 yield Saved(name, rows * part * width, module="attention")
             if name in "qkv":
@@ -165,7 +168,7 @@ class DeltaNet(LayerSpec):
         yield Saved("norm.statistic", rows * heads * STATISTIC, module="norms")
         yield Saved("norm.output", values, frozenset(("norms",)), module="norms")
         yield Saved("gate.active", values, module="attention")
-        yield Saved("gated", values, module="attention", operand=True)
+        yield Saved("gated", values, module="attention", operand=("out.weight",))
         if shape.cp > 1:
             reach = 2 * (self.taps - 1) * (2 * self.keys + self.values) // shape.tp
             yield Saved("before", reach * width, module="attention")

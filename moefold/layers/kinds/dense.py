@@ -58,7 +58,9 @@ class Dense(LayerSpec):
         yield Saved("residual", shape.row)
         # Under tp the product reads gathered rows, and the norm's output is an input of recompute.
         only: Modules = frozenset(("ffn", "gather")) if shape.tp > 1 else NOTHING
-        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, only)
+        yield from saved_norm(
+            "ffn_norm", shape.rows, shape.hidden, shape, ("w_in",), only, frozenset(("ffn",))
+        )
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
     def shrunk(self, by: Sizes) -> Self:

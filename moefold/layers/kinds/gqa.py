@@ -162,10 +162,11 @@ class Gqa(LayerSpec):
         """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
         # Rows that a tensor group gathers are kept in place of the norm's output.
         only = GATHER if shape.tp > 1 else NOTHING
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, only)
+        read = ("q.weight", "k.weight", "v.weight", *(["out_gate.weight"] if self.gate else []))
+        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, read, only)
         if shape.tp > 1:
             size = shape.piece * shape.hidden * shape.width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=True)
+            yield Saved("attention.gathered", size, GATHER, module="attention", operand=read)
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp
@@ -181,12 +182,12 @@ class Gqa(LayerSpec):
         last = ("q", "k") if self.norm_after_rope and self.qk_norm != "none" else ()
         for part in saved_attention(self.core, shape):
             dropped = part.dropped | NORMS if part.name in last else part.dropped
-            yield replace(part, dropped=dropped, operand=part.operand and not self.gate)
+            yield replace(part, dropped=dropped, operand=() if self.gate else part.operand)
         if not self.gate:
             return
         size = shape.piece * self.heads // shape.tp * self.value_dim * shape.width
         yield Saved("out_gate", size, module="attention")
-        yield Saved("gated", size, module="attention", operand=True)
+        yield Saved("gated", size, module="attention", operand=("o.weight",))
 
     def shrunk(self, by: Sizes) -> Self:
         """Return at most two query heads for each of few key-value heads, of four dims.

@@ -123,7 +123,17 @@ class Mla(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield normed rows, latents before and after their norms, and attention's."""
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape)
+        down, again = ["kv_down.weight"], NOTHING
+        if self.q_rank is not None:
+            down.append("q_down.weight")
+        elif shape.tp == 1:
+            down.append("q.weight")
+            again = UP
+        if self.gate and shape.tp == 1:
+            down.append("out_gate.weight")
+        yield from saved_norm(
+            "attention_norm", shape.rows, shape.hidden, shape, (*down,), again=again
+        )
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
@@ -131,23 +141,32 @@ class Mla(LayerSpec):
                 yield Saved(name, size, module="attention")
         yield from self._saved_latents(shape)
         for part in saved_attention(self.core, shape, UP):
-            yield replace(part, operand=part.operand and not self.gate)
+            yield replace(part, operand=() if self.gate else part.operand)
         if self.gate:
             size = shape.piece * self.heads // shape.tp * shape.width
             yield Saved("out_gate", size, module="attention")
-            yield Saved("gated", size * self.v_dim, module="attention", operand=True)
+            yield Saved("gated", size * self.v_dim, module="attention", operand=("o.weight",))
 
     def _saved_latents(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed latents that up-projections read: under tp gathered in one tensor."""
-        for name, rank in (("q_norm", self.q_rank), ("kv_norm", self.kv_rank)):
+        only = GATHER if shape.tp > 1 else NOTHING
+        for name, rank in (("q", self.q_rank), ("kv", self.kv_rank)):
             if rank is not None:
-                only = GATHER if shape.tp > 1 else NOTHING
-                yield from saved_norm(name, shape.rows, rank, shape, only)
+                up = (f"{name}_up.weight",)
+                yield from saved_norm(f"{name}_norm", shape.rows, rank, shape, up, only, UP)
         if shape.tp > 1:
-            latent = (self.q_rank or shape.hidden) + self.kv_rank + self.rope_dim
-            latent += shape.hidden if self.gate and self.q_rank else 0
-            size = shape.piece * latent * shape.width
-            yield Saved("latents.gathered", size, GATHER, module="attention", operand=True)
+            gate = ("out_gate.weight",) if self.gate else ()
+            read = [(self.kv_rank + self.rope_dim, ("kv_up.weight",))]
+            if self.q_rank is None:
+                read.append((shape.hidden, ("q.weight", *gate)))
+            else:
+                read.append((self.q_rank, ("q_up.weight",)))
+                read += [(shape.hidden, gate)] if gate else []
+            for latent, weights in read:
+                size = shape.piece * latent * shape.width
+                part = Saved("latents.gathered", size, GATHER, module="attention")
+                beside = None if weights == gate else replace(part, only=UP)
+                yield replace(part, operand=weights, beside=beside)
 
     def shrunk(self, by: Sizes) -> Self:
         """Return few heads of four dims, values of six, and latents of rank eight."""
