@@ -9,7 +9,7 @@ forward call, under which the operation is recorded.
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -340,14 +340,42 @@ def _summed(x: Tensor, group: Group, label: str | None = None) -> Tensor:
     return reduce_(x.clone(), group, label)
 
 
-def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
-    """Join every rank's ``x``, of one shape, along ``dim``. Backward sums and scatters."""
-    return _differentiable(x, group, partial(_gathered, dim=dim), partial(_scattered, dim=dim))
+class Codes(Protocol):
+    """What rows travel as."""
+
+    def pack(self, rows: Tensor, /) -> Tensor:
+        """Return what is sent, a row for each."""
+        ...
+
+    def unpack(self, sent: Tensor, like: Tensor, /) -> Tensor:
+        """Return the rows that came, in the form of those that went."""
+        ...
 
 
-def reduce_scatter(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+def _coded(run: Operation, codes: Codes | None) -> Operation:
+    """Return an operation on rows that moves their codes; without any, itself."""
+    if codes is None:
+        return run
+
+    def moved(x: Tensor, group: Group, label: str | None = None) -> Tensor:
+        return codes.unpack(run(codes.pack(x), group, label=label), x)
+
+    return moved
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0, codes: Codes | None = None) -> Tensor:
+    """Join every rank's ``x``, of one shape, along ``dim``. Backward sums and scatters.
+
+    ``codes``: what ``x`` travels as, where that is rows; sums travel as they are, here and below.
+    """
+    there, back = partial(_gathered, dim=dim), partial(_scattered, dim=dim)
+    return _differentiable(x, group, _coded(there, codes), back)
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, codes: Codes | None = None) -> Tensor:
     """Sum ``x`` over the ranks and return this rank's part along ``dim``. Backward gathers."""
-    return _differentiable(x, group, partial(_scattered, dim=dim), partial(_gathered, dim=dim))
+    there, back = partial(_scattered, dim=dim), partial(_gathered, dim=dim)
+    return _differentiable(x, group, there, _coded(back, codes))
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
@@ -355,26 +383,46 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
     return _differentiable(x, group, _summed, _summed)
 
 
-def all_to_all(x_R: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+def all_to_all(
+    x_R: Tensor,
+    group: Group,
+    send: Sequence[int],
+    receive: Sequence[int],
+    codes: Codes | None = None,
+    home: bool = False,
+) -> Tensor:
     """Send ``send[i]`` rows to each rank i of the group, in order along dim 0.
+
+    Args:
+        x_R: rows.
+        group: the ranks.
+        send: rows for each.
+        receive: rows from each.
+        codes: what rows travel as; of those on their way ``home``, gradients.
+        home: whether rows are results.
 
     Returns:
         The rows received, ``receive[i]`` from each rank i in order. Backward sends them back.
     """
-    there = partial(exchange, send=send, receive=receive)
-    return _differentiable(x_R, group, there, partial(exchange, send=receive, receive=send))
+    there = _coded(partial(exchange, send=send, receive=receive), None if home else codes)
+    back = _coded(partial(exchange, send=receive, receive=send), codes if home else None)
+    return _differentiable(x_R, group, there, back)
 
 
-def gather_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+def gather_rows(
+    x: Tensor, group: Group, counts: Sequence[int], codes: Codes | None = None
+) -> Tensor:
     """Join the ranks' rows along dim 0, ``counts[i]`` from rank i. Backward: ``scatter_rows``."""
     there, back = partial(gather_uneven, counts=counts), partial(scatter_uneven, counts=counts)
-    return _differentiable(x, group, there, back)
+    return _differentiable(x, group, _coded(there, codes), back)
 
 
-def scatter_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+def scatter_rows(
+    x: Tensor, group: Group, counts: Sequence[int], codes: Codes | None = None
+) -> Tensor:
     """Sum ``x`` over the ranks and return ``counts[i]`` rows of it to each rank i in order.
 
     Sums run in rank order with one rounding. Backward: ``gather_rows``.
     """
     there, back = partial(scatter_uneven, counts=counts), partial(gather_uneven, counts=counts)
-    return _differentiable(x, group, there, back)
+    return _differentiable(x, group, there, _coded(back, codes))

@@ -54,12 +54,8 @@ class Yarn(Record):
     def rules(self) -> Iterator[Violation]:
         """The fast boundary does not lie below the slow one."""
         if self.beta_fast < self.beta_slow:
-            yield Violation(
-                ("beta_fast",),
-                self.beta_fast,
-                f"must be at least beta_slow ({self.beta_slow})",
-                self.beta_slow * 32,
-            )
+            rule = f"must be at least beta_slow ({self.beta_slow})"
+            yield Violation(("beta_fast",), self.beta_fast, rule, self.beta_slow * 32)
 
 
 class Bands(Record):
@@ -326,6 +322,8 @@ class Quantise(Record):
     rows: Literal["micro_batch", "rank"] = "micro_batch"
     """Which rows share blocks along rows and a matrix's scale: those of a micro-batch, of one
     expert among experts', in every layout; or those that a rank has, as grouped kernels do it."""
+    wire: Literal["wide", "codes"] = "wide"
+    """What rows for experts, and gradients of their results, travel as; the same on one rank."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     """Elements of a block along what is summed; the published number where left out."""
 

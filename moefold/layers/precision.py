@@ -102,7 +102,8 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return
-    recipe = Recipe(record.kind, record.rule, record.wgrad == "narrow", record.block)
+    wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
+    recipe = Recipe(record.kind, record.rule, narrow_dw, record.block, wire)
     by_rank = record.rows == "rank"
     for name, number in narrow_weights(decoder).items():
         path, _, leaf = name.rpartition(".")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefold.kernels.gradients import RETURNED
 from moefold.kernels.grouped.choose import GroupedKernel, choose
 from moefold.kernels.operand import Operand
+from moefold.kernels.quantise.rows import RowCodes
 from moefold.kernels.rows import expert_of_rows
 from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.rows import RowRuns
@@ -51,6 +52,12 @@ class Experts(Adaptable):
     def by_micro_batch(self) -> bool:
         """Whether the rows of a micro-batch and expert share blocks and scales."""
         return any(not narrow.by_rank for narrow in self.narrow.values())
+
+    @property
+    def wire(self) -> RowCodes | None:
+        """What rows for the experts, and gradients of their results, travel as, if as codes."""
+        narrow = self.narrow.get("w_in")
+        return RowCodes(narrow.recipe.form("rows")) if narrow and narrow.recipe.wire else None
 
     def _numbers(self, offs_E: Tensor, sent_R: Tensor | None) -> Tensor | None:
         """Return what tells rows and their experts apart, where adapters have dropout."""

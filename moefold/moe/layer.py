@@ -62,7 +62,7 @@ class MoeFfn(nn.Module):
         self.idle = IdleExperts(record.router, hidden) if record.router.unsent else None
         self.balance = Balance(record)
         self._key = f"layers.{layer}"
-        self.sending = LayerDispatch(dispatch, record.router.experts, self._key)
+        self.sending = LayerDispatch(dispatch, record.router.experts, self._key, self.experts)
 
     @property
     def terms(self) -> dict[str, float]:

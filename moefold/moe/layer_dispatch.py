@@ -4,11 +4,14 @@ or in rounds.
 T rows, D hidden, R rows after dispatch.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from moefold.config.base import Record
 from moefold.config.slot import build
+from moefold.kernels.quantise.rows import RowCodes
 from moefold.kernels.scaled.rows import sent_numbers
 from moefold.layers.flow import Flow
 from moefold.moe.clones import ClonePlan, plan_clones
@@ -26,15 +29,29 @@ class LayerDispatch:
         record: the layout's dispatcher.
         experts: their number in the layer.
         name: of the layer.
+        of: the experts, which say what rows travel as.
     """
 
-    def __init__(self, record: Record, experts: int, name: str) -> None:
-        self._record, self._experts = record, experts
+    def __init__(self, record: Record, experts: int, name: str, of: Experts | None = None) -> None:
+        self._record, self._experts, self._of = record, experts, of
         self._dispatcher: Dispatcher = build(record, experts)
         self._clones: Clones | None = None
         self._name = f"{name}.moe"
         fixed = isinstance(record, FixedRoom)
         self._rounds = Rounds(record, experts, self._name) if fixed else None
+
+    @cached_property
+    def _wire(self) -> RowCodes | None:
+        """What rows travel as, beside which their numbers do as they are."""
+        return None if self._of is None else self._of.wire
+
+    @cached_property
+    def _of_rows(self) -> Dispatcher:
+        if self._wire is None:
+            return self._dispatcher
+        made = build(self._record, self._experts)
+        made.wire = self._wire
+        return made
 
     def open_slots(self, record: Clones, ranks: int) -> None:
         """Let each of the ranks of ``ep`` have clones of other ranks' experts."""
@@ -49,13 +66,15 @@ class LayerDispatch:
         ``numbered``: codes ask which rows are of one micro-batch, and in which order; ``draws``:
         chance asks which each row is.
         """
+        if self._wire is not None:
+            tokens = tokens._replace(x_TD=self._wire.rounded(tokens.x_TD))
         if self._rounds is not None and self._rounds.wanted(flow):
             return tokens
         plan = self._plan(tokens, flow)
         if plan is not None:
             tokens = tokens._replace(experts_TK=plan.seats_TK)
         with flow.world.recorder.module(f"{self._name}.dispatch"):
-            sent = self._dispatcher.dispatch(*tokens, flow.world)
+            sent = self._of_rows.dispatch(*tokens, flow.world)
         if sent.overflow is not None:
             flow.overflow.append(sent.overflow)
         if sent.source is not None:
@@ -93,10 +112,11 @@ class LayerDispatch:
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, flow: Flow) -> Tensor:
         """Bring results back to their rows, and add up each token's; rounds have done so."""
-        if not handle:
-            return y_RD
-        with flow.world.recorder.module(f"{self._name}.combine"):
-            return self._dispatcher.combine(y_RD, handle, no_drop, flow.world)
+        out_TD = y_RD
+        if handle:
+            with flow.world.recorder.module(f"{self._name}.combine"):
+                out_TD = self._of_rows.combine(y_RD, handle, no_drop, flow.world)
+        return out_TD if self._wire is None else self._wire.rounded_gradient(out_TD)
 
     def _numbers(self, tokens: RoutedTokens, flow: Flow) -> Tensor:
         """Send the rows' numbers the way of the rows; a rank alone has those of one micro-batch."""

@@ -60,8 +60,9 @@ class Numbers:
     master_bytes: float = 4
     moment_bytes: float = 4
     """Bytes a parameter of each state tensor of the optimizer."""
-    narrowed: frozenset[Literal["attention", "head"]] = frozenset()
-    """What a narrow recipe computes in its format though recipes leave it in bfloat16."""
+    narrowed: frozenset[Literal["attention", "head", "rows"]] = frozenset()
+    """What a narrow recipe computes in its format though recipes leave it in bfloat16; ``rows`` are
+    those that it sends to experts, and gradients of their results."""
 
     @property
     def matrix_moment_bytes(self) -> float:

@@ -232,6 +232,7 @@ def _stated(
     found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
     narrow = run.train.quantise
     precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
+    coded = isinstance(narrow, Quantise) and narrow.wire == "codes"
     size = batch or run.train.batch
     notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
     task = TrainingTask(
@@ -240,7 +241,7 @@ def _stated(
         seq=run.data.seq,
         batch=size,
         cluster=cluster,
-        numbers=Numbers(precision, run.optim),
+        numbers=Numbers(precision, run.optim, narrowed=frozenset(["rows"] * coded)),
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *notes_on_step(run)),

@@ -54,6 +54,8 @@ CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared"
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Least bytes per value: read in bf16 (twice where a scale of the whole tensor comes first), and
 written along rows and along columns."""
+SENT_BYTES = 1 + 1 / 32
+"""Bytes per element of rows that travel as codes: 128 share a scale in fp32, 32 one of a byte."""
 RECOMPUTED: Mapping[str, Mapping[str, float]] = {
     "norms": {"norms": 1},
     "attention": {"attention": 1, "mla_up": 1, "core": 1},
@@ -212,7 +214,11 @@ def _once(
     parts |= _norms(share.dense, present, setting)
     sent, routing = 0.0, described(block.ffn).routing
     if routing is not None and share.ep * share.etp > 1:
-        sent = 2 * dispatch_seconds(rows_sent(routing, share), share, setting, dispatch)
+        rows = rows_sent(routing, share)
+        ways = [rows, rows]  # to the experts and back, and their gradients
+        if setting.recipe in QUANTISE_BYTES and "rows" in setting.narrowed:
+            ways[0] = replace(rows, bytes=rows.bytes * SENT_BYTES / BF16)
+        sent = sum(dispatch_seconds(one, share, setting, dispatch) for one in ways)
     return _summed(parts), parts, sent
 
 

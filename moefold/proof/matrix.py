@@ -50,7 +50,7 @@ from moefold.proof.subjects import (
     terms,
 )
 from moefold.run import load_run, recipes
-from moefold.schedule.config import SCHEDULE, ZeroBubbleH1
+from moefold.schedule.config import SCHEDULE, Merged, ZeroBubbleH1
 from moefold.spec.decoder import with_multi_token
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
@@ -410,14 +410,28 @@ def precisions() -> Iterator[ProofCase]:
             again = Selective(modules=tuple(m for m in get_args(Kind) if m not in absent))
             four = [("cp2 ep4", 4), ("cp2 ep2 etp2", 4)]
             yield from _each([one], four, recompute=again, zero=3)
-        for dispatch in kinds(DISPATCH, max_rows=ROOM):
-            if isinstance(dispatch, FixedRoom):
-                dispatch = dispatch.model_copy(update={"on_overflow": "stop"})
-            yield from _each(named[:1], [("tp2 ep4", 4)], dispatch=dispatch)
+        yield from _dispatched(named[:1], "tp2 ep4")
+    for record in (Fp8Block(block=4, wire="codes", wgrad="wide"), Mxfp8(block=4, wire="codes")):
+        named = [
+            (f"codes sent {record.kind} {name}", few_bits(name, record)) for name in ("gqa", "mla")
+        ]
+        yield from _each(named, [("tp2 ep2", 2), ("cp2 ep2 etp2", 4), ("tp2 cp2 ep4", 4)])
+        yield from _each(named[:1], [("tp2 pp2 ep2", 4)], **more)
+        yield from _each(named[:1], [("pp2 ep2", 4)], schedule=Merged())
+        yield from _each(named[1:], four, recompute=again, zero=3)
+        yield from _dispatched(named[:1], "ep2 etp2")
     named = [("wgrad wide", few_bits("gqa", Mxfp8(block=4, scales="floor", wgrad="wide")))]
     yield from _each(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
     for record, sizes in ((Fp8Block(), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
         yield from _each([(f"published {record.kind}", published_blocks(record))], [(sizes, 2)])
+
+
+def _dispatched(named: Sequence[tuple[str, Subject]], sizes: str) -> Iterator[ProofCase]:
+    """Yield every way of sending rows over four ranks."""
+    for dispatch in kinds(DISPATCH, max_rows=ROOM):
+        if isinstance(dispatch, FixedRoom):
+            dispatch = dispatch.model_copy(update={"on_overflow": "stop"})
+        yield from _each(named, [(sizes, 4)], dispatch=dispatch)
 
 
 def few_bits(name: str, record: Record) -> Subject:

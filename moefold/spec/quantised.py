@@ -176,6 +176,11 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
         rule = "experts of few bits keep codes, and pages are of rows as they came"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
     yield from _draw_misfits(layout, "train.quantise", cuts.experts)
+    dispatch, sizes = layout.dispatch, layout.split
+    moves = getattr(dispatch, "moves_codes", False) or sizes.ep * sizes.etp == 1
+    if record.wire == "codes" and not (moves or isinstance(dispatch, Foreign)):
+        rule = "moves no codes, as train.quantise.wire asks"
+        yield Violation(("dispatch",), getattr(dispatch, "kind", ""), rule, "alltoall")
 
 
 def moment_misfits(decoder: Decoder, optim: Optim, layout: Layout, seq: int) -> Iterator[Violation]:
@@ -220,6 +225,15 @@ def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
     if any(getattr(block.ffn, "formed", False) for block in decoder.blocks):
         rule = "reads codes of experts without biases and with SwiGLU alone"
         yield Violation(at, kind, rule, REMOVE)
+    if record.wire == "codes" and (record.of_matrices or record.rule == "fp32"):
+        rule = "sends blocks whose scales are powers of two: fp8_block's (scales: power), mxfp8's"
+        yield Violation((*at, "wire"), record.wire, rule, "wide")
+    narrow = narrow_weights(decoder)
+    if record.wire == "codes" and not any(
+        w.expert and n in narrow for n, w, _ in _products(decoder)
+    ):
+        rule = "sends rows to experts whose products read codes, and there are none"
+        yield Violation((*at, "wire"), record.wire, rule, "wide")
     names = [name for name, *_ in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import moefold
 from moefold.kernels.quantise import elements
-from moefold.kernels.quantise.blocks import BLOCKS, SCALES, Quantised, encode, format_of
+from moefold.kernels.quantise.blocks import BLOCKS, SCALES, Quantised, encode, format_of, quantise
 from moefold.kernels.quantise.hadamard import SIGNS, matrix, transform
 from moefold.kernels.quantise.philox import MASK, chance, philox
+from moefold.kernels.quantise.rows import RowCodes
 from tests.quantise_inputs import SQUARE, families
 from tests.quantise_loop import decoded
 
@@ -253,3 +254,25 @@ def test_what_cannot_be_quantised_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=r"none of|blocks lie along"):
             moefold.quantise(x, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("asked", [("fp8_block", None), ("mxfp8", "up"), ("mxfp8", "floor")])
+def test_b55_rows_that_codes_stand_for_lose_nothing(
+    asked: tuple[str, str], dtype: torch.dtype
+) -> None:
+    """However often they travel: as codes in a byte an element, and 4 bytes of 128 elements."""
+    draws = torch.Generator().manual_seed(0)
+    powers = torch.randint(-12, 13, (40, 256), generator=draws)
+    x_ND = (torch.randn(40, 256, generator=draws) * 2.0**powers).to(dtype)
+    x_ND[3], x_ND[5, 7] = 0, torch.nan
+    codes = RowCodes(format_of(asked[0], "rows", asked[1]))
+    once = codes.rounded(x_ND)
+    wanted = quantise(x_ND, asked[0], scales=asked[1]).dequantise(dtype)
+    assert torch.equal(once.nan_to_num(1e9), wanted.nan_to_num(1e9))
+    sent = codes.pack(once)
+    assert sent.shape == (40, 256 + 8) and sent.dtype == torch.uint8
+    again = codes.unpack(sent, x_ND)
+    assert torch.equal(again.nan_to_num(1e9), once.nan_to_num(1e9))
+    assert again[5].isnan().any() and not again[6].isnan().any()
+    assert not torch.equal(once.nan_to_num(0), x_ND.nan_to_num(0))

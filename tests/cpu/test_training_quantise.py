@@ -17,12 +17,12 @@ KINDS = {"fp8_tensor": 0.3, "fp8_block": 0.25, "mxfp8": 0.25, "nvfp4": 0.85}
 """Largest errors of gradients: start values as large as these magnify roundings fivefold."""
 
 
-def grads(kind: str | None, recompute: Any = None) -> dict[str, torch.Tensor]:
+def grads(
+    kind: str | None = None, recompute: Any = None, record: Any = None
+) -> dict[str, torch.Tensor]:
     every = moe(router=Router(experts=8, top_k=8))  # whose choice no rounding changes
-    record = decoder(GQA, every, every)
-    if kind is not None:
-        record = record.model_copy(update={"quantise": QUANTISE.kinds[kind]()})
-    model = model_of(record, "fp32")
+    asked = QUANTISE.kinds[kind]() if kind is not None else record
+    model = model_of(decoder(GQA, every, every, quantise=asked), "fp32")
     gradients(model, [padded_rows((9, 17), 6)], recompute, 16)
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -37,6 +37,22 @@ def test_b52_gradients_are_near_and_not_equal(kind: str) -> None:
     for recompute in (Full(), Selective(modules=("experts",))):
         again = grads(kind, recompute)
         assert all(torch.equal(again[name], narrow[name]) for name in narrow)
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "mxfp8"])
+def test_b55_codes_that_travel_change_experts_gradients_alone(kind: str) -> None:
+    """On one rank too: products along features read the same codes, and wide ones along rows what
+    these stand for. Codes of that, with powers of two, differ only where numbers vanish.
+
+    Plants: rows, or their results' gradients, are not rounded on their way.
+    """
+    experts = {f"layers.{n}.moe.experts.{w}" for n in range(2) for w in ("w_in", "w_out")}
+    for wgrad, expected in (("wide", experts), ("narrow", set())):
+        plain = QUANTISE.kinds[kind].model_validate({"wgrad": wgrad})
+        found = [grads(record=plain.model_copy(update={"wire": w})) for w in ("wide", "codes")]
+        changed = {name for name in found[0] if not torch.equal(found[0][name], found[1][name])}
+        assert changed == expected
+        assert all(0.01 < relative(found[1][name], found[0][name]) < 0.06 for name in changed)
 
 
 def test_b52_codes_are_those_of_the_weights_that_are_here_now() -> None:

@@ -14,6 +14,7 @@ TWO_LEVEL = {"dispatch": {"kind": "two_level", "node": 2}}
 PADDED = {"dispatch": {"kind": "padded", "max_rows": 64}}
 SPREAD = {"dispatch": {"kind": "spread", "max_rows": 150}}
 CLONES = SPREAD | {"clones": {"slots": 2}}
+CODES = {"kind": "fp8_block", "wire": "codes"}
 GATHERED = {"context": {"kind": "all_gather"}}
 HEADS = {"context": {"kind": "all_to_all"}}
 MIXED = {"context": {"kind": "mixed", "heads": 2}}
@@ -40,7 +41,7 @@ PAIRS = (
     Sending("pp2 vpp2", 2, "tied", 4, layout=by("zb_v")),
     Sending("tp2", 2, "across", precision="bf16", optimizer=Muon()),
     Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
-    Sending("ep2", 2, precision="bf16", layout={"zero": 3}, quantise={"kind": "fp8_block"}),
+    Sending("ep2", 2, precision="bf16", layout={"zero": 3}, quantise=CODES),
 )
 FOURS = (
     Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
@@ -86,6 +87,11 @@ REST = (
     Sending("", 4, precision="bf16", layout={"zero": 3}, quantise={"kind": "fp8_tensor"}),
     Sending("tp2 ep2", 4, precision="bf16", quantise={"kind": "fp8_block", "block": 4}),
     Sending("ep2", 4, precision="bf16", layout={"zero": 2}, quantise={"kind": "mxfp8"}),
+    Sending("ep2 etp2", 4, layout=ONCE | FULL, quantise=CODES),
+    Sending("ep2 etp2", 4, layout=ALLGATHER, quantise=CODES),
+    Sending("ep2 etp2", 4, layout=SPREAD, quantise=CODES),
+    Sending("ep2 etp2", 4, layout=PADDED, quantise=CODES | {"rows": "rank"}),
+    Sending("ep4", 4, precision="bf16", layout=TWO_LEVEL, quantise=CODES | {"kind": "mxfp8"}),
 )
 
 

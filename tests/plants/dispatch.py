@@ -27,19 +27,17 @@ PLANTS = (
         "rows are sent and results brought back, and gradients stay where they are",
         GRADIENTS,
         "moe/dispatch/routing_plan.py",
-        "return gather_rows(all_to_all(x_ND, group, self.send, self.receive), etp, self.slices)",
-        "x_ND = all_to_all(x_ND, group, self.send, self.receive)\n"
-        "        return gather_rows(x_ND * len(self.send) - x_ND.detach() * (len(self.send) - 1), "
-        "etp, self.slices)",
+        "        return gather_rows(x_ND, etp, self.slices, codes)",
+        "        x_ND = x_ND * len(self.send) - x_ND.detach() * (len(self.send) - 1)\n"
+        "        return gather_rows(x_ND, etp, self.slices, codes)",
     ),
     Plant(
         "b02",
         "slices of an expert see their own rows alone",
         GRADIENTS,
         "moe/dispatch/routing_plan.py",
-        "return all_to_all(scatter_rows(y_RD, etp, self.slices), group, self.receive, self.send)",
-        "y_RD = y_RD.split(self.slices)[etp.index]\n"
-        "        return all_to_all(y_RD, group, self.receive, self.send)",
+        "y_ND = scatter_rows(y_RD, etp, self.slices, codes)",
+        "y_ND = y_RD.split(self.slices)[etp.index]",
     ),
     Plant(
         "b13",
@@ -273,8 +271,7 @@ PLANTS = (
         "every rank is taken to have as many rows as this one",
         EDGES + "test_b40_ranks_with_different_numbers_of_rows",
         "moe/dispatch/allgather.py",
-        "        x_AD, weights_AK, experts_AK = (gather_rows(",
-        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n"
-        "        x_AD, weights_AK, experts_AK = (gather_rows(",
+        "        x_AD = gather_rows(",
+        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n        x_AD = gather_rows(",
     ),
 )

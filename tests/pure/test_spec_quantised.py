@@ -50,6 +50,17 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
         (("train.quantise={kind: mxfp8, keep: ['*.atention.*']}",), "keep", "attention"),
         (("train.quantise={kind: mxfp8, keep: ['*.w_in']}",), "keep", "both matrices"),
         (("train.quantise={kind: mxfp8, keep_last: 99}",), "keep_first", "must leave one"),
+        (("train.quantise={kind: nvfp4, wire: codes}",), "quantise.wire", "powers of two"),
+        (
+            ("train.quantise={kind: fp8_block, scales: fp32, wire: codes}",),
+            "train.quantise.wire",
+            "wide",
+        ),
+        (
+            ("train.quantise={kind: mxfp8, wire: codes, keep: ['*.experts.*']}",),
+            "train.quantise.wire",
+            "there are none",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(

@@ -89,8 +89,8 @@ def _layer(
     beside = paired(case)
     extras = (k * STATISTIC, k * INDEX) if case.dispatch in (*ONCE, "allgather") else (STATISTIC,)
     make = _Maker(count, again, beside)
-    thin = _coded(case, record, hidden) or row
-    there = [(thin, *extras)] + [(NUMBER, *extras)] * _numbered(case, record)
+    thin = _coded(case, hidden) or row
+    there = [(thin, *extras)] + [(NUMBER, *extras)] * _numbered(case)
     for parts in there:
         told = gathers(_told(case, record) * INDEX, members)
         for _ in range(bool(told) * (2 if case.dispatch == "spread" else 1)):
@@ -214,14 +214,18 @@ def _fixed(case: Case, record: Moe, row: float, thin: float, make: _Maker) -> It
         yield make("etp", "all_gather", gathered * thin, "combine", True)
 
 
-def _numbered(case: Case, record: Moe) -> bool:
+def _numbered(case: Case) -> bool:
     """Return whether numbers of rows follow these: codes of a micro-batch's rows, in its order."""
     return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.rows != "rank"
 
 
-def _coded(case: Case, record: Moe, hidden: int) -> float | None:
+def _coded(case: Case, hidden: int) -> int | None:
     """Return the bytes of a row's codes and scales, where they travel in its place."""
-    return None
+    record = case.decoder.quantise
+    if not isinstance(record, Quantise) or record.wire != "codes":
+        return None
+    blocks = -(-hidden // (record.block or record.length or hidden))
+    return hidden + blocks * (1 if record.kind == "mxfp8" else STATISTIC)
 
 
 def _told(case: Case, record: Moe) -> int:

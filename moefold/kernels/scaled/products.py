@@ -45,6 +45,8 @@ class Recipe(NamedTuple):
     """Whether the weight's gradient is a product of codes too."""
     block: int | None = None
     """Elements along the summed dim in place of the published number."""
+    wire: bool = False
+    """Whether rows for experts, and gradients of their results, travel as codes."""
 
     @property
     def by_chance(self) -> bool:

@@ -34,7 +34,8 @@ class AllGatherDispatch(Dispatcher[AllGather]):
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
         rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
         *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
-        x_AD, weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in tokens[:3])
+        x_AD = gather_rows(tokens.x_TD, ranks, rows, self.wire)
+        weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in tokens[1:3])
         slots_AK = experts_AK - ep.index * per_rank
         here_AK = (slots_AK >= 0) & (slots_AK < per_rank)
         slots_AK = torch.where(here_AK, slots_AK, per_rank)
@@ -44,4 +45,5 @@ class AllGatherDispatch(Dispatcher[AllGather]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Add up results here, then over all ranks, each of which keeps its own rows."""
         token_R, row_AK, rows = handle
-        return scatter_rows(collect(y_RD, token_R, row_AK), world.group("tp_ep"), rows)
+        y_AD = collect(y_RD, token_R, row_AK)
+        return scatter_rows(y_AD, world.group("tp_ep"), rows, self.wire)

@@ -43,7 +43,7 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
         x_RD, p_R = order.rows(x_TD, no_drop), order.entries(weights_TK, no_drop)
         numbers = read()
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
-        x_RD, p_R = (plan.out(part, ep, etp) for part in (x_RD, p_R))
+        x_RD, p_R = plan.out(x_RD, ep, etp, self.wire), plan.out(p_R, ep, etp)
         arrived = sort_arrived(coming_Xe, sum(plan.slices))
         here = in_order(x_RD, p_R[:, None], arrived, no_drop=True)
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
@@ -52,7 +52,7 @@ class AllToAllDispatch(Dispatcher[AllToAll]):
         """Send each copy's result back, and add up each token's."""
         token_N, row_TK, token_R, row_R1, plan = handle
         y_RD = collect(y_RD, token_R, row_R1, True)
-        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"))
+        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
         return collect(y_ND, token_N, row_TK, no_drop)
 
 
@@ -75,7 +75,8 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
         sent = pack(tokens, order, rank_TK, per_rank)
-        rows, weights, experts = (plan.out(part, ep, etp) for part in sent[:3])
+        rows = plan.out(sent.x_TD, ep, etp, self.wire)
+        weights, experts = (plan.out(part, ep, etp) for part in sent[1:3])
         here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
@@ -83,5 +84,5 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         """Add up a token's results on each rank, send them back, and add up those."""
         token_N, row_TK, token_R, row_NK, plan = handle
         y_RD = collect(y_RD, token_R, row_NK)
-        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"))
+        y_ND = plan.back(y_RD, world.group("ep"), world.group("etp"), self.wire)
         return collect(y_ND, token_N, row_TK)

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from moefold.comm.collectives import Codes
 from moefold.comm.world import World
 from moefold.config.base import Record
 from moefold.kernels.permute.gather import collect, spread
@@ -59,6 +60,9 @@ class Dispatcher(Generic[Config]):
     copies are sorted by expert, inside an expert they stand in the order of tokens. A subclass says
     how rows go to other ranks of ``ep`` and ``etp`` (``send``) and how they return (``fetch``).
     """
+
+    wire: Codes | None = None
+    """What rows on their way to experts, and gradients of results, travel as."""
 
     def __init__(self, record: Config, experts: int) -> None:
         self._record, self._experts = record, experts

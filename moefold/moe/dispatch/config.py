@@ -30,6 +30,8 @@ class Dispatch(Record):
     """Whether all ranks have to bring as many rows, in every micro-batch of a step."""
     repeatable: ClassVar[bool] = True
     """Whether it runs where torch has to be deterministic."""
+    moves_codes: ClassVar[bool] = False
+    """Whether rows can travel as codes."""
 
     @property
     def splits(self) -> tuple[tuple[str, int], ...]:
@@ -61,6 +63,7 @@ class AllToAll(Dispatch):
     """Each rank sends token copies straight to the ranks of their experts."""
 
     kind: Literal["alltoall"] = "alltoall"
+    moves_codes = True
 
     owner = "moefold.moe.dispatch.alltoall:AllToAllDispatch"
 
@@ -70,6 +73,7 @@ class AllToAllOnce(Dispatch):
     """A token is sent once to each rank that has any of its experts, and copied there."""
 
     kind: Literal["alltoall_once"] = "alltoall_once"
+    moves_codes = True
 
     owner = "moefold.moe.dispatch.alltoall:DeduplicatedDispatch"
 
@@ -79,6 +83,7 @@ class TwoLevel(Dispatch):
     """A token is sent once to each node with any of its experts, and there once to each rank."""
 
     kind: Literal["two_level"] = "two_level"
+    moves_codes = True
     node: Size
     """Neighbouring ranks of ``ep`` that are on one node."""
 
@@ -101,6 +106,7 @@ class AllGather(Dispatch):
     """Every rank gathers all rows and takes the copies of its own experts."""
 
     kind: Literal["allgather"] = "allgather"
+    moves_codes = True
 
     owner = "moefold.moe.dispatch.allgather:AllGatherDispatch"
 
@@ -111,6 +117,7 @@ class FixedRoom(Dispatch):
     Nothing is read on the host in a pass. The step looks at its end whether the room was enough.
     """
 
+    moves_codes = True
     of_pair: ClassVar[bool] = False
     """Whether room is that of a pair of ranks."""
     max_rows: Size

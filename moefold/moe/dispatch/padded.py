@@ -9,7 +9,7 @@ are known beforehand, so that a step can be captured. What does not fit is left 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, all_to_all, reduce_scatter
+from moefold.comm.collectives import Codes, all_gather, all_to_all, reduce_scatter
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect, pick, spread
@@ -43,7 +43,7 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
         counts_Pe = torch.diff(fitting_Pe, dim=1, prepend=torch.zeros_like(starts_P)[:, None])
         coming = gather_counts(counts_Pe.flatten(), world).unflatten(2, (ep.size, per_rank))
         slots_R = _slots(coming[:, :, ep.index].transpose(0, 1).flatten(0, 1), room)
-        x_RD = self._out(spread(x_TD, token_N, row_TK), world)
+        x_RD = self._out(spread(x_TD, token_N, row_TK), world, self.wire)
         p_R = self._out(pick(weights_TK, copy_N, row_TK), world)
         here = permute(RoutedTokens(x_RD, p_R[:, None], slots_R[:, None]), per_rank)
         overflow = ((ends_Pe[:, -1] - starts_P) - room).clamp(min=0).amax()
@@ -52,17 +52,21 @@ class PaddedDispatch(Dispatcher[FixedRoom]):
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Send every row back, filled or not, and add up each token's."""
         token_N, row_TK, token_R, row_R1 = handle
-        y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"))
-        return collect(equal_splits(y_RD, world.group("ep")), token_N, row_TK)
+        y_RD = reduce_scatter(collect(y_RD, token_R, row_R1), world.group("etp"), codes=self.wire)
+        y_ND = equal_splits(y_RD, world.group("ep"), self.wire, home=True)
+        return collect(y_ND, token_N, row_TK)
 
-    def _out(self, x_ND: Tensor, world: World) -> Tensor:
-        return all_gather(equal_splits(x_ND, world.group("ep")), world.group("etp"))
+    def _out(self, x_ND: Tensor, world: World, codes: Codes | None = None) -> Tensor:
+        x_ND = equal_splits(x_ND, world.group("ep"), codes)
+        return all_gather(x_ND, world.group("etp"), codes=codes)
 
 
-def equal_splits(x_NX: Tensor, ranks: Group) -> Tensor:
+def equal_splits(
+    x_NX: Tensor, ranks: Group, codes: Codes | None = None, home: bool = False
+) -> Tensor:
     """Send each rank as many rows, in order, and return theirs."""
     splits = [x_NX.shape[0] // ranks.size] * ranks.size
-    return all_to_all(x_NX, ranks, splits, splits)
+    return all_to_all(x_NX, ranks, splits, splits, codes, home)
 
 
 def _rows(order: Permutation, rank_TK: Tensor, starts_P: Tensor, room: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_to_all, gather, gather_rows, scatter_rows
+from moefold.comm.collectives import Codes, all_to_all, gather, gather_rows, scatter_rows
 from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.fused import fused, through
@@ -172,13 +172,15 @@ class ExchangePlan(NamedTuple):
         slices = [coming[i : i + ranks] for i in range(0, len(coming), ranks)]
         return cls(send, slices[etp.index], [sum(rows) for rows in slices])
 
-    def out(self, x_ND: Tensor, group: Group, etp: Group) -> Tensor:
+    def out(self, x_ND: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
         """Send rows, differentiable; returns the rows that come to any slice of the experts."""
-        return gather_rows(all_to_all(x_ND, group, self.send, self.receive), etp, self.slices)
+        x_ND = all_to_all(x_ND, group, self.send, self.receive, codes)
+        return gather_rows(x_ND, etp, self.slices, codes)
 
-    def back(self, y_RD: Tensor, group: Group, etp: Group) -> Tensor:
+    def back(self, y_RD: Tensor, group: Group, etp: Group, codes: Codes | None = None) -> Tensor:
         """Add up the slices' shares of each row, and send the rows back."""
-        return all_to_all(scatter_rows(y_RD, etp, self.slices), group, self.receive, self.send)
+        y_ND = scatter_rows(y_RD, etp, self.slices, codes)
+        return all_to_all(y_ND, group, self.receive, self.send, codes, home=True)
 
 
 def rank_of_expert(experts_TK: Tensor, per_rank: int) -> Tensor:

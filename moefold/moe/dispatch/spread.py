@@ -43,7 +43,7 @@ class SpreadDispatch(PaddedDispatch):
         place_L = torch.arange(dealt, device=x_TD.device) * ep.size + ep.index
         place_PL = place_L.expand(ep.size, -1).contiguous()
         experts_N1 = torch.searchsorted(ends_PE.contiguous(), place_PL, right=True).view(-1, 1)
-        x_ND = equal_splits(spread(x_TD, token_N, row_TK), ep)
+        x_ND = equal_splits(spread(x_TD, token_N, row_TK), ep, self.wire)
         p_N = equal_splits(pick(weights_TK, copy_N, row_TK), ep)
         here = super().send(RoutedTokens(x_ND, p_N[:, None], experts_N1), world)
         assert here.overflow is not None
@@ -55,4 +55,5 @@ class SpreadDispatch(PaddedDispatch):
         """Send every row back the way it came, and add up each token's."""
         token_N, row_TK, onward = handle
         y_ND = super().fetch(y_RD, onward, no_drop, world)
-        return collect(equal_splits(y_ND, world.group("ep")), token_N, row_TK)
+        y_ND = equal_splits(y_ND, world.group("ep"), self.wire, home=True)
+        return collect(y_ND, token_N, row_TK)

@@ -45,13 +45,15 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         order = order.first(sum(hops.send))
         sent = pack(tokens, order, node_TK, per_node)
         rows, weights, experts = (
-            all_to_all(part, across, hops.send, hops.receive) for part in sent[:3]
+            all_to_all(part, across, hops.send, hops.receive, codes)
+            for part, codes in zip(sent[:3], (self.wire, None, None), strict=True)
         )
         relayed = RoutedTokens(rows, weights, experts)
         second, rank_NK = sort_tokens(relayed, per_rank, inside.size)
         second = second.first(sum(hops.inside.send))
         sent = pack(relayed, second, rank_NK, per_rank)
-        rows, weights, experts = (hops.inside.out(part, inside, etp) for part in sent[:3])
+        rows = hops.inside.out(sent.x_TD, inside, etp, self.wire)
+        weights, experts = (hops.inside.out(part, inside, etp) for part in sent[1:3])
         here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
         orders = (order.token_R, order.row_TK, second.token_R, second.row_TK)
         return here._replace(handle=(*orders, *here.handle, hops))
@@ -60,8 +62,9 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         """Add up a token's results on each rank, on each node, and here."""
         inside, across = world.split("ep", self._record.node)
         token_T, row_T, token_N, row_N, token_R, row_R, hops = handle
-        y_ND = hops.inside.back(collect(y_RD, token_R, row_R), inside, world.group("etp"))
-        y_ND = all_to_all(collect(y_ND, token_N, row_N), across, hops.receive, hops.send)
+        y_RD, etp, wire = collect(y_RD, token_R, row_R), world.group("etp"), self.wire
+        y_ND = collect(hops.inside.back(y_RD, inside, etp, wire), token_N, row_N)
+        y_ND = all_to_all(y_ND, across, hops.receive, hops.send, wire, home=True)
         return collect(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:

@@ -1,0 +1,54 @@
+"""Rows of numbers as codes and scales, one row of bytes each, while ranks send them to each other.
+
+N rows, D features, W bytes. Blocks lie along the features, so that no row's codes depend on others.
+Scales are powers of two: what codes stand for is what its own codes stand for, so that such rows
+lose nothing however often they are sent.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.blocks import Format, Quantised, encode
+
+
+class RowCodes(NamedTuple):
+    """What rows travel as."""
+
+    form: Format
+
+    def pack(self, x_ND: Tensor) -> Tensor:
+        """Return uint8 [N, W]: codes, then scales."""
+        made = encode(x_ND, self.form)
+        return torch.cat([made.codes.view(torch.uint8), made.scales.view(torch.uint8)], 1)
+
+    def unpack(self, sent_NW: Tensor, like: Tensor) -> Tensor:
+        """Return the rows, as wide and in the dtype of ``like``."""
+        width, element = like.shape[1], self.form.element
+        assert element is not None
+        scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
+        codes, scales = (part.contiguous() for part in sent_NW.tensor_split([width], 1))
+        shape = torch.Size((len(sent_NW), width))
+        made = Quantised(codes.view(element), scales.view(scale), None, self.form, -1, shape)
+        return made.dequantise(like.dtype)
+
+    def rounded(self, x_ND: Tensor) -> Tensor:
+        """Return what the codes of rows stand for; its gradient is that of the rows."""
+        return _Rounded.apply(x_ND, self, None)  # type: ignore[return-value]
+
+    def rounded_gradient(self, x_ND: Tensor) -> Tensor:
+        """Return the rows as they are, whose gradient becomes what its codes stand for."""
+        return _Rounded.apply(x_ND, None, self)  # type: ignore[return-value]
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, there: RowCodes | None, back: RowCodes | None) -> Tensor:
+        ctx.back = back
+        return x_ND.view_as(x_ND) if there is None else there.unpack(there.pack(x_ND), x_ND)
+
+    @staticmethod
+    def backward(ctx: Any, dx_ND: Tensor) -> tuple[Tensor, None, None]:
+        back = ctx.back
+        return (dx_ND if back is None else back.unpack(back.pack(dx_ND), dx_ND)), None, None
