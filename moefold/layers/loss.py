@@ -2,19 +2,19 @@
 
 T rows here, P rows of the tensor group, C rows of a chunk, D hidden, V vocabulary, v of it here.
 
-Each rank computes the logits of its share; the row's maximum, its normaliser and its label's logit
-are all that ranks exchange, so that the logits never exist as a whole. Own kernels exchange a
-share's log-sum-exp in place of maximum and normaliser.
+Each rank computes the logits of its share; each row's log-sum-exp over it, and its label's logit
+where that is in it, are all that ranks exchange, so that the logits never exist as a whole.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import all_gather, gather, max_, reduce_scatter, sum_
+from moefold.comm.collectives import all_gather, gather, reduce_scatter
 from moefold.comm.group import Group
 from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy import chunked
@@ -77,52 +77,26 @@ def _narrowed(dwide_TD: Tensor, x_TD: Tensor, low: AdapterOperand, n_valid: int 
 def _loss_and_gradients(
     x_TD: Tensor, head: Operand, flow: Flow, scale: float | Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    labels = flow.whole.rows.labels_T
-    ranks = flow.world.group("tp")
+    labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
+    how: dict[str, Any] = {"scale": scale, "chunk": chunk}
     if ranks.size == 1:
-        return chunked.loss_and_gradients(x_TD, head, labels, scale=scale, chunk=chunk)
-    x_PD = all_gather(x_TD, ranks)
-    if chunked.goes_through_kernels(x_PD, head):
-        first, combine = ranks.index * head.value.shape[0], partial(_combined, ranks=ranks)
-        total, dx_PD = chunked.through_kernels(
-            x_PD, head, labels, scale=scale, chunk=chunk, first=first, combine=combine
-        )
-    else:
-        total, dx_PD = _plain(x_PD, head, labels, ranks, scale, chunk)
+        return chunked.loss_and_gradients(x_TD, head, labels, **how)
+    how |= _share(head, ranks)
+    total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
     # Every tensor rank computed the same loss: one of them states it.
     return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
+
+
+def _share(head: Operand, ranks: Group) -> dict[str, Any]:
+    """Return which share of the vocabulary is here, and how statistics of all are brought
+    together."""
+    return {"first": ranks.index * len(head.value), "combine": partial(_combined, ranks=ranks)}
 
 
 def _combined(stats_2C: Tensor, ranks: Group) -> Tensor:
     """Return log-sum-exp and label's logit [2, C] of rows from those of each share."""
     normaliser_RC, picked_RC = gather(stats_2C, ranks).unbind(1)
     return torch.stack([normaliser_RC.logsumexp(0), picked_RC.sum(0)])
-
-
-def _plain(
-    x_PD: Tensor,
-    head: Operand,
-    labels: Tensor,
-    ranks: Group,
-    scale: float | Tensor,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, and this share's part of the gradient of ``x_PD``."""
-    total, dx_PD = _zero(x_PD), torch.zeros_like(x_PD)
-    for start in range(0, x_PD.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        counted_C = labels[rows] != IGNORED
-        x_CD = torch.where(counted_C[:, None], x_PD[rows], 0)
-        loss, logp_Cv, mine_C, label_C1 = _log_softmax(x_CD, head, labels[rows], ranks)
-        total += torch.where(counted_C, loss, 0).sum()
-        weight_C1 = counted_C.to(logp_Cv.dtype).mul_(chunked.scale_of(scale, rows))[:, None]
-        dlogits_Cv = logp_Cv.exp_().mul_(weight_C1)
-        dlogits_Cv.scatter_add_(1, label_C1, -weight_C1 * mine_C[:, None])
-        dlogits_Cv = dlogits_Cv.to(head.value.dtype)
-        dx_PD[rows] = dlogits_Cv @ head.value
-        chunked.accumulate_head(head, dlogits_Cv, x_CD)
-        del logp_Cv, dlogits_Cv  # or the next chunk's logits were made beside them
-    return total, dx_PD
 
 
 @torch.no_grad()
@@ -141,33 +115,10 @@ def label_losses(x_TD: Tensor, head: Operand, flow: Flow, *, chunk: int) -> Tens
     if head.low_rank is not None:
         x_TD, head = widened(x_TD, head)
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
-    x_PD = all_gather(x_TD, ranks)
+    x_PD, share = all_gather(x_TD, ranks), _share(head, ranks)
     losses_P = x_PD.new_zeros(x_PD.shape[0], dtype=torch.promote_types(x_PD.dtype, torch.float32))
     for start in range(0, x_PD.shape[0], chunk):
         rows = slice(start, start + chunk)
-        loss, *_ = _log_softmax(x_PD[rows], head, labels[rows], ranks)
-        losses_P[rows] = torch.where(labels[rows] != IGNORED, loss, 0)
+        stats_2C = chunked.statistics(x_PD[rows] @ head.value.t(), labels[rows], **share)
+        losses_P[rows] = torch.where(labels[rows] != IGNORED, stats_2C[0] - stats_2C[1], 0)
     return losses_P
-
-
-def _log_softmax(
-    x_CD: Tensor, head: Operand, labels_C: Tensor, ranks: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each row's loss [C], log-probabilities [C, v] of this rank's share of the vocabulary,
-    whether a row's label is in it, and where [C, 1]."""
-    logits_Cv = x_CD @ head.value.t()
-    logits_Cv = logits_Cv.to(torch.promote_types(logits_Cv.dtype, torch.float32))
-    most_C1 = max_(logits_Cv.amax(1, keepdim=True), ranks)
-    logits_Cv.sub_(most_C1)
-    here = logits_Cv.shape[1]
-    label_C = labels_C - ranks.index * here
-    mine_C = (label_C >= 0) & (label_C < here)
-    label_C1 = torch.where(mine_C, label_C, 0)[:, None]
-    picked_C = torch.where(mine_C, logits_Cv.gather(1, label_C1)[:, 0], 0)
-    both_2C = sum_(torch.stack([logits_Cv.exp().sum(1), picked_C]), ranks)
-    normaliser_C = both_2C[0].log()
-    return normaliser_C - both_2C[1], logits_Cv.sub_(normaliser_C[:, None]), mine_C, label_C1
-
-
-def _zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -91,8 +91,8 @@ PLANTS = (
         "rows without a label are masked by multiplication in the loss",
         B15_MODEL,
         "kernels/cross_entropy/chunked.py",
-        "torch.where(counted_C[:, None], x_TD[rows], 0)\n            dlogits_CV = torch.mm",
-        "x_TD[rows] * counted_C[:, None]\n            dlogits_CV = torch.mm",
+        "    x_TD = torch.where(counted_T[:, None], x_TD, 0)\n",
+        "    x_TD = x_TD * counted_T[:, None]\n",
     ),
     Plant(
         "b15",

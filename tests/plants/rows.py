@@ -174,9 +174,8 @@ PLANTS = (
         "the head's gradient is multiplied twice",
         B36_REAL,
         "kernels/cross_entropy/chunked.py",
-        "            torch.mm(dlogits_CV, value, out=dx_TD[rows])\n",
-        "            torch.mm(dlogits_CV, value, out=dx_TD[rows])\n"
-        "            _ = dlogits_CV.t() @ x_CD\n",
+        "        torch.mm(logits_CV, value, out=dx_TD[rows])\n",
+        "        torch.mm(logits_CV, value, out=dx_TD[rows])\n        _ = logits_CV.t() @ x_CD\n",
     ),
     Plant(
         "b36",

@@ -92,10 +92,9 @@ def _loss(case: Case) -> Iterator[Call]:
     chunk = case.software.loss_chunk
     whole, rest = divmod(shape.piece, chunk)
     for rows, count in ((chunk, whole), (rest, min(rest, 1))):
-        # The largest logit of a row, then its normaliser and its label's logit.
-        size = rows * STATISTIC
-        yield Call("tp", "all_reduce_max", sums(size, tp), m * count, part="loss")
-        yield Call("tp", "all_reduce", sums(2 * size, tp), m * count, part="loss")
+        # Log-sum-exp of a row over a share, and its label's logit.
+        moved = gathers(2 * rows * STATISTIC, tp)
+        yield Call("tp", "all_gather", moved, m * count, part="loss")
 
 
 def _attention_rows(case: Case, block: Block, shape: Shape, count: int) -> Iterator[Call]:

@@ -101,7 +101,7 @@ def test_b41_shares_of_the_vocabulary_add_up_to_the_whole(
     with forced(True):
         total, dx_TD = chunked.loss_and_gradients(x_TD, Operand(masters[0], w_VD), labels_T, **how)
         parts = [
-            chunked.through_kernels(
+            chunked.loss_and_gradients(
                 x_TD,
                 Operand(master, w),
                 labels_T,

@@ -39,6 +39,7 @@ Combine = Callable[[Tensor], Tensor]
 """Makes the statistics [2, C] of a share of the vocabulary those of the whole."""
 
 
+@torch.no_grad()
 def loss_and_gradients(
     x_TD: Tensor,
     head: Operand,
@@ -47,63 +48,27 @@ def loss_and_gradients(
     scale: float | Tensor,
     chunk: int,
     ignored: int = -100,
+    first: int = 0,
+    combine: Combine | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss (fp32 or wider, unscaled) and ``scale * d loss / d x_TD``.
 
     The head's gradient, times ``scale``, is added to the master's ``.grad``. Rows may have a scale
-    each, [T].
+    each, [T]. The head may be a share of the vocabulary from ``first`` on: then ``combine`` brings
+    the shares' statistics together, and the gradient of ``x`` is what this share adds to it.
     """
-    if goes_through_kernels(x_TD, head):
-        return through_kernels(x_TD, head, labels_T, scale=scale, chunk=chunk, ignored=ignored)
-    with torch.no_grad():
-        total = _zero(x_TD)
-        dx_TD, value = torch.empty_like(x_TD), head.value
-        # One memory for all chunks: large ones come from the system page by page.
-        logits_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
-        for rows in _chunks(x_TD.shape[0], chunk):
-            counted_C = labels_T[rows] != ignored
-            x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
-            dlogits_CV = torch.mm(x_CD, value.t(), out=logits_CV[: x_CD.shape[0]])
-            total += _summed_loss(dlogits_CV, labels_T[rows], counted_C, scale_of(scale, rows))
-            torch.mm(dlogits_CV, value, out=dx_TD[rows])
-            accumulate_head(head, dlogits_CV, x_CD)
-    return total, dx_TD
-
-
-def goes_through_kernels(x_TD: Tensor, head: Operand) -> bool:
-    """Return whether rows and head go through own kernels."""
-    return fused(x_TD) and x_TD.dtype == head.value.dtype
-
-
-@torch.no_grad()
-def through_kernels(
-    x_TD: Tensor,
-    head: Operand,
-    labels_T: Tensor,
-    *,
-    scale: float | Tensor,
-    chunk: int,
-    ignored: int = -100,
-    first: int = 0,
-    combine: Combine = lambda stats_2C: stats_2C,
-) -> tuple[Tensor, Tensor]:
-    """Return what ``loss_and_gradients`` does, by own kernels.
-
-    The head may be a share of the vocabulary from ``first`` on. Then ``combine`` brings the shares'
-    statistics together, and the gradient of ``x`` is what this share adds to it.
-    """
-    value = head.value
-    counted_T = labels_T != ignored
+    value, counted_T = head.value, labels_T != ignored
     x_TD = torch.where(counted_T[:, None], x_TD, 0)
-    weight_T = counted_T.to(torch.float32).mul_(scale)
-    dx_TD, stats = torch.empty_like(x_TD), [x_TD.new_zeros(2, 0, dtype=torch.float32)]
+    weight_T = counted_T.to(_wide_dtype(x_TD)).mul_(scale)
+    dx_TD, stats = torch.empty_like(x_TD), [weight_T.new_zeros(2, 0)]
+    # One memory for all chunks: large ones come from the system page by page.
+    all_CV = x_TD.new_empty(min(chunk, x_TD.shape[0]), value.shape[0])
     for rows in _chunks(x_TD.shape[0], chunk):
-        logits_CV, labels_C = x_TD[rows] @ value.t(), labels_T[rows]
-        stats.append(combine(kernels.statistics(logits_CV, labels_C, first)))
-        kernels.gradient(logits_CV, labels_C, stats[-1][0], weight_T[rows], first)
+        x_CD, labels_C = x_TD[rows], labels_T[rows]
+        logits_CV = torch.mm(x_CD, value.t(), out=all_CV[: x_CD.shape[0]])
+        stats.append(_to_gradients(logits_CV, labels_C, weight_T[rows], first, combine))
         torch.mm(logits_CV, value, out=dx_TD[rows])
-        accumulate_head(head, logits_CV, x_TD[rows])
-        del logits_CV
+        accumulate_head(head, logits_CV, x_CD)
     normaliser_T, picked_T = torch.cat(stats, 1)
     return torch.where(counted_T, normaliser_T - picked_T, 0).sum(), dx_TD
 
@@ -119,33 +84,67 @@ def _chunks(rows: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk)]
 
 
-def scale_of(scale: float | Tensor, rows: slice) -> float | Tensor:
-    """Return the scale of some rows: one for all, or theirs."""
-    return scale[rows] if isinstance(scale, Tensor) and scale.dim() else scale
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _zero(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-
-
-def _summed_loss(
-    logits_CV: Tensor, labels_C: Tensor, counted_C: Tensor, scale: float | Tensor | None = None
+def statistics(
+    logits_CV: Tensor, labels_C: Tensor, first: int = 0, combine: Combine | None = None
 ) -> Tensor:
-    """Return the summed loss of the rows that count; with a ``scale`` logits become gradients."""
-    label_C1 = torch.where(counted_C, labels_C, 0)[:, None]
-    losses_C1 = _zero(logits_CV).repeat(len(labels_C), 1)
-    # Of all shares of a row, the label's may be too small for a number, the largest never is.
+    """Return [2, C]: each row's log-sum-exp, and its label's logit, 0 where that is no column."""
+    made = kernels.statistics if fused(logits_CV) else _plain
+    stats_2C = made(logits_CV, labels_C, first)
+    return stats_2C if combine is None else combine(stats_2C)
+
+
+def _to_gradients(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    weight_C: Tensor,
+    first: int = 0,
+    combine: Combine | None = None,
+) -> Tensor:
+    """Replace logits by ``(softmax - label) * weight``; returns their statistics."""
+    if combine is None and not fused(logits_CV):
+        return _plain(logits_CV, labels_C, first, weight_C)
+    stats_2C = statistics(logits_CV, labels_C, first, combine)
+    if fused(logits_CV):
+        kernels.gradient(logits_CV, labels_C, stats_2C[0], weight_C, first)
+    else:
+        _plain(logits_CV, labels_C, first, weight_C, stats_2C[0])
+    return stats_2C
+
+
+def _plain(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    first: int,
+    weight_C: Tensor | None = None,
+    normaliser_C: Tensor | None = None,
+) -> Tensor:
+    """Return statistics; with a weight logits become gradients, by the normaliser if one is given.
+
+    On a CPU the softmax that widens as it goes is what is fast. A row's largest share is never too
+    small for a number, as others may be.
+    """
+    label_C1 = labels_C[:, None] - first
+    mine_C1 = (label_C1 >= 0) & (label_C1 < logits_CV.shape[1])
+    label_C1 = torch.where(mine_C1, label_C1, 0)
+    stats_2C = logits_CV.new_empty(2, len(labels_C), dtype=_wide_dtype(logits_CV))
     for rows in row_pieces(logits_CV, PIECE * torch.get_num_threads()):
-        most_c1, label_c1 = logits_CV[rows].amax(1, keepdim=True), label_C1[rows]
-        picked_c1 = logits_CV[rows].gather(1, label_c1)
-        shares_cV = logits_CV[rows].softmax(1, dtype=losses_C1.dtype)
-        losses_C1[rows] = most_c1.to(losses_C1.dtype) - picked_c1
-        losses_C1[rows] -= shares_cV.amax(1, keepdim=True).log_()
-        if scale is not None:
-            weight_c1 = counted_C[rows].to(losses_C1.dtype).mul_(scale_of(scale, rows))[:, None]
-            shares_cV.mul_(weight_c1).scatter_add_(1, label_c1, -weight_c1)
-            logits_CV[rows] = shares_cV
-    return torch.where(counted_C, losses_C1[:, 0], 0).sum()
+        most_c, shares_cV = logits_CV[rows].amax(1), logits_CV[rows].softmax(1, stats_2C.dtype)
+        stats_2C[0, rows] = most_c.to(stats_2C.dtype).sub_(shares_cV.amax(1).log_())
+        picked_c1 = logits_CV[rows].gather(1, label_C1[rows])
+        stats_2C[1, rows] = torch.where(mine_C1[rows], picked_c1, 0)[:, 0].to(stats_2C.dtype)
+        if weight_C is None:
+            continue
+        weight_c = own_c = weight_C[rows]
+        if normaliser_C is not None:
+            own_c = weight_c * (stats_2C[0, rows] - normaliser_C[rows]).exp_()
+        shares_cV.mul_(own_c[:, None])
+        shares_cV.scatter_add_(1, label_C1[rows], weight_c[:, None].neg().mul_(mine_C1[rows]))
+        logits_CV[rows] = shares_cV
+    return stats_2C
 
 
 def accumulate_head(head: Operand, dlogits_CV: Tensor, x_CD: Tensor) -> None:
@@ -186,10 +185,10 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TD, value_VD, labels_T)
         ctx.chunk, ctx.ignored, ctx.master = chunk, ignored, master
-        total = _zero(x_TD)
+        total = x_TD.new_zeros((), dtype=_wide_dtype(x_TD))
         for rows in _chunks(x_TD.shape[0], chunk):
-            logits_CV = x_TD[rows] @ value_VD.t()
-            total += _summed_loss(logits_CV, labels_T[rows], labels_T[rows] != ignored)
+            normaliser_C, picked_C = statistics(x_TD[rows] @ value_VD.t(), labels_T[rows])
+            total += torch.where(labels_T[rows] != ignored, normaliser_C - picked_C, 0).sum()
         return total
 
     @staticmethod
@@ -203,7 +202,7 @@ class _CrossEntropy(torch.autograd.Function):
             counted_C = labels_C != ctx.ignored
             x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
             dlogits_CV = x_CD @ value_VD.t()
-            _summed_loss(dlogits_CV, labels_C, counted_C, dloss)
+            _to_gradients(dlogits_CV, labels_C, counted_C.to(_wide_dtype(x_TD)).mul_(dloss))
             dx_TD[rows] = dlogits_CV @ value_VD
             if dw_VD is not None:
                 head_gradient(dlogits_CV, x_CD, dw_VD)
