@@ -241,7 +241,9 @@ def _stated(
         seq=run.data.seq,
         batch=size,
         cluster=cluster,
-        numbers=Numbers(precision, run.optim, narrowed=frozenset(["rows"] * coded)),
+        numbers=Numbers(
+            precision, run.optim, narrowed=frozenset({"rows"}) if coded else frozenset()
+        ),
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *notes_on_step(run)),
