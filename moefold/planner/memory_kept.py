@@ -144,7 +144,7 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     of both outputs counts twice where it is one tensor.
     """
     found = [part for part in coded_saved(block, shape) if part.operand]
-    for name, one in products(block, shape).items():
+    for name, one in products(block, shape):
         if not (one.weight.expert and shape.clones):
             found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))
     for name, spec in halves(block):

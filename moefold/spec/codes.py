@@ -98,9 +98,9 @@ class WeightProduct(NamedTuple):
     inputs: float
 
 
-def products(block: Block, shape: Shape) -> dict[str, WeightProduct]:
-    """Return the products of a block by the names of their weights."""
-    found = dict[str, WeightProduct]()
+def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
+    """Return the products of a block with the names of their weights, which some read twice."""
+    found = list[tuple[str, WeightProduct]]()
     sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
     for half, spec in halves(block):
         weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
@@ -112,7 +112,7 @@ def products(block: Block, shape: Shape) -> dict[str, WeightProduct]:
                 for name in matmul.weights:
                     outputs, inputs, _ = weights[name].matrix(sizes)
                     one = WeightProduct(weights[name], half, rows, runs, outputs, inputs)
-                    found[f"{spec.prefix or half}.{name}"] = one
+                    found.append((f"{spec.prefix or half}.{name}", one))
     return found
 
 
@@ -170,7 +170,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     if not isinstance(block, CodedBlock):
         yield from parts
         return
-    known, record = products(block, shape), block.codes
+    known, record = dict(products(block, shape)), block.codes
     if record.rows == "micro_batch" and shape.ep * shape.etp > 1:
         for name in ("moe.experts.w_in",) if "moe.experts.w_in" in block.narrow else ():
             yield Saved("experts.order", known[name].rows * INDEX, module="moe")
