@@ -201,7 +201,8 @@ def test_b55_bytes_of_codes_are_the_planned_ones(
 
 def test_b55_codes_leave_for_the_host_as_planned() -> None:
     """Two of them in a byte too. Plant: such never leave."""
-    modules, record = ("attention", "experts", "shared"), QUANTISE.kinds["nvfp4"]()
+    modules: tuple[Any, ...] = "attention", "experts", "shared"
+    record = QUANTISE.kinds["nvfp4"]()
     block = steady("norms on heads, shared")
     layer, flow, x_TD = set_up(block, None, "bf16", record)
     asked = Offload.model_validate({"host": {"modules": modules}})
