@@ -156,8 +156,8 @@ class Mla(LayerSpec):
                 yield from saved_norm(f"{name}_norm", shape.rows, rank, shape, up, only, UP)
         if shape.tp > 1:
             gate = ("out_gate.weight",) if self.gate else ()
-            kv: tuple[int, tuple[str, ...]] = self.kv_rank + self.rope_dim, ("kv_up.weight",)
-            read = [kv]
+            read = list[tuple[int, tuple[str, ...]]]()
+            read.append((self.kv_rank + self.rope_dim, ("kv_up.weight",)))
             if self.q_rank is None:
                 read.append((shape.hidden, ("q.weight", *gate)))
             else:
