@@ -110,13 +110,15 @@ BLOCKS = {
     "short convolution": Block(attention=ShortConvolution(taps=3), ffn=Dense(width=48)),
     "delta net": Block(attention=DELTA, ffn=Dense(width=48)),
     "decays of channels": Block(attention=DELTA.model_copy(update=CHANNELS), ffn=Dense(width=48)),
-    "one norm, idle experts": Block(
+    "one norm": Block(
+        attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
+    ),
+    "idle experts": Block(
         attention=GQA,
         ffn=Moe(
             width=24,
             router=IdleRouter(experts=8, top_k=3, idle=Idle(identity=1, constant=2, zero=1)),
         ),
-        norms="shared",
     ),
     "latents without a query's, wide values": Block(
         attention=MLA.model_copy(update={"q_rank": None, "v_dim": 24}), ffn=Dense(width=48)

@@ -34,7 +34,7 @@ def wrong(cases: list[ProofCase], *quantities: str) -> dict[str, str]:
         assert outcome.errors.keys() >= set(quantities), outcome.problems
         beyond = [name for name in quantities if not outcome.errors[name] <= BOUND]
         if beyond:
-            found[made.name] = ", ".join(f"{name} of {outcome.worst[name]}" for name in beyond)
+            found[made.name] = ", ".join(f"{name} of {outcome.where[name]}" for name in beyond)
     return found
 
 
