@@ -114,7 +114,8 @@ class Launches(TorchDispatchMode):
                 for value in tree_leaves(value)
                 if said.alias_info is not None and said.alias_info.is_write
             }
-            self._note(place, name, _tensors((args, kwargs)), _tensors(result), changed)
+            read = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+            self._note(place, name, _tensors((args, read)), _tensors(result), changed)
         return result
 
     def keep(self, tensors: Iterable[Tensor | None]) -> None:

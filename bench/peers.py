@@ -10,6 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import moefold  # noqa: F401  (before torch: it says how threads wait)
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -120,7 +123,7 @@ def megatron_core(folder: Path, ids_BS: Tensor, dtype: torch.dtype) -> Step:
     # Without Transformer Engine the router reads a name that nothing has set.
     vars(moe_utils).setdefault("te_general_gemm", None)
     if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_: nullcontext()

@@ -128,7 +128,9 @@ class MoeFfn(nn.Module):
     def finish(self, rows: ExpertRows, flow: Flow) -> BlockOutput | Apart:
         """Bring the sums of results to the model's width."""
         assert self.up is not None
-        return self._added(rows, self.up(rows.y_RD, flow))
+        with flow.keeper.scope("moe"):
+            out_TD = self.up(rows.y_RD, flow)
+        return self._added(rows, out_TD)
 
     def _added(self, rows: ExpertRows, out_TD: Tensor) -> BlockOutput | Apart:
         out_TD = out_TD if rows.shared_TD is None else out_TD + rows.shared_TD

@@ -25,6 +25,7 @@ from moefold.layers.config import (
     Offloaded,
     OffloadToDisk,
     OffloadToHost,
+    OffloadToPages,
     Selective,
 )
 from moefold.layers.kinds.dense import Dense
@@ -317,7 +318,8 @@ def _again(sizes: str, *kinds: Kind) -> Selective:
 
 @rule
 def offloads() -> Iterator[ProofCase]:
-    """Activations on host and disk in every schedule, beside recompute and with all axes."""
+    """Activations on host and disk in every schedule, beside recompute and with all axes; experts'
+    rows in pages of the device."""
     deeper = "deeper", subject(decoder(GQA, *(DENSE, SHARED, moe(), moe()) * 2))
     latent = "latent", subject(decoder(MLA, *(DENSE, BIASED) * 2))
     file = OffloadToDisk(modules=("experts", "attention"), folder=gettempdir())
@@ -336,6 +338,11 @@ def offloads() -> Iterator[ProofCase]:
     for some, (sizes, world) in product(sets, layouts):
         more = {"offload": away, "recompute": _again(sizes, *some)}
         yield from _each([latent], [(sizes, world)], **more)
+    pages = Offload(pages=OffloadToPages(page=8, load=4.0))
+    for record in kinds(DISPATCH, max_rows=ROOM):
+        if isinstance(record, FixedRoom) and not isinstance(record, Foreign):
+            sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
+            yield from _each(["gqa", "mla"], sizes, dispatch=record, offload=pages)
     inputs = Offload(host=OffloadToHost(modules=("block",)))
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}

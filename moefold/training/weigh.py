@@ -29,8 +29,8 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""By part: weights, master, moments, gradients, activations, operands and messages; all pages;
-and activations on ``host`` and ``disk``."""
+"""By part: weights, master, moments, gradients, activations, operands and messages; all pages,
+where there are some; and activations on ``host`` and ``disk``."""
 MADE = ("activations", "operands", "messages")
 """What steps make and let go."""
 PATIENCE_S = 2.0
@@ -148,7 +148,8 @@ class Weighing(Executor):
         found["activations"] = self._made.alive(apart) - found["operands"]
         found["messages"] = self._made.alive(self._made.storages.keys() - messages)
         places = {} if offload is None else offload.places
-        found["pages"] = sum(t.untyped_storage().nbytes() for t in stash)
+        if stash:
+            found["pages"] = sum(t.untyped_storage().nbytes() for t in stash)
         return found | {name: place.figures.held for name, place in places.items()}
 
 

@@ -15,7 +15,7 @@ HOT = ("moefold/moe/", "moefold/kernels/")
 CODES = "moefold/kernels/quantise/"
 """What is narrow there is codes of numbers and bits of floats: it numbers no rows."""
 NARROW = {"int32", "int16", "int8", "uint8", "uint16", "uint32"}
-# The functions that make narrow integers, because row numbers, counts and keys are what they make.
+# The functions that make narrow integers: row numbers, counts, keys, and codes as they lie.
 MAKES_NARROW: set[str] = {
     "moefold/moe/dispatch/routing_plan.py::sort_copies",
     "moefold/moe/dispatch/third_party.py::row_ends",
@@ -26,6 +26,7 @@ MAKES_NARROW: set[str] = {
     "moefold/kernels/routing/fused.py::_place",
     "moefold/kernels/routing/fused.py::count_buckets",
     "moefold/kernels/routing/fused.py::_order",
+    "moefold/kernels/scaled/products.py::_joined",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")
