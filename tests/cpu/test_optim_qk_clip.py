@@ -88,6 +88,11 @@ def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: floa
     }
     each = {"q.weight", "k.weight", "q.bias", "k.bias"}
     assert changed == (each if attention is PLAIN else {"q_up.weight", "kv_up.weight"})
+    if attention is LATENT:  # whose values lie beside its keys
+        name = "layers.0.attention.kv_up.weight"
+        was, now = weights[name], data.placed.model.get_parameter(name)
+        before_HNR, after_HNR = (one.unflatten(0, (LATENT.heads, -1)) for one in (was, now))
+        assert torch.equal(before_HNR[:, LATENT.nope_dim :], after_HNR[:, LATENT.nope_dim :])
     clipping.step()  # Nothing was seen since.
     assert torch.allclose(logits_of(data, rows), before.clamp(max=bound))
 
