@@ -41,8 +41,7 @@ class WayTrial(Trial):
         """Where its parts live."""
         given = dict(self.way)
         if kind := given.pop("dispatch", ""):
-            routing = self.decoder.blocks[-1].ffn.routing  # type: ignore[attr-defined]
-            rows = round(ROOM * self.rows * routing.top_k) // (EP if kind == "padded" else 1)
+            rows = round(ROOM * self.copies) // (EP if kind == "padded" else 1)
             given |= {"sizes": f"ep{EP}", "zero": 0, "dispatch": {"kind": kind, "max_rows": rows}}
         return Layout.model_validate(given)
 

@@ -36,8 +36,7 @@ class PagedTrial(Trial):
     @property
     def layout(self) -> Layout:
         """Where its parts live."""
-        routing = self.decoder.blocks[-1].ffn.routing  # type: ignore[attr-defined]
-        room = LOAD * self.rows * routing.top_k // EP
+        room = LOAD * self.copies // EP
         return Layout.model_validate({
             "sizes": f"ep{EP}",
             "dispatch": {"kind": "padded", "max_rows": room},

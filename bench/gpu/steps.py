@@ -63,6 +63,11 @@ class Trial:
     graphs: str = "none"
 
     @property
+    def copies(self) -> int:
+        """Rows of a micro-batch that go to experts, of the last layer."""
+        return self.rows * self.decoder.blocks[-1].ffn.routing.top_k  # type: ignore[attr-defined]
+
+    @property
     def layout(self) -> Layout:
         """Where its parts live."""
         chosen = {} if self.schedule is None else {"schedule": {"kind": self.schedule}}

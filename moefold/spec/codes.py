@@ -171,9 +171,9 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         yield from parts
         return
     known, record = dict(products(block, shape)), block.codes
-    if record.rows == "micro_batch" and shape.ep * shape.etp > 1:
-        for name in ("moe.experts.w_in",) if "moe.experts.w_in" in block.narrow else ():
-            yield Saved("experts.order", known[name].rows * INDEX, module="moe")
+    first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
+    if record.rows == "micro_batch" and sent and first in block.narrow:
+        yield Saved("experts.order", known[first].rows * INDEX, module="moe")
     # What recompute of gathered rows starts from, where nobody keeps these.
     gone = {
         part.name.replace(".gathered", "_norm.output")

@@ -37,6 +37,12 @@ def narrow_weights(decoder: Decoder) -> dict[str, int]:
     }
 
 
+def _narrow_experts(decoder: Decoder) -> bool:
+    """Say whether products of routed experts read codes."""
+    narrow = narrow_weights(decoder)
+    return any(weight.expert and name in narrow for name, weight, _ in _products(decoder))
+
+
 def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
     """Yield the name and the description of each weight that may be quantised, and its rows."""
     for number, block in enumerate(decoder.blocks):
@@ -167,8 +173,7 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
         return
     cuts = _Cuts.of(decoder, record, seq)
     yield from cuts.misfits(decoder, layout, seq)
-    names = narrow_weights(decoder)
-    experts = any(w.expert and n in names for n, w, _ in _products(decoder))
+    experts = _narrow_experts(decoder)
     if layout.clones is not None and experts:
         rule = "brings weights of experts, and not their codes"
         yield Violation(("clones",), layout.clones, rule, None)
@@ -228,10 +233,7 @@ def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
     if record.wire == "codes" and (record.of_matrices or record.rule == "fp32"):
         rule = "sends blocks whose scales are powers of two: fp8_block's (scales: power), mxfp8's"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
-    narrow = narrow_weights(decoder)
-    if record.wire == "codes" and not any(
-        w.expert and n in narrow for n, w, _ in _products(decoder)
-    ):
+    if record.wire == "codes" and not _narrow_experts(decoder):
         rule = "sends rows to experts whose products read codes, and there are none"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
     names = [name for name, *_ in _products(decoder)]

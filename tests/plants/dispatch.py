@@ -271,7 +271,7 @@ PLANTS = (
         "every rank is taken to have as many rows as this one",
         EDGES + "test_b40_ranks_with_different_numbers_of_rows",
         "moe/dispatch/allgather.py",
-        "        x_AD = gather_rows(",
-        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n        x_AD = gather_rows(",
+        "        every = self.hand_on(",
+        "        rows = [tokens.x_TD.shape[0]] * ranks.size\n        every = self.hand_on(",
     ),
 )

@@ -114,8 +114,8 @@ class ConvolvedKinds(ConfigField):
 
 
 @dataclass(frozen=True)
-class DeltaNets(ConfigField):
-    """Sizes of delta nets, or of others that have a record of their own."""
+class RecordSizes(ConfigField):
+    """Sizes that have a record of their own in ``shape``, such as those of delta nets."""
 
     names: Mapping[str, tuple[str, int | None]]
     """Field and class default of each size of ours."""

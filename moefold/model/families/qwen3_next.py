@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.layer_kinds import ConvolvedKinds, DeltaNets, DenseSteps, every_full
+from moefold.model.families.layer_kinds import ConvolvedKinds, DenseSteps, RecordSizes, every_full
 from moefold.model.families.mixed_sizes import DeltaSizes
 from moefold.model.families.qwen2_moe import Qwen2Moe
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes
@@ -26,7 +26,7 @@ FIELDS = (
     hf.HeadDim(256),
     hf.Rotary(1e4, fraction=0.25),
     hf.AuxField(AUX),
-    DeltaNets(LINEAR),
+    RecordSizes(LINEAR),
     ConvolvedKinds("linear_attention", every_full("full_attention_interval")),
     hf.Unread(("full_attention_interval",)),  # the kinds of layers say it
 )

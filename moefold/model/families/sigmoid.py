@@ -9,7 +9,7 @@ from moefold.config.errors import Violation
 from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
-from moefold.model.families.layer_kinds import DeltaNets
+from moefold.model.families.layer_kinds import RecordSizes
 from moefold.model.families.names import multi_token_copies
 from moefold.model.families.sizes import LATENTS
 from moefold.moe.config import Bias, Groups
@@ -36,7 +36,7 @@ LATENT_FIELDS = (
 SIZES = {theirs: ours for theirs, ours in LATENT_SIZES.items() if ours not in LATENTS}
 _RANKS = ("q_lora_rank", None), ("kv_lora_rank", 512)
 _DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
-LATENT = DeltaNets(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
+LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
 """What is left, and sizes of latent attention in a record of their own."""
 ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool, True))
 MULTI_TOKEN = Unread(

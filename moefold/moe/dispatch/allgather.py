@@ -5,6 +5,8 @@ ranks of ``ep``, S of ``etp``. It sends each token to every rank and so pays whe
 above.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,11 @@ class AllGatherDispatch(Dispatcher[AllGather]):
         counts_PSC = gather_counts(torch.cat([rows_1, copies_P]), world)
         rows_PS, copies_PS = counts_PSC[..., 0], counts_PSC[..., 1 + ep.index]
         *rows, copies = host_counts(torch.cat([rows_PS.flatten(), copies_PS.sum()[None]]))()
-        x_AD = gather_rows(tokens.x_TD, ranks, rows, self.wire)
-        weights_AK, experts_AK = (gather_rows(part, ranks, rows) for part in tokens[1:3])
-        slots_AK = experts_AK - ep.index * per_rank
+        every = self.hand_on(tokens, partial(gather_rows, group=ranks, counts=rows))
+        slots_AK = every.experts_TK - ep.index * per_rank
         here_AK = (slots_AK >= 0) & (slots_AK < per_rank)
         slots_AK = torch.where(here_AK, slots_AK, per_rank)
-        here = permute(RoutedTokens(x_AD, weights_AK, slots_AK), per_rank, copies)
+        here = permute(every._replace(experts_TK=slots_AK), per_rank, copies)
         return here._replace(handle=(*here.handle, rows))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:

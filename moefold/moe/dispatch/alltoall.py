@@ -5,6 +5,8 @@ sent, P ranks of ``ep``, S of ``etp``. Ranks of ``etp`` hold slices of the same 
 needs the rows that come to all of them, and their results are added up.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -75,9 +77,8 @@ class DeduplicatedDispatch(Dispatcher[AllToAllOnce]):
         plan = ExchangePlan.of(numbers[: ep.size], numbers[ep.size :], etp)
         order = order.first(sum(plan.send))
         sent = pack(tokens, order, rank_TK, per_rank)
-        rows = plan.out(sent.x_TD, ep, etp, self.wire)
-        weights, experts = (plan.out(part, ep, etp) for part in sent[1:3])
-        here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
+        come = self.hand_on(sent, partial(plan.out, group=ep, etp=etp))
+        here = permute(come, per_rank, copies)
         return here._replace(handle=(order.token_R, order.row_TK, *here.handle, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:

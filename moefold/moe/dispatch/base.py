@@ -67,6 +67,11 @@ class Dispatcher(Generic[Config]):
     def __init__(self, record: Config, experts: int) -> None:
         self._record, self._experts = record, experts
 
+    def hand_on(self, sent: RoutedTokens, exchange: Callable[..., Tensor]) -> RoutedTokens:
+        """Return what an exchange of tensors brings of all three: rows travel as codes do."""
+        x_ND = exchange(sent.x_TD, codes=self.wire)
+        return RoutedTokens(x_ND, exchange(sent.weights_TK), exchange(sent.experts_TK))
+
     def dispatch(
         self,
         x_TD: Tensor,

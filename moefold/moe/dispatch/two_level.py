@@ -5,6 +5,7 @@ T rows, D hidden, K experts per token, E experts, R rows after dispatch, P ranks
 hands it on, so that a token crosses the slow links once per node, whatever its experts there.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,17 +45,13 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         hops = _Hops.of(numbers, across, inside, etp)
         order = order.first(sum(hops.send))
         sent = pack(tokens, order, node_TK, per_node)
-        rows, weights, experts = (
-            all_to_all(part, across, hops.send, hops.receive, codes)
-            for part, codes in zip(sent[:3], (self.wire, None, None), strict=True)
-        )
-        relayed = RoutedTokens(rows, weights, experts)
+        hop = partial(all_to_all, group=across, send=hops.send, receive=hops.receive)
+        relayed = self.hand_on(sent, hop)
         second, rank_NK = sort_tokens(relayed, per_rank, inside.size)
         second = second.first(sum(hops.inside.send))
         sent = pack(relayed, second, rank_NK, per_rank)
-        rows = hops.inside.out(sent.x_TD, inside, etp, self.wire)
-        weights, experts = (hops.inside.out(part, inside, etp) for part in sent[1:3])
-        here = permute(RoutedTokens(rows, weights, experts), per_rank, copies)
+        come = self.hand_on(sent, partial(hops.inside.out, group=inside, etp=etp))
+        here = permute(come, per_rank, copies)
         orders = (order.token_R, order.row_TK, second.token_R, second.row_TK)
         return here._replace(handle=(*orders, *here.handle, hops))
 

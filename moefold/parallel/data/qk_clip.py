@@ -18,7 +18,7 @@ from moefold.optim.base import Optimizer
 from moefold.optim.config import QkClip
 from moefold.parallel.apply import ModelParts
 from moefold.spec.layer import LayerSpec
-from moefold.spec.logits import LogitRows
+from moefold.spec.logits import LogitRows, Side
 
 
 class _Watched(NamedTuple):
@@ -83,14 +83,11 @@ class ClippedOptimizer(Optimizer):
             groups = min(rows.heads for rows in one.rows)
             key_G = shrink_H.view(groups, -1).amin(1) ** (1 - alpha)
             query_H = (shrink_H.view(groups, -1) / key_G[:, None]).flatten()
+            sides: dict[Side | None, Tensor]
             sides = {"query": query_H, "key": key_G, "alone": shrink_H}
             for rows in one.rows:
-                parts = [
-                    (torch.ones_like(key_G[:1]).expand(rows.heads) if side is None else sides[side])
-                    .unsqueeze(1)
-                    .expand(-1, dims)
-                    for dims, side in rows.parts
-                ]
+                sides[None] = torch.ones_like(shrink_H[: rows.heads])
+                parts = [sides[side][:, None].expand(-1, dims) for dims, side in rows.parts]
                 found[f"{one.name}.{rows.weight}"] = torch.cat(parts, 1).flatten()
         return found
 
