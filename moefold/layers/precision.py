@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
+from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.products import Draw, Largest, NarrowOperand, NarrowWeight, Recipe
-from moefold.layers.config import Precision, Quantise
+from moefold.layers.config import Precision
 from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.optim.norm import non_finite

@@ -13,7 +13,8 @@ from pydantic import Field
 from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.slot import Slot
-from moefold.layers.config import ATTENTION, FFN, QUANTISE, Size
+from moefold.kernels.quantise.config import QUANTISE
+from moefold.layers.config import ATTENTION, FFN, Size
 
 MODEL = Slot("model family", tag="family")
 MAX_LAYERS = 10_000

@@ -11,17 +11,8 @@ from importlib.resources import files
 from typing import Any, cast, get_args
 
 from moefold.config.base import Record
-from moefold.layers.config import (
-    Auto,
-    Context,
-    Full,
-    Kind,
-    Offload,
-    Offloaded,
-    Quantise,
-    Selective,
-    faster,
-)
+from moefold.kernels.quantise.config import Quantise
+from moefold.layers.config import Auto, Context, Full, Kind, Offload, Offloaded, Selective, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
 from moefold.mesh.pipeline import Stages, Way
 from moefold.model.config import Decoder, MultiToken

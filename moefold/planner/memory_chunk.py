@@ -11,7 +11,7 @@ from moefold.planner.memory_kept import CODES, experts_here, kept, operands
 from moefold.planner.memory_pages import here
 from moefold.planner.memory_state import Split, states_of
 from moefold.planner.remember import remembered
-from moefold.spec.layer import INDEX, STATISTIC, Axis, LayerSpec, Saved, Shape, described
+from moefold.spec.layer import INDEX, STATISTIC, LayerSpec, Saved, Shape, described
 
 
 class ChunkBytes(NamedTuple):
@@ -160,10 +160,9 @@ class ChunkSizes:
 def activation_width(spec: LayerSpec, shape: Shape) -> float:
     """Return the features of the activation of a feed-forward, or of routed experts, on a rank."""
     weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
-    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
     for one in spec.operations(shape.hidden):
         if one.name in ("ffn", "experts"):
-            return weights[one.matmuls[-1].weights[0]].matrix(sizes)[1]
+            return weights[one.matmuls[-1].weights[0]].matrix(shape.tp, shape.ep, shape.etp)[1]
     return 0.0
 
 

@@ -31,7 +31,6 @@ from moefold.spec.layer import (
     STATISTIC,
     UP,
     Attention,
-    Axis,
     LayerSpec,
     Module,
     Modules,
@@ -236,10 +235,9 @@ def _products(
     spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
 ) -> list[tuple[float, float]]:
     """Return outputs and inputs of an operation's products on a rank, in their order."""
-    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": 1, "etp": shape.etp}
     weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
     return [
-        weights[name].matrix(sizes)[:2]
+        weights[name].matrix(shape.tp, shape.ep, shape.etp)[:2]
         for one in spec.operations(shape.hidden)
         if one.name == operation
         for matmul in one.matmuls

@@ -15,7 +15,7 @@ from moefold.planner.case import Case, Held, Numbers, kinds
 from moefold.planner.remember import remembered
 from moefold.spec.codes import CodedWeight, weight_bytes, with_codes
 from moefold.spec.decoder import block_weights, embedding, head, last_norm
-from moefold.spec.layer import Axis, Weight
+from moefold.spec.layer import Weight
 
 CODE_BYTES = {"fp8_tensor": 2.0, "fp8_block": 2.0, "mxfp8": 2.0625, "nvfp4": 1.125}
 """Bytes per element of a weight's codes and scales where products run in few bits: one copy for the
@@ -140,9 +140,7 @@ class Split(NamedTuple):
             return CODE_BYTES.get(self.numbers.recipe, 0.0)
         if not isinstance(weight, CodedWeight):
             return 0.0
-        tp, ep, etp = self.sizes
-        sizes: dict[Axis, int] = {"tp": tp, "cp": 1, "ep": ep, "etp": etp}
-        return weight_bytes(weight.codes, *weight.matrix(sizes)) / local
+        return weight_bytes(weight.codes, *weight.matrix(*self.sizes)) / local
 
 
 def inner_parts(held: Held) -> Iterator[tuple[Part, int]]:

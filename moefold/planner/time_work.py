@@ -203,7 +203,7 @@ def _work(
 
 def _product(matmul: Matmul, weights: Mapping[str, Weight], share: RankShare) -> Product:
     """Return the sizes of a product on a rank; experts each have as many rows."""
-    found = [weights[name].matrix(share.sizes) for name in matmul.weights]
+    found = [weights[name].matrix(share.tp, share.ep, share.etp) for name in matmul.weights]
     _, k, count = found[0]
     rows = share.rows(matmul.rows)
     if matmul.rows == "routed":

@@ -39,7 +39,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss
 from moefold.proof.case import ProofCase
 from moefold.proof.rank_run import LOSS_CHUNK, micro_batches
-from moefold.spec.layer import Axis, described
+from moefold.spec.layer import described
 from moefold.training.step import gradients
 
 PACKAGE = Path(__file__).parents[1]
@@ -138,10 +138,10 @@ class _Ran(Exception):
 def _of_gpus(decoder: Decoder, layout: Layout) -> Layout:
     """Return a layout whose experts run as on a GPU, where a CPU would take them one by one."""
     sizes = layout.split
-    parts: dict[Axis, int] = {"tp": sizes.tp, "cp": 1, "ep": sizes.ep, "etp": sizes.etp}
+    parts = sizes.tp, sizes.ep, sizes.etp
     specs = (described(block.ffn) for block in decoder.blocks)
     weights = [w for spec in specs for w in spec.weights(decoder.hidden) if w.expert and w.product]
-    if layout.experts != "auto" or any(w.matrix(parts)[1] % ALIGNED for w in weights):
+    if layout.experts != "auto" or any(w.matrix(*parts)[1] % ALIGNED for w in weights):
         return layout
     return layout.model_copy(update={"experts": "grouped"})
 

@@ -12,15 +12,12 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
+from moefold.kernels.quantise.config import QUANTISE, Fp8Block, Mxfp8, Nvfp4
 from moefold.layers.config import (
     CONTEXT,
-    QUANTISE,
     RECOMPUTE,
-    Fp8Block,
     Full,
     Kind,
-    Mxfp8,
-    Nvfp4,
     Offload,
     Offloaded,
     OffloadToDisk,

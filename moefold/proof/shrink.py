@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from moefold.config.base import Record
 from moefold.data.config import Chat, Preferences
-from moefold.layers.config import Precision, Quantise
+from moefold.kernels.quantise.config import Quantise
+from moefold.layers.config import Precision
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, patterns
 from moefold.optim.config import Optim

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
-from moefold.layers.config import QUANTISE, Quantise
+from moefold.kernels.quantise.config import QUANTISE, Quantise
 from moefold.model.config import Block, Decoder
 from moefold.spec.decoder import block_saved, halves
 from moefold.spec.layer import (
@@ -18,7 +18,6 @@ from moefold.spec.layer import (
     INDEX,
     NOTHING,
     STATISTIC,
-    Axis,
     LayerSpec,
     Rows,
     Saved,
@@ -101,7 +100,6 @@ class WeightProduct(NamedTuple):
 def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
     """Return the products of a block with the names of their weights, which some read twice."""
     found = list[tuple[str, WeightProduct]]()
-    sizes: dict[Axis, int] = {"tp": shape.tp, "cp": 1, "ep": shape.ep, "etp": shape.etp}
     for half, spec in halves(block):
         weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
         for operation in spec.operations(shape.hidden):
@@ -110,7 +108,7 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
                 if matmul.rows == "routed" and isinstance(block, CodedBlock):
                     runs = _runs(spec, shape, block.codes)
                 for name in matmul.weights:
-                    outputs, inputs, _ = weights[name].matrix(sizes)
+                    outputs, inputs, _ = weights[name].matrix(shape.tp, shape.ep, shape.etp)
                     one = WeightProduct(weights[name], half, rows, runs, outputs, inputs)
                     found.append((f"{spec.prefix or half}.{name}", one))
     return found

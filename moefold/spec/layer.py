@@ -8,7 +8,7 @@ T rows of a rank between sub-layers, P rows that its tensor group holds together
 dispatch, D hidden features.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd, lcm, prod
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -131,9 +131,9 @@ class Weight:
         sizes = {"tp": tp, "ep": ep, "etp": etp}
         return self.elements / prod(sizes[units.axis] for _, units in self.cuts)
 
-    def matrix(self, sizes: Mapping[Axis, int]) -> tuple[float, float, float]:
+    def matrix(self, tp: int, ep: int, etp: int) -> tuple[float, float, float]:
         """Return outputs and inputs of its product on one rank, and how many such it has."""
-        local = [float(size) for size in self.shape]
+        sizes, local = {"tp": tp, "ep": ep, "etp": etp}, [float(size) for size in self.shape]
         for dim, units in self.cuts:
             local[dim] *= units.fraction(sizes[units.axis])
         first = 1 if self.expert else 0

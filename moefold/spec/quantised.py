@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.config.errors import REMOVE, Violation
-from moefold.layers.config import Quantise
+from moefold.kernels.quantise.config import Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import FixedRoom, Foreign

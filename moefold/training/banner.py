@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moefold.kernels.fused import why_not
+from moefold.kernels.quantise.config import Quantise
 from moefold.kernels.scaled.products import EMULATED
-from moefold.layers.config import Quantise
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
 from moefold.planner.time import orthogonal_flops

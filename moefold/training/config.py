@@ -9,7 +9,8 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
-from moefold.layers.config import QUANTISE, Asked, Size
+from moefold.kernels.quantise.config import QUANTISE
+from moefold.layers.config import Asked, Size
 from moefold.training.losses.config import LOSS, CrossEntropy, LossRecord
 
 NONFINITE = Slot("policy on a non-finite step")

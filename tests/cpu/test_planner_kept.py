@@ -8,16 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.base import Record
-from moefold.layers.config import (
-    QUANTISE,
-    Activation,
-    Full,
-    Kind,
-    Offload,
-    Quantise,
-    Selective,
-    Temperature,
-)
+from moefold.kernels.quantise.config import QUANTISE, Quantise
+from moefold.layers.config import Activation, Full, Kind, Offload, Selective, Temperature
 from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.convolution import ShortConvolution

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.layers.config import QUANTISE, Full, Selective
+from moefold.kernels.quantise.config import QUANTISE
+from moefold.layers.config import Full, Selective
 from moefold.moe.config import Router
 from moefold.training.banner import rows
 from moefold.training.nonfinite import NonFiniteStep

@@ -11,7 +11,7 @@ import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import MicroBatch, from_ids
-from moefold.layers.config import QUANTISE
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.keeper import Decisions
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa

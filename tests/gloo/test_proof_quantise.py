@@ -2,7 +2,7 @@
 
 import pytest
 
-from moefold.layers.config import QUANTISE
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.proof.case import ProofCase
 from moefold.proof.matrix import matrix
 from moefold.proof.verify import prove

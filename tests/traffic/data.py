@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, gcd, prod
 
-from moefold.layers.config import Quantise
+from moefold.kernels.quantise.config import Quantise
 from moefold.mesh.share import aligned
 from moefold.planner.case import Case
 from moefold.spec.decoder import embedding, head, last_norm

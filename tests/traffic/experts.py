@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
-from moefold.layers.config import Quantise
+from moefold.kernels.quantise.config import Quantise
 from moefold.moe.config import Moe
 from moefold.planner.case import Case
 from moefold.planner.memory_kept import shape_of

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.quantise import elements
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST_E2M1
-from moefold.layers.config import QUANTISE
 
 Kind = Literal["fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 Role = Literal["rows", "gradient", "weight"]

@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import Format, Quantised, amax_of, encode, format_of
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
 from moefold.kernels.scaled.rows import RowRuns
-from moefold.layers.config import QUANTISE
 
 EMULATED = "emulated in plain torch on any device: no kernel of one is built in"
 """The path of the three products, and why."""

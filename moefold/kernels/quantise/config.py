@@ -1,0 +1,79 @@
+"""Records of number formats of few bits, in which products of weights run."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from moefold.config.base import Record
+from moefold.config.slot import Slot
+
+QUANTISE = Slot("number format of weight products")
+
+
+class Quantise(Record):
+    """Weight products of blocks in few bits; what is no such product stays in ``precision``."""
+
+    length: ClassVar[int | None]
+    """Elements of a block along what a product sums; None where a matrix is one block."""
+    of_matrices: ClassVar[bool] = False
+    """Whether a whole matrix has a scale."""
+
+    kind: str
+    keep_first: Annotated[int, Field(ge=0)] = 0
+    """Blocks at the beginning that stay wide."""
+    keep_last: Annotated[int, Field(ge=0)] = 0
+    """Blocks at the end that stay wide."""
+    keep: tuple[str, ...] = ()
+    """Patterns of global names of weights that stay wide, such as ``*.attention.*``."""
+    wgrad: Literal["narrow", "wide"] = "narrow"
+    """Whether the product of a weight's gradient reads codes too."""
+    rows: Literal["micro_batch", "rank"] = "micro_batch"
+    """Which rows share blocks along rows and a matrix's scale: those of a micro-batch, of one
+    expert among experts', in every layout; or those that a rank has, as grouped kernels do it."""
+    wire: Literal["wide", "codes"] = "wide"
+    """What rows for experts, and gradients of their results, travel as; the same on one rank."""
+    block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    """Elements of a block along what is summed; the published number where left out."""
+
+    @property
+    def rule(self) -> str | None:
+        """The rule for scales, where a kind has ``scales`` to choose from; else None."""
+        return getattr(self, "scales", None)
+
+
+@QUANTISE.register
+class Fp8Tensor(Quantise):
+    """FP8 with a scale of each matrix, and of each expert's: E4M3, gradients of rows E5M2."""
+
+    length = None
+    of_matrices = True
+    kind: Literal["fp8_tensor"] = "fp8_tensor"
+
+
+@QUANTISE.register
+class Fp8Block(Quantise):
+    """E4M3 in blocks of 1 x 128, and 128 x 128 of weights."""
+
+    length = 128
+    kind: Literal["fp8_block"] = "fp8_block"
+    scales: Literal["power", "fp32"] = "power"
+    """Powers of two, or as they are."""
+
+
+@QUANTISE.register
+class Mxfp8(Quantise):
+    """E4M3 in blocks of 1 x 32 with scales of E8M0."""
+
+    length = 32
+    kind: Literal["mxfp8"] = "mxfp8"
+    scales: Literal["up", "floor"] = "up"
+    """How a scale becomes a power of two: rounded up, or by OCP's rule."""
+
+
+@QUANTISE.register
+class Nvfp4(Quantise):
+    """E2M1 in blocks of 1 x 16, and 16 x 16 of weights; gradients of rows rounded by chance."""
+
+    length = 16
+    of_matrices = True
+    kind: Literal["nvfp4"] = "nvfp4"
