@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.house.tree import PACKAGE, Module, dotted, modules
+from tests.house.tree import PACKAGE, Module, dotted, functions, modules
 
 # Rooms by floor; imports point down. A room's config.py and the model families stand on floor 0.
 FLOORS: dict[str, int] = {
@@ -79,12 +80,7 @@ _found: dict[Module, list[Import]] = {}
 
 
 def _read(module: Module, known: dict[str, Module]) -> Iterator[Import]:
-    inside = {
-        id(child)
-        for node in module.nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.walk(node)
-    }
+    inside = {id(c) for node in functions(module.nodes) for c in ast.walk(node)}
     for node in module.nodes:
         local = id(node) in inside
         if isinstance(node, ast.Import):
@@ -160,6 +156,8 @@ def no_cycles(root: Path) -> list[str]:
     reach: dict[str, dict[str, int]] = {name: {} for name in modules(root)}
     for module, target, found in inner_edges(root):
         reach[module.name].setdefault(target.name, found.line)
+    if _without_cycles(reach):
+        return []
     breaches, done = [], set()
     for start in sorted(reach):
         loop = _loop_from(start, reach)
@@ -169,6 +167,15 @@ def no_cycles(root: Path) -> list[str]:
             text = "import cycle: " + " -> ".join([*loop, loop[0]])
             breaches.append(first.at(reach[loop[0]][loop[1 % len(loop)]], text))
     return breaches
+
+
+def _without_cycles(reach: dict[str, dict[str, int]]) -> bool:
+    """Say at little cost that there is none."""
+    try:
+        TopologicalSorter(reach).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def _loop_from(start: str, reach: dict[str, dict[str, int]]) -> list[str]:
@@ -203,9 +210,9 @@ def no_torch(root: Path) -> list[str]:
         name: [f for f in imports_of(module, known) if f.target.split(".")[0] in TORCHES]
         for name, module in known.items()
     }
-    breaches = []
+    breaches, reaching = [], _importers([name for name, found in direct.items() if found], known)
     for module in known.values():
-        if not is_torch_free(module):
+        if not is_torch_free(module) or module.name not in reaching:
             continue
         for way in _ways(module.name, known):
             for found in direct[way[-1]]:
@@ -213,6 +220,21 @@ def no_torch(root: Path) -> list[str]:
                 text = f"imports {found.target}{through}, and this file is torch-free"
                 breaches.append(module.at(found.line if len(way) == 1 else 1, text))
     return breaches
+
+
+def _importers(targets: list[str], known: dict[str, Module]) -> set[str]:
+    """Return modules and all that reach one of them."""
+    by: dict[str, set[str]] = {name: set() for name in known}
+    for module in known.values():
+        for found in imports_of(module, known):
+            by.get(found.target, set()).add(module.name)
+    reaching: set[str] = set()
+    while targets:
+        name = targets.pop()
+        if name not in reaching:
+            reaching.add(name)
+            targets += by[name]
+    return reaching
 
 
 def _ways(start: str, known: dict[str, Module]) -> Iterator[list[str]]:

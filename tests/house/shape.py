@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.house.tree import Module, dotted, functions, modules
@@ -74,6 +75,7 @@ def function_p90(root: Path) -> list[str]:
     return [start + ", ".join(names)]
 
 
+@cache
 def _classes(root: Path) -> dict[str, tuple[Module, ast.ClassDef]]:
     """Map full dotted names to the classes at the top of files."""
     return {
@@ -97,6 +99,7 @@ def one_meaning(root: Path) -> list[str]:
     ]
 
 
+@cache
 def _imported_names(module: Module) -> dict[str, str]:
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"

@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = "moefold"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Module:
     """One source file: its dotted name, its path below the root, its text and its syntax."""
 
