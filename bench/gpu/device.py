@@ -190,7 +190,7 @@ def timed(
     clock = _by_events if device.type == "cuda" else _by_process
     found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        for _ in range(min(3, rounds)):  # compiles, takes memory, fills caches of plans
+        for _ in range(min(3, rounds - 1)):  # compiles, takes memory, fills caches of plans
             call()
     if device.type == "cuda":
         calls = {n: captured(call) if n in graphed else call for n, call in calls.items()}

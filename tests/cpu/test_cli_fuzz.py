@@ -21,7 +21,7 @@ from moefold.data.tokenizer import train
 from tests import hostile
 from tests.cpu.runs import raw_run
 
-TRIES = int(os.environ.get("FUZZ_TRIES", "40"))
+TRIES = int(os.environ.get("FUZZ_TRIES", "20"))
 STATUSES = {0, 1, 2, 3, 75}
 LONG = "n" * 300
 TOKENIZER = train(BpeTokenizer(vocab=300), lambda size: iter(["some text of a few words"] * 9)).text

@@ -45,7 +45,7 @@ from tests.gloo.harness import one_at_a_time
 
 BOUND = 1e-10
 FLOOR = 1e-6
-BEFORE, AFTER = 2, 2
+BEFORE, AFTER = 2, 1
 """Steps up to the save, and behind it."""
 LOSS_CHUNK = 16
 TIME_OUT_S = 300.0
@@ -233,7 +233,7 @@ def far(here: Here, reference: Path) -> Iterator[str]:
         least = FLOOR * total * math.sqrt(truth.numel() / elements)
         error = float((mine - theirs).norm()) / max(float(truth.norm()), least)
         if not error <= BOUND:
-            yield f"{name} {held.box} is {error:.1e} off after {AFTER} steps"
+            yield f"{name} {held.box} is {error:.1e} off after {AFTER} more"
 
 
 def _cut(file: Any, name: str, box: Sequence[tuple[int, int]]) -> torch.Tensor:

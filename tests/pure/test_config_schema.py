@@ -127,10 +127,11 @@ def test_the_command_line_prints_the_schema_of_run_files(capsys: Any, tmp_path: 
     """With a run, the kinds that its plug-in brings are in it too."""
     assert main(["explain", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
     for name in recipes():
-        checked(schema, yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
-    with pytest.raises(ValidationError):
-        checked(schema, {"train": {"steps": 0}})
+        validator.validate(yaml.safe_load((RECIPES / f"{name}.yaml").read_text()))
+    assert not validator.is_valid({"train": {"steps": 0}})
     (tmp_path / "plug_in.py").write_text(PLUG_IN)
     assert "brought_by_a_plug_in" not in json.dumps(schema)
     uses = f"uses={json.dumps([str(tmp_path / 'plug_in.py')])}"
@@ -138,6 +139,9 @@ def test_the_command_line_prints_the_schema_of_run_files(capsys: Any, tmp_path: 
     assert "brought_by_a_plug_in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", recipes())
-def test_the_schema_of_a_run_accepts_every_recipe(name: str) -> None:
-    checked(json_schema(Run), to_dict(load_run(name)))
+def test_the_schema_of_a_run_accepts_every_recipe() -> None:
+    schema = json_schema(Run)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    for name in recipes():
+        validator.validate(to_dict(load_run(name)))

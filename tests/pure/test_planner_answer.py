@@ -1,6 +1,7 @@
 """What a run file says is what is planned, and what a plan prints as one was planned as printed."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ PUBLISHED = (
 """Models, clusters, sequences per step, and memory of a device if not as sold."""
 
 
+@cache
+def planned(name: str, where: str, batch: int, memory_gb: float | None = None) -> Plan:
+    """Return a plan of one layout, searched once."""
+    return plan(name, where, batch=batch, memory_gb=memory_gb, top=1)
+
+
 def as_printed(found: Plan) -> PlannedLayout:
     """Return the layout of the fragment that a plan prints, read as a run file and planned again.
 
@@ -61,7 +68,7 @@ def same(one: PlannedLayout, other: PlannedLayout) -> None:
 def test_what_is_printed_is_what_was_planned(
     name: str, where: str, batch: int, memory_gb: float | None
 ) -> None:
-    found = plan(name, where, batch=batch, memory_gb=memory_gb, top=1)
+    found = planned(name, where, batch, memory_gb)
     assert found.today is not None and not found.today.not_yet
     same(as_printed(found), found.today)
 
@@ -80,7 +87,7 @@ def test_the_run_file_is_planned_alike(name: str, where: str, tmp_path) -> None:
 
 
 def test_what_training_cannot_execute_is_never_printed() -> None:
-    found = plan("Qwen3-30B-A3B", "gb200x8", batch=128, top=1)
+    found = planned("Qwen3-30B-A3B", "gb200x8", 128)
     assert found.best is not None and found.best.not_yet
     with pytest.raises(ValueError, match="training does not execute"):
         fragment(found.best)

@@ -27,14 +27,15 @@ MATRIX = pytest.mark.matrix
 
 @pytest.mark.parametrize("name", names())
 def test_a_model_can_be_laid_out_on_every_device(name: str) -> None:
-    """By a search among few policies, on an eighth of the devices, in turns."""
-    for device in list(catalogue())[names().index(name) % 8 :: 8]:
-        task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
-        recipe = formats(task.cluster.device, "bf16")[0]
-        space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
-        found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
-        assert found, device
-        assert found[0].seconds > 0 and found[0].bytes < task.cluster.device.memory_bytes
+    """By a search among few policies, on one of the devices, in turns."""
+    devices = list(catalogue())
+    device = devices[names().index(name) % len(devices)]
+    task = of_model(model(name), cluster(f"{device.lower()}x512"), 4096)
+    recipe = formats(task.cluster.device, "bf16")[0]
+    space = Space((recipe,), (OneFOneB(),), ("two_level",), (frozenset(), BLOCKS))
+    found = Search(task).best(replace(space, optimizer_offloads=(0.0, 1.0)), 1)
+    assert found, device
+    assert found[0].seconds > 0 and found[0].bytes < task.cluster.device.memory_bytes
 
 
 def whole(share: int) -> list[tuple[str, str]]:
@@ -69,7 +70,7 @@ def fitting(task: TrainingTask, row: Published) -> list[float]:
 
 
 ROWS = (
-    ("DeepSeek-V3", "dsv3-prod-isca", "h800x1024", 15360, 0),
+    pytest.param("DeepSeek-V3", "dsv3-prod-isca", "h800x1024", 15360, 0, marks=MATRIX),
     pytest.param("DeepSeek-V3", "mcore26-dsv3-h100-fp8blk", "h100x1024", 8192, 1, marks=MATRIX),
     ("Qwen3-30B-A3B", "", "", 0, 0),
 )
