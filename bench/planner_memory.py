@@ -4,7 +4,7 @@ Each recipe is built, trained for two steps and measured in a process of its own
 of torch's allocator (every allocation and release, kernels' own included), and beside it what the
 process took at most from the system over what it took before the model was built.
 
-    python bench/planner_memory.py [--json]
+    python bench/planner_memory.py [WORD] [--json]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.config.base import Record
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Full, Precision, Selective
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.gqa import Gqa
@@ -53,19 +54,23 @@ class Recipe:
     precision: Precision = "fp32"
     recompute: Record | None = None
     optim: Optim = ADAMW
+    quantise: str = ""
+    """The kind of few bits that products run in, where not in ``precision``."""
 
     @property
     def decoder(self) -> Decoder:
         """The model."""
         blocks = (Block.model_validate({"attention": self.attention, "ffn": self.ffn}),)
         stack = Stack(repeat=self.layers, blocks=blocks)
-        return Decoder(vocab=self.vocab, hidden=256, stacks=(stack,))
+        codes = QUANTISE.kinds[self.quantise]() if self.quantise else None
+        return Decoder(vocab=self.vocab, hidden=256, stacks=(stack,), quantise=codes)
 
     @property
     def case(self) -> Case:
         """This case as the planner takes it."""
         wide = self.precision == "fp32"
-        numbers = Numbers("fp32" if wide else "bf16", self.optim, weight_bytes=0 if wide else 2)
+        kind: Any = self.quantise or ("fp32" if wide else "bf16")
+        numbers = Numbers(kind, self.optim, weight_bytes=0 if wide else 2)
         return Case(
             decoder=self.decoder,
             seq=self.seq,
@@ -105,6 +110,12 @@ RECIPES = (
            attention=Windowed(heads=4, kv_heads=2, head_dim=64, window=64)),
     Recipe("large vocabulary", vocab=16384, layers=2),
     Recipe("long sequence", seq=2048, micro_batch=1, layers=3),
+    *(Recipe(f"{kind}{said}", quantise=kind, precision="bf16", micro_batch=4, recompute=again)
+      for kind in QUANTISE.kinds
+      for said, again in (("", None), (", full recompute", Full()),
+                          (", norms and experts", Selective(modules=("norms", "experts"))))),
+    *(Recipe(f"{kind}, dense", quantise=kind, precision="bf16", ffn=Dense(width=1024))
+      for kind in QUANTISE.kinds),
 )  # fmt: skip
 
 
@@ -146,10 +157,12 @@ def measure(recipe: Recipe) -> dict[str, float]:
     return {"tensors": most, "process": taken * 1024}
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """Yield every recipe with what was planned and what was measured, in bytes."""
+def rows(word: str = "") -> Iterator[dict[str, Any]]:
+    """Yield recipes whose names have a word, with what was planned and what was measured, in
+    bytes.
+    """
     context = multiprocessing.get_context("spawn")
-    for recipe in RECIPES:
+    for recipe in (one for one in RECIPES if word in one.name):
         with context.Pool(1) as pool:
             measured = pool.apply(measure, (recipe,))
         plan = fullest(recipe.case)
@@ -159,12 +172,14 @@ def rows() -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="planned against measured memory of CPU steps")
+    parser.add_argument("word", nargs="?", default="", help="recipes whose names have it")
     parser.add_argument("--json", action="store_true")
-    if parser.parse_args().json:
-        print(json.dumps(list(rows()), indent=1))
+    args = parser.parse_args()
+    if args.json:
+        print(json.dumps(list(rows(args.word)), indent=1))
         return
     print(f"{'recipe':32} {'planned':>9} {'tensors':>9} {'off':>7} {'process':>9}   MiB")
-    for row in rows():
+    for row in rows(args.word):
         planned, tensors, process = (row[k] / 2**20 for k in ("planned", "tensors", "process"))
         off = planned / tensors - 1
         print(

@@ -150,7 +150,7 @@ def test_bytes_that_wait_for_the_products_of_weights_are_the_planned_ones(
         assert bytes_held(BLOCKS[name], policy, precision) == planned, policy
 
 
-UNEVEN = ("jitter, experts choose", "one norm, idle experts")
+UNEVEN = ("jitter, experts choose", "idle experts")
 CODED = {
     name: one
     for name, one in BLOCKS.items()
