@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.convert.adapter import AdapterTensors
 from moefold.convert.pickled import PickledWeights
 from moefold.convert.plan import CODES, SCALES, ImportPlan, make_plan, targets
-from moefold.convert.source import ConvertError, SafetensorsWeights, Weights
+from moefold.convert.source import BESIDE, ConvertError, SafetensorsWeights, Weights
 from moefold.data.config import TOKENIZER_CONFIG
 from moefold.files import read_json
 from moefold.kernels.quantise.elements import E8M0, unpack, value_e2m1
@@ -189,6 +189,8 @@ def import_folder(
     source: Weights
     if weights is None:
         source = SafetensorsWeights(folder)
+        if reading.nested:
+            source.enter()
     else:
         source = PickledWeights(Path(weights), names[_EMBED])
     try:
@@ -200,6 +202,8 @@ def import_folder(
                 return "the head is the embedding"
             if any(name in those for those in copies.values()):
                 return "copies of embedding and head"
+            if reading.nested and BESIDE.match(name):
+                return "no part of the language model"
             return reading.model.ignores(name)
 
         plan = make_plan(

@@ -155,7 +155,11 @@ def make_plan(
         if reason is not None:
             left_out[name] = reason
         elif name not in uses:
-            problems.append(f"{name} is not a tensor of this model")
+            held = present[name]
+            problems.append(
+                f"{held.stored or name} in {held.file} is not a tensor of this model: remove it, "
+                "or mend config.json, which says what the model has"
+            )
     for piece in wanted:
         stored = present.get(piece.name)
         if stored is not None and stored.shape != piece.shape:

@@ -9,7 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ from moefold.model.families.folder import INDEX, INDEX_LIMIT
 SINGLE = "model.safetensors"
 PLAIN_NAME = re.compile(r"[^/\\:\0]*\.safetensors")
 """Names without a path in them, in any system's notation."""
+_INNER = re.compile(r"^(model\.)?language_model\.")
+"""What is in front of a language model's names in a larger model."""
+BESIDE = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|mm_projector)")
+"""Names of other parts of a larger model."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 SHOWN = 40
@@ -50,6 +54,8 @@ class TensorInfo:
     file: str
     dtype: str
     shape: tuple[int, ...]
+    stored: str | None = None
+    """Its name there, where it is another."""
 
 
 class Weights(ABC):
@@ -75,6 +81,16 @@ class Weights(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the files; tensors already read stay."""
+
+    def enter(self) -> None:
+        """Name the tensors of a larger model's language model as they are named without it."""
+        inner = {name: _INNER.sub(r"\1", name) for name in self.tensors}
+        twice = [name for name in self.tensors if inner[name] != name and inner[name] in inner]
+        if twice:
+            said = [f"{n} and {inner[n]} in {self.tensors[n].file} are the same" for n in twice]
+            raise ConvertError(self.folder, said)
+        named = {inner[n]: replace(info, stored=n) for n, info in self.tensors.items()}
+        self.tensors = named
 
 
 class SafetensorsWeights(Weights):
@@ -103,7 +119,7 @@ class SafetensorsWeights(Weights):
         """Return a box of one tensor as it is stored; only the pages it lies on are read."""
         stored = self.tensors[name]
         try:
-            view = self._file(stored.file).get_slice(name)
+            view = self._file(stored.file).get_slice(stored.stored or name)
             return view[tuple(slice(start, end) for start, end in box)]
         except SafetensorError as error:
             raise ConvertError(self.folder / stored.file, [f"{name}: {error}"]) from None

@@ -136,7 +136,8 @@ def test_what_is_missing_or_left_over_is_told(hub: Path, tmp_path: Path) -> None
     with pytest.raises(ConvertError) as caught:
         import_folder(hub, tmp_path / "odd.pt")
     assert sorted(caught.value.problems) == [
-        "model.extra is not a tensor of this model",
+        "model.extra in odd.pt is not a tensor of this model: remove it, or mend config.json, "
+        "which says what the model has",
         "model.norm.weight is missing",
     ]
     torch.save({"a": theirs(), "b": theirs()}, tmp_path / "two.pt")

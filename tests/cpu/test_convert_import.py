@@ -1,6 +1,7 @@
 """Hugging Face folders are imported whole and exactly, or refused with everything that is wrong."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -89,12 +90,14 @@ def test_b24_nothing_missing_left_over_or_of_another_shape_passes(
     stored[f"{mlp}.gate.weight"] = torch.zeros(5, 16)
     stored["lm_head.weight"] = torch.zeros(40, 16, dtype=torch.int8)
     write_hub(folder, decoder_of("olmoe"), stored)
+    unknown = "in model.safetensors is not a tensor of this model: remove it, or mend config.json, "
+    unknown += "which says what the model has"
     assert sorted(problems(folder)) == [
         "lm_head.weight is of type I8; supported: F64, F32, F16, BF16, F8_E4M3",
-        "model.layers.0.self_attn.q_proj.bias is not a tensor of this model",
+        f"model.layers.0.self_attn.q_proj.bias {unknown}",
         f"{mlp}.experts.2.up_proj.weight is missing",
         f"{mlp}.gate.weight has shape [5, 16], expected [4, 16]",
-        "model.layers.3.input_layernorm.weight is not a tensor of this model",
+        f"model.layers.3.input_layernorm.weight {unknown}",
         "model.norm.weight is missing",
     ]
 
@@ -108,7 +111,8 @@ def test_b24_a_packed_tensor_beside_single_experts_is_refused(
     stored[whole] = on_disk(decoder, weights_of(decoder), "packed")[whole]
     write_hub(folder, decoder, stored)
     assert len(problems(folder)) == 8
-    assert {p.split(" is ")[1] for p in problems(folder)} == {"not a tensor of this model"}
+    said = {p.split(" is ")[1].partition(":")[0] for p in problems(folder)}
+    assert said == {"not a tensor of this model"}
 
 
 def test_b24_a_part_that_is_not_written_stays_nan_and_is_refused(
@@ -198,6 +202,34 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
         said = "\n".join(found.notes)
     assert "2 tensors left out, layers for multi-token prediction" in said
     assert "1 tensors left out, rotary frequencies" in said
+
+
+@pytest.mark.parametrize("inside", ["language_model.model.", "model.language_model."])
+def test_b24_the_language_model_of_a_larger_one_is_read(tmp_path: Path, inside: str) -> None:
+    """Its other parts are left out; what is of no part is refused with its own name."""
+    decoder = decoder_of("olmoe")
+    values = weights_of(decoder)
+    plain = on_disk(decoder, values)
+    stored = {re.sub(r"^model\.", inside, name): tensor for name, tensor in plain.items()}
+    stored["model.visual.patch.weight"] = torch.zeros(3)
+    folder = write_hub(tmp_path, decoder, stored)
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "any_vl", "tie_word_embeddings": inner.pop("tie_word_embeddings")}
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    with import_folder(folder) as found:
+        assert not [name for name in values if not same_bits(found.tensors[name], values[name])]
+        said = "\n".join(found.notes)
+    assert "the text_config of any_vl alone is read" in said
+    assert "1 tensors left out, no part of the language model: model.visual.patch.weight" in said
+    stored[f"{inside}extra.weight"] = torch.zeros(3)
+    write_hub(tmp_path, decoder, stored)
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    (said,) = problems(folder)
+    assert said.startswith(f"{inside}extra.weight in model.safetensors is not a tensor of this")
+    stored["model.norm.weight"] = stored[f"{inside}norm.weight"].clone()
+    write_hub(tmp_path, decoder, stored)
+    (folder / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    assert "are the same" in problems(folder)[0]
 
 
 def test_a_tied_head_may_be_stored_only_where_it_is_the_embedding(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ PLANTS = (
         "a tensor that nobody reads is passed over",
         STRICT,
         "convert/plan.py",
-        '            problems.append(f"{name} is not a tensor of this model")\n',
-        "            left_out[name] = 'unknown'\n",
+        "        elif name not in uses:\n",
+        "        elif name not in uses and not present:\n",
     ),
     Plant(
         "b24",

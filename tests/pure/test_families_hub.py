@@ -436,8 +436,8 @@ def test_the_page_of_families_says_which_parts_each_uses() -> None:
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'kimi_lineer' is not known; nearest: 'kimi_linear'; "):
         from_hf({"model_type": "kimi_lineer"})
-    with pytest.raises(ValueError, match=r"'any_vl' .*; its text_config is of 'mixtral': write a "):
-        from_hf({"model_type": "any_vl", "text_config": MIXTRAL})
+    with pytest.raises(ValueError, match=r"'any_vl' .*; its text_config is of 'llama', neither; "):
+        from_hf({"model_type": "any_vl", "text_config": {"model_type": "llama"}})
     with pytest.raises(ValueError, match=r"'llama' is not known; known: .*deepseek_v3, dots1"):
         from_hf({"model_type": "llama"})
     with pytest.raises(ValueError, match="model_type is missing"):

@@ -48,15 +48,13 @@ class Afmoe(SigmoidFamily):
         "num_dense_layers": "dense_layers",
     }
     fields = (
-        hf.KvHeads(),
-        hf.HeadDim(128),
-        hf.Rotary(1e4),
+        *hf.heads(128),
         hf.BiasBalance(),
         hf.SharedNumber("num_shared_experts"),
         hf.DenseSize(),
         WindowKinds(every_full("global_attn_every_n_layers"), some=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
-        hf.ProjectionBias("attention_bias", False, "all"),
+        hf.projection_bias("attention_bias", False, "all"),
         RootScale("mup_enabled"),
         hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
     )

@@ -38,6 +38,8 @@ class Reading:
     notes: tuple[str, ...]
     quantised: tuple[int, int] | None
     """Rows and columns that share a scale, where weights are stored as FP8."""
+    nested: bool = False
+    """Whether it is the language model of a larger one, whose other parts are left out."""
 
 
 class Family(Record):

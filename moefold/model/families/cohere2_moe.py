@@ -9,8 +9,8 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.layer_kinds import DenseKinds, DenseTurn, WindowKinds, prefix_full
-from moefold.model.families.own_fields import Inverse, NormKind, Selection, SharedMean
+from moefold.model.families.layer_kinds import DENSE_TURN, DenseKinds, WindowKinds, prefix_full
+from moefold.model.families.own_fields import NormKind, Selection, SharedMean
 from moefold.model.families.sizes import DenseTurnSizes
 
 
@@ -55,19 +55,17 @@ class Cohere2Moe(Family):
     }
     hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
     fields = (
-        hf.KvHeads(),
-        hf.HeadDim(128),
-        hf.Rotary(1e4, "interleaved"),
+        *hf.heads(128, 1e4, "interleaved"),
         NormKind(),
         hf.SharedNumber("num_shared_experts", True, "intermediate_size"),
         SharedMean(),
         DenseKinds(0, "first_k_dense_replace"),
         hf.DenseSize("prefix_dense_intermediate_size", "intermediate_size"),
-        DenseTurn(),
+        DENSE_TURN,
         WindowKinds(prefix_full, some=True),
         Selection(),
-        hf.ProjectionBias("attention_bias", False, "all"),
-        Inverse("logit_scale", "logits_divisor", 0.0625),
+        hf.projection_bias("attention_bias", False, "all"),
+        hf.inverse("logit_scale", "logits_divisor", 0.0625),
         hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),  # kinds of layers say it
         hf.NO_TOKENS,
     )

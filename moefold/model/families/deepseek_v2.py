@@ -6,16 +6,8 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    DenseSize,
-    FieldValue,
-    MethodGroups,
-    Only,
-    Rotary,
-    SequenceBalance,
-    SharedNumber,
-)
 from moefold.model.families.names import expert_names, latent_names, llama_names, shared_names
 from moefold.model.families.sigmoid import LATENT_FIELDS, LATENT_SIZES
 from moefold.model.families.sizes import DenseFirst, LatentSizes, SharedSizes
@@ -50,14 +42,14 @@ class DeepseekV2(Family):
     hf_sizes = LATENT_SIZES | {"first_k_dense_replace": "dense_layers"}
     fields = (
         *LATENT_FIELDS,
-        Rotary(1e4, "interleaved", scales_softmax=True),
-        SequenceBalance(_ALPHA, biased=False),
-        SharedNumber(),
-        DenseSize(),
-        MethodGroups(),
-        FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        Only("norm_topk_prob", False, (None,)),
-        Only("scoring_func", "softmax"),
-        Only("moe_layer_freq", 1),
+        hf.Rotary(1e4, "interleaved", scales_softmax=True),
+        hf.SequenceBalance(_ALPHA, biased=False),
+        hf.SharedNumber(),
+        hf.DenseSize(),
+        hf.MethodGroups(),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        hf.Only("norm_topk_prob", False, (None,)),
+        hf.Only("scoring_func", "softmax"),
+        hf.Only("moe_layer_freq", 1),
     )
     tensors = (*llama_names(), *latent_names(), *expert_names(), *shared_names())

@@ -8,25 +8,9 @@ from typing import Literal
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.base import Balance
-from moefold.model.families.fields import (
-    RATE,
-    DenseSize,
-    FieldValue,
-    FurtherTokens,
-    Only,
-    Rotary,
-    SequenceBalance,
-    SharedNumber,
-)
-from moefold.model.families.names import (
-    bias_names,
-    expert_names,
-    latent_names,
-    llama_names,
-    multi_token_names,
-    shared_names,
-)
 from moefold.model.families.sigmoid import (
     LATENT_FIELDS,
     LATENT_SIZES,
@@ -49,7 +33,7 @@ class DeepseekV3(MultiTokenFamily):
 
     family: Literal["deepseek_v3"] = "deepseek_v3"
     shape: DeepseekV3Shape
-    balance: Balance = (Bias(rate=RATE), Aux(over="sequence", coefficient=_ALPHA))
+    balance: Balance = (Bias(rate=hf.RATE), Aux(over="sequence", coefficient=_ALPHA))
     rope: Rope = Rope(layout="interleaved")
 
     model_type = "deepseek_v3"
@@ -62,15 +46,21 @@ class DeepseekV3(MultiTokenFamily):
     fields = (
         *LATENT_FIELDS,
         *ROUTER_FIELDS,
-        Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
-        SequenceBalance(_ALPHA),
-        SharedNumber(),
-        DenseSize(),
-        FieldValue("routed_scaling_factor", "scale", float, 2.5),
-        Only("moe_layer_freq", 1),
-        Only("scoring_func", "sigmoid"),
-        Only("topk_method", "noaux_tc"),
-        FurtherTokens(),
+        hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
+        hf.SequenceBalance(_ALPHA),
+        hf.SharedNumber(),
+        hf.DenseSize(),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
+        hf.Only("moe_layer_freq", 1),
+        hf.Only("scoring_func", "sigmoid"),
+        hf.Only("topk_method", "noaux_tc"),
+        hf.FurtherTokens(),
     )
-    tensors = (*llama_names(), *latent_names(), *expert_names(), *bias_names(), *shared_names())
-    tensors += multi_token_names()
+    tensors = (
+        *names.llama_names(),
+        *names.latent_names(),
+        *names.expert_names(),
+        *names.bias_names(),
+        *names.shared_names(),
+    )
+    tensors += names.multi_token_names()

@@ -6,25 +6,10 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
-from moefold.model.families.fields import (
-    BiasBalance,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    Rotary,
-    SharedNumber,
-)
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import WindowKinds
-from moefold.model.families.names import (
-    ROUTED_SIZES,
-    bias_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    shared_names,
-)
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, SharedSizes, WindowSizes
 
@@ -51,24 +36,22 @@ class Dots1(SigmoidFamily):
     model_type = "dots1"
     architecture = "Dots1ForCausalLM"
     attention_own = {"qk_norm": "head"}
-    hf_sizes = ROUTED_SIZES | {
+    hf_sizes = names.ROUTED_SIZES | {
         "first_k_dense_replace": "dense_layers",
     }
     fields = (
         *ROUTER_FIELDS,
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4),
-        BiasBalance(),
-        SharedNumber(),
-        DenseSize(),
+        *hf.heads(),
+        hf.BiasBalance(),
+        hf.SharedNumber(),
+        hf.DenseSize(),
         WindowKinds(_full),
-        FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
     )
     tensors = (
-        *llama_names(),
-        *gqa_names(qk_norm=True),
-        *expert_names(),
-        *bias_names(),
-        *shared_names(),
+        *names.llama_names(),
+        *names.gqa_names(qk_norm=True),
+        *names.expert_names(),
+        *names.bias_names(),
+        *names.shared_names(),
     )

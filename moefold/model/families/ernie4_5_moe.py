@@ -6,19 +6,9 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    RATE,
-    AuxField,
-    DenseSize,
-    FieldValue,
-    Follows,
-    KvHeads,
-    Only,
-    Rotary,
-    SharedNumber,
-)
 from moefold.model.families.layer_kinds import ExpertLayers
 from moefold.model.families.sizes import AnySharedSizes, DenseListed, GqaSizes
 from moefold.moe.config import Aux, Bias
@@ -38,7 +28,7 @@ class Ernie45Moe(Family):
     shape: Ernie45MoeShape
     floor: Annotated[float, Field(ge=0)] = 1e-12
     """The least that the sum of the chosen probabilities is taken for."""
-    balance: Balance = (Bias(rate=RATE), Aux(coefficient=_AUX))
+    balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=_AUX))
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = True
@@ -54,15 +44,15 @@ class Ernie45Moe(Family):
         "moe_intermediate_size": "expert_width",
     }
     fields = (
-        KvHeads(),
-        Follows("head_dim", lambda model: model.shape.dims_per_head),
-        Rotary(_THETA, "interleaved"),
-        AuxField(_AUX, biased=True),
-        SharedNumber("moe_num_shared_experts", optional=True),
-        DenseSize(),
+        hf.KvHeads(),
+        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
+        hf.Rotary(_THETA, "interleaved"),
+        hf.AuxField(_AUX, biased=True),
+        hf.SharedNumber("moe_num_shared_experts", optional=True),
+        hf.DenseSize(),
         ExpertLayers(),
-        FieldValue("moe_norm_min", "floor", float, 1e-12),
-        Only("use_bias", False, (None,)),
+        hf.FieldValue("moe_norm_min", "floor", float, 1e-12),
+        hf.Only("use_bias", False, (None,)),
     )
     tensors = (
         *names.llama_names(),

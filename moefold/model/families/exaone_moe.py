@@ -6,25 +6,9 @@ from pydantic import Field
 
 from moefold.layers.config import Rope, Size
 from moefold.model.config import MODEL
-from moefold.model.families.fields import (
-    BiasBalance,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    Rotary,
-    SharedNumber,
-    Unread,
-)
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.layer_kinds import DenseKinds, WindowKinds, every_full
-from moefold.model.families.names import (
-    HF_SIZES,
-    bias_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    shared_names,
-)
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
 from moefold.model.families.sizes import DenseListed, SharedSizes, WindowSizes
 
@@ -48,24 +32,23 @@ class ExaoneMoe(SigmoidFamily):
     model_type = "exaone_moe"
     architecture = "ExaoneMoeForCausalLM"
     attention_own = {"qk_norm": "head"}
-    hf_sizes = HF_SIZES | {"num_experts": "experts", "moe_intermediate_size": "expert_width"}
+    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "moe_intermediate_size": "expert_width"}
     fields = (
         *ROUTER_FIELDS,
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4),
-        BiasBalance(),
-        SharedNumber("num_shared_experts"),
+        *hf.heads(),
+        hf.BiasBalance(),
+        hf.SharedNumber("num_shared_experts"),
         DenseKinds(stated="first_k_dense_replace"),
-        DenseSize(),
+        hf.DenseSize(),
         WindowKinds(every_full("sliding_window_pattern"), some=True),
-        FieldValue("routed_scaling_factor", "scale", float, 2.5),
-        Unread(("first_k_dense_replace", "sliding_window_pattern")),  # the kinds of layers say it
+        hf.FieldValue("routed_scaling_factor", "scale", float, 2.5),
+        # The kinds of layers say it.
+        hf.Unread(("first_k_dense_replace", "sliding_window_pattern")),
     )
     tensors = (
-        *llama_names(),
-        *gqa_names(qk_norm=True),
-        *expert_names(),
-        *bias_names("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-        *shared_names(),
+        *names.llama_names(),
+        *names.gqa_names(qk_norm=True),
+        *names.expert_names(),
+        *names.bias_names("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        *names.shared_names(),
     )

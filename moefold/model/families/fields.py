@@ -32,23 +32,30 @@ class ConfigField:
         """Refuse fields that contradict the record they were read into."""
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True)
 class FieldValue(ConfigField):
-    """A field that is a value of the record."""
+    """A field that is a value of the record, or another form of one."""
 
     theirs: str
     ours: str
     kind: type
     default: Any = REQUIRED
     """Where it is absent or null."""
+    into: Callable[[Any], Any] = _same
+    """From the field's value to the record's."""
+    back: Callable[[Any], Any] = _same
 
     def read(self, config: ConfigReader) -> Values:
         """Take it."""
-        return {self.ours: config.take(self.theirs, self.kind, self.default)}
+        return {self.ours: self.into(config.take(self.theirs, self.kind, self.default))}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
-        return {self.theirs: value_at(model, self.ours)}
+        return {self.theirs: self.back(value_at(model, self.ours))}
 
 
 def value_at(model: Any, path: str) -> Any:
@@ -196,6 +203,13 @@ class Rotary(ConfigField):
         return written | ({} if self.fraction is None else {"partial_rotary_factor": rope.fraction})
 
 
+def heads(
+    dim: int | None = None, theta: float = 1e4, layout: str = "half", **more: Any
+) -> tuple[ConfigField, ...]:
+    """Return key-value heads, dims per head, and rotary positions."""
+    return KvHeads(), HeadDim(dim), Rotary(theta, layout, **more)
+
+
 @dataclass(frozen=True)
 class AuxField(ConfigField):
     """``router_aux_loss_coef``; where it is absent, the documented default is taken and reported.
@@ -327,21 +341,6 @@ class SharedNumber(ConfigField):
 
 
 @dataclass(frozen=True)
-class OptionalWidth(ConfigField):
-    """The shared expert's width; zero is no such expert."""
-
-    name: str
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {"shape.shared_width": config.take(self.name, int, 0) or None}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {self.name: model.shape.shared_width or 0}
-
-
-@dataclass(frozen=True)
 class DenseSize(ConfigField):
     """The dense layers' width; absent it follows from the experts'."""
 
@@ -359,36 +358,23 @@ class DenseSize(ConfigField):
         return {self.name: model.shape.width_of_dense}
 
 
-@dataclass(frozen=True)
-class ProjectionBias(ConfigField):
-    """Whether projections have biases; ``parts`` says which, as the attention's record does."""
-
-    name: str
-    default: bool
-    parts: str = "qkv"
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {"bias": self.parts if config.take(self.name, bool, self.default) else "none"}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {self.name: model.bias != "none"}
+def inverse(theirs: str, ours: str, default: float) -> FieldValue:
+    """Return a field of which the record holds one over the value."""
+    return FieldValue(theirs, ours, float, default, lambda x: 1 / x, lambda x: 1 / x)
 
 
-@dataclass(frozen=True)
-class HeadNorm(ConfigField):
-    """Whether each head of queries and keys has a norm."""
+def projection_bias(name: str, default: bool, parts: str = "qkv") -> FieldValue:
+    """Return whether projections have biases; ``parts`` says which, as attention's record does."""
+    return FieldValue(name, "bias", bool, default, lambda on: parts if on else "none", _named)
 
-    name: str
 
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {"qk_norm": "head" if config.take(self.name, bool, False) else "none"}
+def head_norm(name: str) -> FieldValue:
+    """Return whether each head of queries and keys has a norm."""
+    return FieldValue(name, "qk_norm", bool, False, lambda on: "head" if on else "none", _named)
 
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {self.name: model.qk_norm != "none"}
+
+def _named(kind: str) -> bool:
+    return kind != "none"
 
 
 def read_all(fields: tuple[ConfigField, ...], config: ConfigReader) -> dict[str, Any]:

@@ -6,23 +6,9 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    NO_TOKENS,
-    AuxField,
-    FieldValue,
-    Follows,
-    KvHeads,
-    ProjectionBias,
-    Rotary,
-)
-from moefold.model.families.names import (
-    HF_SIZES,
-    expert_names,
-    gqa_names,
-    llama_names,
-    projection_bias_names,
-)
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
@@ -49,23 +35,23 @@ class FlexOlmo(Family):
 
     model_type = "flex_olmo"
     architecture = "FlexOlmoForCausalLM"
-    hf_sizes = HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
     attention_own = {"qk_norm": "projection"}
     attention_fields = ("bias",)
     block_own = {"norms": "after"}
     router_fields = ("renormalise",)
     fields = (
-        KvHeads(),
-        Rotary(_THETA),
-        AuxField(_AUX),
-        FieldValue("norm_topk_prob", "renormalise", bool, False),
-        ProjectionBias("attention_bias", False, "all"),
-        Follows("head_dim", lambda model: model.shape.dims_per_head),
-        NO_TOKENS,
+        hf.KvHeads(),
+        hf.Rotary(_THETA),
+        hf.AuxField(_AUX),
+        hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
+        hf.projection_bias("attention_bias", False, "all"),
+        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
+        hf.NO_TOKENS,
     )
     tensors = (
-        *llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        *gqa_names(qk_norm=True),
-        *projection_bias_names("qkvo"),
-        *expert_names(),
+        *names.llama_names("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        *names.gqa_names(qk_norm=True),
+        *names.projection_bias_names("qkvo"),
+        *names.expert_names(),
     )

@@ -6,26 +6,8 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
-from moefold.model.families.fields import (
-    BiasBalance,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    HeadNorm,
-    KvHeads,
-    ProjectionBias,
-    Rotary,
-    SharedNumber,
-)
-from moefold.model.families.names import (
-    ROUTED_SIZES,
-    bias_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    projection_bias_names,
-    shared_names,
-)
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.sigmoid import MULTI_TOKEN, ROUTER_FIELDS, SigmoidFamily
 from moefold.model.families.sizes import DenseFirst, FreeGqaSizes, SharedSizes
 
@@ -52,25 +34,23 @@ class Glm4Moe(SigmoidFamily):
     architecture = "Glm4MoeForCausalLM"
     extra_layers = "layers for multi-token prediction"
     attention_fields = ("bias", "qk_norm")
-    hf_sizes = ROUTED_SIZES | {"first_k_dense_replace": "dense_layers"}
+    hf_sizes = names.ROUTED_SIZES | {"first_k_dense_replace": "dense_layers"}
     fields = (
         *ROUTER_FIELDS,
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4, fraction=0.5),
-        BiasBalance(),
-        SharedNumber(),
-        DenseSize(),
-        ProjectionBias("attention_bias", False),
-        HeadNorm("use_qk_norm"),
-        FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        *hf.heads(None, 1e4, fraction=0.5),
+        hf.BiasBalance(),
+        hf.SharedNumber(),
+        hf.DenseSize(),
+        hf.projection_bias("attention_bias", False),
+        hf.head_norm("use_qk_norm"),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         MULTI_TOKEN,
     )
     tensors = (
-        *llama_names(),
-        *gqa_names(qk_norm=True),
-        *projection_bias_names(),
-        *expert_names(),
-        *bias_names(),
-        *shared_names(),
+        *names.llama_names(),
+        *names.gqa_names(qk_norm=True),
+        *names.projection_bias_names(),
+        *names.expert_names(),
+        *names.bias_names(),
+        *names.shared_names(),
     )

@@ -6,22 +6,9 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
-from moefold.model.families.fields import (
-    BiasBalance,
-    DenseSize,
-    FieldValue,
-    Follows,
-    Rotary,
-    SharedNumber,
-)
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.layer_kinds import DenseKinds
-from moefold.model.families.names import (
-    bias_names,
-    expert_names,
-    latent_names,
-    llama_names,
-    shared_names,
-)
 from moefold.model.families.sigmoid import (
     LATENT_FIELDS,
     LATENT_SIZES,
@@ -55,13 +42,19 @@ class Glm4MoeLite(SigmoidFamily):
     fields = (
         *LATENT_FIELDS,
         *ROUTER_FIELDS,
-        Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
-        BiasBalance(),
-        SharedNumber(),
+        hf.Rotary(1e4, "interleaved", "rope_interleave", scales_softmax=True),
+        hf.BiasBalance(),
+        hf.SharedNumber(),
         DenseKinds(),
-        DenseSize(),
-        Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
-        FieldValue("routed_scaling_factor", "scale", float, 1.8),
+        hf.DenseSize(),
+        hf.Follows("first_k_dense_replace", lambda model: len(model.shape.dense)),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.8),
         MULTI_TOKEN,
     )
-    tensors = (*llama_names(), *latent_names(), *expert_names(), *bias_names(), *shared_names())
+    tensors = (
+        *names.llama_names(),
+        *names.latent_names(),
+        *names.expert_names(),
+        *names.bias_names(),
+        *names.shared_names(),
+    )

@@ -51,11 +51,9 @@ class GptOss(Family):
         "intermediate_size": "expert_width",
     }
     fields = (
-        hf.KvHeads(),
-        hf.HeadDim(64),
-        hf.Rotary(_THETA, stretched=True),
+        *hf.heads(64, _THETA, stretched=True),
         hf.AuxField(_AUX),
-        hf.ProjectionBias("attention_bias", True, "all"),
+        hf.projection_bias("attention_bias", True, "all"),
         Swish(),
         WindowKinds(_full),
     )

@@ -5,22 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    AuxField,
-    FieldValue,
-    Follows,
-    KvHeads,
-    ProjectionBias,
-    Rotary,
-)
-from moefold.model.families.names import (
-    HF_SIZES,
-    gqa_names,
-    granite_names,
-    llama_names,
-    projection_bias_names,
-)
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
@@ -56,16 +43,24 @@ class Granitemoe(Family):
     attention_fields = ("bias", "scale")
     block_fields = ("residual_scale",)
     decoder_fields = ("embed_scale", "logits_divisor")
-    hf_sizes = HF_SIZES | {"num_local_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = names.HF_SIZES | {
+        "num_local_experts": "experts",
+        "intermediate_size": "expert_width",
+    }
     fields = (
-        KvHeads(),
-        Follows("head_dim", lambda model: model.shape.dims_per_head),
-        Rotary(1e4),
-        AuxField(_AUX),
-        ProjectionBias("attention_bias", False, "all"),
-        FieldValue("attention_multiplier", "scale", float, 1.0),
-        FieldValue("residual_multiplier", "residual_scale", float, 1.0),
-        FieldValue("embedding_multiplier", "embed_scale", float, 1.0),
-        FieldValue("logits_scaling", "logits_divisor", float, 1.0),
+        hf.KvHeads(),
+        hf.Follows("head_dim", lambda model: model.shape.dims_per_head),
+        hf.Rotary(1e4),
+        hf.AuxField(_AUX),
+        hf.projection_bias("attention_bias", False, "all"),
+        hf.FieldValue("attention_multiplier", "scale", float, 1.0),
+        hf.FieldValue("residual_multiplier", "residual_scale", float, 1.0),
+        hf.FieldValue("embedding_multiplier", "embed_scale", float, 1.0),
+        hf.FieldValue("logits_scaling", "logits_divisor", float, 1.0),
     )
-    tensors = (*llama_names(), *gqa_names(), *projection_bias_names("qkvo"), *granite_names())
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.projection_bias_names("qkvo"),
+        *names.granite_names(),
+    )

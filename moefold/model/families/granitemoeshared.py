@@ -3,9 +3,13 @@
 from typing import Literal
 
 from moefold.model.config import MODEL
-from moefold.model.families.fields import OptionalWidth
+from moefold.model.families.fields import FieldValue
 from moefold.model.families.granitemoe import Granitemoe
 from moefold.model.families.sizes import AnySharedSizes, GqaSizes
+
+WIDTH = FieldValue(
+    "shared_intermediate_size", "shape.shared_width", int, 0, lambda n: n or None, lambda n: n or 0
+)
 
 
 class GranitemoesharedShape(GqaSizes, AnySharedSizes):
@@ -21,4 +25,4 @@ class Granitemoeshared(Granitemoe):
 
     model_type = "granitemoeshared"
     architecture = "GraniteMoeSharedForCausalLM"
-    fields = (*Granitemoe.fields, OptionalWidth("shared_intermediate_size"))
+    fields = (*Granitemoe.fields, WIDTH)

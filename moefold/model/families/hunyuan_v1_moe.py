@@ -5,17 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moefold.model.config import MODEL
+from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import HeadDim, KvHeads, ProjectionBias, Rotary, Unread
-from moefold.model.families.names import (
-    HF_SIZES,
-    attention_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    projection_bias_names,
-    shared_names,
-)
+from moefold.model.families.fields import HeadDim, KvHeads, Rotary, Unread, projection_bias
 from moefold.model.families.sizes import FreeGqaSizes
 
 
@@ -43,7 +35,7 @@ class HunyuanV1Moe(Family):
     architecture = "HunYuanMoEV1ForCausalLM"
     attention_own = {"qk_norm": "head", "norm_after_rope": True}
     attention_fields = ("bias",)
-    hf_sizes = {k: v for k, v in HF_SIZES.items() if v != "top_k"} | {
+    hf_sizes = {k: v for k, v in names.HF_SIZES.items() if v != "top_k"} | {
         "num_experts": "experts",
         "moe_topk": "top_k",
         "intermediate_size": "expert_width",
@@ -52,14 +44,14 @@ class HunyuanV1Moe(Family):
         KvHeads(),
         HeadDim(),
         Rotary(1e4),
-        ProjectionBias("attention_bias", False, "all"),
+        projection_bias("attention_bias", False, "all"),
         Unread(("eod_token_id",)),
     )
     tensors = (
-        *llama_names(),
-        *gqa_names(),
-        *attention_names({"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
-        *projection_bias_names("qkvo"),
-        *expert_names("gate.wg.weight", "gate.wg.weight"),
-        *shared_names("shared_mlp"),
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.attention_names({"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
+        *names.projection_bias_names("qkvo"),
+        *names.expert_names("gate.wg.weight", "gate.wg.weight"),
+        *names.shared_names("shared_mlp"),
     )

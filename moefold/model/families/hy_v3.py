@@ -6,27 +6,10 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    RATE,
-    BiasBalance,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    Rotary,
-    SharedNumber,
-    Unread,
-)
 from moefold.model.families.layer_kinds import DenseKinds
-from moefold.model.families.names import (
-    HF_SIZES,
-    bias_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    shared_names,
-)
 from moefold.model.families.sigmoid import SIGMOID
 from moefold.model.families.sizes import DenseListed, FreeGqaSizes, SharedSizes
 from moefold.moe.config import Bias
@@ -46,7 +29,7 @@ class HyV3(Family):
     shape: HyV3Shape
     scale: Annotated[float, Field(gt=0)] = 2.826
     """Factor on the weights of routed experts."""
-    balance: Balance = (Bias(rate=RATE),)
+    balance: Balance = (Bias(rate=hf.RATE),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
@@ -56,25 +39,23 @@ class HyV3(Family):
     attention_own = {"qk_norm": "head"}
     router_own = SIGMOID
     router_fields = ("scale",)
-    hf_sizes = HF_SIZES | {
+    hf_sizes = names.HF_SIZES | {
         "num_experts": "experts",
         "moe_intermediate_size": "expert_width",
     }
     fields = (
-        KvHeads(),
-        HeadDim(128),
-        Rotary(_THETA),
-        BiasBalance(),
-        SharedNumber("num_shared_experts"),
+        *hf.heads(128, _THETA),
+        hf.BiasBalance(),
+        hf.SharedNumber("num_shared_experts"),
         DenseKinds(),
-        DenseSize(),
-        FieldValue("router_scaling_factor", "scale", float, 2.826),
-        Unread(("enable_moe_fp32_combine",)),  # the sum's number format
+        hf.DenseSize(),
+        hf.FieldValue("router_scaling_factor", "scale", float, 2.826),
+        hf.Unread(("enable_moe_fp32_combine",)),  # the sum's number format
     )
     tensors = (
-        *llama_names(),
-        *gqa_names(qk_norm=True),
-        *expert_names("router.gate.weight"),
-        *bias_names("mlp.expert_bias", "mlp.e_score_correction_bias"),
-        *shared_names("shared_mlp", "shared_experts"),
+        *names.llama_names(),
+        *names.gqa_names(qk_norm=True),
+        *names.expert_names("router.gate.weight"),
+        *names.bias_names("mlp.expert_bias", "mlp.e_score_correction_bias"),
+        *names.shared_names("shared_mlp", "shared_experts"),
     )

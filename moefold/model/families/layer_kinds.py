@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Rope, Temperature
-from moefold.model.families.fields import ConfigField, Rotary, Values
+from moefold.model.families.fields import ConfigField, FieldValue, Rotary, Values
 from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -353,27 +353,19 @@ def every_full(stated: str, usual: int = 4) -> Callable[[ConfigReader, int], boo
     return full
 
 
+_PREFIX = "prefix_dense_sliding_window_pattern"
+DENSE_TURN = FieldValue(
+    _PREFIX, "shape.dense_turn", int, 1, lambda n: n == 1, lambda turns: 1 if turns else 2
+)
+"""1 gives dense layers positions in any case; the kinds of layers say the rest."""
+
+
 def prefix_full(config: ConfigReader, layer: int) -> bool:
     """Say whether a layer is full: dense ones and others count apart."""
     first = config.take("first_k_dense_replace", int, 0)
-    prefix = config.take("prefix_dense_sliding_window_pattern", int, 1)
+    prefix = config.take(_PREFIX, int, 1)
     step = config.take("sliding_window_pattern", int, 4)
     return (layer + 1) % prefix == 0 if layer < first else (layer - first + 1) % step == 0
-
-
-@dataclass(frozen=True)
-class DenseTurn(ConfigField):
-    """``prefix_dense_sliding_window_pattern``: 1 gives dense layers positions in any case."""
-
-    name: str = "prefix_dense_sliding_window_pattern"
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {"shape.dense_turn": config.take(self.name, int, 1) == 1}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it; the kinds of layers say the rest."""
-        return {self.name: 1 if model.shape.dense_turn else 2}
 
 
 @dataclass(frozen=True)

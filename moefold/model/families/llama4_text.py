@@ -49,12 +49,10 @@ class Llama4Text(Family):
         "intermediate_size": "expert_width",
     }
     fields = (
-        hf.KvHeads(),
-        hf.HeadDim(128),
-        hf.Rotary(_THETA, "interleaved"),
+        *hf.heads(128, _THETA, "interleaved"),
         hf.AuxField(_AUX),
         hf.DenseSize("intermediate_size_mlp"),
-        hf.ProjectionBias("attention_bias", False, "all"),
+        hf.projection_bias("attention_bias", False, "all"),
         ChunkKinds(),
         ExpertList(),
     )

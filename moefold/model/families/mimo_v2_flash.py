@@ -52,7 +52,7 @@ class MiMoV2Flash(SigmoidFamily):
         DenseKinds(),
         hf.DenseSize(),
         WindowKinds(_full),
-        hf.ProjectionBias("attention_bias", False),
+        hf.projection_bias("attention_bias", False),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
         Factor("attention_value_scale", "value_scale", float, 0.707),
     )

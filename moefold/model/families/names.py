@@ -249,22 +249,22 @@ def latent_names() -> tuple[Entry, ...]:
     return attention_names({"q": "q_proj", **parts, "o": "o_proj"})
 
 
-def expert_names(gate: str = "gate.weight", packed: str = "gate.weight") -> tuple[Entry, ...]:
-    """Names of router and experts that most families share; ``gate`` is the router's."""
-    at, one = "model.layers.{i}.mlp", "model.layers.{i}.mlp.experts.{e}"
+def expert_names(
+    gate: str = "gate.weight",
+    packed: str = "gate.weight",
+    apart: str = "mlp",
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Entry, ...]:
+    """Names of router and experts that most families share; ``gate`` is the router's.
+
+    Single experts lie in ``apart``, each matrix in one of the ``parts``.
+    """
+    at, together, ours = f"model.layers.{{i}}.{apart}", "model.layers.{i}.mlp", "layers.{i}.moe"
+    *both, last = (f"{at}.experts.{{e}}.{part}.weight" for part in parts)
     return (
-        entry("layers.{i}.moe.router.weight", f"{at}.{gate}", packed=f"{at}.{packed}"),
-        entry(
-            "layers.{i}.moe.experts.w_in",
-            f"{one}.gate_proj.weight",
-            f"{one}.up_proj.weight",
-            packed=f"{at}.experts.gate_up_proj",
-        ),
-        entry(
-            "layers.{i}.moe.experts.w_out",
-            f"{one}.down_proj.weight",
-            packed=f"{at}.experts.down_proj",
-        ),
+        entry(f"{ours}.router.weight", f"{at}.{gate}", packed=f"{together}.{packed}"),
+        entry(f"{ours}.experts.w_in", *both, packed=f"{together}.experts.gate_up_proj"),
+        entry(f"{ours}.experts.w_out", last, packed=f"{together}.experts.down_proj"),
     )
 
 
@@ -380,24 +380,7 @@ def gated_shared_names() -> tuple[Entry, ...]:
 
 def w123_names() -> tuple[Entry, ...]:
     """Names of router and experts as Mixtral has them."""
-    apart, packed = "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
-    one = f"{apart}.experts.{{e}}"
-    return (
-        entry(
-            "layers.{i}.moe.router.weight", f"{apart}.gate.weight", packed=f"{packed}.gate.weight"
-        ),
-        entry(
-            "layers.{i}.moe.experts.w_in",
-            f"{one}.w1.weight",
-            f"{one}.w3.weight",
-            packed=f"{packed}.experts.gate_up_proj",
-        ),
-        entry(
-            "layers.{i}.moe.experts.w_out",
-            f"{one}.w2.weight",
-            packed=f"{packed}.experts.down_proj",
-        ),
-    )
+    return expert_names(apart="block_sparse_moe", parts=("w1", "w3", "w2"))
 
 
 def bias_names(

@@ -5,25 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.layers.config import Activation
-from moefold.model.families.fields import BiasBalance, ConfigField, FieldValue, Values, value_at
+from moefold.model.families.fields import BiasBalance, ConfigField, FieldValue, Values
 from moefold.model.families.hub import ConfigReader
-
-
-@dataclass(frozen=True)
-class Inverse(ConfigField):
-    """A field of which the record holds one over the value."""
-
-    theirs: str
-    ours: str
-    default: float
-
-    def read(self, config: ConfigReader) -> Values:
-        """Take it."""
-        return {self.ours: 1 / config.take(self.theirs, float, self.default)}
-
-    def write(self, model: Any) -> Mapping[str, Any]:
-        """Return it."""
-        return {self.theirs: 1 / value_at(model, self.ours)}
 
 
 @dataclass(frozen=True)

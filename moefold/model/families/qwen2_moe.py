@@ -4,17 +4,9 @@ from typing import Literal
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    AuxField,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    ProjectionBias,
-    Rotary,
-)
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.layer_kinds import DenseSteps, WindowKinds, WindowSwitch
 from moefold.model.families.sizes import DenseListed, GatedSharedSizes, WindowSizes
@@ -56,16 +48,14 @@ class Qwen2Moe(Family):
         "shared_expert_intermediate_size": "shared_width",
     }
     fields = (
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4),
-        AuxField(_AUX),
+        *hf.heads(),
+        hf.AuxField(_AUX),
         DenseSteps(),
-        DenseSize(),
+        hf.DenseSize(),
         WindowKinds(_full),
         WindowSwitch(),
-        ProjectionBias("qkv_bias", True),
-        FieldValue("norm_topk_prob", "renormalise", bool, False),
+        hf.projection_bias("qkv_bias", True),
+        hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
     )
     tensors = (
         *names.llama_names(),

@@ -4,17 +4,8 @@ from typing import Literal
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
+from moefold.model.families import fields as hf
 from moefold.model.families.base import Balance, Family
-from moefold.model.families.fields import (
-    AuxField,
-    DenseSize,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    Only,
-    Rotary,
-    Unread,
-)
 from moefold.model.families.layer_kinds import DenseSteps
 from moefold.model.families.names import HF_SIZES, expert_names, gqa_names, llama_names
 from moefold.model.families.sizes import DenseListed, FreeGqaSizes
@@ -45,14 +36,12 @@ class Qwen3Moe(Family):
     attention_own = {"qk_norm": "head"}
     router_fields = ("renormalise",)
     fields = (
-        KvHeads(),
-        HeadDim(),
-        Rotary(1e4),
-        AuxField(_AUX),
+        *hf.heads(),
+        hf.AuxField(_AUX),
         DenseSteps(),
-        DenseSize(),
-        FieldValue("norm_topk_prob", "renormalise", bool, False),
-        Only("use_sliding_window", False),
-        Unread(("sliding_window", "max_window_layers")),  # read only with a sliding window
+        hf.DenseSize(),
+        hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
+        hf.Only("use_sliding_window", False),
+        hf.Unread(("sliding_window", "max_window_layers")),  # read only with a sliding window
     )
     tensors = (*llama_names(), *gqa_names(qk_norm=True), *expert_names())

@@ -22,9 +22,7 @@ LINEAR = {
     "taps": ("linear_conv_kernel_dim", 4),
 }
 FIELDS = (
-    hf.KvHeads(),
-    hf.HeadDim(256),
-    hf.Rotary(1e4, fraction=0.25),
+    *hf.heads(256, 1e4, fraction=0.25),
     hf.AuxField(AUX),
     RecordSizes(LINEAR),
     ConvolvedKinds("linear_attention", every_full("full_attention_interval")),

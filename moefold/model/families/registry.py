@@ -1,6 +1,7 @@
 """The families that a Hugging Face folder, or a finished decoder, can be of."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moefold.config.suggest import closest
@@ -56,6 +57,8 @@ LACKS: Mapping[str, str] = {
     "zaya": "convolutions inside attention",
 }
 """Families that are not here, and the part that each would need."""
+_OUTSIDE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id")
+"""Fields of a larger model's ``config.json`` that are said of its language model."""
 
 
 def families() -> dict[str, type[Family]]:
@@ -80,6 +83,11 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
         )
     known = families()
     read = known | {alias: family for family in known.values() for alias in family.aliases}
+    inner = config.get("text_config")
+    if model_type not in read and isinstance(inner, dict) and inner.get("model_type") in read:
+        reading = from_hf({**inner, **{key: config[key] for key in _OUTSIDE if key in config}})
+        note = f"config.json: the text_config of {model_type} alone is read"
+        return replace(reading, nested=True, notes=(note, *reading.notes))
     if model_type in LACKS:
         raise ValueError(
             f"config.json: model_type {model_type!r} is not supported: it needs {LACKS[model_type]}"
@@ -87,11 +95,8 @@ def from_hf(config: Mapping[str, Any]) -> Reading:
     if model_type not in read:
         name = closest(model_type, read)
         near = "" if name is None else f"nearest: {name!r}; "
-        if isinstance(inner := config.get("text_config"), dict):
-            near = (
-                f"its text_config is of {inner.get('model_type')!r}: write a folder of that model "
-                "alone, as transformers' AutoModelForCausalLM does; "
-            )
+        if isinstance(inner, dict):
+            near = f"its text_config is of {inner.get('model_type')!r}, neither; "
         raise ValueError(
             f"config.json: model_type {model_type!r} is not known; {near}known: "
             f"{', '.join(sorted(known))}"

@@ -6,24 +6,8 @@ from pydantic import Field
 
 from moefold.layers.config import Rope
 from moefold.model.config import MODEL
-from moefold.model.families.fields import (
-    BiasBalance,
-    FieldValue,
-    HeadDim,
-    KvHeads,
-    Only,
-    Rotary,
-    SharedNumber,
-    Unread,
-)
-from moefold.model.families.names import (
-    ROUTED_SIZES,
-    bias_names,
-    expert_names,
-    gqa_names,
-    llama_names,
-    shared_names,
-)
+from moefold.model.families import fields as hf
+from moefold.model.families import names
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
 from moefold.model.families.sizes import FreeGqaSizes, SharedSizes
 
@@ -46,17 +30,21 @@ class SolarOpen(SigmoidFamily):
 
     model_type = "solar_open"
     architecture = "SolarOpenForCausalLM"
-    hf_sizes = ROUTED_SIZES
+    hf_sizes = names.ROUTED_SIZES
     fields = (
         *ROUTER_FIELDS,
-        KvHeads(),
-        HeadDim(128),
-        Rotary(_THETA),
-        BiasBalance(),
-        SharedNumber(),
-        FieldValue("routed_scaling_factor", "scale", float, 1.0),
-        Only("first_k_dense_replace", 0),
-        Only("use_qk_norm", False),
-        Unread(("intermediate_size",)),  # of dense layers, of which there are none
+        *hf.heads(128, _THETA),
+        hf.BiasBalance(),
+        hf.SharedNumber(),
+        hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
+        hf.Only("first_k_dense_replace", 0),
+        hf.Only("use_qk_norm", False),
+        hf.Unread(("intermediate_size",)),  # of dense layers, of which there are none
     )
-    tensors = (*llama_names(), *gqa_names(), *expert_names(), *bias_names(), *shared_names())
+    tensors = (
+        *names.llama_names(),
+        *names.gqa_names(),
+        *names.expert_names(),
+        *names.bias_names(),
+        *names.shared_names(),
+    )
