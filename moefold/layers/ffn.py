@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.kernels.scaled.ffn import narrow_ffn
-from moefold.kernels.swiglu.ffn import dense_products, gated_ffn
+from moefold.kernels.swiglu.ffn import block_products, dense_products, gated_ffn
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.linear import Adaptable, Linear
@@ -13,36 +13,42 @@ from moefold.layers.linear import Adaptable, Linear
 class SwiGlu(Adaptable):
     """``w_out (silu(w_gate x) * w_up x)``. T rows, D hidden, F width.
 
-    ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert).
+    ``gated`` scales the output by a sigmoid of the row (Qwen2's shared expert). Of several
+    ``blocks`` each has an equal share of the features and of the width to itself.
     """
 
-    def __init__(self, hidden: int, width: int, kind: str = "ffn", gated: bool = False) -> None:
+    def __init__(
+        self, hidden: int, width: int, kind: str = "ffn", gated: bool = False, blocks: int = 1
+    ) -> None:
         super().__init__()
-        self.w_in = nn.Parameter(torch.empty(2, width, hidden))
-        self.w_out = nn.Parameter(torch.empty(hidden, width))
+        lead, hidden_here, width = (blocks,) * (blocks > 1), hidden // blocks, width // blocks
+        self.w_in = nn.Parameter(torch.empty(*lead, 2, width, hidden_here))
+        self.w_out = nn.Parameter(torch.empty(*lead, hidden_here, width))
         self.gate = Linear(hidden, 1) if gated else None
-        self._kind = kind
+        self._kind, self._blocks = kind, blocks
 
     def forward(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return [T, D]."""
+        return flow.keeper.run(self._kind, lambda x_TD: self.rows(x_TD, flow), x_TD)
 
-        def ffn(x_TD: Tensor) -> Tensor:
-            if self.narrow:
-                whole = flow.whole
-                codes_in, codes_out = (
-                    whole.narrow_operand(getattr(self, name), narrow)
-                    for name, narrow in self.narrow.items()
-                )
-                x_PD = flow.gather(x_TD)
-                share_PD = narrow_ffn(x_PD, codes_in, codes_out, whole.run, flow.sink)
-            else:
-                w_in, w_out = (self.operand(name, flow.whole) for name in ("w_in", "w_out"))
-                products = dense_products(flow.whole.n_valid)
-                share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
-            y_TD = flow.scatter(share_PD)
-            return y_TD if self.gate is None else y_TD * self.share(x_TD, flow)
-
-        return flow.keeper.run(self._kind, ffn, x_TD)
+    def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return [T, D], by no policy of what is kept."""
+        whole = flow.whole
+        if self.narrow:
+            codes_in, codes_out = (
+                whole.narrow_operand(getattr(self, name), narrow)
+                for name, narrow in self.narrow.items()
+            )
+            x_PD = flow.gather(x_TD)
+            share_PD = narrow_ffn(x_PD, codes_in, codes_out, whole.run, flow.sink)
+        else:
+            w_in, w_out = (self.operand(name, whole) for name in ("w_in", "w_out"))
+            products = dense_products(whole.n_valid)
+            if self._blocks > 1:
+                products = block_products(whole.n_valid, self._blocks)
+            share_PD = gated_ffn(flow.gather(x_TD), w_in, w_out, products, flow.sink)
+        y_TD = flow.scatter(share_PD)
+        return y_TD if self.gate is None else y_TD * self.share(x_TD, flow)
 
     def share(self, x_TD: Tensor, flow: Flow) -> Tensor:
         """Return what the gate scales each row's output by [T, 1]."""
@@ -50,6 +56,20 @@ class SwiGlu(Adaptable):
         return self.gate(x_TD, flow).sigmoid()
 
 
+class LowRankFfn(SwiGlu):
+    """A feed-forward between a projection to few features and one back, of each rank's own rows."""
+
+    def __init__(self, hidden: int, latent: int, width: int, blocks: int) -> None:
+        super().__init__(latent, width, blocks=blocks)
+        self.down, self.up = Linear(hidden, latent), Linear(latent, hidden)
+
+    def rows(self, x_TD: Tensor, flow: Flow) -> Tensor:
+        """Return [T, D], by no policy of what is kept."""
+        return self.up(super().rows(self.down(x_TD, flow), flow), flow)
+
+
 def dense_ffn(record: Dense, hidden: int) -> SwiGlu:
     """Build the dense feed-forward of a block."""
-    return SwiGlu(hidden, record.width)
+    if record.latent is not None:
+        return LowRankFfn(hidden, record.latent, record.width, record.blocks)
+    return SwiGlu(hidden, record.width, blocks=record.blocks)

@@ -135,7 +135,12 @@ class Decoder(Record):
         return len(self.blocks) - len(self.multi_token)
 
     def rules(self) -> Iterator[Violation]:
-        """Blocks of further tokens come last, and not alone."""
+        """Layers fit the width; blocks of further tokens come last, and not alone."""
+        for place, stack in enumerate(self.stacks):
+            for number, block in enumerate(stack.blocks):
+                misfits = getattr(block.ffn, "misfits", None)
+                for found in () if misfits is None else misfits(self.hidden):
+                    yield found.under("stacks", place, "blocks", number, "ffn")
         first, said = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
         if not first or any(block.multi_token for block in first):
             rule = "blocks with multi_token come last, after one without"

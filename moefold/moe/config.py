@@ -226,9 +226,14 @@ class Hash(_OwnChoice):
 
 @ROUTER.register
 class RoundRobin(_OwnChoice):
-    """Gives all experts as many tokens, in turns, whatever they are: to measure balanced load."""
+    """Gives all experts as many tokens, in turns, whatever they are: to measure balanced load.
+
+    With ``skew`` it measures unbalanced load: tokens choose by chance.
+    """
 
     kind: Literal["round_robin"] = "round_robin"  # type: ignore[assignment]
+    skew: Annotated[float, Field(ge=0)] = 0.0
+    """Spread (standard deviation) of the logarithms of experts' odds in a layer; 0 is turns."""
 
     owner = "moefold.moe.routers:RoundRobinRouter"
 

@@ -6,7 +6,7 @@ from moefold.kernels.linear.product import Drawn
 from moefold.kernels.quantise.philox import MASK, chance
 from moefold.layers.flow import Flow
 
-JITTER, DROP, HASH = 1, 2, 3
+JITTER, DROP, HASH, SKEW = 1, 2, 3, 4
 """What is drawn for; each has numbers of its own."""
 
 

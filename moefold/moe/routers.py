@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.quantise.philox import chance
-from moefold.moe.config import Capacity, ExpertChoice, Sinkhorn
-from moefold.moe.draws import HASH
+from moefold.moe.config import Capacity, ExpertChoice, RoundRobin, Sinkhorn
+from moefold.moe.draws import HASH, SKEW
 from moefold.moe.router import Router, RoutingContext
 from moefold.moe.topk import select
 
@@ -68,11 +68,22 @@ class HashRouter(Router):
 
 
 class RoundRobinRouter(Router):
-    """Chooses the next K experts for each token of the step."""
+    """Chooses the next K experts for each token of the step, or any by odds that differ."""
+
+    record: RoundRobin
 
     def choose(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Choose without looking at the scores."""
-        top_k, experts = self.record.top_k, self.record.experts
+        top_k, experts, skew = self.record.top_k, self.record.experts, self.record.skew
+        if skew:
+            token_T, key = context.rows.token_T, (SKEW, context.layer)
+            odds_1E, drawn_TE = (
+                chance(of, range(experts), key, word).clamp_min_(2.0**-17)
+                for word, of in enumerate((torch.zeros_like(token_T[:1]), token_T))
+            )
+            # The largest of Gumbel numbers beside logarithms is a draw by odds.
+            drawn_TE = torch.special.ndtri(odds_1E) * skew - drawn_TE.log().neg_().log_()
+            return select(drawn_TE, top_k, valid_T=context.valid_T)
         turn_K = torch.arange(top_k, device=scores_TE.device)
         chosen_TK = (context.rows.token_T[:, None] * top_k + turn_K) % experts
         valid_T = context.valid_T

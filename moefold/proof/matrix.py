@@ -50,6 +50,7 @@ from moefold.proof.subjects import (
 from moefold.run import load_run, recipes
 from moefold.schedule.config import SCHEDULE, Merged, ZeroBubbleH1
 from moefold.spec.decoder import with_multi_token
+from moefold.spec.tuning import freeze
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "dp")
 DEEP_LATER = (
@@ -228,6 +229,18 @@ def uncommon_parts() -> Iterator[ProofCase]:
         [*UNCOMMON, "scaled", "normed", "centred", "formed", "entered"],
         [("tp2", 2), ("cp2", 2), ("tp2 pp2", 4), ("ep2 etp2", 4)],
     )
+
+
+@rule
+def frozen_parts() -> Iterator[ProofCase]:
+    """Weights of each such part frozen, those of one layer and small ones of the others."""
+    some = ("mla", "windowed", "scaled", "normed", "centred", "formed", "dense in parts")
+    for name, layer in product([*UNCOMMON, *some], range(2)):
+        patterns = (f"layers.{layer}.*", "*norm*", "*bias*", "*taps", "*sinks")
+        found = replace(SUBJECTS[name], decoder=freeze(SUBJECTS[name].decoder, patterns))
+        named = [(f"{name} without layer {layer}", found)]
+        yield from _each(named, [("tp2 ep2", 2), ("cp2 etp2", 4)], zero=layer)
+        yield from _each(named, [("", 2), ("pp2", 4)], zero=3)
 
 
 @rule

@@ -19,6 +19,7 @@ from moefold.moe.config import (
     IdleRouter,
     Moe,
     Quantile,
+    RoundRobin,
     Router,
     Shared,
     Z,
@@ -43,6 +44,9 @@ DEEPSEEK = Router(
 TERMS = (Aux(), Aux(over="sequence"), Aux(over="global_batch"), Z())
 ADAMW = AdamW(lr=RATE, clip_norm=CLIP)
 DENSE = Dense(width=16)
+
+PARTED = tuple(Dense(width=16, latent=rank, blocks=n) for rank, n in ((8, 1), (None, 2), (8, 2)))
+"""Feed-forwards of a low rank, of blocks, and of both."""
 
 
 def moe(**changes: Any) -> Moe:
@@ -154,6 +158,7 @@ SUBJECTS: dict[str, Subject] = {
         with_multi_token(decoder(MLA, DENSE, BIASED, tied=True), LATER[1:])
     ),
     "dense": subject(decoder(GQA, DENSE, DENSE)),
+    "dense in parts": subject(decoder(GQA, *PARTED, SHARED)),
 }
 
 
@@ -185,6 +190,8 @@ def router_kinds() -> Iterator[tuple[str, Subject]]:
         router=Router(experts=8, top_k=2, jitter=0.1), capacity=Capacity(factor=0.8, drop="random")
     )
     yield "jitter and drops by chance", subject(decoder(GQA, DENSE, by_chance))
+    skewed = RoundRobin(experts=8, top_k=2, skew=1.5)
+    yield "round robin, skewed", subject(decoder(GQA, DENSE, moe(router=skewed)))
     few = moe(router=ExpertChoice(experts=8, top_k=2, most=3))
     yield "expert choice of few", subject(decoder(GQA, DENSE, few))
     idle = Idle(identity=1, constant=2, zero=1)

@@ -107,6 +107,19 @@ def test_hash_chooses_by_the_token_and_the_layer() -> None:
     assert first.weight.grad.norm() > 0  # scores weigh, and learn
 
 
+def test_a_skew_gives_some_experts_more_others_in_each_layer() -> None:
+    record = RoundRobin(experts=EXPERTS, top_k=2, skew=1.0)
+    x_TD, seen = tilted(), []
+    for layer in (0, 1):
+        routed = [made(record, layer=layer)(x_TD, flow()) for _ in range(2)]
+        first_TK, second_TK = (one.decision.experts_TK for one in routed)
+        assert torch.equal(first_TK, second_TK)
+        assert (first_TK[:ROWS, 0] != first_TK[:ROWS, 1]).all()
+        seen.append(torch.tensor(loads(routed[0])))
+        assert seen[-1].max() > 2 * seen[-1].min() and seen[-1].sum() == 2 * ROWS
+    assert (seen[0] - seen[1]).abs().max() > 20
+
+
 def test_round_robin_gives_all_experts_as_many() -> None:
     router = made(RoundRobin(experts=EXPERTS, top_k=2))
     assert loads(router(tilted(), flow())) == [ROWS * 2 // EXPERTS] * EXPERTS

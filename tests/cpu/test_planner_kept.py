@@ -75,7 +75,9 @@ BLOCKS = {
     "norms after, gate on the output": Block(
         attention=GQA.model_copy(update={"gate": True}), ffn=MOE, norms="after"
     ),
-    "norms on both sides": Block(attention=MLA, ffn=Dense(width=48), norms="both"),
+    "norms on both sides, low rank": Block(
+        attention=MLA, ffn=Dense(width=48, latent=24), norms="both"
+    ),
     "narrow values with a factor, biases and a bound in experts": Block(
         attention=Windowed(
             heads=4, kv_heads=4, head_dim=16, v_dim=8, value_scale=0.7, window=8, gate=True
@@ -99,8 +101,10 @@ BLOCKS = {
         ),
         ffn=MOE.model_copy(update={"weigh": "input"}),
     ),
-    "short convolution": Block(attention=ShortConvolution(taps=3), ffn=Dense(width=48)),
-    "delta net": Block(attention=DELTA, ffn=Dense(width=48)),
+    "short convolution, low rank in blocks": Block(
+        attention=ShortConvolution(taps=3), ffn=Dense(width=48, latent=24, blocks=2)
+    ),
+    "delta net, blocks": Block(attention=DELTA, ffn=Dense(width=48, blocks=4)),
     "decays of channels": Block(attention=DELTA.model_copy(update=CHANNELS), ffn=Dense(width=48)),
     "one norm": Block(
         attention=GQA, ffn=Moe(width=24, router=Router(experts=8, top_k=2)), norms="shared"
@@ -181,8 +185,13 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
     [
         ("norms on heads, shared", "nvfp4", {"keep": ["*.k.weight"]}, None),
         ("latents, sigmoid", "mxfp8", {}, Selective(modules=("mla_up", "experts"))),
-        ("norms on both sides", "fp8_block", {"block": 16}, Selective(modules=("norms", "ffn"))),
-        ("delta net", "fp8_tensor", {}, Selective(modules=("attention",))),
+        (
+            "norms on both sides, low rank",
+            "fp8_block",
+            {"block": 16},
+            Selective(modules=("norms", "ffn")),
+        ),
+        ("delta net, blocks", "fp8_tensor", {}, Selective(modules=("attention",))),
         ("norms on heads, shared", "mxfp8", {"wgrad": "wide"}, None),
     ],
 )

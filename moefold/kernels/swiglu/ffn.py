@@ -40,6 +40,33 @@ def dense_products(n_valid: int | None) -> Products:
     )
 
 
+def block_products(n_valid: int | None, blocks: int) -> Products:
+    """Return the products of a block-diagonal matrix [B, O, I], the same for every row.
+
+    Whole rows [N, B * I] give the blocks' own one after another, [B * N, O], and those whole ones.
+    """
+
+    def apart(rows: Tensor, whole: bool) -> Tensor:
+        """Return the rows of each block [B, N, I]."""
+        if whole:
+            return rows.unflatten(1, (blocks, -1)).transpose(0, 1)
+        return rows.unflatten(0, (blocks, -1))
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        whole = x.shape[1] == blocks * w.shape[2]
+        y = torch.bmm(apart(x, whole), w.mT)
+        return y.flatten(0, 1) if whole else y.transpose(0, 1).flatten(1)
+
+    def gradient(dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
+        both = (apart(rows, rows.shape[0] < other.shape[0]) for rows, other in ((dy, x), (x, dy)))
+        each = (None,) * blocks if into is None else into.unbind(0)
+        valid = zip(*(rows[:, :n_valid] for rows in both), each, strict=True)
+        made = [weight_gradient(*one) for one in valid]
+        return torch.stack(made) if into is None else into
+
+    return Products(product, lambda dy, w: product(dy, w.mT), gradient)
+
+
 def grouped_products(kernel: GroupedKernel, offs_E: Tensor) -> Products:
     """Return the products of one matrix per group [E, O, I]; groups end at ``offs_E``."""
     return Products(

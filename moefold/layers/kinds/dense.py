@@ -1,11 +1,14 @@
 """The dense SwiGLU feed-forward: its record and what it is."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, Self
 
+from moefold.config.errors import Violation
 from moefold.layers.config import FFN, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
+    GATHER,
     NOTHING,
     SMALL_WIDTH,
     LayerSpec,
@@ -29,6 +32,12 @@ class Dense(LayerSpec):
 
     kind: Literal["dense"] = "dense"
     width: Size
+    latent: Size | None = None
+    """Rank of both projections: features that rows have between one more product before them and
+    one after (low-rank feed-forwards, arXiv 2406.16450)."""
+    blocks: Size = 1
+    """Blocks of both projections' diagonals, each with its own features and its share of the
+    width; nothing stands beside them."""
 
     owner = "moefold.layers.ffn:dense_ffn"
     caches = True
@@ -36,33 +45,72 @@ class Dense(LayerSpec):
     @property
     def words(self) -> str:
         """The kind and its width."""
-        return f"dense (width {self.width})"
+        rank = f", rank {self.latent}" if self.latent else ""
+        return f"dense (width {self.width}{rank}{f', {self.blocks} blocks' * (self.blocks > 1)})"
+
+    def rules(self) -> Iterator[Violation]:
+        """Blocks are of equal size."""
+        if self.width % self.blocks:
+            rule = f"must be a multiple of blocks ({self.blocks})"
+            yield Violation(("width",), self.width, rule, rounded_up(self.width, self.blocks))
+        if self.latent is not None:
+            yield from self._misfits(self.latent)
+
+    def misfits(self, hidden: int) -> Iterator[Violation]:
+        """Blocks divide the features that the feed-forward reads."""
+        if self.latent is None:
+            yield from self._misfits(hidden)
+
+    def _misfits(self, features: int) -> Iterator[Violation]:
+        if features % self.blocks:
+            nearest = max(n for n in range(1, self.blocks) if features % n == self.width % n == 0)
+            rule = f"must divide the features that it reads ({features})"
+            yield Violation(("blocks",), self.blocks, rule, nearest)
 
     def _units(self) -> Units:
-        return Units("tp", self.width, "the feed-forward's width")
+        return Units("tp", self.width // self.blocks, "the feed-forward's width")
 
     def weights(self, hidden: int) -> Iterator[Weight]:
-        """Yield gate and up projection as one weight, and the down projection."""
-        units = ((1, self._units()),)
-        yield Weight("w_in", (2, self.width, hidden), units, "ffn")
-        yield Weight("w_out", (hidden, self.width), units, "ffn")
+        """Yield gate and up projection as one weight, and the down projection; a low rank's."""
+        inner, lead = self.latent or hidden, (self.blocks,) * (self.blocks > 1)
+        width, read, at = self.width // self.blocks, inner // self.blocks, len(lead) + 1
+        units, apart = ((at, self._units()),), bool(lead)
+        yield Weight("w_in", (*lead, 2, width, read), units, "ffn", stacked=apart)
+        yield Weight("w_out", (*lead, read, width), units, "ffn", stacked=apart)
+        if self.latent is not None:
+            yield Weight("down.weight", (inner, hidden), (), "ffn")
+            yield Weight("up.weight", (hidden, inner), (), "ffn")
 
     def operations(self, hidden: int) -> Iterator[Operation]:
         """Yield both products and the activation between them."""
         products = (Matmul(("w_in",)), Matmul(("w_out",)))
         traffic = gated_traffic(self.width, units=self._units())
         yield Operation("ffn", products, traffic=(traffic,), launches=4)
+        if self.latent is not None:
+            narrow = (Matmul(("down.weight",), "own"), Matmul(("up.weight",), "own"))
+            yield Operation("latent", narrow, launches=4)
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
-        """Yield the residual, normed rows and the pre-activation."""
+        """Yield the residual, normed rows, those of a low rank, and the pre-activation."""
         yield Saved("residual", shape.row)
         # Under tp the product reads gathered rows, and the norm's output is an input of recompute.
-        only: Modules = frozenset(("ffn", "gather")) if shape.tp > 1 else NOTHING
-        yield from saved_norm(
-            "ffn_norm", shape.rows, shape.hidden, shape, ("w_in",), only, frozenset(("ffn",))
-        )
+        gathered: Modules = GATHER if shape.tp > 1 else NOTHING
+        again: Modules = frozenset(("ffn",))
+        read, only = ("w_in",), gathered | again if gathered else NOTHING
+        if self.latent is not None:
+            read, only = ("down.weight",), NOTHING
+        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, read, only, again)
+        if self.latent is not None:
+            size = shape.rows * self.latent * shape.width
+            part = Saved("ffn.latent", size, again, gathered, module="ffn")
+            yield part if gathered else replace(part, operand=("w_in",))
+            yield Saved("ffn.combined", size, again, module="ffn", operand=("up.weight",))
+            shape = replace(shape, hidden=self.latent)
         yield from saved_feed_forward("ffn", self.width // shape.tp, shape)
 
     def shrunk(self, by: Sizes) -> Self:
-        """Return a small width that tp divides."""
-        return self.model_copy(update={"width": rounded_up(SMALL_WIDTH, by.tp)})
+        """Return a small width that tp divides, and a low rank."""
+        blocks = min(self.blocks, 2)
+        width = blocks * rounded_up(SMALL_WIDTH // blocks, by.tp)
+        latent = self.latent and SMALL_WIDTH // 2
+        return self.model_copy(update={"width": width, "latent": latent, "blocks": blocks})
