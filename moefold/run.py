@@ -32,7 +32,7 @@ from moefold.training.hooks.config import Watch
 RECIPES = Path(__file__).parent / "recipes"
 IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
 """Fields that say what is computed; a folder of checkpoints continues only where they agree."""
-FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"))
+FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"), ("train", "routing"))
 """Fields inside those that may change all the same. Not the micro-batch: balance terms and
 capacity are decided over it."""
 KNOWN = (registry, custom, folder)
@@ -82,7 +82,7 @@ class Run(Record):
             if not misfits and self.optim.group:
                 cut = moment_misfits(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (one.under("layout") for one in cut)
-            yield from () if misfits else self.train.loss.misfits(self)
+            yield from () if misfits else self.train.misfits(self)
             if not misfits and not any(self.layout.rules()) and self.layout.is_split:
                 model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
                 found = self.layout.misfits(model, rows * self.data.seq)

@@ -82,7 +82,8 @@ class Flow:
 
         Its decisions and angles are let go with it.
         """
-        mine = {"keeper": self.keeper.begun(ends), "decisions": Decisions(), "_angles": {}}
+        keeper, decisions = self.keeper.begun(ends), self.decisions.begun()
+        mine = {"keeper": keeper, "decisions": decisions, "_angles": {}}
         return replace(self, sink=sink, unshard=unshard, **mine)
 
     def end_backward(self) -> None:

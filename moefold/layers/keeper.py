@@ -18,10 +18,11 @@ A routing decision is never recomputed: the pass stores it (:class:`Decisions`) 
 of the same pass finds it there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from weakref import ref
 
@@ -45,7 +46,35 @@ Value = TypeVar("Value")
 
 
 class Decisions(dict[str, Any]):
-    """The routing decisions of one micro-batch by layer name: recorded once, then replayed."""
+    """The routing decisions of one micro-batch by layer name: made once, then replayed.
+
+    ``read`` gives those that were made elsewhere; ``tell`` hears of each that is made here.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any] = MappingProxyType({}),
+        read: Callable[[str], Any] | None = None,
+        tell: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        super().__init__(given)
+        self._read, self._tell = read, tell
+
+    def begun(self) -> "Decisions":
+        """Return the decisions of a pass through one chunk: at first those that were given."""
+        return Decisions(self, self._read, self._tell)
+
+    def made(self, key: str) -> Any:
+        """Return what a layer decided, None where it did not yet."""
+        if self._read is not None and key not in self:
+            self[key] = self._read(key)
+        return self.get(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Keep what a layer decided."""
+        if self._tell is not None and key not in self:
+            self._tell(key, value)
+        super().__setitem__(key, value)
 
 
 class _ByStorage(Generic[Value]):

@@ -84,7 +84,7 @@ class MoeFfn(nn.Module):
     def route(self, rows: MoeInput, flow: Flow) -> RoutedRows:
         """Choose each row's experts, once for a micro-batch, and compute the router's terms."""
         with flow.keeper.scope("moe", *rows):
-            routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))
+            routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))
             flow.decisions[self._key], terms = self.balance(routed, flow)
             if self.idle is not None:
                 rows, routed = self.idle(rows, routed, flow, self.residual_scale)

@@ -1,7 +1,7 @@
 """Records of the training step: how long, how much at once, and what a non-finite one does."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from moefold.config.fields import OnDisk
 from moefold.config.slot import Slot
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Asked, Size
+from moefold.spec.decoder import has_routing
 from moefold.training.losses.config import LOSS, CrossEntropy, LossRecord
 
 NONFINITE = Slot("policy on a non-finite step")
@@ -71,6 +72,26 @@ class Lora(Record):
         return max(1, self.rank // top_k) if self.divided and top_k else self.rank
 
 
+class Routing(Record):
+    """What becomes of routers' choices: a folder that holds those of each step, by layer and token.
+
+    What is replayed may come from a run in any layout that read the same data (in reinforcement
+    learning, routing of the sampler in training): experts are as they were, scores and weights are
+    computed anew, so that routers learn.
+    """
+
+    record: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
+    """Where choices are written."""
+    replay: Annotated[str, Field(min_length=1, examples=["./routing"]), OnDisk()] | None = None
+    """Where they are read, in place of choosing."""
+
+    def rules(self) -> Iterator[Violation]:
+        """One of both."""
+        if (self.record is None) == (self.replay is None):
+            rule = "must stand alone beside record" if self.record else "must be given, or record"
+            yield Violation(("replay",), self.replay, rule, None if self.record else "./routing")
+
+
 class Train(Record):
     """How long, how much per step, in which number format."""
 
@@ -92,6 +113,19 @@ class Train(Record):
     freeze: tuple[str, ...] = ()
     """Patterns of global names of parameters that are not trained, such as ``*.router.*``: they
     have no gradient and no optimizer state, and lie in memory as products read them alone."""
+
+    routing: Routing | None = None
+    """Whether routers' choices are written, or read in place of being made; none: neither."""
+
+    def misfits(self, run: Any) -> Iterator[Violation]:
+        """Yield where the loss, or what becomes of routers' choices, does not fit the run."""
+        yield from self.loss.misfits(run)
+        if self.routing is not None and run.layout.graphs != "none":
+            rule = "must be none: the host sees no choice of a step that is a graph (train.routing)"
+            yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
+        if self.routing is not None and not any(has_routing(b.ffn) for b in run.decoder().blocks):
+            rule = "must be left out: no layer has experts to choose from"
+            yield Violation(("train", "routing"), self.routing, rule, None)
 
     def rules(self) -> Iterator[Violation]:
         """Micro-batches make up the batch."""

@@ -35,7 +35,6 @@ from moefold.model.generate import generate
 from moefold.optim.norm import clip_scale
 from moefold.parallel.apply import build as build_parts
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.score import continuing
 from moefold.planner.count import count
 from moefold.planner.notes import notes
@@ -53,6 +52,7 @@ from moefold.training.precision import PrecisionChoice, prepare_products
 from moefold.training.recompute import settle_recompute
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
+from moefold.training.routing import executor_of
 from moefold.training.saving import Saver
 from moefold.training.state import Progress, contents, form, held_by, restore
 from moefold.training.step import StepFigures, gradients
@@ -158,7 +158,7 @@ class Trainer:
                     self.data = ShardedState(placed, valued=scratch is None)
                     self.optimizer = self.data.optimizer(run.optim)
                 self.placed, self.model = self.data.placed, self.data.placed.model
-                self.executor = executor_of(self.data)
+                self.executor = executor_of(self.data, run.train.routing)
                 self.counts = count(self.decoder)
                 rate = self.precision.machine
                 self.utilisation = Utilisation(rate, self.model.recipe.dtype, world)

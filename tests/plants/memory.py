@@ -96,7 +96,7 @@ PLANTS = (
         "tests/gloo/test_parallel_pipeline_counts.py::"
         "test_b60_what_is_made_again_is_made_once_and_nothing_else",
         "moe/layer.py",
-        "flow, flow.decisions.get(self._key))",
+        "flow, flow.decisions.made(self._key))",
         "flow, None)",
     ),
     Plant(

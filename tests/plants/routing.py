@@ -17,6 +17,8 @@ B87 = (
     "test_b87_rows_of_a_latent_mixture_are_narrow_between_two_projections"
 )
 B88 = "tests/cpu/test_optim_qk_clip.py::test_b88_heads_beyond_the_bound_are_scaled_to_it"
+B98 = "tests/cpu/test_layers_ffn.py::test_b98_a_low_rank_and_blocks_are_those_matrices"
+B99 = "tests/cpu/test_training_routing.py::test_b99_"
 B86 = "tests/cpu/test_moe_routers.py::"
 
 PLANTS = (
@@ -123,7 +125,7 @@ PLANTS = (
         "each run of the layer decides anew",
         MODEL + "test_b16_recompute_never_routes_again",
         "moe/layer.py",
-        "routed = self.router(rows.x_TD, flow, flow.decisions.get(self._key))",
+        "routed = self.router(rows.x_TD, flow, flow.decisions.made(self._key))",
         "routed = self.router(rows.x_TD, flow)",
     ),
     Plant(
@@ -409,5 +411,61 @@ PLANTS = (
         "optim/config.py",
         "return (heads, shape[0] // heads, shape[1])",
         "return (1, shape[0], shape[1])",
+    ),
+    Plant(
+        "b98",
+        "blocks of a feed-forward learn what others should",
+        B98,
+        "kernels/swiglu/ffn.py",
+        "return torch.stack(made) if into is None else into",
+        "return torch.stack(made[::-1]) if into is None else into",
+    ),
+    Plant(
+        "b98",
+        "weights of blocks learn from padding",
+        B98,
+        "kernels/swiglu/ffn.py",
+        "zip(*(rows[:, :n_valid] for rows in both), each, strict=True)",
+        "zip(*both, each, strict=True)",
+    ),
+    Plant(
+        "b99",
+        "a pass forgets the decisions that it was given",
+        B99 + "choices_are_those_of_their_tokens",
+        "layers/flow.py",
+        "self.decisions.begun()",
+        "Decisions()",
+    ),
+    Plant(
+        "b99",
+        "each micro-batch replays the choices of the first",
+        B99 + "choices_are_those_of_their_tokens",
+        "training/routing.py",
+        "self._chosen[key][part]",
+        "self._chosen[key][: part.stop - part.start]",
+    ),
+    Plant(
+        "b99",
+        "choices stay in the order of the file",
+        B99 + "choices_are_those_of_their_tokens",
+        "training/routing.py",
+        "wanted_NK[to_M] = chosen_MK[here_M]",
+        "wanted_NK[: len(to_M)] = chosen_MK[here_M]",
+    ),
+    Plant(
+        "b99",
+        "what was dropped is sent when it is replayed",
+        B99 + "a_replay_is_the_run_itself",
+        "training/routing.py",
+        "kept_NK = chosen_NK >= 0\n",
+        "kept_NK = chosen_NK == chosen_NK\n",
+    ),
+    Plant(
+        "b99",
+        "ids of tokens are not compared",
+        B99 + "what_was_recorded_of_another_run_is_refused",
+        "training/routing.py",
+        "id_M[here_M] != id_N[to_M]",
+        "id_M[here_M] != id_M[here_M]",
     ),
 )

@@ -1,0 +1,189 @@
+"""Routers' choices of a run on disk: recorded as they are made, and read again in their place.
+
+A choice is known by step, layer and the token's number in the step, which no layout changes: what
+ranks of one layout write, those of any other read. Each rank writes a file a step,
+``STEP/RANK-of-RANKS.safetensors``, of its rows that are tokens: ``token`` and ``id`` (numbers and
+ids of tokens), and ``layers.N`` [tokens, places] for each layer here: the experts, best first, or
+``-1 - expert`` where capacity dropped it. A second form of a step replaces the first.
+
+T token rows, K places for experts in a row, N tokens of this rank in a step, M of a file.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moefold.data.batch import MicroBatch
+from moefold.files import make_folder
+from moefold.layers.flow import Flow
+from moefold.layers.keeper import Decisions
+from moefold.moe.router import Decision
+from moefold.parallel.apply import ModelParts
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline import graphs
+from moefold.parallel.pipeline.executor import StepResult
+from moefold.training.config import Routing
+from moefold.training.routing_trace import RoutingError, recording, step_files
+
+FILE = "{}-of-{}.safetensors"
+ABSENT = -(1 << 31)
+"""What stands where nothing was read."""
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return where the choices of a step are, counted from 0."""
+    return folder / f"step-{step:08d}"
+
+
+def _tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
+    """Return int64 numbers and ids of the tokens of micro-batches, on the host."""
+    rows = [flow.rows for flow in flows]
+    parts = zip(*((r.token_T[: r.n_valid], r.ids_T[: r.n_valid]) for r in rows), strict=True)
+    numbers, ids = (torch.cat(part).cpu() for part in parts)
+    return numbers, ids
+
+
+class ChoiceWriter:
+    """Writes what this rank's routers choose in a step."""
+
+    def __init__(self, folder: Path, placed: ModelParts) -> None:
+        self._folder, self._placed = folder, placed
+        self._chosen = dict[str, dict[int, Tensor]]()
+        self._tokens: tuple[Tensor, ...] = ()
+
+    def begin(self, flows: Sequence[Flow]) -> list[Flow]:
+        """Return the passes of a step, which tell their decisions."""
+        self._chosen, self._tokens = {}, _tokens(flows)
+        tellers = (partial(self._tell, number, flow.rows) for number, flow in enumerate(flows))
+        pairs = zip(flows, tellers, strict=True)
+        return [replace(flow, decisions=Decisions(tell=tell)) for flow, tell in pairs]
+
+    def _tell(self, number: int, rows: MicroBatch, key: str, decision: Any) -> None:
+        if not isinstance(decision, Decision):
+            return
+        chosen_TK, kept_TK = decision.experts_TK, decision.kept_TK
+        if kept_TK is not None:
+            chosen_TK = torch.where(kept_TK, chosen_TK, -1 - chosen_TK)
+        narrow_NK = chosen_TK[: rows.n_valid].to(torch.int32)
+        self._chosen.setdefault(key, {})[number] = narrow_NK.to("cpu", non_blocking=True)
+
+    def end(self) -> None:
+        """Write the step."""
+        world, model = self._placed.world, self._placed.model
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        folder = step_folder(self._folder, model.recipe.step)
+        make_folder(folder)
+        for path in folder.glob(FILE.format("*", "*")):
+            if not path.match(FILE.format("*", world.size)):
+                path.unlink(missing_ok=True)  # of another layout, before the run went on from it
+        held = dict[str, Tensor](zip(("token", "id"), self._tokens, strict=True))
+        for key, parts in self._chosen.items():
+            held[key] = torch.cat([parts[number] for number in sorted(parts)])
+        choices = {f"layers.{n}": one.record.router.choices for n, one in model.mixtures()}
+        path = folder / FILE.format(world.rank, world.size)
+        save_file(held, path.with_suffix(".part"), {"choices": json.dumps(choices)})
+        path.with_suffix(".part").replace(path)
+
+
+class ChoiceReader:
+    """Reads what routers chose in a step of a run that was recorded, in whatever layout."""
+
+    def __init__(self, folder: Path, placed: ModelParts) -> None:
+        self._folder, self._recipe = folder, placed.model.recipe
+        self._layers = {f"layers.{n}": one.record for n, one in placed.model.mixtures()}
+        self._chosen = dict[str, Tensor]()
+
+    def begin(self, flows: Sequence[Flow]) -> list[Flow]:
+        """Return the passes of a step, with decisions that were made elsewhere.
+
+        Raises:
+            RoutingError: where not all of them are there, or they are of other tokens or layers.
+        """
+        folder, (token_N, id_N) = step_folder(self._folder, self._recipe.step), _tokens(flows)
+        places = {key: record.router.places for key, record in self._layers.items()}
+        empty = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)
+        self._chosen = {key: empty.repeat(1, number) for key, number in places.items()}
+        for path in step_files(folder) if len(token_N) else ():
+            self._read(path, token_N, id_N)
+        for key, chosen_NK in self._chosen.items():
+            if (missing := (chosen_NK[:, 0] == ABSENT).nonzero()).numel():
+                raise RoutingError(
+                    f"{folder}: holds no choice of {key} for token {token_N[missing[0, 0]]} of the "
+                    "step: replay what a run of the same data, batch and layers recorded"
+                )
+        parts = pairwise(accumulate((flow.rows.n_valid for flow in flows), initial=0))
+        readers = (
+            partial(self._decision, flow.rows, slice(*part))
+            for flow, part in zip(flows, parts, strict=True)
+        )
+        pairs = zip(flows, readers, strict=True)
+        return [replace(flow, decisions=Decisions(read=read)) for flow, read in pairs]
+
+    def _read(self, path: Path, token_N: Tensor, id_N: Tensor) -> None:
+        """Take from a file the choices for tokens that are here."""
+        with recording(path, "pt") as (file, said):
+            token_M, id_M = file.get_tensor("token"), file.get_tensor("id")
+            sorted_N, order_N = token_N.sort()
+            at_M = torch.searchsorted(sorted_N, token_M).clamp(max=len(sorted_N) - 1)
+            here_M = sorted_N[at_M] == token_M
+            to_M = order_N[at_M[here_M]]
+            other = (id_M[here_M] != id_N[to_M]).nonzero()
+            if other.numel():
+                at = other[0, 0]
+                raise RoutingError(
+                    f"{path}: token {token_M[here_M][at]} of the step was {id_M[here_M][at]}, and "
+                    f"is {id_N[to_M][at]} in this run: replay what a run of the same data in the "
+                    "same order recorded"
+                )
+            for key in sorted(self._chosen.keys() & said.keys()):
+                chosen_MK, wanted_NK = file.get_tensor(key), self._chosen[key]
+                asked = wanted_NK.shape[1], self._layers[key].router.choices
+                wrong = (chosen_MK < -asked[1]) | (chosen_MK > asked[1])
+                if (chosen_MK.shape[1], said[key]) != asked or bool(wrong.any()):
+                    raise RoutingError(
+                        f"{path}: {key} chose {chosen_MK.shape[1]} of {said[key]} experts, and "
+                        f"chooses {asked[0]} of {asked[1]} in this run"
+                    )
+                wanted_NK[to_M] = chosen_MK[here_M]
+
+    def _decision(self, rows: MicroBatch, part: slice, key: str) -> Decision:
+        """Return the decision of a layer for one micro-batch."""
+        chosen_NK, record = self._chosen[key][part].to(torch.int64), self._layers[key]
+        kept_NK = chosen_NK >= 0
+        experts_NK = torch.where(kept_NK, chosen_NK, -1 - chosen_NK)
+        more, device = (0, 0, 0, rows.rows - rows.n_valid), rows.ids_T.device
+        experts_TK = pad(experts_NK, more, value=record.router.choices).to(device)
+        return Decision(experts_TK, pad(kept_NK, more).to(device) if record.capacity else None)
+
+    def end(self) -> None:
+        """Let go of the step."""
+        self._chosen = {}
+
+
+def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any]:
+    """Return what makes an executor of each step, by ``layout.graphs`` and ``train.routing``."""
+    inner = graphs.executor_of(data)
+    if record is None:
+        return inner
+    kind = ChoiceWriter if record.record else ChoiceReader
+    log = kind(Path(record.record or record.replay or ""), data.placed)
+
+    def make(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> graphs.GraphedStep:
+        def run() -> StepResult:
+            left = inner(placed, log.begin(flows), *more).run()
+            log.end()
+            return left
+
+        return graphs.GraphedStep(run)
+
+    return make

@@ -1,0 +1,153 @@
+"""What a recording of routers' choices shows, a line of JSON for each step and layer. Torch-free.
+
+N tokens of a step, K places for experts in a row, E experts, U different token ids.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+BUSY = 0.1
+"""Share of the experts, the busiest, whose part of all choices is told."""
+
+
+class RoutingError(ValueError):
+    """A recording of routers' choices that is not whole, or of other tokens or layers."""
+
+
+@contextmanager
+def recording(path: Path, library: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """Open a file of choices, with the number of choices of each of its layers.
+
+    Raises:
+        RoutingError: where it is no such file, or a damaged one.
+    """
+    try:
+        with safe_open(path, library) as file:
+            yield file, json.loads(file.metadata()["choices"])
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise RoutingError(f"{path}: is no file of routers' choices: {error}") from error
+
+
+class LayerChoices(NamedTuple):
+    """A layer's choices in a step, in the order of the tokens."""
+
+    experts: int
+    id_N: np.ndarray
+    chosen_NK: np.ndarray
+
+    @property
+    def expert_NK(self) -> np.ndarray:
+        """Experts, dropped ones among them; E where a place is empty."""
+        return np.where(self.chosen_NK < 0, -1 - self.chosen_NK, self.chosen_NK)
+
+    def by_id(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the different ids [U], and how often each chose each expert [U, E]."""
+        known_U, at_N = np.unique(self.id_N, return_inverse=True)
+        size = self.experts + 1
+        cell_NK = at_N.reshape(-1, 1) * size + self.expert_NK
+        counts = np.bincount(cell_NK.ravel(), minlength=len(known_U) * size)
+        return known_U, counts.reshape(len(known_U), size)[:, :-1]
+
+
+def read_step(files: list[Path]) -> dict[str, LayerChoices]:
+    """Return the choices of a step by layer, from the files of all ranks."""
+    parts = dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]()
+    experts = dict[str, int]()
+    for path in files:
+        with recording(path, "np") as (file, said):
+            token_N, id_N = file.get_tensor("token"), file.get_tensor("id")
+            for key in said.keys() & set(file.keys()):
+                experts[key] = said[key]
+                parts.setdefault(key, []).append((token_N, id_N, file.get_tensor(key)))
+    found = {}
+    for key in sorted(parts, key=lambda key: int(key.split(".")[1])):
+        token_N, id_N, chosen_NK = map(np.concatenate, zip(*parts[key], strict=True))
+        order_N = token_N.argsort()
+        found[key] = LayerChoices(experts[key], id_N[order_N], chosen_NK[order_N])
+    return found
+
+
+def concentration(layer: LayerChoices) -> dict[str, Any]:
+    """Return how evenly experts are chosen: shares, entropy (1 is even), and the busiest's part."""
+    load_E = np.bincount(layer.expert_NK.ravel(), minlength=layer.experts + 1)[: layer.experts]
+    share_E = load_E / max(load_E.sum(), 1)
+    filled = share_E[share_E > 0]
+    busiest = np.sort(share_E)[::-1][: max(1, round(BUSY * layer.experts))]
+    even = log(layer.experts) if layer.experts > 1 else 1.0
+    return {
+        "load": [round(float(share), 6) for share in share_E],
+        "entropy": float(-(filled * np.log(filled)).sum() / even),
+        "max_over_mean": float(share_E.max() * layer.experts),
+        "busiest_tenth": float(busiest.sum()),
+        "dead_experts": int((load_E == 0).sum()),
+        "dropped": float((layer.chosen_NK < 0).mean()),
+    }
+
+
+def stability(before: LayerChoices, now: LayerChoices) -> dict[str, float]:
+    """Return what of an earlier step's choices is found again.
+
+    ``load_kept`` is what both loads have in common. ``choices_kept`` is that of the choices of each
+    token id that stands in both steps, averaged over its tokens now; ``ids_kept`` is how many
+    tokens have such an id. All are shares.
+    """
+    (ids_U, counts_UE), (ids_V, counts_VE) = before.by_id(), now.by_id()
+    _, at_U, at_V = np.intersect1d(ids_U, ids_V, assume_unique=True, return_indices=True)
+
+    def common(one_E: np.ndarray, other_E: np.ndarray) -> np.ndarray:
+        total, others = (x.sum(-1, keepdims=True).clip(1) for x in (one_E, other_E))
+        return np.minimum(one_E / total, other_E / others).sum(-1)
+
+    weight_V = counts_VE[at_V].sum(1)
+    kept_V = common(counts_UE[at_U], counts_VE[at_V])
+    return {
+        "load_kept": float(common(counts_UE.sum(0), counts_VE.sum(0))),
+        "choices_kept": float((kept_V * weight_V).sum() / max(weight_V.sum(), 1)),
+        "ids_kept": float(weight_V.sum() / max(counts_VE.sum(), 1)),
+    }
+
+
+def lines(folder: Path, tokens: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each step and layer, with each token's experts where asked.
+
+    Raises:
+        RoutingError: where the folder holds no recording, or not all files of a step.
+    """
+    before = dict[str, LayerChoices]()
+    steps = sorted(at for at in folder.glob("step-*") if at.name[5:].isdecimal())
+    if not steps:
+        raise RoutingError(f"{folder}: holds no step; train with train.routing.record={folder}")
+    for at in steps:
+        layers = read_step(step_files(at))
+        for key, layer in layers.items():
+            line: dict[str, Any] = {"step": int(at.name.split("-")[1]), "layer": key}
+            line |= {"tokens": len(layer.id_N), **concentration(layer)}
+            line |= stability(before[key], layer) if key in before else {}
+            if tokens:
+                line |= {"ids": layer.id_N.tolist(), "experts": layer.chosen_NK.tolist()}
+            yield line
+        before = layers
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Return the files of a step, of all ranks that made it.
+
+    Raises:
+        RoutingError: where some are missing.
+    """
+    found = sorted(folder.glob("*-of-*.safetensors"))
+    ranks = {int(path.stem.rpartition("-")[2]) for path in found}
+    if len(ranks) != 1 or len(found) != max(ranks):
+        there = f"{len(found)} of the files of {max(ranks)} ranks" if found else "no choices"
+        raise RoutingError(
+            f"{folder}: holds {there}: name a folder that train.routing.record filled, and that "
+            "has every step"
+        )
+    return found
