@@ -1,14 +1,15 @@
-"""Steps of fixed shapes: the host reads nothing in their passes, and what a graph of them gives.
+"""Steps of fixed shapes: the host reads nothing in their passes, and what graphs of them give.
 
 Writes ``CHIP_capture.json``. Each row is one way of sending rows, on one rank of ep8 whose
 exchanges are copies, or on a device alone. Passes run
-where torch raises at any wait of the host; ten steps as a graph are held to ten that run as they
-are. Seconds, kernels and peak memory of both. A CPU has no graphs: there both run as they are.
+where torch raises at any wait of the host; ten steps as one graph, and ten whose blocks' parts are
+graphs, are held to ten that run as they are. Seconds, kernels and peak memory of each. A CPU has no
+graphs: there all run as they are.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from moefold.optim.norm import clip_scale
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, StepResult
-from moefold.parallel.pipeline.graphs import StepGraphs
+from moefold.parallel.pipeline.graphs import executor_of
 from moefold.training.step import gradients
 
 STEPS, EP = 10, 8
@@ -39,7 +40,7 @@ class WayTrial(Trial):
     @property
     def layout(self) -> Layout:
         """Where its parts live."""
-        given = dict(self.way)
+        given = {"graphs": self.graphs, **self.way}
         if kind := given.pop("dispatch", ""):
             rows = round(ROOM * self.copies) // (EP if kind == "padded" else 1)
             given |= {"sizes": f"ep{EP}", "zero": 0, "dispatch": {"kind": kind, "max_rows": rows}}
@@ -89,11 +90,11 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     with apart() if ranks > 1 else nullcontext():
         told: dict[str, list[float]] = {}
-        for form in ("eager", "graph"):
-            data = parts_of(trial, ranks, bench.device)
+        for form in ("none", "partial", "step"):
+            data = parts_of(replace(trial, graphs=form), ranks, bench.device)
             if on_device:
                 torch.cuda.reset_peak_memory_stats()
-            step, told[form] = stepping(data, trial, form == "graph" and on_device)
+            step, told[form] = stepping(data, trial)
             for _ in range(1 if bench.smoke else STEPS):
                 step()
             figures = bench.timed({form: step})[form]._asdict()
@@ -102,22 +103,19 @@ def measured(bench: Bench, trial: Trial) -> Mapping[str, Any]:
             found[form] = figures
         if on_device:
             gradients(data, drawn_rows(trial), LOSS_CHUNK, executor=Silent)
-    pairs = zip(told["eager"], told["graph"], strict=True)
-    found["apart"] = max(abs(one - other) / abs(one) for one, other in pairs)
+    found["apart"] = max(
+        abs(one - other) / abs(one)
+        for form in ("partial", "step")
+        for one, other in zip(told["none"], told[form], strict=True)
+    )
     found["reads"] = 0 if on_device else None
     assert found["apart"] < 2e-3, f"steps of a graph are {found['apart']} off"
     return found
 
 
-def stepping(
-    data: ShardedState, trial: Trial, graphed: bool
-) -> tuple[Callable[[], None], list[float]]:
+def stepping(data: ShardedState, trial: Trial) -> tuple[Callable[[], None], list[float]]:
     """Return a call that makes a step of other rows each time, and what the steps tell."""
-    optimizer, told = data.optimizer(OPTIMIZER), list[float]()
-    executor: Any = Executor
-    if graphed:
-        data.placed.model.recipe.copies_stay = True
-        executor = StepGraphs([*data.placed.model.parameters(), *data.params.values()])
+    optimizer, told, executor = data.optimizer(OPTIMIZER), list[float](), executor_of(data)
 
     def step() -> None:
         rows = drawn_rows(trial, seed=len(told))

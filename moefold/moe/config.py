@@ -417,6 +417,12 @@ class Moe(MoeSpec):
         return self.capacity is not None or router.partial or router.unsent is not None
 
     @property
+    def draws(self) -> bool:
+        """Whether a router's jitter or drops are drawn."""
+        by_chance = self.capacity is not None and self.capacity.drop == "random"
+        return bool(self.router.jitter) or by_chance
+
+    @property
     def formed(self) -> bool:
         """Whether routed experts compute more than SwiGLU, weighed as it is given."""
         return self.expert_bias or self.activation is not None or self.weigh == "input"

@@ -17,7 +17,16 @@ from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import violations
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
-from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, Vee, tabulate
+from moefold.schedule.config import (
+    SCHEDULE,
+    DualPipeV,
+    Interleaved,
+    Merged,
+    OneFOneB,
+    Schedule,
+    Vee,
+    tabulate,
+)
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
 
@@ -77,9 +86,10 @@ class Layout(Record):
     """Activations that lie in the host's memory or on disk between forward and backward."""
     experts: Literal["auto", "grouped", "triton", "loop"] = "auto"
     """Kernel of the experts' products: torch's grouped product, own kernels, or a loop."""
-    graphs: Literal["none", "step"] = "none"
-    """Whether a step's forward and backward are one CUDA graph: fewer launches for the host, on one
-    device that makes whole steps; elsewhere than on CUDA steps run as they are."""
+    graphs: Literal["none", "partial", "step"] = "none"
+    """CUDA graphs, so that the host launches less: of each block's parts but for what is sent, and
+    for experts where as many rows come in each pass; or of a step's forward and backward as one.
+    Elsewhere than on CUDA steps run as they are."""
 
     def rules(self) -> Iterator[Violation]:
         """Each axis is named once; the rest is between the layout and the model."""
@@ -121,22 +131,41 @@ class Layout(Record):
             misfits = self.recompute.misfits(self.offload)
         yield from (broken.under("recompute") for broken in misfits)
         yield from self._schedule_misfits()
-        yield from self._graph_misfits()
+        yield from self._graph_misfits(model)
 
-    def _graph_misfits(self) -> Iterator[Violation]:
-        """Yield what a CUDA graph of a step lacks: other ranks, copies to and from elsewhere."""
+    def _graph_misfits(self, model: ModelNeeds) -> Iterator[Violation]:
+        """Yield what CUDA graphs lack: copies to and from elsewhere, values that are read."""
         if self.graphs == "none":
             return
-        sizes, again = self.split, self.recompute
-        leaves = isinstance(again, Auto) and bool(again.host or again.disk)
+        sizes, again, whole = self.split, self.recompute, self.graphs == "step"
+        leaves = self.offload is not None and bool(self.offload.host or self.offload.disk)
+        leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
+        sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedRoom)
         broken = {
-            "one device makes a whole step": sizes.smallest_world > 1 or sizes.vpp > 1,
-            "activations stay on the device": self.offload is not None or leaves,
+            "activations stay on the device": leaves,
             "state stays on the device": self.state.away,
+            "no context ranks send rows while attention runs": sizes.cp > 1,
+            "no passes run beside each other": isinstance(self.schedule, Merged | DualPipeV),
+            "no router draws by the step's number": any(
+                getattr(spec, "draws", False) for spec in model.specs
+            ),
         }
         for rule, wrong in broken.items():
             if wrong:
-                yield Violation(("graphs",), self.graphs, f"{rule} where a step is a graph", "none")
+                yield Violation(("graphs",), self.graphs, f"{rule} where passes are graphs", "none")
+        if whole and sizes.pp * sizes.vpp > 1:
+            rule = "a rank makes the whole of a step that is one graph, without a pipeline"
+            yield Violation(("graphs",), self.graphs, rule, "partial")
+        if whole and sends:
+            rule = (
+                "row counts are read, which a step that is one graph cannot: dispatch padded and "
+            )
+            rule += "spread have fixed shapes, and graphs: partial leaves out what is sent"
+            yield Violation(("graphs",), self.graphs, rule, "partial")
+        if self.zero > 1:
+            rule = "at most 1 with layout.graphs, which read weights and add to gradients where "
+            rule += "these lay"
+            yield Violation(("zero",), self.zero, rule, 1 if not whole else 0)
 
     def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
         """Yield what keeps the schedule from running a step, however many data ranks share it.
@@ -204,10 +233,11 @@ class Layout(Record):
 
     def misfits_over(self, world: int) -> Iterator[Violation]:
         """Yield what does not fit so many ranks, beside the sizes."""
-        if self.graphs != "none" and world > self.split.smallest_world:
-            rule = f"one device makes a whole step where it is a graph, and not {world}"
-            yield Violation(("graphs",), self.graphs, rule, "none")
         copies = world // (self.split.tp * self.split.pp)
+        if self.graphs == "step" and self.zero == 1 and copies > 1:
+            rule = "sums gradients while passes run, which a step that is one graph cannot: 0, or "
+            rule += "graphs: partial"
+            yield Violation(("zero",), self.zero, rule, 0)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
             rule = f"divides the {copies} ranks that hold copies of dense weights"
             yield Violation(

@@ -149,7 +149,8 @@ def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
     for name, spec in halves(block):
         # With clones the experts' products run at once, and their sums wait.
         if spec.routing is not None and shape.clones > 0:
-            found = [part for part in found if part.module != "experts"]
+            here = [part for part in found if part.module != "experts"]
+            found = [part for part in here if part.name != "offsets"]
             found.append(_part("experts.sums", experts_here(spec, shape) * STATISTIC))
         summed = (w for w in spec.weights(shape.hidden) if len(w.shape) == 1 or w.summed)
         vectors = sum(round(w.part(shape.tp, shape.ep, shape.etp)) for w in summed)

@@ -28,6 +28,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.pipeline.executor import Factors
 from moefold.parallel.pipeline.graphs import executor_of
 from moefold.parallel.pipeline.lanes import Lanes
+from moefold.parallel.pipeline.recording import WARM
 from moefold.training.step import gradients
 from tests.cpu.runs import raw_run
 from tests.cpu.small import padded_rows, relative, same
@@ -154,11 +155,12 @@ def test_a_whole_step_waits_once_for_the_device() -> None:
     assert sum(found.values()) == 1, found
 
 
+@pytest.mark.parametrize("by", ["partial", "step"])
 @pytest.mark.parametrize("recompute", [None, "full"], ids=["kept", "again"])
-def test_a_step_that_is_replayed_is_the_step(recompute: str | None) -> None:
+def test_a_step_that_is_replayed_is_the_step(recompute: str | None, by: str) -> None:
     """Other rows in each step, and weights that move between them: losses, norms and weights."""
     found: list[list[float]] = []
-    for graphs in ("none", "step"):
+    for graphs in ("none", by):
         trial = small_trial()
         chosen = {"graphs": graphs, "recompute": recompute and {"kind": recompute}}
         layout = Layout.model_validate({k: v for k, v in chosen.items() if v})
@@ -174,7 +176,9 @@ def test_a_step_that_is_replayed_is_the_step(recompute: str | None) -> None:
         weights = [float(p.detach().double().norm()) for p in data.params.values()]
         found.append(figures + weights)
         if graphs == "step":
-            assert len(executor._captured) == 1, "steps of one shape are one graph"
+            assert len(executor.recorded) == 1, "steps of one shape are one graph"
+        if graphs == "partial":
+            assert len(executor.keywords["graphs"].passes) == 1, "one pass is in flight at once"
     # Sums of gradients of the embedding are made in another order.
     assert found[1] == pytest.approx(found[0], rel=2e-3)
     assert len({*found[0][:6]}) > 2
@@ -186,9 +190,9 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
     executor = executor_of(data)
     for rows in (8, 16):
         other = replace(trial, rows=rows)
-        for _ in range(4):
+        for _ in range(WARM + 2):
             gradients(data, drawn_rows(other), 16, executor=executor)
-    assert len(executor._captured) == 2
+    assert len(executor.recorded) == 2
 
     def loss(x_TD: Tensor, flow: Flow, scale: Tensor) -> tuple[Tensor, Tensor]:
         return x_TD.sum() * float(scale), x_TD
@@ -196,7 +200,7 @@ def test_another_shape_is_another_graph_and_a_wait_is_refused() -> None:
     factors = Factors(*(torch.ones(n, device="cuda") for n in (1, trial.micro_batches)))
     with pytest.raises(RuntimeError, match="Use graphs: none"):
         flows = [flow_of(data.placed, rows) for rows in drawn_rows(trial)]
-        executor._capture(data.placed, flows, factors, loss)
+        executor._recorded(data.placed, flows, factors, loss)
 
 
 def test_rows_come_to_the_device_as_they_are(device: torch.device) -> None:

@@ -55,8 +55,8 @@ PLANTS = (
         "whole gradients begin with what was in their memory",
         B13,
         BUCKET,
-        "self.gradients = self._zeros(self.length * self.inside.size)",
-        "self.gradients = self._zeros(self.length * self.inside.size) + 1",
+        "self.gradients = whole\n",
+        "self.gradients = whole + 1\n",
     ),
     Plant(
         "b30",

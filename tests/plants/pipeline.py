@@ -3,6 +3,7 @@
 from tests.plants.plant import Plant
 
 BUGS = "tests/gloo/test_parallel_pipeline_bugs.py::"
+GRAPHS = "tests/cpu/test_graphs.py::"
 B03 = BUGS + "test_b03_a_tied_embedding_is_summed_over_stages_and_counts_once"
 B06 = BUGS + "test_b06_router_terms_of_every_stage_reach_its_routers"
 B29 = BUGS + "test_b29_every_chunk_takes_its_own_micro_batch"
@@ -73,6 +74,54 @@ PLANTS = (
         B42,
         "parallel/pipeline/lanes.py",
         "            self._stream.wait_event(ready)\n",
+        "",
+    ),
+    Plant(
+        "b97",
+        "sums of gradients go on from the last step's",
+        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        "parallel/pipeline/partial.py",
+        "parameter.grad = sums.zero_()",
+        "parameter.grad = sums",
+    ),
+    Plant(
+        "b97",
+        "router terms lie where the next micro-batch leaves its own",
+        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        "parallel/pipeline/passes.py",
+        "values.clone() for at, values in noted.items()",
+        "values for at, values in noted.items()",
+    ),
+    Plant(
+        "b97",
+        "a pass by graphs reads the rows of the one that was recorded",
+        GRAPHS + "test_b97_ten_steps_by_graphs_are_ten_steps",
+        "parallel/pipeline/partial.py",
+        "            refill(found.flow, flow)\n",
+        "",
+    ),
+    Plant(
+        "b97",
+        "graphs read where a weight lay before it moved",
+        GRAPHS + "test_b97_weights_that_moved_are_read_where_they_are",
+        "parallel/pipeline/graphs.py",
+        "            self.recorded.clear()\n",
+        "            pass\n",
+    ),
+    Plant(
+        "b97",
+        "shapes beyond the most are recorded too",
+        GRAPHS + "test_b97_shapes_have_graphs_of_their_own_and_few_have_any",
+        "parallel/pipeline/recording.py",
+        " and len(self._known) < SHAPES",
+        "",
+    ),
+    Plant(
+        "b97",
+        "products that wait are put on the queue as they are recorded alone",
+        "tests/gloo/test_graphs.py::test_b97_steps_by_graphs_are_the_steps",
+        "parallel/pipeline/partial.py",
+        "            waiting += held.waiting\n",
         "",
     ),
 )

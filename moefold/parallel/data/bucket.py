@@ -112,6 +112,8 @@ class Bucket:
     """Of whole weights, where that is not what products take."""
     per_item = 1
     """Elements that one of those holds."""
+    gradients_stay = False
+    """Whether whole gradients lie where they lay, as recorded graphs add to them."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class Bucket:
         items = self.length * inside.size // self.per_item
         self.values = torch.empty(items, dtype=self.stored or dtype, device=device)
         self.gradients: Tensor | None = None
+        self._freed_gradients: Tensor | None = None
         self.summed_L: Tensor | None = None
         self._users = 0
         self._gathering: tuple[Pending, _unsafe_preserve_version_counter] | None = None
@@ -259,12 +262,16 @@ class Bucket:
         """Let the parameters' gradients add up in place, from zero where none are there yet."""
         if self.gradients is not None or not self.trained:
             return
-        self.gradients = self._zeros(self.length * self.inside.size)
+        there = self._freed_gradients
+        whole = self._zeros(self.length * self.inside.size) if there is None else there.zero_()
+        self.gradients = whole
         for name, slot in self.slots.items():
             self.handles[name].grad = slot.of(self.gradients)
 
     def free_gradients(self) -> None:
         """Let the whole gradients go."""
+        if self.gradients_stay and self.gradients is not None:
+            self._freed_gradients = self.gradients
         self.gradients = None
         for handle in self.handles.values():
             handle.grad = None

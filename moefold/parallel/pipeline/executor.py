@@ -7,7 +7,7 @@ end of the last stage's F, so that logits are never kept. I and W of that stage 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.lanes import Chain, Lanes, State
 from moefold.parallel.pipeline.p2p import P2PMessages, RankPlan, plan
 from moefold.parallel.pipeline.pages import pages_of
+from moefold.parallel.pipeline.partial import GraphedPass, PartGraphs
 from moefold.parallel.pipeline.passes import ChunkPass, Loss
 from moefold.schedule.table import Action, ActionResult, Step, actions_of
 
@@ -57,6 +58,7 @@ class InFlight:
     flow: Flow
     sink: Deferred | Accumulated
     hooks: UnshardHooks
+    graphs: GraphedPass | None
     gradients: State = ()
     """Of the output rows, where the chunk ends with the loss."""
 
@@ -69,12 +71,18 @@ class Executor:
         flows: one pass per micro-batch, without a sink.
         factors: of the loss and of router terms.
         loss: what the last stage ends with.
+        graphs: those of parts of blocks, where these run by graphs.
     """
 
     def __init__(
-        self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
+        self,
+        placed: ModelParts,
+        flows: Sequence[Flow],
+        factors: Factors,
+        loss: ScaledLoss,
+        graphs: PartGraphs | None = None,
     ) -> None:
-        self._placed, self._flows = placed, flows
+        self._placed, self._flows, self._graphs = placed, flows, graphs
         self._shares, scales = factors.share_M.unbind(), factors.scale_L.unbind()
         self._loss: Loss = lambda x_TD, flow, later: loss(x_TD, flow, scales[later])
         rank = placed.world.attention.pp
@@ -93,6 +101,8 @@ class Executor:
             rows = max(flow.rows.rows for flow in self._flows)
             pages = partial(pages_of, self._placed, self.plan.line, rows)
             stash.begin_step((len(self._flows), rows), pages)
+        if self._graphs is not None:
+            self._graphs.begin_step(self._placed, self._flows)
         with Lanes(self._placed.world.device) as lanes:
             for at, step in enumerate(self.plan.line):
                 self._messages.post(at)
@@ -154,8 +164,11 @@ class Executor:
         chunk, share = placed.chunks[action.chunk], self._shares[micro]
         hooks = placed.hooks_for(chunk, training=True, deferred=apart)
         flow = self._flows[micro].begun(sink, hooks, chunk.scores)
-        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside)
-        return InFlight(way, flow, sink, hooks)
+        graphs = self._graphs and self._graphs.take(action.chunk, flow)
+        if graphs is not None:
+            flow = replace(flow, rows=graphs.flow.rows, piece=graphs.flow.piece)
+        way = ChunkPass(placed.model, chunk, flow, share, self._loss, self._beside, graphs)
+        return InFlight(way, flow, sink, hooks, graphs)
 
     def _end(self, action: Action, left: State) -> None:
         """Hand on what an action left, and forget what nothing needs any more."""
@@ -172,6 +185,8 @@ class Executor:
             held.flow.end_backward()
         if action.kind in "BW":
             held.hooks.post_weight_gradients()
+            if self._graphs is not None and held.graphs is not None:
+                self._graphs.give(held.graphs)
             del self._held[stage, micro]
         given = self.plan.table.gives(self.plan.rank, action)
         if given is not None and self.plan.table.reader(given) is not None:

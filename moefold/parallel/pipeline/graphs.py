@@ -1,47 +1,54 @@
-"""Replays a step's forward and backward as one CUDA graph, where one device makes the whole step.
+"""Replays a step as CUDA graphs: its passes as one, or the parts of blocks whose shapes stay.
 
 The host issues hundreds of kernels a layer; with narrow experts or few rows they end sooner than it
-issues the next. A graph holds all launches of a step, of every micro-batch, and costs the host one.
-What is read while it runs are the tensors of the step that was captured: each later step of the
-same shape copies its rows and factors into them. Gradients, losses and router terms are where the
-captured step left them.
-
-The first steps of a shape run as they are: kernels are compiled and libraries choose theirs.
+issues the next.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from moefold.data.batch import ROWS
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss, StepResult
+from moefold.parallel.pipeline.partial import PartGraphs
+from moefold.parallel.pipeline.recording import (
+    CudaGraphs,
+    Graph,
+    GraphRecorder,
+    Shapes,
+    lasting,
+    refill,
+    shape_of,
+)
 
-WARM = 2
-"""Steps of a shape that run as they are before one is captured."""
-SHAPES = 8
-"""Shapes that are captured at most, each with memory of its own for what it leaves; steps of
-others run as they are."""
 
+def executor_of(
+    data: ShardedState, record: Callable[[], GraphRecorder] | None = None
+) -> Callable[..., Any]:
+    """Return what makes an executor of each step, by ``layout.graphs``.
 
-def executor_of(data: ShardedState) -> Callable[..., Any]:
-    """Return what makes an executor of each step, by ``layout.graphs``."""
+    Args:
+        data: the model's parts.
+        record: makes recorders, where it is not CUDA that records.
+    """
     placed = data.placed
-    if placed.layout.graphs == "none" or placed.world.device.type != "cuda":
+    if record is None and placed.world.device.type == "cuda":
+        record = CudaGraphs
+    if placed.layout.graphs == "none" or record is None:
         return Executor
     placed.model.recipe.copies_stay = True
-    return StepGraphs([*placed.model.parameters(), *data.params.values()])
+    if placed.layout.graphs == "partial":
+        return partial(Executor, graphs=PartGraphs(data, record))
+    return StepGraphs([*placed.model.parameters(), *data.params.values()], record)
 
 
 @dataclass(frozen=True)
-class CapturedStep:
+class RecordedStep:
     """A graph, what it reads, and what it leaves.
 
     Attributes:
@@ -52,7 +59,7 @@ class CapturedStep:
         left: losses and router terms.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     flows: Sequence[Flow]
     factors: Factors
     gradients: list[tuple[Tensor, Tensor | None]]
@@ -61,8 +68,7 @@ class CapturedStep:
     def replay(self, flows: Sequence[Flow], factors: Factors) -> StepResult:
         """Run the graph on other micro-batches of the same shape."""
         for old, new in zip(self.flows, flows, strict=True):
-            for later, name in product(range(len(old.ahead) + 1), ROWS):
-                getattr(old.at(later).rows, name).copy_(getattr(new.at(later).rows, name))
+            refill(old, new)
             new.overflow[:] = old.overflow
         for old, new in zip(self.factors, factors, strict=True):
             old.copy_(new)
@@ -83,14 +89,14 @@ class StepGraphs:
 
     Args:
         parameters: every tensor that a step may give a gradient.
+        record: makes recorders.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._seen: dict[Hashable, int] = {}
-        self._captured: dict[Hashable, CapturedStep] = {}
-        self._held: tuple[int, ...] = ()
-        """Where the weights lie that the graphs read."""
+    def __init__(
+        self, parameters: Sequence[Tensor], record: Callable[[], GraphRecorder] = CudaGraphs
+    ) -> None:
+        self._parameters, self._record, self._shapes = parameters, record, Shapes()
+        self.recorded: dict[Hashable, RecordedStep] = {}
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
@@ -101,46 +107,22 @@ class StepGraphs:
     def run(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
     ) -> StepResult:
-        """Run a step's forward and backward.
-
-        Raises:
-            RuntimeError: where the host reads what the device computes, which no graph can.
-        """
-        # Narrow copies are renewed here: a graph would cast as often as the step it was made of.
-        placed.model.recipe.renew()
-        model = placed.model
-        held = (*model.parameters(), *model.buffers(), *model.recipe.copies)
-        places = tuple(tensor.data_ptr() for tensor in held)
-        if places != self._held:
-            self._held = places
-            self._seen.clear()
-            self._captured.clear()
-        key = tuple((f.rows.rows, f.rows.n_valid, f.rows.lengths, f.exact) for f in flows)
-        if key in self._captured:
-            return self._captured[key].replay(flows, factors)
-        if len(self._captured) == SHAPES:
+        """Run a step's forward and backward."""
+        if self._shapes.moved(placed):
+            self.recorded.clear()
+        key = tuple(map(shape_of, flows))
+        if None in key or not self._shapes.ready(key):
             return Executor(placed, flows, factors, loss).run()
-        seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen <= WARM:
-            return Executor(placed, flows, factors, loss).run()
-        self._captured[key] = captured = self._capture(placed, flows, factors, loss)
-        return captured.replay(flows, factors)
+        if key not in self.recorded:
+            self.recorded[key] = self._recorded(placed, flows, factors, loss)
+        return self.recorded[key].replay(flows, factors)
 
-    def _capture(
+    def _recorded(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
-    ) -> CapturedStep:
+    ) -> RecordedStep:
         # Copies: the step's own tensors are let go with it.
         factors = Factors(*(factor.clone() for factor in factors))
-        for flow in flows:
-            for later in range(len(flow.ahead) + 1):
-                _ = flow.at(later).rows.cu_seqlens  # copied from the host, which no graph does
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                left = Executor(placed, flows, factors, loss).run()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"layout.graphs: this step cannot be one CUDA graph: {error}. Use graphs: none"
-            ) from error
+        flows = [lasting(flow) for flow in flows]
+        graph, left = self._record()(Executor(placed, flows, factors, loss).run)
         gradients = [(one, one.grad) for one in self._parameters]
-        return CapturedStep(graph, flows, factors, gradients, left)
+        return RecordedStep(graph, flows, factors, gradients, left)

@@ -20,6 +20,7 @@ from moefold.layers.keeper import Keeper, take
 from moefold.model.decoder import DecoderModel
 from moefold.parallel.apply import Chunk
 from moefold.parallel.pipeline.lanes import Fill, LaneTask, State
+from moefold.parallel.pipeline.partial import GraphedPart, GraphedPass
 from moefold.parallel.pipeline.subgraph import Subgraph
 
 Loss = Callable[[Tensor, Flow, int], tuple[Tensor, Tensor]]
@@ -38,7 +39,8 @@ class ChunkPass:
         flow: the micro-batch's pass, with the sink of this chunk.
         share: weight of the router terms: the micro-batch's share of the step's valid rows.
         loss: what the last stage ends with.
-        beside: groups for exchanges where segments run apart; None where the chunk is one part.
+        beside: groups for exchanges where segments run apart beside another pass's.
+        graphs: what runs segments apart as graphs; without either the chunk is one part.
     """
 
     def __init__(
@@ -49,9 +51,10 @@ class ChunkPass:
         share: float | Tensor,
         loss: Loss,
         beside: World | None,
+        graphs: GraphedPass | None = None,
     ) -> None:
         self._model, self._chunk, self._flow = model, chunk, flow
-        self._share, self._loss = share, loss
+        self._share, self._loss, self._graphs = share, loss, graphs
         self._beside = None if beside is None else replace(flow, world=beside)
         self._back: list[list[LaneTask]] = []
         """Of each stretch that has been run, the tasks of its backward."""
@@ -65,17 +68,21 @@ class ChunkPass:
     def forward(self) -> list[LaneTask]:
         """Return the tasks from the chunk's input rows (none where it embeds) to its output."""
         chunk = self._chunk
-        if self._beside is None:
+        if self._beside is None and self._graphs is None:
             one = self._in_one(chunk.embeds, chunk.layers)
             return [one, *([LaneTask(self._end)] if chunk.scores else [])]
         tasks: list[LaneTask] = []
         if chunk.embeds:
             tasks += self._alone(lambda: (self._model.start(self._flow),))
+        elif self._graphs is not None:
+            self._back.append([LaneTask(_copied)])
         for at, number in enumerate(chunk.layers):
             tasks += self._block(number, (at, len(chunk.layers)))
         if chunk.scores:
             tasks += [self._in_one(False, ()), LaneTask(self._end)]
-        return tasks
+        elif self._graphs is not None:
+            tasks.append(LaneTask(_copied))
+        return tasks if self._beside else [task._replace(exchanges=False) for task in tasks]
 
     def backward(self, drain: Callable[[], Any] | None = None) -> list[LaneTask | Fill]:
         """Return the tasks from the output's gradient to the input's, each part's graph once.
@@ -85,6 +92,8 @@ class ChunkPass:
         """
         stretches, self._back = self._back, []
         back = [task for stretch in reversed(stretches) for task in stretch]
+        if self._beside is None:
+            back = [task._replace(exchanges=False) for task in back]
         if drain is None:
             return list(back)
         tasks: list[LaneTask | Fill] = []
@@ -152,9 +161,10 @@ class ChunkPass:
 
         return [_tell(hooks.pre_forward, unit), *forward, LaneTask(close)]
 
-    def _parts(self, segments: Sequence[Segment], place: tuple[int, int]) -> list[Subgraph]:
+    def _parts(
+        self, segments: Sequence[Segment], place: tuple[int, int]
+    ) -> list[Subgraph | GraphedPart]:
         """Return segments as parts: what is a record in a layer is its tensors between parts."""
-        assert self._beside is not None
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
         def run(at: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
@@ -164,12 +174,22 @@ class ChunkPass:
             return tuple(flat)
 
         exchanges = [isinstance(segment, Exchange) for segment in segments]
-        flows = [self._beside if away else self._flow for away in exchanges]
-        return [Subgraph(partial(run, at, flows[at]), away) for at, away in enumerate(exchanges)]
+        found: list[Subgraph | GraphedPart] = []
+        for at, away in enumerate(exchanges):
+            flow = self._beside if away and self._beside else self._flow
+            part = Subgraph(partial(run, at, flow), away)
+            if self._graphs is not None and self._graphs.holds(at, exchanges):
+                found.append(GraphedPart(self._graphs, part, (place, at), flow.sink, forms))
+            else:
+                found.append(part)
+        return found
 
     def _seeds(self, terms: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
         """Note router terms [N] by layer, and return the gradient of the step's loss by each."""
-        self.terms += [(at, values.detach()) for at, values in terms.items() if values.numel()]
+        noted = {at: values.detach() for at, values in terms.items() if values.numel()}
+        if self._graphs is not None:  # which will fill them again
+            noted = {at: values.clone() for at, values in noted.items()}
+        self.terms += noted.items()
         _, weighted = self._model.router_terms(terms)
         if weighted is None or not weighted.requires_grad:
             return (None,) * len(terms)
@@ -191,8 +211,13 @@ def _tell(hook: Callable[[str], None], unit: str) -> LaneTask:
     return LaneTask(run)
 
 
+def _copied(*state: Any) -> State:
+    """Return what leaves a chunk apart from what its graphs will fill again."""
+    return tuple(x.clone() if isinstance(x, Tensor) else x for x in state)
+
+
 def _recomputed(
-    parts: Sequence[Subgraph], keeper: Keeper, place: tuple[int, int]
+    parts: Sequence[Subgraph | GraphedPart], keeper: Keeper, place: tuple[int, int]
 ) -> tuple[list[LaneTask], list[LaneTask]]:
     """Return the tasks forward and backward of a block of which only the input is kept.
 

@@ -28,9 +28,9 @@ class LossRecord(Record):
 
     def misfits(self, run: Any) -> Iterator[Violation]:
         """Yield what of a run does not fit its loss, by paths from the run on."""
-        if run.layout.graphs != "none" and not isinstance(self, CrossEntropy):
+        if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
             rule = "train.loss runs more than the step's own forward, which no graph repeats"
-            yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")
+            yield Violation(("layout", "graphs"), "step", rule, "partial")
         if not isinstance(self, CrossEntropy) and run.decoder().multi_token:
             rule = "has no losses of further tokens, which model.multi_token: [] leaves out"
             yield Violation(("train", "loss"), self, rule, {"kind": "cross_entropy"})

@@ -1,0 +1,205 @@
+"""Replays parts of blocks as graphs, each by itself; what lies between runs as it does.
+
+A pass in flight has graphs of its own for its parts' forward and backward, which the next
+micro-batch in its place runs again: theirs is the memory that backward needs, of as many passes as
+are in flight at once. Graphs of a pass share memory in the order of its parts, which never changes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.gradients import Deferred, GradientSink
+from moefold.layers.flow import Flow
+from moefold.moe.dispatch.config import FixedRoom
+from moefold.parallel.apply import ModelParts
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.recording import (
+    Graph,
+    GraphRecorder,
+    Shapes,
+    lasting,
+    refill,
+    shape_of,
+)
+from moefold.parallel.pipeline.subgraph import Gradients, Subgraph, detached
+
+
+@dataclass
+class RecordedPart:
+    """A graph of one way through a part.
+
+    Attributes:
+        graph: its launches.
+        given: what it reads of other parts, and values of the host.
+        left: what it leaves.
+        form: of the record that it leaves.
+        waiting: products of weights that it puts on the pass's queue.
+    """
+
+    graph: Graph
+    given: tuple[Any, ...]
+    left: tuple[Any, ...]
+    form: Any
+    waiting: Sequence[Any]
+
+    def take(self, values: Sequence[Any]) -> None:
+        """Copy values to where the graph reads them, but those that lie there."""
+        for old, new in zip(self.given, values, strict=True):
+            if not isinstance(old, Tensor):
+                assert old == new, f"a graph holds {old}, and is given {new}"
+            elif old.data_ptr() != new.data_ptr():
+                with torch.no_grad():
+                    old.copy_(new)
+
+
+@dataclass
+class GraphedPass:
+    """Graphs of one pass through a chunk, for one micro-batch at a time.
+
+    Attributes:
+        key: chunk and shape.
+        flow: whose rows they read.
+        alone: whether experts are here, so that nothing is exchanged.
+        fixed: whether as many rows come to experts in each pass.
+        record: makes its graphs.
+    """
+
+    key: Hashable
+    flow: Flow
+    alone: bool
+    fixed: bool
+    record: GraphRecorder
+    _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
+    _lasting: set[int] = field(default_factory=set)
+    """Where tensors lie that graphs of this pass leave or read."""
+
+    def holds(self, at: int, exchanges: Sequence[bool]) -> bool:
+        """Whether a segment of a block is one of its graphs, given which of them exchange."""
+        between = any(exchanges[:at]) and any(exchanges[at:])
+        return self.alone or not (exchanges[at] or (between and not self.fixed))
+
+    def run(
+        self, part: "GraphedPart", way: str, function: Callable[..., Any], values: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Run a part one way, recording it the first time."""
+        key, forms, at = (part.name, way), part.forms, part.name[1] + 1
+        held, waiting = self._parts.get(key), part.waiting
+        if held is None:
+            given, before = tuple(map(self._lasts, values)), len(waiting)
+            graph, left = self.record(lambda: function(*given))
+            self._lasting |= {x.data_ptr() for x in left if isinstance(x, Tensor)}
+            held = RecordedPart(graph, given, left, forms[at], waiting[before:])
+            self._parts[key] = held
+        else:
+            held.take(values)
+            waiting += held.waiting
+            forms[at] = held.form
+        held.graph.replay()
+        return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in held.left)
+
+    def _lasts(self, value: Any) -> Any:
+        """Return a value that lies where it does in every step: what a graph left, or a copy."""
+        if not isinstance(value, Tensor) or value.data_ptr() in self._lasting:
+            return value
+        copy = value.detach().clone().requires_grad_(value.requires_grad)
+        self._lasting.add(copy.data_ptr())
+        return copy
+
+
+class GraphedPart:
+    """A part of a pass, in the place of a :class:`Subgraph`.
+
+    Args:
+        graphs: of the pass.
+        part: what they hold.
+        name: of the part in the pass: that of its block, and its place there.
+        sink: where gradients of weights go.
+        forms: of the records before and after each part of the block.
+    """
+
+    exchanges = False
+
+    def __init__(
+        self,
+        graphs: "GraphedPass",
+        part: Subgraph,
+        name: tuple[Hashable, int],
+        sink: GradientSink,
+        forms: list[Any],
+    ) -> None:
+        self._graphs, self._part, self.name, self.forms = graphs, part, name, forms
+        self.waiting: list[Any] = sink.waiting if isinstance(sink, Deferred) else []
+        """Products of weights that wait."""
+        self.seeds: Gradients = ()
+        """As of a :class:`Subgraph`."""
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the part."""
+        return self._graphs.run(self, "forward", self._part.forward, inputs)
+
+    def bare(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the part and keep nothing."""
+        return self._graphs.run(self, "bare", self._part.bare, inputs)
+
+    def backward(self, *gradients: Tensor | None) -> Gradients:
+        """Run backward from the outputs' gradients; returns those of the inputs."""
+        given = (*gradients, *self.seeds)
+        return self._graphs.run(self, "backward", self._part.backward, given)
+
+
+class PartGraphs:
+    """Graphs of passes, for those whose shape is known.
+
+    Args:
+        data: the model's parts.
+        record: makes recorders.
+    """
+
+    def __init__(self, data: ShardedState, record: Callable[[], GraphRecorder]) -> None:
+        self._record, self._shapes = record, Shapes()
+        self._ready: set[Hashable] = set()
+        self._free: dict[Hashable, list[GraphedPass]] = defaultdict(list)
+        self.passes: list[GraphedPass] = []
+        """All that were ever in flight at once."""
+        layout, handles = data.placed.layout, set[Tensor]()
+        self._alone = layout.split.ep * layout.split.etp == 1
+        self._fixed = self._alone or isinstance(layout.dispatch, FixedRoom)
+        for bucket in data.buckets:
+            bucket.gradients_stay = True
+            handles.update(bucket.handles.values())
+        # Graphs add to sums that lie where they lay, from the first micro-batch on.
+        trained = [one for one in data.params.values() if one.requires_grad]
+        self._sums = {one: torch.zeros_like(one) for one in trained if one not in handles}
+
+    def begin_step(self, placed: ModelParts, flows: Sequence[Flow]) -> None:
+        """Look at the step's shapes, and let gradients lie where they lay."""
+        if self._shapes.moved(placed):
+            self._free.clear()
+            self.passes.clear()
+        keys = {shape_of(flow) for flow in flows} - {None}
+        self._ready = {key for key in keys if self._shapes.ready(key)}
+        for parameter, sums in self._sums.items() if self._ready else ():
+            parameter.grad = sums.zero_()
+
+    def take(self, chunk: int, flow: Flow) -> GraphedPass | None:
+        """Return graphs for a pass through a chunk, with its rows; None where it runs as it is."""
+        shape = shape_of(flow)
+        if shape not in self._ready:
+            return None
+        free = self._free[chunk, shape]
+        if free:
+            found = free.pop()
+            refill(found.flow, flow)
+            return found
+        found = GraphedPass((chunk, shape), lasting(flow), self._alone, self._fixed, self._record())
+        self.passes.append(found)
+        return found
+
+    def give(self, graphs: GraphedPass) -> None:
+        """Take graphs back once nothing needs what they left."""
+        self._free[graphs.key].append(graphs)

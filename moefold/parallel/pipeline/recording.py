@@ -1,0 +1,131 @@
+"""What records graphs, of which shapes, and from which memory they read.
+
+A graph holds the launches of whatever ran while it was recorded, and costs the host one. What it
+reads are the very tensors of that run: rows, factors and what other parts leave are copied into
+them. What it leaves is where that run left it. The first steps of a shape run as they are: kernels
+are compiled and libraries choose theirs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from itertools import product
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from moefold.data.batch import ROWS, MicroBatch
+from moefold.layers.flow import Flow
+from moefold.parallel.apply import ModelParts
+
+WARM = 3
+"""Steps of a shape that run as they are before one is recorded."""
+SHAPES = 8
+"""Shapes that are recorded at most, each with memory of its own for what it leaves; others run as
+they are."""
+Left = TypeVar("Left")
+
+
+class Graph(Protocol):
+    """What was recorded."""
+
+    def replay(self) -> None:
+        """Run it, on the tensors of the run that was recorded."""
+        ...
+
+
+class GraphRecorder(Protocol):
+    """Records a function's launches; graphs of one recorder share memory, in the order recorded."""
+
+    def __call__(self, function: Callable[[], Left], /) -> tuple[Graph, Left]:
+        """Return the graph, and what its replay will have left where the function left it."""
+        ...
+
+
+class CudaGraphs:
+    """Records CUDA graphs. What is recorded does not run: a replay fills what it left."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, function: Callable[[], Left]) -> tuple[Graph, Left]:
+        """Record one.
+
+        Raises:
+            RuntimeError: where the host reads what the device computes, which no graph can.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Of this thread alone: others ask whether what other ranks sent is here.
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                left = function()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"layout.graphs: this cannot be a CUDA graph: {error}. Use graphs: none"
+            ) from error
+        self._pool = graph.pool()
+        return graph, left
+
+
+class Shapes:
+    """Which shapes have been seen how often, and whether weights lie where graphs read them."""
+
+    def __init__(self) -> None:
+        self._seen, self._known = Counter[Hashable](), set[Hashable]()
+        self._held: tuple[int, ...] = ()
+
+    def moved(self, placed: ModelParts) -> bool:
+        """Renew narrow copies, as a graph would cast in each replay; whether any weight moved."""
+        model, stash = placed.model, placed.offload and placed.offload.stash
+        model.recipe.renew()
+        held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
+        held += stash.tensors if stash is not None else []
+        places = tuple(tensor.data_ptr() for tensor in held)
+        if places == self._held:
+            return False
+        self._held = places
+        self._seen.clear()
+        self._known.clear()
+        return True
+
+    def ready(self, key: Hashable) -> bool:
+        """Note a step of a shape; whether it may be recorded, or was."""
+        if key in self._known:
+            return True
+        self._seen[key] += 1
+        ready = self._seen[key] > WARM and len(self._known) < SHAPES
+        if ready:
+            self._known.add(key)
+        return ready
+
+
+def shape_of(flow: Flow) -> Hashable:
+    """Return what of a micro-batch a graph of its pass holds; None where no graph can."""
+    rows = flow.rows
+    known = rows.rows, rows.n_valid, rows.lengths
+    return None if flow.exact else known
+
+
+def refill(old: Flow, new: Flow) -> None:
+    """Put another micro-batch's rows where a graph reads them."""
+    for later, name in product(range(len(old.ahead) + 1), ROWS):
+        pair = old.at(later), new.at(later)
+        for one, other in zip(*((flow.rows, flow.piece) for flow in pair), strict=True):
+            if one is not None:
+                getattr(one, name).copy_(getattr(other, name))
+
+
+def lasting(flow: Flow) -> Flow:
+    """Return a pass whose rows lie in memory of their own, and what it would copy from the host."""
+
+    def own(rows: MicroBatch) -> MicroBatch:
+        found = replace(rows, **{name: getattr(rows, name).clone() for name in ROWS})
+        _ = found.cu_seqlens
+        return found
+
+    def both(pair: tuple[MicroBatch, MicroBatch | None]) -> tuple[MicroBatch, MicroBatch | None]:
+        rows, piece = pair
+        return own(rows), piece and own(piece)
+
+    rows, piece = both((flow.rows, flow.piece))
+    return replace(flow, rows=rows, piece=piece, ahead=tuple(map(both, flow.ahead)))

@@ -1,0 +1,90 @@
+"""Steps whose passes run by graphs, in layouts of several ranks: the bits of steps that run as they
+are."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from moefold.comm.world import World
+from moefold.mesh.folding import Folding
+from moefold.model.init import start_value
+from moefold.optim.config import AdamW
+from moefold.optim.norm import clip_scale
+from moefold.parallel.apply import build
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline.graphs import executor_of
+from moefold.training.step import gradients
+from tests.cpu.tape import Tapes
+from tests.gloo.harness import run_ranks
+from tests.gloo.test_moe_dispatch_layouts import batches, small
+
+STEPS = 6
+PADDED, SPREAD = {"kind": "padded", "max_rows": 64}, {"kind": "spread", "max_rows": 150}
+PARTS = {"kind": "selective", "modules": ["norms", "experts", "permute"]}
+PAGES = {"pages": {"page": 4, "load": 4.0}}
+FEW: tuple[dict[str, Any], ...] = (
+    {"sizes": "pp2 ep2", "graphs": "partial", "dispatch": PADDED, "schedule": "zb_h1"},
+)
+MORE: tuple[dict[str, Any], ...] = (
+    {"sizes": "ep4", "graphs": "partial"},
+    {"sizes": "tp2 ep2", "graphs": "partial", "dispatch": SPREAD, "recompute": {"kind": "full"}},
+    {"sizes": "ep2 etp2", "graphs": "partial", "dispatch": PADDED, "recompute": PARTS},
+    {"sizes": "ep4", "graphs": "partial", "dispatch": SPREAD, "clones": {"slots": 1}},
+    {"sizes": "pp2 vpp2", "graphs": "partial", "schedule": "interleaved"},
+    {"sizes": "pp2 vpp2 ep2", "graphs": "partial", "schedule": "zb_v", "dispatch": PADDED},
+    {"sizes": "pp2 tp2", "graphs": "partial", "schedule": "gpipe", "zero": 0},
+    {"sizes": "pp2 ep2", "graphs": "partial", "dispatch": PADDED, "offload": PAGES},
+    {"sizes": "ep4", "graphs": "step", "dispatch": PADDED, "offload": PAGES, "zero": 0},
+    {"sizes": "tp2 ep2", "graphs": "step", "dispatch": PADDED, "zero": 0},
+    {"sizes": "ep4", "graphs": "step", "dispatch": SPREAD, "clones": {"slots": 1}, "zero": 0},
+)
+
+
+def stepped(rank: int, cases: tuple[dict[str, Any], ...]) -> list[tuple[Any, ...]]:
+    """Return what of each case differs from steps without graphs, and how much was recorded."""
+    found: list[tuple[Any, ...]] = []
+    for given in cases:
+        ends = []
+        for graphs in ("none", given["graphs"]):
+            layout = Layout.model_validate({"experts": "grouped", **given, "graphs": graphs})
+            world = World.open(Folding(layout.split, 4), "cpu", 60)
+            data = ShardedState(build(small(), "bf16", layout, world))
+            data.fill(partial(start_value, data.placed.model.record, 1))
+            optimizer, Tapes.made = data.optimizer(AdamW(lr=0.01)), 0
+            executor = executor_of(data, Tapes)
+            dp, told = world.folding.dp, []
+            for step in range(STEPS):
+                mine = batches(8 * step + 8)[-8:][world.attention.dp :: dp]
+                figures = gradients(data, mine, 16, executor=executor)
+                told += [figures.lm_loss, figures.grad_norm, *figures.router_terms.values()]
+                told += [figures.needed_rows, figures.needed_load]
+                optimizer.step(clip_scale(figures.grad_norm, 1.0))
+                data.renew()
+            held = {one.name: one.tensor.clone() for one in data.weights()}
+            ends.append((told, held))
+        (told, held), (others, weights) = ends
+        wrong = [name for name in held if not torch.equal(held[name], weights[name])]
+        found.append((told == others, wrong, Tapes.made))
+    return found
+
+
+def check(cases: tuple[dict[str, Any], ...]) -> None:
+    """Hold steps by graphs to the bits of steps without."""
+    for rank, found in enumerate(run_ranks(stepped, 4, cases, time_out_s=120)):
+        for given, (same, wrong, made) in zip(cases, found, strict=True):
+            print(rank, given, same, wrong[:3], made)
+            assert same and not wrong and made, (rank, given, wrong[:3], made)
+
+
+def test_b97_steps_by_graphs_are_the_steps() -> None:
+    """Losses, norms, router terms and weights after updates, to the bit."""
+    check(FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", range(len(MORE)))
+def test_steps_by_graphs_are_the_steps_in_more_layouts(number: int) -> None:
+    check(MORE[number : number + 1])
