@@ -133,13 +133,16 @@ class LayerPolicy(NamedTuple):
     context: Context = RING
     clones: int = 0
     """Slots of a rank for clones of experts."""
+    pages: bool = False
+    """Whether experts' rows lie in pages between forward and backward."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
         """Return a case's."""
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
-        return cls(case.dispatch, kept.recompute, *host, *disk, case.context, case.clones)
+        pages = kept.page > 0 and "block" not in kept.recompute
+        return cls(case.dispatch, kept.recompute, *host, *disk, case.context, case.clones, pages)
 
 
 @dataclass
@@ -194,6 +197,11 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         made.put("cp", ahead, back + again)
     if policy.offload or policy.disk:
         _offload(made, block, share, setting, policy)
+    if policy.pages:
+        # Read here and written there, and back.
+        moved = 2 * offload_bytes(half(block.ffn, share), frozenset({"experts"}))
+        copying = memory_seconds(moved, setting.rates, setting.cluster.device.memory_bandwidth)
+        made.put("memory", copying, copying)
     if policy.clones:
         made.put("dispatch", *_clone_seconds(block, share, setting, policy.clones))
     made.put("dispatch", once, once * (2 if policy.recompute & {"block", "moe"} else 1))

@@ -232,9 +232,15 @@ def test_each_policy_moves_the_step_the_way_it_should():
         "no graphs": case(software=Software("megatron", "26.04", "none")),
         "optimizer on the host": case(keeping=Keeping(optimizer_offload=1.0)),
         "all-to-all": case(dispatch="alltoall"),
+        "pages": case(keeping=Keeping(page=64, page_load=1.1)),
     }
     for name, other in slower.items():
         assert estimate(other).seconds > base, name
+    # Rows of 48 layers and 16 micro-batches: read and written, there and back.
+    paged, plain = (estimate(one).parts["memory"] for one in (slower["pages"], case()))
+    inputs = 2048 + 2 * 768 + 768  # of a row, and what its products have
+    least = 4 * 2 * 2048 * 8 * 4096 * 48 * 16 / 3.35e12
+    assert least < paged - plain < 2 * least * inputs / 2048
     wider = case(sizes=Sizes(ep=16))
     assert estimate(wider).parts["dispatch"] > estimate(case()).parts["dispatch"]
     software = Software("megatron", "26.04", "partial", Overlaps(ep=True))
