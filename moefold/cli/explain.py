@@ -148,7 +148,7 @@ def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
     return {
         "reads": [{**read._asdict(), "times": times} for read, times in found.reads.items()],
         "ended": found.ended,
-        "refused": [one.rule for one in broken if one.path == ("graphs",)],
+        "refused": [one.rule for one in broken if one.path in (("graphs",), ("zero",))],
     }
 
 

@@ -148,13 +148,14 @@ def test_b69_each_read_is_named_with_its_line(backward: bool) -> None:
 
 
 def test_explain_lists_what_no_graph_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    """The counts of an exact dispatch, after which its pass ends; and why it has no graph."""
+    """The counts of an exact dispatch, after which its pass ends; and why it has no graph: these,
+    and sums of gradients."""
     words = ["explain", "tiny", "--graphs", "--json", "--layout", "ep2"]
     assert main(words) == 1
     said = json.loads(capsys.readouterr().out)["graphs"]
     (read,) = said["reads"]
     assert read["operator"] == "_local_scalar_dense" and read["times"] > 0
     assert read["at"].startswith("moefold/moe/dispatch/alltoall.py:")
-    assert said["ended"].startswith("moefold/comm/") and len(said["refused"]) == 1
+    assert said["ended"].startswith("moefold/comm/") and len(said["refused"]) == 2
     assert main(["explain", "tiny", "--graphs", "train.precision=fp32"]) == 0
     assert "nothing: no operator needs a value" in capsys.readouterr().out
