@@ -29,6 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moefold.kernels.attention import sdpa
+
 PARTS = (
     ("norm", ("kernels/norm/", "layers/norm.py")),
     ("rope", ("kernels/rope/", "layers/rope.py")),
@@ -216,12 +218,15 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def attention_as_one(launches: Launches) -> Iterator[None]:
-    """While open, ``scaled_dot_product_attention`` is one launch each way, as fused kernels are."""
+    """While open, ``scaled_dot_product_attention`` is one launch each way, as fused kernels are.
+
+    It takes values narrower than keys, as cuDNN's do on a Hopper.
+    """
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = torch.empty_like(q)
+            out = torch.empty_like(q[..., : v.shape[-1]])
             ctx.save_for_backward(q, k, v, out)
             launches.note("attention", [q, k, v], [out])
             return out
@@ -236,7 +241,8 @@ def attention_as_one(launches: Launches) -> Iterator[None]:
     def one(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return Attention.apply(q, k, v)
 
-    with mock.patch.object(F, "scaled_dot_product_attention", one):
+    taken = mock.patch.object(sdpa, "_cudnn_takes", lambda *given: True)
+    with taken, mock.patch.object(F, "scaled_dot_product_attention", one):
         yield
 
 

@@ -32,6 +32,14 @@ PLANTS = (
         "        return gather_rows(x_ND, etp, self.slices, codes)",
     ),
     Plant(
+        "b01",
+        "stale counts: rows go by the counts of the first exchange",
+        GRADIENTS,
+        "moe/dispatch/routing_plan.py",
+        "        return counts.tolist\n",
+        '        return vars(host_counts).setdefault("read", counts.tolist)\n',
+    ),
+    Plant(
         "b02",
         "slices of an expert see their own rows alone",
         GRADIENTS,

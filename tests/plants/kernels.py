@@ -80,6 +80,14 @@ PLANTS = (
     ),
     Plant(
         "b41",
+        "a kernel reads its rows twice",
+        "tests/triton/test_bytes.py::test_b41_every_memory_bound_kernel_moves_its_operands_once",
+        "kernels/swiglu/fused.py",
+        "    act = gate * tl.sigmoid(gate) * up\n",
+        "    act = tl.load(gate_at, mask=inside, other=0.0) * tl.sigmoid(gate) * up\n",
+    ),
+    Plant(
+        "b41",
         "the gradient of a row's weight leaves the activation out",
         SWIGLU,
         "kernels/swiglu/fused.py",
@@ -136,7 +144,7 @@ PLANTS = (
     ),
     Plant(
         "b14",
-        "a chunk's copies are placed by the counts before its last piece",
+        "stale counts: a chunk's copies are placed by those before its last piece",
         ROUTING + "test_b14_copies_stand_as_a_stable_sort_puts_them",
         "kernels/routing/fused.py",
         "        before += tl.sum(hit.to(tl.int32), 0)\n",

@@ -5,7 +5,8 @@ With r = 1 / rms(x), a head is first normed, ``n = x * r * w``, then each pair o
 
     y_a = n_a * cos - n_b * sin      y_b = n_b * cos + n_a * sin
 
-A program takes a tile of heads. Shares of the weight's gradient are as in ``norm/fused.py``.
+A program takes a row, whose heads share its angles; in backward every P-th row. Shares of the
+weight's gradient are as in ``norm/fused.py``.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, jit, power_of_2, tl
 from moefold.kernels.norm.fused import SHARES
 
 TILE = 1024
@@ -28,33 +29,32 @@ def _forward(
     sin,
     y,
     rstd,
-    heads_all,
     heads,
     pairs,
     epsilon,
     FIRST: tl.constexpr,
     APART,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    # Counts of heads fit in 32 bits, and division of more takes a stack; places are wider.
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = tl.arange(0, PAIRS)
-    inside = (row < heads_all)[:, None] & (pair < pairs)[None, :]
-    first = row.to(tl.int64)[:, None] * (2 * pairs) + (pair * FIRST)[None, :]
-    a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * pairs) + epsilon)
-    tl.store(rstd + row, scale, mask=row < heads_all)
-    w_a = tl.load(weight + pair * FIRST, mask=pair < pairs, other=0.0).to(tl.float32)
-    w_b = tl.load(weight + pair * FIRST + APART, mask=pair < pairs, other=0.0).to(tl.float32)
-    a *= scale[:, None] * w_a[None, :]
-    b *= scale[:, None] * w_b[None, :]
-    angle = (row // heads).to(tl.int64)[:, None] * pairs + pair[None, :]
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + first, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
-    tl.store(y + first + APART, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
+    some, dim = pair < pairs, pair * FIRST
+    w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]
+    w_b = tl.load(weight + dim + APART, mask=some, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+    for block in range(0, heads, HEADS):
+        head = block + tl.arange(0, HEADS)
+        inside, place = (head < heads)[:, None] & some[None, :], row * heads + head
+        first = place[:, None] * (2 * pairs) + dim[None, :]
+        a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * pairs) + epsilon)
+        tl.store(rstd + place, scale, mask=head < heads)
+        a *= scale[:, None] * w_a
+        b *= scale[:, None] * w_b
+        tl.store(y + first, (a * c - b * s).to(y.dtype.element_ty), mask=inside)
+        tl.store(y + first + APART, (b * c + a * s).to(y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -67,50 +67,50 @@ def _backward(
     rstd,
     dx,
     shares,
-    heads_all,
+    rows,
     valid,
     heads,
     pairs,
     FIRST: tl.constexpr,
     APART,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    pair = tl.arange(0, PAIRS)
-    w_a = tl.load(weight + pair * FIRST, mask=pair < pairs, other=0.0).to(tl.float32)[None, :]
-    w_b = tl.load(weight + pair * FIRST + APART, mask=pair < pairs, other=0.0)
-    w_b = w_b.to(tl.float32)[None, :]
+    program, pair = tl.program_id(0), tl.arange(0, PAIRS)
+    some, dim = pair < pairs, pair * FIRST
+    w_a = tl.load(weight + dim, mask=some, other=0.0).to(tl.float32)[None, :]
+    w_b = tl.load(weight + dim + APART, mask=some, other=0.0).to(tl.float32)[None, :]
     share_a = tl.zeros((PAIRS,), tl.float32)
     share_b = tl.zeros((PAIRS,), tl.float32)
-    for tile in range(program, tl.cdiv(heads_all, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < heads_all)[:, None] & (pair < pairs)[None, :]
-        first = row.to(tl.int64)[:, None] * (2 * pairs) + (pair * FIRST)[None, :]
-        angle = (row // heads).to(tl.int64)[:, None] * pairs + pair[None, :]
-        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        turned_a = tl.load(dy + first, mask=inside, other=0.0).to(tl.float32)
-        turned_b = tl.load(dy + first + APART, mask=inside, other=0.0).to(tl.float32)
-        grad_a = turned_a * c + turned_b * s
-        grad_b = turned_b * c - turned_a * s
-        scale = tl.load(rstd + row, mask=row < heads_all, other=0.0)[:, None]
-        a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32) * scale
-        b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32) * scale
-        # Rows that do not count may hold anything, NaN among it.
-        counted = (row < valid)[:, None]
-        share_a += tl.sum(tl.where(counted, grad_a * a, 0.0), 0)
-        share_b += tl.sum(tl.where(counted, grad_b * b, 0.0), 0)
-        grad_a *= w_a
-        grad_b *= w_b
-        mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * pairs)
-        out_a = (grad_a - a * mean) * scale
-        out_b = (grad_b - b * mean) * scale
-        tl.store(dx + first, out_a.to(dx.dtype.element_ty), mask=inside)
-        tl.store(dx + first + APART, out_b.to(dx.dtype.element_ty), mask=inside)
-    place = shares + program.to(tl.int64) * (2 * pairs) + pair * FIRST
-    tl.store(place, share_a, mask=pair < pairs)
-    tl.store(place + APART, share_b, mask=pair < pairs)
+    for row in range(program, rows, tl.num_programs(0)):
+        # Counts of heads fit in 32 bits, places do not.
+        c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+        for block in range(0, heads, HEADS):
+            head = block + tl.arange(0, HEADS)
+            inside = (head < heads)[:, None] & some[None, :]
+            place = (row * heads + head).to(tl.int64)
+            first = place[:, None] * (2 * pairs) + dim[None, :]
+            turned_a = tl.load(dy + first, mask=inside, other=0.0).to(tl.float32)
+            turned_b = tl.load(dy + first + APART, mask=inside, other=0.0).to(tl.float32)
+            grad_a = turned_a * c + turned_b * s
+            grad_b = turned_b * c - turned_a * s
+            scale = tl.load(rstd + place, mask=head < heads, other=0.0)[:, None]
+            a = tl.load(x + first, mask=inside, other=0.0).to(tl.float32) * scale
+            b = tl.load(x + first + APART, mask=inside, other=0.0).to(tl.float32) * scale
+            # Rows that do not count may hold anything, NaN among it.
+            share_a += tl.where(row < valid, tl.sum(grad_a * a, 0), 0.0)
+            share_b += tl.where(row < valid, tl.sum(grad_b * b, 0), 0.0)
+            grad_a *= w_a
+            grad_b *= w_b
+            mean = tl.sum(grad_a * a + grad_b * b, 1, keep_dims=True) / (2 * pairs)
+            out_a = (grad_a - a * mean) * scale
+            out_b = (grad_b - b * mean) * scale
+            tl.store(dx + first, out_a.to(dx.dtype.element_ty), mask=inside)
+            tl.store(dx + first + APART, out_b.to(dx.dtype.element_ty), mask=inside)
+    at = shares + program.to(tl.int64) * (2 * pairs) + dim
+    tl.store(at, share_a, mask=some)
+    tl.store(at + APART, share_b, mask=some)
 
 
 def norm_turn_forward(
@@ -126,11 +126,11 @@ def norm_turn_forward(
     A pair is dims i and i + d/2, or 2i and 2i + 1 where ``interleaved``.
     """
     y_THd, rstd_TH = _forward_results(x_THd)
-    rows, pairs, (tile, block) = rstd_TH.numel(), cos_Tp.shape[1], _tile(cos_Tp.shape[1])
+    (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
     if y_THd.numel():
-        _forward[(blocks(rows, tile),)](
-            x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, y_THd, rstd_TH, rows, x_THd.shape[1],
-            pairs, epsilon, 1 + interleaved, 1 if interleaved else pairs, tile, block,
+        _forward[(tokens,)](
+            x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, y_THd, rstd_TH, heads, pairs, epsilon,
+            1 + interleaved, 1 if interleaved else pairs, *_tile(heads, pairs),
         )  # fmt: skip
     return y_THd, rstd_TH
 
@@ -150,20 +150,19 @@ def norm_turn_backward(
     The first ``n_valid`` rows count in the weight's gradient, which is the sum of the shares.
     """
     results = _backward_results(dy_THd, x_THd)
-    rows, pairs, heads = rstd_TH.numel(), cos_Tp.shape[1], x_THd.shape[1]
-    tile, block = _tile(pairs)
-    if rows:
+    (tokens, heads), pairs = rstd_TH.shape, cos_Tp.shape[1]
+    if rstd_TH.numel():
         _backward[(results[1].shape[0],)](
             dy_THd.contiguous(), x_THd.contiguous(), weight_d, cos_Tp, sin_Tp, rstd_TH, *results,
-            rows, n_valid * heads, heads, pairs, 1 + interleaved, 1 if interleaved else pairs,
-            tile, block,
+            tokens, n_valid, heads, pairs, 1 + interleaved, 1 if interleaved else pairs,
+            *_tile(heads, pairs),
         )  # fmt: skip
     return results
 
 
-def _tile(pairs: int) -> tuple[int, int]:
+def _tile(heads: int, pairs: int) -> tuple[int, int]:
     block = power_of_2(pairs)
-    return max(1, TILE // block), block
+    return min(power_of_2(heads), max(1, TILE // block)), block
 
 
 def _forward_results(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -171,8 +170,8 @@ def _forward_results(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_results(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, dims = x_THd.shape
-    shares = min(SHARES, blocks(tokens * heads, _tile(dims // 2)[0]))
+    tokens, _, dims = x_THd.shape
+    shares = min(SHARES, tokens)
     return x_THd.new_empty(x_THd.shape), x_THd.new_empty(shares, dims, dtype=torch.float32)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
+from moefold.kernels.fused import Op, jit, power_of_2, tl
 
 ELEMENTS = 2048
 """Of a program's block."""
@@ -28,7 +28,6 @@ def _heads(
     cos,
     sin,
     y,
-    heads_all,
     heads,
     stay,
     pairs,
@@ -37,31 +36,29 @@ def _heads(
     FIRST: tl.constexpr,
     APART,
     BACK: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
     STAY: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Turn the last dims of a block of heads."""
-    # Counts of heads fit in 32 bits; places are wider.
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row, pair = (head // heads).to(tl.int64), tl.arange(0, PAIRS)
-    there = (head < heads_all)[:, None]
-    source = x + row[:, None] * row_stride + (head % heads)[:, None] * head_stride
-    aim = y + head.to(tl.int64)[:, None] * (stay + 2 * pairs)
-    if STAY:
-        n = tl.arange(0, STAY)[None, :]
-        kept = there & (n < stay)
-        tl.store(aim + n, tl.load(source + n, mask=kept, other=0.0), mask=kept)
-    inside = there & (pair < pairs)[None, :]
-    first = (stay + pair * FIRST)[None, :]
-    angle = row[:, None] * pairs + pair[None, :]
-    c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + first + APART, mask=inside, other=0.0).to(tl.float32)
-    a, b = _turned(a, b, c, s, BACK)
-    tl.store(aim + first, a.to(y.dtype.element_ty), mask=inside)
-    tl.store(aim + first + APART, b.to(y.dtype.element_ty), mask=inside)
+    """Turn the last dims of a row's heads."""
+    row, pair = tl.program_id(0).to(tl.int64), tl.arange(0, PAIRS)
+    some, first = pair < pairs, (stay + pair * FIRST)[None, :]
+    c = tl.load(cos + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * pairs + pair, mask=some, other=0.0).to(tl.float32)[None, :]
+    for block in range(0, heads, HEADS):
+        head = (block + tl.arange(0, HEADS))[:, None]
+        source = x + row * row_stride + head * head_stride
+        aim = y + (row * heads + head) * (stay + 2 * pairs)
+        if STAY:
+            n = tl.arange(0, STAY)[None, :]
+            kept = (head < heads) & (n < stay)
+            tl.store(aim + n, tl.load(source + n, mask=kept, other=0.0), mask=kept)
+        inside = (head < heads) & some[None, :]
+        a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + first + APART, mask=inside, other=0.0).to(tl.float32)
+        a, b = _turned(a, b, c, s, BACK)
+        tl.store(aim + first, a.to(y.dtype.element_ty), mask=inside)
+        tl.store(aim + first + APART, b.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -168,12 +165,12 @@ def turn_heads(
     stay = dims - 2 * pairs
     x_THd = x_THd if x_THd.stride(2) == 1 else x_THd.contiguous()
     lanes = power_of_2(stay) if stay else 0, power_of_2(pairs)
-    rows = max(1, ELEMENTS // (lanes[0] + 2 * lanes[1]))
-    rows = 1 << (rows.bit_length() - 1)
+    most = max(1, ELEMENTS // (lanes[0] + 2 * lanes[1]))
+    block = min(power_of_2(heads), 1 << (most.bit_length() - 1))
     if y_THd.numel():
-        _heads[(blocks(tokens * heads, rows),)](
-            x_THd, cos_Tp, sin_Tp, y_THd, tokens * heads, heads, stay, pairs, x_THd.stride(0),
-            x_THd.stride(1), *_pairs(pairs, interleaved), back, rows, *lanes,
+        _heads[(tokens,)](
+            x_THd, cos_Tp, sin_Tp, y_THd, heads, stay, pairs, x_THd.stride(0), x_THd.stride(1),
+            *_pairs(pairs, interleaved), back, block, *lanes,
         )  # fmt: skip
     return y_THd
 
