@@ -170,9 +170,8 @@ def _forward_results(x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_results(dy_THd: Tensor, x_THd: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, _, dims = x_THd.shape
-    shares = min(SHARES, tokens)
-    return x_THd.new_empty(x_THd.shape), x_THd.new_empty(shares, dims, dtype=torch.float32)
+    share_Pd = x_THd.new_empty(min(SHARES, len(x_THd)), x_THd.shape[2], dtype=torch.float32)
+    return x_THd.new_empty(x_THd.shape), share_Pd
 
 
 forward = Op(norm_turn_forward, _forward_results)
