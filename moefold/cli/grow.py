@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         made, first = _made(args, wanted, opened)
         own = (first.source.folder / "tokenizer.json").is_file()
         tokenizer = from_path(str(first.source.folder)) if own else None
-        stored = first.source.tensors["model.embed_tokens.weight"].dtype
-        dtype = args.dtype or ("bfloat16" if stored == "BF16" else "float32")
+        stored = {info.dtype for info in first.source.tensors.values()}
+        dtype = args.dtype or ("bfloat16" if "BF16" in stored else "float32")
         notes = export_folder(
             made.decoder, made, args.folder, tokenizer, dtype, special_tokens=first.special_tokens
         )

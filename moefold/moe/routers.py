@@ -78,7 +78,7 @@ class RoundRobinRouter(Router):
         if skew:
             token_T, key = context.rows.token_T, (SKEW, context.layer)
             odds_1E, drawn_TE = (
-                chance(of, range(experts), key, word).clamp_min_(2.0**-17)
+                chance(of, range(experts), key, word).to(scores_TE.dtype).clamp_min_(2.0**-17)
                 for word, of in enumerate((torch.zeros_like(token_T[:1]), token_T))
             )
             # The largest of Gumbel numbers beside logarithms is a draw by odds.

@@ -239,8 +239,8 @@ def frozen_parts() -> Iterator[ProofCase]:
         patterns = (f"layers.{layer}.*", "*norm*", "*bias*", "*taps", "*sinks")
         found = replace(SUBJECTS[name], decoder=freeze(SUBJECTS[name].decoder, patterns))
         named = [(f"{name} without layer {layer}", found)]
-        yield from _each(named, [("tp2 ep2", 2), ("cp2 etp2", 4)], zero=layer)
-        yield from _each(named, [("", 2), ("pp2", 4)], zero=3)
+        layouts = [("cp2 etp2", 4), ("", 2)] if layer else [("tp2 ep2", 2), ("pp2", 4)]
+        yield from _each(named, layouts, zero=3)
 
 
 @rule

@@ -131,7 +131,10 @@ NOT_ALIKE = {
     ("ernie4_5_moe", "experts"), ("lfm2_moe", "experts"),
 }  # fmt: skip
 REFUSED = {
-    "experts": ({"deepseek_v3", "dots1", "solar_open", "exaone_moe"}, "groups of experts"),
+    "experts": (
+        {"deepseek_v3", "dots1", "solar_open", "exaone_moe", "bailing_hybrid"},
+        "groups of experts",
+    ),
     "hidden-times": ({"afmoe"}, "embed_scale is 4.0; afmoe has 1 or 5.65"),
 }
 

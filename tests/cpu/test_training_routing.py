@@ -14,8 +14,14 @@ from torch import Tensor
 from moefold.cli.main import main
 from moefold.config.errors import RunError
 from moefold.config.load import load
+from moefold.data.batch import from_ids
+from moefold.kernels.gradients import RETURNED
+from moefold.layers.flow import Flow
+from moefold.layers.keeper import Decisions
+from moefold.layers.unshard import RESIDENT
 from moefold.run import Run
 from moefold.training.trainer import Trainer
+from tests.cpu import small
 from tests.cpu.runs import Notes, equal, raw_run, run_of, weights
 
 MODEL = {"router": {"score": "sigmoid"}, "capacity": {"factor": 0.9}}
@@ -90,6 +96,24 @@ def test_b99_choices_are_those_of_their_tokens(tmp_path: Path) -> None:
     )
     routers = [name for name in usual if name.endswith("router.weight")]
     assert routers and not any(torch.equal(drifted[n], usual[n]) for n in routers)
+
+
+def test_b99_a_pass_may_be_given_its_decisions() -> None:
+    """Those of a sampler: other weights than training's chose, whose router learns all the same."""
+    described = small.decoder(small.GQA, small.moe())
+    sampler, model = (small.model_of(described, seed=seed) for seed in (1, 2))
+    rows, told = from_ids(torch.arange(24).view(2, 12)), dict[str, Any]()
+    tell = told.__setitem__
+    sampler(Flow(rows, sampler.recipe, training=False, decisions=Decisions(tell=tell)))
+    flow = Flow(rows, model.recipe, decisions=Decisions(told)).begun(RETURNED, RESIDENT, True)
+    x_TD, _ = model(flow)
+    ((key, given),) = told.items()
+    assert torch.equal(flow.decisions[key].experts_TK, given.experts_TK)
+    own = Flow(rows, model.recipe)
+    assert not torch.allclose(model(own)[0], x_TD)
+    assert not torch.equal(own.decisions[key].experts_TK, given.experts_TK)
+    x_TD.square().sum().backward()
+    assert model.get_parameter("layers.0.moe.router.weight").grad.abs().max() > 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,14 @@ from moefold.training.run_folder import History
 from tests.cpu.runs import run_of
 from tests.cpu.test_training_routing import MODEL, TRAIN, rewritten
 
+SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 2}
+SHAPE |= {"experts": 4, "top_k": 2, "expert_width": 16}
+
 
 def losses(folder: Path, name: str, routing: dict[str, str], sizes: str, ranks: int) -> list[float]:
     """Return the losses of a run in a layout."""
     how = {"train": {**TRAIN, "batch": 8, "routing": routing}, "layout": {"sizes": sizes}}
-    train(run_of(folder, model=MODEL, **how), nproc=ranks, folder=folder / name)
+    train(run_of(folder, model=MODEL | {"shape": SHAPE}, **how), nproc=ranks, folder=folder / name)
     return [line["lm_loss"] for line in History.read(folder / name).lines if "lm_loss" in line]
 
 

@@ -35,7 +35,6 @@ class Afmoe(SigmoidFamily):
     rope: Rope = Rope()
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "afmoe"
     architecture = "AfmoeForCausalLM"
     attention_own = {"qk_norm": "head", "gate": True}
     attention_fields = ("bias",)

@@ -29,7 +29,6 @@ class BailingHybrid(SigmoidFamily):
     shape: BoundedSizes
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
 
-    model_type = "bailing_hybrid"
     architecture = "BailingHybridForCausalLM"
     fixed_rope = "interleaved"
     scales_softmax = True

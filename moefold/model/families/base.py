@@ -60,7 +60,7 @@ class Family(Record):
     """Longest sequence the model is meant for; written at export, changes no maths."""
 
     model_type: ClassVar[str]
-    """The family's name in a Hugging Face ``config.json``."""
+    """The family's name in a Hugging Face ``config.json``; where none is stated, the record's."""
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names of the very same model in a ``config.json``."""
     architecture: ClassVar[str]
@@ -105,6 +105,12 @@ class Family(Record):
     """What the family's router is by nature."""
     router_kinds: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """What it is by the record's ``weights``, in families that choose by that."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if "family" in cls.model_fields and "model_type" not in vars(cls):
+            cls.model_type = cls.model_fields["family"].default
 
     def own_router(self) -> Router:
         """The family's router: softmax over all experts, then top-k, where it says nothing else."""

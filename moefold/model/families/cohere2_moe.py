@@ -40,7 +40,6 @@ class Cohere2Moe(Family):
     rope: Rope = Rope(layout="interleaved")
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "cohere2_moe"
     architecture = "Cohere2MoeForCausalLM"
     epsilon_field = "layer_norm_eps"
     fixed_rope = "interleaved"

@@ -33,7 +33,6 @@ class DeepseekV2(Family):
     balance: Balance = (Aux(over="sequence", coefficient=_ALPHA),)
     rope: Rope = Rope(layout="interleaved")
 
-    model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
     fixed_rope = "interleaved"
     scales_softmax = True

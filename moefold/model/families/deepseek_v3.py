@@ -36,7 +36,6 @@ class DeepseekV3(MultiTokenFamily):
     balance: Balance = (Bias(rate=hf.RATE), Aux(over="sequence", coefficient=_ALPHA))
     rope: Rope = Rope(layout="interleaved")
 
-    model_type = "deepseek_v3"
     aliases = ("kimi_k2",)
     architecture = "DeepseekV3ForCausalLM"
     fixed_rope = None

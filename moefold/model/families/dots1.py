@@ -33,7 +33,6 @@ class Dots1(SigmoidFamily):
     scale: Annotated[float, Field(gt=0)] = 1.0
     rope: Rope = Rope()
 
-    model_type = "dots1"
     architecture = "Dots1ForCausalLM"
     attention_own = {"qk_norm": "head"}
     hf_sizes = names.ROUTED_SIZES | {

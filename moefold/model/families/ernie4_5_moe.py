@@ -33,7 +33,6 @@ class Ernie45Moe(Family):
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = True
 
-    model_type = "ernie4_5_moe"
     architecture = "Ernie4_5_MoeForCausalLM"
     fixed_rope = "interleaved"
     router_own = {"selection_bias": True}

@@ -29,7 +29,6 @@ class ExaoneMoe(SigmoidFamily):
     rope: Rope = Rope()
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "exaone_moe"
     architecture = "ExaoneMoeForCausalLM"
     attention_own = {"qk_norm": "head"}
     hf_sizes = names.HF_SIZES | {"num_experts": "experts", "moe_intermediate_size": "expert_width"}

@@ -33,7 +33,6 @@ class FlexOlmo(Family):
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
 
-    model_type = "flex_olmo"
     architecture = "FlexOlmoForCausalLM"
     hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
     attention_own = {"qk_norm": "projection"}

@@ -30,7 +30,6 @@ class Glm4Moe(SigmoidFamily):
     rope: Rope = Rope(fraction=0.5)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
     extra_layers = "layers for multi-token prediction"
     attention_fields = ("bias", "qk_norm")

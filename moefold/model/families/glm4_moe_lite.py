@@ -33,7 +33,6 @@ class Glm4MoeLite(SigmoidFamily):
     rope: Rope = Rope(layout="interleaved")
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
     fixed_rope = None
     scales_softmax = True

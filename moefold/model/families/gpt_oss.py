@@ -40,7 +40,6 @@ class GptOss(Family):
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
     router_own = {"order": "topk_first", "bias": True}
     moe_own = {"expert_bias": True}

@@ -37,7 +37,6 @@ class Granitemoe(Family):
     """What logits are divided by."""
     balance: Balance = (Aux(coefficient=_AUX),)
 
-    model_type = "granitemoe"
     architecture = "GraniteMoeForCausalLM"
     router_own = {"order": "topk_first"}
     attention_fields = ("bias", "scale")

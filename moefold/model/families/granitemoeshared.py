@@ -23,6 +23,5 @@ class Granitemoeshared(Granitemoe):
     family: Literal["granitemoeshared"] = "granitemoeshared"  # type: ignore[assignment]
     shape: GranitemoesharedShape  # type: ignore[assignment]
 
-    model_type = "granitemoeshared"
     architecture = "GraniteMoeSharedForCausalLM"
     fields = (*Granitemoe.fields, WIDTH)

@@ -31,7 +31,6 @@ class HunyuanV1Moe(Family):
     balance: Balance = ()
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "hunyuan_v1_moe"
     architecture = "HunYuanMoEV1ForCausalLM"
     attention_own = {"qk_norm": "head", "norm_after_rope": True}
     attention_fields = ("bias",)

@@ -33,7 +33,6 @@ class HyV3(Family):
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "hy_v3"
     architecture = "HYV3ForCausalLM"
     extra_layers = "layers for multi-token prediction"
     attention_own = {"qk_norm": "head"}

@@ -34,7 +34,6 @@ class KimiLinear(SigmoidFamily):
     scale: Annotated[float, Field(gt=0)] = 2.446
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"
     turns = False
     extra_layers = "layers for multi-token prediction"

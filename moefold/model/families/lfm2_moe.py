@@ -39,7 +39,6 @@ class Lfm2Moe(Family):
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     tied: bool = True
 
-    model_type = "lfm2_moe"
     architecture = "Lfm2MoeForCausalLM"
     attention_own = {"qk_norm": "head"}
     router_own = {"score": "sigmoid", "epsilon": 1e-6}

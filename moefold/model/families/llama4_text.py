@@ -38,7 +38,6 @@ class Llama4Text(Family):
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "llama4_text"
     architecture = "Llama4ForCausalLM"
     fixed_rope = "interleaved"
     attention_fields = ("bias",)

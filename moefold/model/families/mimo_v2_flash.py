@@ -40,7 +40,6 @@ class MiMoV2Flash(SigmoidFamily):
     rope: Rope = Rope(theta=_THETA, fraction=_FRACTION)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "mimo_v2_flash"
     architecture = "MiMoV2FlashForCausalLM"
     attention_fields = ("bias", "value_scale")
     hf_sizes = names.ROUTED_SIZES | {"v_head_dim": "v_dim"}

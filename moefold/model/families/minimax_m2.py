@@ -32,7 +32,6 @@ class MinimaxM2(Family):
     balance: Balance = (Bias(rate=RATE), Aux(coefficient=_AUX))
     rope: Rope = Rope(theta=_THETA, fraction=0.5)
 
-    model_type = "minimax_m2"
     architecture = "MiniMaxM2ForCausalLM"
     extra_layers = "layers for multi-token prediction"
     attention_own = {"qk_norm": "projection"}

@@ -32,7 +32,6 @@ class Mixtral(Family):
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     hf_sizes = {**HF_SIZES, "num_local_experts": "experts", "intermediate_size": "expert_width"}
     fields = (

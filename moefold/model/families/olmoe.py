@@ -29,7 +29,6 @@ class Olmoe(Family):
     balance: Balance = (Aux(coefficient=_AUX), Z(coefficient=1e-3))
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
     hf_sizes = {**HF_SIZES, "num_experts": "experts", "intermediate_size": "expert_width"}
     attention_own = {"qk_norm": "projection"}

@@ -37,7 +37,6 @@ class Qwen2Moe(Family):
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=1e6)
 
-    model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
     shared_gate = True
     attention_fields = ("bias",)

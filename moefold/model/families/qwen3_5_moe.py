@@ -26,7 +26,6 @@ class Qwen35Moe(Family):
     balance: Balance = (Aux(coefficient=AUX),)
     rope: Rope = Rope(fraction=0.25)
 
-    model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
     shared_gate = True
     attention_own: ClassVar[dict[str, Any]] = ATTENTION

@@ -29,7 +29,6 @@ class Qwen3Moe(Family):
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=1e6)
 
-    model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     hf_sizes = HF_SIZES | {"num_local_experts": "experts", "moe_intermediate_size": "expert_width"}
     respelled = {"num_local_experts": "num_experts"}

@@ -46,7 +46,6 @@ class Qwen3Next(Family):
     balance: Balance = (Aux(coefficient=AUX),)
     rope: Rope = Rope(fraction=0.25)
 
-    model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
     shared_gate = True
     attention_own: ClassVar[dict[str, Any]] = ATTENTION

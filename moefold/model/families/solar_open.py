@@ -28,7 +28,6 @@ class SolarOpen(SigmoidFamily):
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
 
-    model_type = "solar_open"
     architecture = "SolarOpenForCausalLM"
     hf_sizes = names.ROUTED_SIZES
     fields = (
