@@ -36,6 +36,11 @@ def quick_folder(other: Path) -> Iterator[Path]:
 
 def run_child(work: Callable[[], None]) -> int:
     """Run ``work`` in a fork and return its exit status, negative for the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(start_child(work), 0)[1])
+
+
+def start_child(work: Callable[[], None]) -> int:
+    """Start ``work`` in a fork and return its process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child starts no thread of torch
         pid = os.fork()
@@ -49,7 +54,7 @@ def run_child(work: Callable[[], None]) -> int:
             raise
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
 
 
 class Calls(Disk):

@@ -31,14 +31,17 @@ KINDS = {
 LAYOUTS = {
     2: (("ep2", *KINDS), ("tp2 ep2", "alltoall", "padded"), ("etp2", "alltoall", "once")),
     4: (
-        ("ep4", *KINDS),
         ("tp2 ep4", *KINDS),
-        ("ep2 etp2", "alltoall", "once", "allgather", "padded", "spread"),
-        ("pp2 ep2", "alltoall", "two_level"),
+        ("ep2 etp2", "alltoall", "allgather", "spread"),
+        ("pp2 ep2", "two_level"),
         ("ep2", "alltoall"),
         ("tp2 etp4", "alltoall"),
     ),
 }
+WIDE = {
+    4: (("ep4", *KINDS), ("ep2 etp2", "once", "padded"), ("pp2 ep2", "alltoall")),
+}
+"""Those of the matrix."""
 Found = dict[tuple[str, str], dict[str, float]]
 
 
@@ -80,11 +83,11 @@ def step_of(sizes: str, dispatch: object, world: World) -> Step:
     return Step({**found, "norm": norm}, {**boxes, "norm": ()})  # type: ignore[dict-item]
 
 
-def compare(rank: int, ranks: int) -> Found:
+def compare(rank: int, ranks: int, layouts: dict[int, tuple[tuple[str, ...], ...]]) -> Found:
     """Return the relative error of each gradient, for all layouts of so many ranks."""
     whole = step_of("", "alltoall", World.single()).found
     errors: Found = {}
-    for sizes, *kinds in LAYOUTS[ranks]:
+    for sizes, *kinds in layouts[ranks]:
         for kind in kinds:
             world = World.open(Folding(Sizes.parse(sizes), ranks), "cpu", 20)
             found, boxes = step_of(sizes, KINDS[kind], world)
@@ -96,18 +99,24 @@ def compare(rank: int, ranks: int) -> Found:
 
 
 @cache
-def answers(ranks: int) -> list[Found]:
-    return run_ranks(compare, ranks, ranks, time_out_s=60)
+def answers(ranks: int, wide: bool) -> list[Found]:
+    return run_ranks(compare, ranks, ranks, WIDE if wide else LAYOUTS, time_out_s=60)
 
 
 CASES = [
-    (n, sizes, kind) for n, all_ in LAYOUTS.items() for sizes, *kinds in all_ for kind in kinds
+    pytest.param(n, sizes, kind, wide, marks=[pytest.mark.matrix] if wide else [])
+    for wide, layouts in enumerate((LAYOUTS, WIDE))
+    for n, all_ in layouts.items()
+    for sizes, *kinds in all_
+    for kind in kinds
 ]
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "kind"), CASES)
-def test_b01_b02_gradients_are_those_of_one_rank(ranks: int, sizes: str, kind: str) -> None:
+@pytest.mark.parametrize(("ranks", "sizes", "kind", "wide"), CASES)
+def test_b01_b02_gradients_are_those_of_one_rank(
+    ranks: int, sizes: str, kind: str, wide: bool
+) -> None:
     """Each token counts once in an expert's gradient, over ep, etp, tp, pp and data ranks."""
-    for rank, found in enumerate(answers(ranks)):
+    for rank, found in enumerate(answers(ranks, wide)):
         broken = {n: e for n, e in found[sizes, kind].items() if not e <= 1e-10}
         assert not broken, (rank, broken)

@@ -19,42 +19,49 @@ ONE = (
 )
 TWO = (
     Case("pp2", "gpipe"),
-    Case("pp2", "1f1b", "tied"),
     Case("pp2", "1f1b", "deep", 1),
-    Case("pp2", "zb_h1", "mla", 5),
     Case("pp2", "zb_h1", "deep", 4, FULL),
     Case("pp2", "merged", "tied", 5),
-    Case("pp2", "merged", "mla", 4, FULL),
     Case("pp2", "merged", "deep", 3, {"stages": "Etttt|L"}),
-    Case("pp2", "interleaved"),
     Case("pp2 vpp2", "interleaved", "tied"),
-    Case("pp2 vpp2", "gpipe", "deep", 3),
-    Case("pp2 vpp2", "zb_h1", "deep", 4),
-    Case("pp2 vpp2", "zb_v", "tied"),
     Case("pp2 vpp2", "zb_v", "deep", 6, FULL),
     Case("pp2 vpp2", "dualpipe_v", "mla", 5),
-    Case("pp2 vpp2", "dualpipe_v", "tied", 4, FULL),
-    Case("pp2 vpp2", "merged", "deep", 4, {"stages": "Ett|||ttL"}),
     Case("pp2 vpp3", "interleaved", "deep", 4, {"stages": "E||tt|t|t|L"}),
-    Case("ep2", "merged", "deep", 4),
     Case("ep2", "merged", "deep", 3, {"zero": 3, **FULL}),
-    Case("", "merged", "tied", 2, {"zero": 2}),
     Case("tp2 ep2", "merged", "mla", 3, FULL),
 )
 FOUR = (
     Case("pp4", "1f1b", "tied", 3),
-    Case("pp4", "zb_h1", "deep", 6),
-    Case("pp4", "merged", "deep", 9),
-    Case("pp4", "gpipe", "mla", 2, {"stages": "Et|tt||L"}),
-    Case("pp4 vpp2", "interleaved", "tied", 8, {"stages": "E|t||t|t||t|L"}),
     Case("pp4 vpp2", "zb_v", "tied", 8, {"stages": "E|tt|||t||t|L"}),
-    Case("pp4 vpp2", "dualpipe_v", "deep", 9, {"stages": "Et|t|||||tt|L"}),
     Case("pp2 tp2 ep2", "zb_h1", "tied", 4),
-    Case("pp2 tp2", "merged", "deep", 4),
-    Case("pp2 vpp2", "dualpipe_v", "tied", 4),
     Case("pp2 ep2", "merged", "tied", 4, {"zero": 3}),
     Case("pp2 vpp2 ep2 tp2", "dualpipe_v", "mla", 4, {"stages": "E|t|t|tL"}),
 )
+WIDE = {
+    2: (
+        Case("pp2", "1f1b", "tied"),
+        Case("pp2", "zb_h1", "mla", 5),
+        Case("pp2", "merged", "mla", 4, FULL),
+        Case("pp2", "interleaved"),
+        Case("pp2 vpp2", "gpipe", "deep", 3),
+        Case("pp2 vpp2", "zb_h1", "deep", 4),
+        Case("pp2 vpp2", "zb_v", "tied"),
+        Case("pp2 vpp2", "dualpipe_v", "tied", 4, FULL),
+        Case("pp2 vpp2", "merged", "deep", 4, {"stages": "Ett|||ttL"}),
+        Case("ep2", "merged", "deep", 4),
+        Case("", "merged", "tied", 2, {"zero": 2}),
+    ),
+    4: (
+        Case("pp4", "zb_h1", "deep", 6),
+        Case("pp4", "merged", "deep", 9),
+        Case("pp4", "gpipe", "mla", 2, {"stages": "Et|tt||L"}),
+        Case("pp4 vpp2", "interleaved", "tied", 8, {"stages": "E|t||t|t||t|L"}),
+        Case("pp4 vpp2", "dualpipe_v", "deep", 9, {"stages": "Et|t|||||tt|L"}),
+        Case("pp2 tp2", "merged", "deep", 4),
+        Case("pp2 vpp2", "dualpipe_v", "tied", 4),
+    ),
+}
+"""Those of the matrix, by their ranks."""
 
 
 def check(seen: list[Outcome]) -> None:
@@ -85,6 +92,13 @@ def test_two_ranks_compute_what_one_does(index: int) -> None:
 @pytest.mark.parametrize("index", range(len(FOUR)), ids=[str(case) for case in FOUR])
 def test_four_ranks_compute_what_one_does(index: int) -> None:
     check(outcomes(FOUR, 4)[index])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ranks", WIDE)
+def test_so_it_is_in_more_layouts(ranks: int) -> None:
+    for seen in outcomes(WIDE[ranks], ranks):
+        check(seen)
 
 
 def test_interleaved_with_one_chunk_is_1f1b() -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -109,21 +110,26 @@ def all_seen(
     return run_ranks(count, ranks, cases, ranks)
 
 
-def seen(case: Case, ranks: int = 2) -> list[tuple[Counter[Any], Counter[str]]]:
-    """Return the counts of every rank."""
-    return [one for (one,) in all_seen([case], ranks)]
-
-
 FULL = {"recompute": {"kind": "full"}}
 
 
-@pytest.mark.parametrize(
-    "sizes, schedule, other",
-    [("tp2 ep2", "zb_h1", "1f1b"), ("pp2 vpp2", "zb_v", "interleaved")],
-)
-def test_products_run_once_whether_put_off_or_not(sizes: str, schedule: str, other: str) -> None:
-    apart = seen(Case(sizes, schedule, "deep", MICRO_BATCHES))
-    whole = seen(Case(sizes, other, "deep", MICRO_BATCHES))
+APART = {
+    "tp2 ep2": (("zb_h1", {}), ("1f1b", {}), ("zb_h1", FULL)),
+    "pp2 vpp2": (("zb_v", {}), ("interleaved", {})),
+}
+"""Schedules whose weight gradients are put off, and others."""
+
+
+@cache
+def put_off(sizes: str) -> list[list[tuple[Counter[Any], Counter[str]]]]:
+    """Return the counts of every rank for each of the layout's schedules."""
+    cases = [Case(sizes, kind, "deep", MICRO_BATCHES, more) for kind, more in APART[sizes]]
+    return [list(ranks) for ranks in zip(*all_seen(cases), strict=True)]
+
+
+@pytest.mark.parametrize("sizes", APART)
+def test_products_run_once_whether_put_off_or_not(sizes: str) -> None:
+    apart, whole, *_ = put_off(sizes)
     for name in {*apart[0][1], *apart[1][1]}:
         assert sum(added[name] for _, added in apart) == sum(added[name] for _, added in whole)
     products = [
@@ -137,8 +143,7 @@ def test_products_run_once_whether_put_off_or_not(sizes: str, schedule: str, oth
 
 def test_b60_w_exchanges_nothing_and_computes_nothing_again() -> None:
     # No weight has copies here, so that no data ranks sum a gradient once it is complete.
-    plain = seen(Case("tp2 ep2", "zb_h1", "deep", MICRO_BATCHES))
-    again = seen(Case("tp2 ep2", "zb_h1", "deep", MICRO_BATCHES, FULL))
+    plain, _, again = put_off("tp2 ep2")
     for (counts, added), (repeated, added_again) in zip(plain, again, strict=True):
         assert counts["I", "exchange"] > 0, "the tensor ranks exchange in backward"
         assert counts["W", "exchange"] == repeated["W", "exchange"] == 0

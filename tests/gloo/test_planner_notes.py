@@ -65,8 +65,7 @@ def look(ranks: Group) -> None:
         parts, whole = kept(block, shape), alive(block, None, world)
         for kinds in (
             *((kind,) for kind in ALL[turn % 4 :: 4]),
-            ("norms", "gather"),
-            ("mla_up", "gather"),
+            (("norms", "mla_up")[turn % 2], "gather"),
             ALL,
         ):
             policy = Selective(modules=kinds)

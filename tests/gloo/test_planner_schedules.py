@@ -237,12 +237,12 @@ def check(asked: Sequence[Asked]) -> None:
 def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -> None:
     """Activations, operands of products that wait for W, messages between stages.
 
-    Every eighth pair of a block and a policy, in turns: the matrix has all.
+    Every twelfth pair of a block and a policy, in turns: the matrix has all.
     """
     turn = SCHEDULES.index((sizes, kind))
     block, policy, away = AWAY[turn]
     leaving = Asked(block, policy, sizes, kind, away=away)
-    some = islice(product(WEIGHED, POLICIES), turn, None, 8)
+    some = islice(product(WEIGHED, POLICIES), turn, None, 12)
     policy, ahead = POLICIES[turn % 4], AHEAD[turn % 3]
     further = Asked((SHARED, LATENT)[turn % 2], policy, sizes, kind, ahead=ahead)
     check([*(Asked(*one, sizes, kind) for one in some), leaving, further])

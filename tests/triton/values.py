@@ -13,8 +13,8 @@ from tests.triton.watch import Watch
 
 Out = TypeVar("Out", Tensor, tuple[Tensor, ...])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SEEDS = (None, 1, 2)
-"""Of orders of programs; None is as they are numbered."""
+SEEDS = (None, 1)
+"""Of orders of programs; None is as they are numbered, the other never is."""
 DEVICE = os.environ.get("KERNEL_TESTS_ON", "")
 """Where kernels run instead of the interpreter: ``cuda``. Watched they can be in it alone."""
 
@@ -33,7 +33,7 @@ def nan_where_unwritten() -> Iterator[None]:
 
 
 def watched(call: Callable[[], Out], whole: bool = True, waste: float | None = 1.05) -> Out:
-    """Return what ``call`` returns, the same bits in three orders of its programs.
+    """Return what ``call`` returns, the same bits in two orders of its programs.
 
     Args:
         call: runs operations; what it changes in place it has to copy first.

@@ -92,7 +92,10 @@ class Watch:
         """Draw the order of the programs of a grid."""
         self._cells = list(product(*map(range, grid)))
         if self.seed is not None:
+            numbered = self._cells.copy()
             random.Random(self.seed).shuffle(self._cells)
+            if self._cells == numbered:
+                self._cells.reverse()
 
     def cell(self, place: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
         """Return the program that runs where ``place`` would."""
