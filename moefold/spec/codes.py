@@ -89,7 +89,6 @@ class WeightProduct(NamedTuple):
     """What the product of a weight reads and gives on a rank."""
 
     weight: Weight
-    half: str
     rows: int
     runs: int
     """Runs that the rows come in, all as long."""
@@ -109,7 +108,7 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
                     runs = _runs(spec, shape, block.codes)
                 for name in matmul.weights:
                     outputs, inputs, _ = weights[name].matrix(shape.tp, shape.ep, shape.etp)
-                    one = WeightProduct(weights[name], half, rows, runs, outputs, inputs)
+                    one = WeightProduct(weights[name], rows, runs, outputs, inputs)
                     found.append((f"{spec.prefix or half}.{name}", one))
     return found
 
@@ -204,6 +203,6 @@ def _codes(
     """Return the codes of the rows that weights read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")
-    module = next((one for one in CHECKPOINTED if one in path), product.half)
+    module = next((one for one in CHECKPOINTED if one in path), path[0])
     dropped = frozenset((module,)) if module in CHECKPOINTED else NOTHING
     return Saved(f"{name}.codes", size, dropped, module=module, operand=tuple(weights))  # type: ignore[arg-type]

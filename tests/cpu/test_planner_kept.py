@@ -193,12 +193,16 @@ def check_codes(name: str, record: Quantise, policies: list[Record | None]) -> N
         ),
         ("delta net, blocks", "fp8_tensor", {}, Selective(modules=("attention",))),
         ("norms on heads, shared", "mxfp8", {"wgrad": "wide"}, None),
+        ("norms on projections, gate", "mxfp8", {}, Selective(modules=("ffn",))),
     ],
 )
 def test_b55_bytes_of_codes_are_the_planned_ones(
     name: str, kind: str, changed: dict[str, Any], policy: Record | None
 ) -> None:
-    """What several weights read is there once. Plant: each weight has codes of its own."""
+    """What several weights read is there once.
+
+    Plants: each weight has codes of its own; latents' go with a dense feed-forward.
+    """
     check_codes(name, QUANTISE.kinds[kind].model_validate(changed), [policy])  # type: ignore[arg-type]
 
 

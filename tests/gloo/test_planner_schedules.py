@@ -12,6 +12,7 @@ import torch
 
 from moefold.comm.world import World
 from moefold.data.batch import from_ids
+from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Kind, Offloaded
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder, MultiToken, Stack
@@ -27,7 +28,7 @@ from moefold.planner.memory_after import after_each
 from moefold.spec.decoder import with_multi_token
 from moefold.training.weigh import weigh
 from tests.cpu.alive import HIDDEN
-from tests.cpu.test_planner_kept import BLOCKS
+from tests.cpu.test_planner_kept import BLOCKS, steady
 from tests.gloo.harness import run_ranks
 
 SEQ, ROWS, VOCAB, LAYERS, MICRO = 32, 2, 64, 4, 4
@@ -93,6 +94,8 @@ class Asked(NamedTuple):
     """A dispatch of fixed shapes, its room, and slots for clones."""
     ahead: tuple[MultiToken, ...] = ()
     """Losses of further tokens."""
+    codes: str = ""
+    """The kind of few bits that products run in, in blocks of four."""
 
     @property
     def layout(self) -> Layout:
@@ -116,8 +119,11 @@ class Asked(NamedTuple):
 
     @property
     def decoder(self) -> Decoder:
-        stack = Stack(repeat=self.layers, blocks=(BLOCKS[self.block],))
-        plain = Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,))
+        block = steady(self.block) if self.codes else BLOCKS[self.block]
+        given = {"block": 4, "rows": "micro_batch" if "ep" in self.sizes else "rank"}
+        record = QUANTISE.kinds[self.codes].model_validate(given) if self.codes else None
+        stack = Stack(repeat=self.layers, blocks=(block,))
+        plain = Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,), quantise=record)
         return with_multi_token(plain, self.ahead)
 
 
@@ -170,7 +176,7 @@ def executed(rank: int, asked: Sequence[Asked]) -> list[tuple[list[Bytes], dict[
     stage = world.attention.pp
     found: list[tuple[list[Bytes], dict[str, int]]] = []
     for one in asked:
-        placed = build(one.decoder, "fp32", one.layout, world)
+        placed = build(one.decoder, "bf16" if one.codes else "fp32", one.layout, world)
         for parameter in placed.model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         draw = torch.Generator().manual_seed(0)
@@ -200,12 +206,12 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
         max_rows=rows,
         clones=slots,
         load=1.0,
-        numbers=Numbers("fp32", AdamW(lr=1e-3), weight_bytes=0),
+        numbers=Numbers(asked.codes or "fp32", AdamW(lr=1e-3), weight_bytes=0),
         keeping=Keeping(
             zero=asked.zero, recompute=recomputed(layout.recompute), **offloaded(layout.offload)
         ),
     )
-    row = case.rows * HIDDEN * 4
+    row = case.rows * HIDDEN * (2 if asked.codes else 4)
     crossing = messages_after(plan(layout, rank, MICRO))
     pages = round(memory(case)[rank].state.pages)
     after = [
@@ -245,7 +251,8 @@ def test_after_each_action_a_rank_holds_what_is_planned(sizes: str, kind: str) -
     some = islice(product(WEIGHED, POLICIES), turn, None, 12)
     policy, ahead = POLICIES[turn % 4], AHEAD[turn % 3]
     further = Asked((SHARED, LATENT)[turn % 2], policy, sizes, kind, ahead=ahead)
-    check([*(Asked(*one, sizes, kind) for one in some), leaving, further])
+    coded = [Asked(SHARED, None, sizes, kind, codes="nvfp4")] if kind == "zb_h1" else []
+    check([*(Asked(*one, sizes, kind) for one in some), leaving, further, *coded])
 
 
 def test_b64_what_is_fetched_ahead_is_what_the_table_takes_next() -> None:
@@ -274,6 +281,18 @@ def test_so_it_is_in_every_layout(sizes: str, kind: str, more: str) -> None:
     zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
     sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
     check([Asked(*one, sizes, kind, zero, dp) for one in product(WEIGHED, POLICIES)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["", "tp2", "cp2", "zero 1", "zero 3"])
+@pytest.mark.parametrize(("sizes", "kind"), SCHEDULES)
+def test_so_it_is_of_products_in_few_bits(sizes: str, kind: str, more: str) -> None:
+    """Two kinds by turns of the schedules, and of what backward reads of latents and experts."""
+    turn = SCHEDULES.index((sizes, kind))
+    zero = int(more.removeprefix("zero")) if more.startswith("zero") else 0
+    sizes, dp = (sizes, 2) if zero else (f"{sizes} {more}", 1)
+    some = product((DENSE, SHARED, LATENT), POLICIES, [*QUANTISE.kinds][turn % 2 :: 2])
+    check([Asked(b, p, sizes, kind, zero, dp, codes=codes) for b, p, codes in some])
 
 
 @pytest.mark.matrix
@@ -321,8 +340,11 @@ def test_so_it_is_where_room_is_stated(room: tuple[str, int, int]) -> None:
     """
     kind = "1f1b" if room[2] else "zb_h1"
     in_pages = Asked(SHARED, ("norms",), "pp2 ep2", kind, away=Away(page=16), room=room)
+    # What tells experts' rows in few bits apart is made again too.
+    coded = [Asked(SHARED, ("block",), "pp2 ep2", "1f1b", codes="fp8_tensor")]
     check(
         [
+            *(coded if room[0] == "padded" else ()),
             *(
                 Asked(*one, "pp2 ep2", "1f1b", room=room)
                 for one in ((SHARED, None), (SHARED, ("block",)))

@@ -484,6 +484,14 @@ PLANTS = (
     ),
     Plant(
         "b55",
+        "codes of latents go where a dense feed-forward is made again",
+        KEPT + "bytes_of_codes_are_the_planned_ones",
+        "spec/codes.py",
+        "if one in path), path[0])",
+        'if one in path), "attention" if path[0] == "attention" else "ffn")',
+    ),
+    Plant(
+        "b55",
         "gradients of rows wait in 16 bits",
         KEPT + "bytes_of_codes_are_the_planned_ones",
         "spec/codes.py",

@@ -136,7 +136,7 @@ class Quantised:
             return values
         assert form.rows is not None
         scales = self.scales.to(torch.float32).to(dtype)
-        parts = _blocks(values, form.rows, form.columns) * scales[..., :, None, :, None]
+        parts = _blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
         return _whole(parts, self.shape)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -29,12 +29,12 @@ def cast_e2m1(x: Tensor, chance: Tensor | None = None) -> Tensor:
             probability of its distance from the one below, and a code's own number stays.
     """
     size = x.abs().clamp_(max=LARGEST_E2M1)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    count = size.div_(step)
-    count = count.round_() if chance is None else count.add_(chance).floor_()
     # Codes 0..4 are halves, 4..6 ones from 2 on, 6 and 7 twos from 4 on.
-    start = torch.where(step == 0.5, 0.0, torch.where(step == 1, 2.0, 4.0))
-    return count.add_(start).to(torch.uint8).bitwise_or_(x.signbit().to(torch.uint8) << 3)
+    two, four = ((size >= least).to(torch.uint8) for least in (2, 4))
+    count = size.mul_(2).div_(1 + two + 2 * four)
+    count = count.round_() if chance is None else count.add_(chance).floor_()
+    codes = count.to(torch.uint8).add_(two, alpha=2).add_(four, alpha=2)
+    return codes.bitwise_or_(x.signbit().to(torch.uint8) << 3)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 LANES = 8
 """Numbers of 16 bits from one counter."""
+BAND = 1 << 18
+"""Numbers that are made at once: on the way each takes 30 bytes."""
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -41,9 +43,11 @@ def chance(row_N: Tensor, columns: range, key: tuple[int, int], word: int = 0) -
     """
     first = columns.start // LANES
     group = torch.arange(first, -(-columns.stop // LANES), device=row_N.device)
-    low, high = row_N[:, None] & MASK, row_N[:, None] >> 32
-    words = torch.full_like(low, word & MASK)
-    drawn = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
-    halves = torch.stack((drawn & 0xFFFF, drawn >> 16), -1).flatten(1)
-    start = columns.start - first * LANES
-    return halves[:, start : start + len(columns)].float().mul_(2.0**-16)
+    start, found = columns.start - first * LANES, list[Tensor]()
+    for row_B in row_N.split(max(BAND // max(len(columns), 1), 1)):
+        low, high = row_B[:, None] & MASK, row_B[:, None] >> 32
+        words = torch.full_like(low, word & MASK)
+        drawn = torch.stack(torch.broadcast_tensors(*philox((group, low, high, words), key)), -1)
+        halves = torch.stack((drawn & 0xFFFF, drawn >> 16), -1).flatten(1)
+        found.append(halves[:, start : start + len(columns)].float().mul_(2.0**-16))
+    return torch.cat(found)

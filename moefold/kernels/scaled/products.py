@@ -242,16 +242,17 @@ class _Scaled(torch.autograd.Function):
         y_NO = x_NI.new_zeros(x_NI.shape[0], weight.shape[-2])
         rows.put(_each(read.made, weight.mT, rows, _sum_of(x_NI), y_NO), y_NO)
         kept = read.kept
-        if kept is not None:
-            ctx.save_for_backward(*kept.tensors)
-            kept = kept._replace(tensors=())
-        ctx.operand, ctx.rows, ctx.sink, ctx.kept = operand, rows, sink, kept
+        # What autograd saves, recompute drops; the rest stays.
+        ctx.save_for_backward(rows.order_N, *(kept.tensors if kept else ()))
+        ctx.operand, ctx.rows, ctx.sink = operand, rows._replace(order_N=None), sink
+        ctx.kept = kept and kept._replace(tensors=())
         return y_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
-        operand, rows, wide = ctx.operand, ctx.rows, _sum_of(dy_NO)
+        order_N, *kept = ctx.saved_tensors
+        operand, rows, wide = ctx.operand, ctx.rows._replace(order_N=order_N), _sum_of(dy_NO)
         weight, wanted = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
         made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
@@ -261,7 +262,7 @@ class _Scaled(torch.autograd.Function):
             rows.put(_each(made, along, rows, wide, dx_NI), dx_NI)
         dw = None
         if wanted[1]:
-            x = ctx.kept and ctx.kept._replace(tensors=ctx.saved_tensors)
+            x = ctx.kept and ctx.kept._replace(tensors=tuple(kept))
             groups = [group for group, *_ in rows.runs]
             master, matrices = operand.master, along.shape[0] if rows.grouped else 1
 
@@ -311,8 +312,8 @@ def _operands(
     if role == "gradient" and recipe.by_chance:
         draw, width = weight.draw, x_NI.shape[1]
         each = [rows.numbers(run, x_NI.device) for run in range(len(parts))]
-        drawn = [draw.numbers(number, width, 0) for number in each]
-        across = [draw.numbers(_filled(number, recipe.run), width, 1).mT for number in each]
+        drawn = (draw.numbers(number, width, 0) for number in each)
+        across = (draw.numbers(_filled(number, recipe.run), width, 1).mT for number in each)
     form = recipe.form(role)
     made = [encode(x, form, -1, up, most) for x, up, most in zip(parts, drawn, amax, strict=False)]
     if not parts or not for_dw:
