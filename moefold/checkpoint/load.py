@@ -73,6 +73,7 @@ class Reader:
                 there.copy_(value)
             else:
                 self._read_box(name, part, shared, there)
+        torch.autograd.graph.increment_version(target)  # copies of what was there are old
 
     def _read_box(self, name: str, part: StoredSlice, shared: Box, there: Tensor) -> None:
         """Fill ``there`` with the box ``shared``, in global places, of a slice."""

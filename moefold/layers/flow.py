@@ -8,7 +8,7 @@ width or vocabulary, and gives back the sum of the shares, each rank its band.
 T rows, D hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from moefold.config.base import Record
 from moefold.data.batch import MicroBatch, band, zigzag
 from moefold.kernels.gradients import RETURNED, GradientSink
 from moefold.kernels.operand import Operand
+from moefold.kernels.quantise.blocks import Role
 from moefold.kernels.scaled.products import NarrowOperand
 from moefold.kernels.scaled.rows import RowRuns, sent_numbers
 from moefold.layers.cache import KeyValueCache
@@ -167,7 +168,9 @@ class Flow:
         world, label = self.world, self.world.recorder.label
         own = self.piece is not None
 
-        def largest(amax: Tensor, role: str) -> Tensor:
+        def largest(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
+            if narrow.history is not None:
+                return narrow.delayed(amax, role, matrices, self.training)
             axes = narrow.sharing(role, own)
             group = world.group("_".join(axes)) if axes else ALONE
             return max_(amax, group, label if role == "gradient" else None)

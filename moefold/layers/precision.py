@@ -1,6 +1,6 @@
 """What number format products run in, and the compute copies of the weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.kernels.operand import Operand
-from moefold.kernels.quantise.config import Quantise
+from moefold.kernels.quantise.blocks import Role
+from moefold.kernels.quantise.config import Fp8Tensor, Quantise
 from moefold.kernels.scaled.products import Draw, Largest, NarrowOperand, NarrowWeight, Recipe
 from moefold.layers.config import Precision
+from moefold.layers.history import AmaxHistory
 from moefold.layers.placement import Shard
 from moefold.model.config import Decoder
 from moefold.optim.norm import non_finite
+from moefold.spec.decoder import model_weights
 from moefold.spec.quantised import narrow_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -37,6 +40,19 @@ class Narrow(NamedTuple):
     """Which outputs are here, where not all."""
     first_expert: int | None = None
     """Number of the first expert here; None of a weight that has none."""
+    history: AmaxHistory | None = None
+    """What scales matrices, where steps before do."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes with what scales matrices."""
+        return 0 if self.history is None else self.history.past_RMH._version
+
+    def delayed(self, amax: Tensor, role: Role, matrices: Sequence[int], notes: bool) -> Tensor:
+        """Return what scales matrices that are here; see :meth:`AmaxHistory.scaling`."""
+        assert self.history is not None
+        whole = [(self.first_expert or 0) + one for one in matrices]
+        return self.history.scaling(amax, role, whole, notes)
 
     def located(self, shard: Shard) -> "Narrow":
         """Return the same of the piece that is on this rank."""
@@ -51,7 +67,7 @@ class Narrow(NamedTuple):
             first_expert=shard.box[0][0] if lead else None,
         )
 
-    def sharing(self, role: str, own: bool) -> tuple[str, ...]:
+    def sharing(self, role: Role, own: bool) -> tuple[str, ...]:
         """Return the axes whose ranks hold parts of the matrices that one scale is for.
 
         Args:
@@ -105,7 +121,7 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
         return
     wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
     recipe = Recipe(record.kind, record.rule, narrow_dw, record.block, wire)
-    by_rank = record.rows == "rank"
+    experts = {weight.name for weight in model_weights(decoder) if weight.expert}
     for name, number in narrow_weights(decoder).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -114,7 +130,30 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
                 f"{name}: train.quantise needs a layer that multiplies by Linear or SwiGlu; "
                 f"keep it wide with train.quantise.keep=[{name}]"
             )
-        owner.narrow = {**owner.narrow, leaf: Narrow(recipe, number, by_rank)}
+        narrow = Narrow(recipe, number, not record.by_run)
+        if isinstance(record, Fp8Tensor) and record.scaling == "delayed":
+            held = owner.get_parameter(leaf)
+            matrices, latest = held.shape[0] if name in experts else 1, record.amax != "max"
+            history = AmaxHistory(matrices, record.history, latest, held.device)
+            owner.add_module(f"{leaf}_history", history)
+            narrow = narrow._replace(history=history)
+        owner.narrow = {**owner.narrow, leaf: narrow}
+
+
+def histories_of(model: nn.Module) -> dict[str, AmaxHistory]:
+    """Return what scales products on codes by steps before, by the names of weights."""
+    found = narrow_products(model).items()
+    return {name: one.history for name, one in found if one.history is not None}
+
+
+def narrow_products(model: nn.Module) -> dict[str, Narrow]:
+    """Return how products read codes of a model's parameters, by their names."""
+    return {
+        f"{path}.{leaf}": narrow
+        for path, module in model.named_modules()
+        if isinstance(module, WeightProducts)
+        for leaf, narrow in module.narrow.items()
+    }
 
 
 def locate_products(model: nn.Module, shards: Mapping[str, Shard]) -> None:
@@ -176,7 +215,7 @@ class PrecisionPolicy:
     @property
     def codes(self) -> list[Tensor]:
         """Codes and scales of weights that are here."""
-        made = [one for _, _, held in self._codes.values() for one in held.operands]
+        made = [one for *_, held in self._codes.values() for one in held.operands]
         found = [part for one in made for part in (one.codes, one.scales, one.matrix_scale)]
         return [part for part in found if part is not None]
 
@@ -224,19 +263,26 @@ class PrecisionPolicy:
             groups: leading dims that count matrices; those after them are outputs.
         """
 
-        def codes() -> NarrowWeight:
+        def made() -> NarrowWeight:
             if (value := self._given.get(weight)) is not None:
                 if not isinstance(value, Tensor):
                     return value()
                 value = _as_asked(value, weight.dtype, self.dtype)
                 return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
             held = self._codes.get(weight)
-            if held is None or not _fresh(weight, *held[:2]):
+            if held is None or held[0] != narrow.version or not _fresh(weight, *held[1:3]):
                 value = weight.detach().to(self.dtype).flatten(groups, -2)
-                made = NarrowWeight.of(value, narrow.recipe, largest)
-                held = (weight._version, weight.detach(), made)
+                new = NarrowWeight.of(value, narrow.recipe, largest)
+                held = narrow.version, weight._version, weight.detach(), new
                 self._codes[weight] = held
-            return held[2]
+            return held[3]
+
+        def codes() -> NarrowWeight:
+            # Made once, and of every step that reads them.
+            found = made()
+            if narrow.history is not None and found.amax is not None:
+                narrow.delayed(found.amax, "weight", range(found.amax.numel()), True)
+            return found
 
         note = None if self.noted is None else partial(self._note, narrow)
         if note is not None:

@@ -60,9 +60,10 @@ class Numbers:
     master_bytes: float = 4
     moment_bytes: float = 4
     """Bytes a parameter of each state tensor of the optimizer."""
-    narrowed: frozenset[Literal["attention", "head", "rows"]] = frozenset()
+    narrowed: frozenset[Literal["attention", "head", "rows", "delayed"]] = frozenset()
     """What a narrow recipe computes in its format though recipes leave it in bfloat16; ``rows`` are
-    those that it sends to experts, and gradients of their results."""
+    those that it sends to experts, and gradients of their results. ``delayed``: scales are known
+    before what they scale."""
 
     @property
     def matrix_moment_bytes(self) -> float:

@@ -223,7 +223,10 @@ def _stated(
     found = faster(dict(cluster.device.peaks)) if asked == "auto" else asked
     narrow = run.train.quantise
     precision = cast("Recipe", narrow.kind if isinstance(narrow, Quantise) else found)
-    coded = isinstance(narrow, Quantise) and narrow.wire == "codes"
+    narrowed: set[Any] = set()
+    if isinstance(narrow, Quantise):
+        narrowed |= {"rows"} if narrow.wire == "codes" else set()
+        narrowed |= {"delayed"} if narrow.scaling == "delayed" else set()
     size = batch or run.train.batch
     notes = (NCCL_EP,) if _known(run.layout.dispatch) == "nccl_ep" else ()
     task = TrainingTask(
@@ -232,9 +235,7 @@ def _stated(
         seq=run.data.seq,
         batch=size,
         cluster=cluster,
-        numbers=Numbers(
-            precision, run.optim, narrowed=frozenset({"rows"}) if coded else frozenset()
-        ),
+        numbers=Numbers(precision, run.optim, narrowed=frozenset(narrowed)),
         load=load,
         software=Software(loss_chunk=run.train.loss_chunk),
         notes=(*notes, *notes_on_step(run)),

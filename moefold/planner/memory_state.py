@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from moefold.model.config import Decoder
 from moefold.planner.case import Case, Held, Numbers, kinds
 from moefold.planner.remember import remembered
-from moefold.spec.codes import CodedWeight, weight_bytes, with_codes
+from moefold.spec.codes import CodedWeight, history_bytes, weight_bytes, with_codes
 from moefold.spec.decoder import block_weights, embedding, head, last_norm
 from moefold.spec.layer import Weight
 
@@ -109,11 +109,13 @@ class Split(NamedTuple):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
         record = weight.codes if isinstance(weight, CodedWeight) else None
-        codes = self._codes(weight, local)
+        codes, past = self._codes(weight, local), 0
+        if isinstance(weight, CodedWeight):
+            past = history_bytes(weight)
         if weight.frozen:
             narrow = weight.narrow and numbers.weight_bytes
             wide = numbers.weight_bytes if narrow else numbers.master_bytes
-            return State(weights=share[3] * (wide + (codes if record else 0.0)))
+            return State(weights=share[3] * (wide + (codes if record else 0.0)) + past)
         if record is not None:
             # Codes in two directions are made in each pass of what data ranks gather.
             shared = 0 < self.zero < 3 and ranks > 1 and record.kind == "mxfp8"
@@ -126,7 +128,7 @@ class Split(NamedTuple):
         moments = len(numbers.optimizer.state_names(weight.name, weight.shape))
         moments *= numbers.optimizer.moment_bytes(weight.shape, numbers.moment_bytes)
         return State(
-            weights=share[3] * (copied + codes),
+            weights=share[3] * (copied + codes) + past,
             gradients=share[2] * numbers.gradient_bytes,
             master=share[1] * numbers.master_bytes * self.here,
             moments=share[1] * moments * self.here,

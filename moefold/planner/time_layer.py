@@ -303,7 +303,9 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
         _moved(fused * wider * (work.moved_backward + 2 * scanned) + 8.0 * trained, setting),
     )
     if narrow:
-        each = QUANTISE_BYTES[setting.recipe] * rates.quantise * setting.fused_quantise
+        # Where scales are known before, no largest number is looked for.
+        once = BF16 if "delayed" in setting.narrowed else 0
+        each = (QUANTISE_BYTES[setting.recipe] - once) * rates.quantise * setting.fused_quantise
         inward, outward = work.quantised
         made.put("quantise", _moved(each * inward, setting), _moved(each * outward, setting))
     kernels = work.launches

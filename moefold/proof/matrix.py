@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from moefold.config.base import Record
 from moefold.config.slot import Slot
-from moefold.kernels.quantise.config import QUANTISE, Fp8Block, Mxfp8, Nvfp4
+from moefold.kernels.quantise.config import QUANTISE, Fp8Block, Fp8Tensor, Mxfp8, Nvfp4
 from moefold.layers.config import (
     CONTEXT,
     RECOMPUTE,
@@ -415,8 +415,9 @@ def precisions() -> Iterator[ProofCase]:
     """Every kind of few bits over each axis, zero stage and recompute, in blocks of four."""
     layouts = [("tp2 ep2", 2), ("cp2 ep2", 2), ("ep2 etp2", 4), ("etp2", 2), ("tp2 cp2 ep4", 4)]
     layouts += [("cp2 ep2 etp2", 4), ("ep4", 4), ("pp2 ep2", 4), ("tp2 pp2 ep2", 4)]
-    for kind, made in QUANTISE.kinds.items():
-        record = made.model_validate({"block": 4})
+    records = {kind: made.model_validate({"block": 4}) for kind, made in QUANTISE.kinds.items()}
+    records["delayed"] = delayed = Fp8Tensor(scaling="delayed", history=2)
+    for kind, record in records.items():
         named = [(f"{kind} {name}", few_bits(name, record)) for name in ("gqa", "mla")]
         yield from _each(named, layouts)
         for zero in range(4):
@@ -437,7 +438,8 @@ def precisions() -> Iterator[ProofCase]:
         yield from _each(named[:1], [("pp2 ep2", 4)], schedule=Merged())
         yield from _each(named[1:], four, recompute=again, zero=3)
         yield from _dispatched(named[:1], "ep2 etp2")
-    named = [("wgrad wide", few_bits("gqa", Mxfp8(block=4, scales="floor", wgrad="wide")))]
+    wide = Mxfp8(block=4, scales="floor", wgrad="wide")
+    named = [("wgrad wide", few_bits("gqa", wide)), ("delayed", few_bits("gqa", delayed))]
     yield from _each(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
     for record, sizes in ((Fp8Block(), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
         yield from _each([(f"published {record.kind}", published_blocks(record))], [(sizes, 2)])

@@ -178,9 +178,7 @@ class RankRun:
         for step in range(self.updates):
             scale = scale if step == 0 else self._gradients(None)
             self.optimizer.step(scale)
-            self.data.renew()
-            for _, mixture in self.placed.model.mixtures():
-                mixture.balance.finish_step(mixture.router)
+            self.data.end_step()
         if self.updates:
             self._note_changes(before)
         found.sites = tuple(sorted({plain(site) for site in self.world.recorder.totals}))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
-from moefold.kernels.quantise.config import QUANTISE, Quantise
+from moefold.kernels.quantise.config import QUANTISE, Fp8Tensor, Quantise
 from moefold.model.config import Block, Decoder
 from moefold.spec.decoder import block_saved, halves
 from moefold.spec.layer import (
@@ -125,7 +125,7 @@ def _runs(spec: LayerSpec, shape: Shape, record: Quantise) -> int:
     """Return how many runs experts' rows come in: of each expert, and of each micro-batch."""
     assert spec.routing is not None
     together = shape.ep * shape.etp // (shape.tp * shape.cp)
-    micro_batches = max(together, 1) if record.rows == "micro_batch" else 1
+    micro_batches = max(together, 1) if record.by_run else 1
     return max(spec.routing.experts // shape.ep, 1) * micro_batches
 
 
@@ -161,6 +161,15 @@ def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: floa
     return matrices * (codes + down * across * SCALE[record.kind] + each)
 
 
+def history_bytes(weight: CodedWeight) -> int:
+    """Return the bytes of what scales a weight's operands by steps before, whole on each rank."""
+    record = weight.codes
+    if not isinstance(record, Fp8Tensor) or record.scaling == "current":
+        return 0
+    # What scales now, the history, and what the present step has seen.
+    return 3 * (weight.shape[0] if weight.expert else 1) * (record.history + 2) * STATISTIC
+
+
 def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     """Yield what a block saves for backward: codes in place of rows where products read those."""
     parts = list(block_saved(block, shape))
@@ -169,7 +178,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         return
     known, record = dict(products(block, shape)), block.codes
     first, sent = "moe.experts.w_in", shape.ep * shape.etp > 1
-    if record.rows == "micro_batch" and sent and first in block.narrow:
+    if record.by_run and sent and first in block.narrow:
         yield Saved("experts.order", known[first].rows * INDEX, module="moe")
     # What recompute of gathered rows starts from, where nobody keeps these.
     gone = {

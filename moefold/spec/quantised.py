@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.config.errors import REMOVE, Violation
-from moefold.kernels.quantise.config import Quantise
+from moefold.kernels.quantise.config import Fp8Tensor, Quantise
 from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.moe.dispatch.config import FixedRoom, Foreign
@@ -83,7 +83,7 @@ class _Cuts(NamedTuple):
                     rule = f"{units.axis} is 1, or {units.axis} * {block} divides {what}"
                     whole = size // block if size % block == 0 else 1
                     found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
-        if record.rows == "rank":
+        if not record.by_run:
             return cls(tuple(dict.fromkeys(found)), 0, False)
         if along_rows > 1:
             whole = seq // (2 * block) if seq % (2 * block) == 0 else 1
@@ -230,6 +230,9 @@ def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
     if any(getattr(block.ffn, "formed", False) for block in decoder.blocks):
         rule = "reads codes of experts without biases and with SwiGLU alone"
         yield Violation(at, kind, rule, REMOVE)
+    if record.scaling == "delayed" and not isinstance(record, Fp8Tensor):
+        rule = "is of whole matrices, which fp8_tensor alone scales by nothing else"
+        yield Violation((*at, "scaling"), record.scaling, rule, "current")
     if record.wire == "codes" and (record.of_matrices or record.rule == "fp32"):
         rule = "sends blocks whose scales are powers of two: fp8_block's (scales: power), mxfp8's"
         yield Violation((*at, "wire"), record.wire, rule, "wide")

@@ -194,6 +194,8 @@ def _paths(job: Trainer) -> Iterator[Row]:
         three = f"y, dx and dw in {quantise.kind}"
         if quantise.wgrad == "wide":
             three = f"y and dx in {quantise.kind}, dw in {wide}"
+        if quantise.scaling == "delayed":
+            three += ", scaled by the steps before"
         yield "quantise", f"products of {number} weights: {three}; {EMULATED}"
     kernels = {}
     for i, mixture in job.model.mixtures():

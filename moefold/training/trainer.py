@@ -313,9 +313,7 @@ class Trainer:
         lr_factor = run.optim.schedule_lr.factor(step, run.train.steps)
         if decision == "update":
             self.optimizer.step(clip_scale(figures.grad_norm, run.optim.clip_norm), lr_factor)
-            self.data.renew()
-            for _, mixture in self.model.mixtures():
-                mixture.balance.finish_step(mixture.router)
+            self.data.end_step()
         self.progress.step += 1
         self.progress.tokens += figures.tokens
         seconds = time.perf_counter() - started

@@ -180,6 +180,7 @@ def held_by(data: ShardedState) -> Iterator[tuple[str, Tensor]]:
     model = data.placed.model
     yield from (("weights", one) for one in (*model.recipe.copies, *model.recipe.codes))
     yield from (("shared", buffer) for buffer in model.buffers())
+    yield from (("weights", one) for past in data.histories.values() for one in past.buffers())
     for bucket in data.buckets:
         yield from (("weights", one) for one in bucket.whole)
         yield "master", bucket.master_L

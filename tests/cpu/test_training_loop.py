@@ -24,6 +24,7 @@ from moefold.training.hooks.checkpoint import CheckpointHook
 from moefold.training.hooks.logs import MetricsHook
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.resume import as_known_today, differences
+from moefold.training.state import restore
 from moefold.training.trainer import Interrupted, Trainer
 from tests.cpu.checkpoint_tools import start_child
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
@@ -232,6 +233,25 @@ def test_rewind_goes_back_and_leaves_the_data_out(tmp_path: Path) -> None:
         assert job.progress.excluded == (3,) and notes.rewinds == 1
     with job_of(tmp_path, "out", **changes) as job:
         assert job.progress.excluded == (3,) and job.step_number == 5
+
+
+@pytest.mark.parametrize("quantise", [None, "mxfp8"])
+def test_b52_what_products_read_goes_back_with_the_weights(
+    tmp_path: Path, quantise: str | None
+) -> None:
+    """Copies in 16 bits, and codes: the step after a checkpoint is the same once it is read again.
+
+    Plant: what is read in place is no change.
+    """
+    with job_of(tmp_path, train={"precision": "bf16", "quantise": quantise}) as job:
+        job.step()
+        path = job.save()
+        job.saver.wait()
+        seen = [job.step()["lm_loss"]]
+        job.progress = restore(path, job.data, job.optimizer)
+        job.data.renew()
+        seen.append(job.step()["lm_loss"])
+    assert seen[0] == seen[1]
 
 
 def test_rewinds_end_where_other_data_does_not_help(tmp_path: Path) -> None:

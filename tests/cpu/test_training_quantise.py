@@ -1,5 +1,8 @@
 """Training with weight products in few bits: what it computes, and that it is the same again."""
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Full, Selective
 from moefold.moe.config import Router
 from moefold.training.banner import rows
+from moefold.training.hooks.base import Figures, Hook
 from moefold.training.nonfinite import NonFiniteStep
 from tests.cpu.runs import equal, job_of, weights
 from tests.cpu.small import GQA, decoder, gradients, model_of, moe, padded_rows, relative
@@ -82,24 +86,75 @@ def test_b52_each_part_of_a_block_reads_codes(part: str) -> None:
     assert 1e-5 < abs(one.lm_loss / other.lm_loss - 1) < 0.1
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, at: int) -> None:
-    """Draws are by seed and step; moments are saved as codes and scales.
+FP8 = {"moments": "fp8", "moment_group": 8}
+DELAYED = {"kind": "fp8_tensor", "scaling": "delayed", "history": 2}
 
-    Plants: draws by how many steps this process made; scales of moments are left behind.
+
+@pytest.mark.parametrize("quantise", ["nvfp4", DELAYED], ids=["nvfp4", "delayed"])
+def test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one(
+    tmp_path: Path, quantise: Any
+) -> None:
+    """Draws are by seed and step; codes and scales of moments are saved, and histories of scales.
+
+    Plants: draws by how many steps this process made; scales, or histories, are left behind.
     """
-    narrow = {"moments": "fp8", "moment_group": 8}
-    changes: dict[str, Any] = {"train": {"steps": 4, "quantise": "nvfp4"}, "optim": narrow}
+    changes: dict[str, Any] = {"train": {"steps": 3, "quantise": quantise}, "optim": FP8}
     with job_of(tmp_path, "whole", **changes) as job:
         job.train()
         whole = weights(job)
-    with job_of(tmp_path, "broken", **changes) as job:
-        job.last_step = at
+    for at in range(3):
+        with job_of(tmp_path, "broken", **changes) as job:
+            assert job.step_number == at
+            job.last_step = at + 1
+            job.train()
+            found = weights(job)
+    assert equal(found, whole) == []
+
+
+class Killing(Hook):
+    """Saves every second step, and ends the process at one as a kill does."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step(self, job: Any, metrics: Figures) -> None:
+        """Save, or end."""
+        if job.step_number % 2 == 0:
+            job.save()
+        if job.step_number == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_killed(folder: Path, out: str, at: int, changes: dict[str, Any]) -> None:
+    """Train in a process of its own."""
+    with job_of(folder, out, Killing(at), **changes) as job:
         job.train()
-    with job_of(tmp_path, "broken", **changes) as job:
-        assert job.step_number == at
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recompute", [None, {"kind": "full"}], ids=["kept", "again"])
+@pytest.mark.parametrize(
+    "quantise",
+    ["nvfp4", "mxfp8", DELAYED, {"kind": "fp8_block", "wire": "codes"}],
+    ids=["nvfp4", "mxfp8", "delayed", "wire"],
+)
+def test_b52_a_kill_at_any_step_leaves_the_bits_of_an_unbroken_run(
+    tmp_path: Path, quantise: Any, recompute: Any
+) -> None:
+    """At each step of five, at most one of which is made again; the unbroken run keeps all."""
+    changes: dict[str, Any] = {"train": {"steps": 5, "quantise": quantise}, "optim": FP8}
+    with job_of(tmp_path, "whole", **changes) as job:
         job.train()
-        assert equal(weights(job), whole) == []
+        whole = weights(job)
+    changes["layout"] = {"recompute": recompute}
+    spawn = multiprocessing.get_context("spawn")
+    for at in (*range(1, 6), 0):
+        child = spawn.Process(target=train_killed, args=(tmp_path, "killed", at, changes))
+        child.start()
+        child.join()
+        assert child.exitcode == (-signal.SIGKILL if at else 0)
+    with job_of(tmp_path, "killed", **changes) as job:
+        assert job.step_number == 5 and equal(weights(job), whole) == []
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", pytest.param("nvfp4", marks=pytest.mark.matrix)])

@@ -26,6 +26,7 @@ from moefold.comm.environment import Spot
 from moefold.comm.launch import all_answers
 from moefold.comm.rendezvous import join
 from moefold.comm.world import World
+from moefold.kernels.quantise.config import Fp8Tensor
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
 from moefold.optim.config import OPTIMIZER, AdamW
@@ -82,7 +83,7 @@ LAYOUTS = (
 """Sizes, ranks and ZeRO stage."""
 OPTIMIZERS = {kind: record() for kind, record in OPTIMIZER.kinds.items()}
 OPTIMIZERS["adamw fp8"] = AdamW(moments="fp8", moment_group=4)
-SELECTED = {"adamw": (0, 16, 20), "muon": (2, 11, 19), "adamw fp8": (0, 1, 13, 20)}
+SELECTED = {"adamw": (0, 16, 20), "muon": (2, 11, 19), "adamw fp8": (0, 4, 13, 20)}
 """Those between which the tests load, by optimizer."""
 Place = tuple[str, int, int]
 
@@ -93,9 +94,12 @@ MODELS = {
 
 
 def subject_of(model: str, kind: str) -> Subject:
-    """Return what is trained: a model of four blocks with one of the optimizers."""
-    optim = small_optimizer(OPTIMIZERS[kind])
-    return Subject(MODELS[model], optim, micro_batches=4, rows=16, padding=3)
+    """Return what is trained: four blocks and one of the optimizers; histories beside fp8."""
+    optim, made = small_optimizer(OPTIMIZERS[kind]), MODELS[model]
+    if kind == "adamw fp8":
+        delayed = Fp8Tensor(scaling="delayed", history=3)
+        made = made.model_copy(update={"quantise": delayed})
+    return Subject(made, optim, micro_batches=4, rows=16, padding=3)
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,7 @@ class Here:
         """Make a step; return its loss and norm."""
         figures = gradients(self.data, self.batches, LOSS_CHUNK)
         self.optimizer.step(clip_scale(figures.grad_norm, self.clip_norm))
-        self.data.renew()
-        for _, mixture in self.data.placed.model.mixtures():
-            mixture.balance.finish_step(mixture.router)
+        self.data.end_step()
         return [figures.lm_loss, figures.grad_norm, *figures.router_terms.values()]
 
     def wait(self) -> None:

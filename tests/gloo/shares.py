@@ -135,9 +135,7 @@ def update(
     """Make one update; returns the clipping factor."""
     scale = clip_scale(norm, clip)
     optimizer.step(scale)
-    data.renew()
-    for _, mixture in data.placed.model.mixtures():
-        mixture.balance.finish_step(mixture.router)
+    data.end_step()
     return scale
 
 

@@ -27,11 +27,12 @@ def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:
     moments of runs that cut groups.
 
     Plants: old codes, amaxes of one rank, rows as they come, blocks across micro-batches, chance
-    by what is here, and scales of moments that are each rank's own.
+    by what is here, and scales of moments, or histories, that are each rank's own.
     """
     moments = [one for one in matrix()["optimizers"] if one.name == "moments cut: dp4 on 4, zero 1"]
     assert moments
     cases = moments + chosen("nvfp4 mla", "zb_h1") + chosen("nvfp4 gqa", "cp2 ep2 etp2", "zero 3")
+    cases += chosen("delayed: tp2 cp2 ep2")
     demand(cases + chosen("codes sent fp8_block gqa", "alltoall", "ep2 etp2")[:1])
 
 
@@ -42,7 +43,9 @@ def test_moments_in_few_bits_in_every_layout(kind: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", [*QUANTISE.kinds, "codes sent", "wgrad wide", "published"])
+@pytest.mark.parametrize(
+    "kind", [*QUANTISE.kinds, "delayed", "codes sent", "wgrad wide", "published"]
+)
 def test_every_kind_in_every_layout_that_is_open_to_it(kind: str) -> None:
     """A third of them; ``moefold verify --matrix precisions`` has all."""
     demand([case for case in matrix()["precisions"] if case.name.startswith(kind)][::3])

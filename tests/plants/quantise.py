@@ -14,6 +14,7 @@ PROOF = "tests/gloo/test_proof_quantise.py::" + NAME
 CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_scale_is_refused"
 PRECISION = "layers/precision.py"
 KEPT = "tests/cpu/test_planner_kept.py::test_b55_"
+HISTORY = "tests/cpu/test_layers_history.py::test_b52_scales_follow_from_steps_before_by_the_rule"
 THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
 
 PLANTS = (
@@ -175,7 +176,8 @@ PLANTS = (
         "tests/cpu/test_training_quantise.py::"
         "test_b52_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
-        " or not _fresh(weight, *held[:2]):\n                value = weight",
+        " or held[0] != narrow.version or not _fresh(weight, *held[1:3]):\n"
+        "                value = weight",
         ":\n                value = weight",
     ),
     Plant(
@@ -191,7 +193,7 @@ PLANTS = (
         "b52",
         "draws are by the steps of this process",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one",
+        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "training/trainer.py",
         "self.model.recipe.seed, self.model.recipe.step = run.seed, step",
         "self.model.recipe.seed, self.model.recipe.step = run.seed, self.model.recipe.step + 1",
@@ -225,8 +227,8 @@ PLANTS = (
         "all experts share one largest number",
         THREE,
         PRODUCTS,
-        "_shared(torch.stack([amax_of(one) for one in read]), role, weight.largest)",
-        "torch.stack([torch.stack([amax_of(one) for one in read]).amax(0) for _ in read])",
+        "found = weight.largest(here, role, groups)",
+        "found = here.amax(0).expand_as(here)",
     ),
     Plant(
         "b51",
@@ -429,7 +431,7 @@ PLANTS = (
         "b52",
         "scales of moments are left behind by a checkpoint",
         "tests/cpu/test_training_quantise.py::"
-        "test_b52_a_resumed_run_has_the_bits_of_an_unbroken_one",
+        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
         "optim/moments.py",
         'return {what: self.codes, f"{what}_groups": self.factors_G3}',
         "return {what: self.codes}",
@@ -439,8 +441,8 @@ PLANTS = (
         "the largest of a block that ranks share is that of the part that is here",
         PROOF,
         "parallel/data/coded.py",
-        "self._amaxes = self._maximum(found, self.inside)",
-        "self._amaxes = dict(zip(self.slots, found, strict=True))",
+        "self._amaxes = self._maximum([*found.values()], self.inside)",
+        "self._amaxes = dict(found)",
     ),
     Plant(
         "b52",
@@ -523,5 +525,46 @@ PLANTS = (
         "layers/precision.py",
         "        if non_finite({role: values}):",
         "        if False and non_finite({role: values}):",
+    ),
+    Plant(
+        "b52",
+        "the step itself scales",
+        HISTORY,
+        "layers/history.py",
+        "self.past_RMH[place, at, 0].view_as(amax), amax)",
+        "self.past_RMH[place, at, 0].maximum(self.seen_RM[place, at]).view_as(amax), amax)",
+    ),
+    Plant(
+        "b52",
+        "the last step alone scales",
+        HISTORY,
+        "layers/history.py",
+        "past_RMH[..., 1 : 2 if self._latest else None]",
+        "past_RMH[..., 1:2]",
+    ),
+    Plant(
+        "b52",
+        "histories of scales are left behind by a checkpoint",
+        "tests/cpu/test_training_quantise.py::"
+        "test_b52_a_run_that_ends_after_every_step_has_the_bits_of_an_unbroken_one",
+        "parallel/data/sharding.py",
+        "            yield LocalSlice.whole(key, history.past_RMH, stage.index, stage.size)",
+        "            assert key and history and stage",
+    ),
+    Plant(
+        "b52",
+        "a history is of what one rank saw",
+        PROOF,
+        "parallel/data/sharding.py",
+        '        share_seen(self.histories.values(), self.placed.world.group("stage"))\n',
+        "",
+    ),
+    Plant(
+        "b52",
+        "what a checkpoint is read into counts as unchanged",
+        "tests/cpu/test_training_loop.py::test_b52_what_products_read_goes_back_with_the_weights",
+        "checkpoint/load.py",
+        "        torch.autograd.graph.increment_version(target)",
+        "        assert target is not None",
     ),
 )

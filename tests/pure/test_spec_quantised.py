@@ -51,6 +51,7 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
         (("train.quantise={kind: mxfp8, keep: ['*.w_in']}",), "keep", "both matrices"),
         (("train.quantise={kind: mxfp8, keep_last: 99}",), "keep_first", "must leave one"),
         (("train.quantise={kind: nvfp4, wire: codes}",), "quantise.wire", "powers of two"),
+        (("train.quantise={kind: mxfp8, scaling: delayed}",), "train.quantise.scaling", "current"),
         (
             ("train.quantise={kind: fp8_block, scales: fp32, wire: codes}",),
             "train.quantise.wire",
@@ -101,8 +102,9 @@ def test_b53_a_cut_through_what_shares_a_scale_is_refused(
 
 
 def test_ways_out_of_the_rules_about_rows() -> None:
-    """Wide weight gradients where blocks alone are asked, and rows by rank."""
-    for quantise in ("{kind: mxfp8, wgrad: wide}", "{kind: nvfp4, rows: rank}"):
+    """Wide weight gradients where blocks alone are asked, rows by rank, and scales known before."""
+    delayed = "{kind: fp8_tensor, scaling: delayed}"
+    for quantise in ("{kind: mxfp8, wgrad: wide}", "{kind: nvfp4, rows: rank}", delayed):
         run_of(*WIDE, f"train.quantise={quantise}", "layout.sizes=tp2")
     with pytest.raises(RunError):
         run_of(*WIDE, "train.quantise={kind: nvfp4, wgrad: wide}", "layout.sizes=tp2")

@@ -216,7 +216,7 @@ def _fixed(case: Case, record: Moe, row: float, thin: float, make: _Maker) -> It
 
 def _numbered(case: Case) -> bool:
     """Return whether numbers of rows follow these: codes of a micro-batch's rows, in its order."""
-    return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.rows != "rank"
+    return isinstance(case.decoder.quantise, Quantise) and case.decoder.quantise.by_run
 
 
 def _coded(case: Case, hidden: int) -> int | None:

@@ -34,6 +34,14 @@ class Quantise(Record):
     """What rows for experts, and gradients of their results, travel as; the same on one rank."""
     block: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
     """Elements of a block along what is summed; the published number where left out."""
+    scaling: Literal["current", "delayed"] = "current"
+    """Whether the scale of a matrix follows from its own largest number, or from those of steps
+    before."""
+
+    @property
+    def by_run(self) -> bool:
+        """Whether the rows of a micro-batch, and expert, share what the layout does not cut."""
+        return self.rows == "micro_batch" and self.scaling == "current"
 
     @property
     def rule(self) -> str | None:
@@ -48,6 +56,10 @@ class Fp8Tensor(Quantise):
     length = None
     of_matrices = True
     kind: Literal["fp8_tensor"] = "fp8_tensor"
+    history: Annotated[int, Field(ge=1)] = 1024
+    """Steps whose largest numbers count where scaling is delayed."""
+    amax: Literal["max", "most_recent"] = "max"
+    """Which of them scales the next step: the largest, or the last one's."""
 
 
 @QUANTISE.register

@@ -12,7 +12,7 @@ or their gradient come, so that a weight's gradient that waits asks nobody. This
 plain torch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.quantise.blocks import Format, Quantised, amax_of, encode, format_of
+from moefold.kernels.quantise.blocks import Format, Quantised, Role, amax_of, encode, format_of
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
@@ -30,8 +30,9 @@ from moefold.kernels.scaled.rows import RowRuns
 
 EMULATED = "emulated in plain torch on any device: no kernel of one is built in"
 """The path of the three products, and why."""
-Largest = Callable[[Tensor, str], Tensor]
-"""``largest(amax, role)``: the maximum over the ranks that hold parts of the same matrices."""
+Largest = Callable[[Tensor, Role, Sequence[int]], Tensor]
+"""``largest(amax, role, matrices)``: the maximum over the ranks that hold parts of the same of a
+weight's matrices, whose numbers these are; or what scales them in its place."""
 
 
 class Recipe(NamedTuple):
@@ -74,7 +75,7 @@ class Recipe(NamedTuple):
         return format_of(self.kind, role, self.scales, self.block)
 
 
-def _mine(amax: Tensor, role: str) -> Tensor:
+def _mine(amax: Tensor, role: Role, matrices: Sequence[int]) -> Tensor:
     return amax
 
 
@@ -101,6 +102,8 @@ class NarrowWeight:
     recipe: Recipe
     along_inputs: Quantised
     along_outputs: Quantised
+    amax: Tensor | None = None
+    """The largest magnitudes of what is here of its matrices, of kinds that scale these."""
 
     @property
     def operands(self) -> tuple[Quantised, Quantised]:
@@ -111,10 +114,11 @@ class NarrowWeight:
     def of(cls, value: Tensor, recipe: Recipe, largest: Largest = _mine) -> "NarrowWeight":
         """Make the codes; blocks that are as wide as long serve both dims."""
         form = recipe.form("weight")
-        amax = _shared(amax_of(value), "weight", largest) if recipe.of_matrices else None
+        here = _finite(amax_of(value)) if recipe.of_matrices else None
+        amax = None if here is None else largest(here.clone(), "weight", range(here.numel()))
         made = encode(value, form, amax=amax)
         other = made if recipe.one_set else encode(value, form, -2)
-        return cls(recipe, made, other)
+        return cls(recipe, made, other, here)
 
     def wide(self, dtype: torch.dtype) -> Tensor:
         """Return the numbers that the codes stand for."""
@@ -290,7 +294,7 @@ def _each(
 
 
 def _operands(
-    x_NI: Tensor, recipe: Recipe, role: str, rows: RowRuns, weight: NarrowOperand, for_dw: bool
+    x_NI: Tensor, recipe: Recipe, role: Role, rows: RowRuns, weight: NarrowOperand, for_dw: bool
 ) -> Read:
     """Return each run's codes along features, and what the weight's gradient reads of it."""
     inside = rows.inside(x_NI)
@@ -306,7 +310,9 @@ def _operands(
     if recipe.of_matrices and parts:
         # The transform moves the largest; without it rows and columns have one.
         read = parts + turned if recipe.kind == "nvfp4" else parts
-        found = _shared(torch.stack([amax_of(one) for one in read]), role, weight.largest)
+        groups = [group for group, *_ in rows.runs] * (len(read) // len(parts))
+        here = _finite(torch.stack([amax_of(one) for one in read]))
+        found = weight.largest(here, role, groups)
         amax = [*found, *found] if len(read) == len(parts) else [*found]
     drawn, across = [None] * len(parts), [None] * len(parts)
     if role == "gradient" and recipe.by_chance:
@@ -324,9 +330,9 @@ def _operands(
     return Read(made, Kept.of([encode(x, form, -1, up, most) for x, up, most in rest]))
 
 
-def _shared(amax: Tensor, role: str, largest: Largest) -> Tensor:
+def _finite(amax: Tensor) -> Tensor:
     # No maximum over ranks may lose a NaN.
-    return largest(amax.nan_to_num(nan=torch.inf, posinf=torch.inf), role)
+    return amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _filled(number_N: Tensor, run: int) -> Tensor:

@@ -16,7 +16,7 @@ from moefold.comm.group import Group
 from moefold.kernels.quantise.elements import pack
 from moefold.kernels.quantise.runs import BlockGrid
 from moefold.kernels.scaled.products import NarrowWeight
-from moefold.layers.precision import Narrow, PrecisionPolicy, WeightProducts
+from moefold.layers.precision import Narrow, PrecisionPolicy, narrow_products
 from moefold.parallel.data.bucket import Bucket, BucketSlot
 
 
@@ -34,13 +34,15 @@ class CodedBucket(Bucket):
         self._form = form = self._recipe.form("weight")
         self.stored, self.per_item = torch.uint8, 2 if form.element is None else 1
         super().__init__(*given)
-        self._cut = cut
+        self._cut, self._narrow = cut, narrow
         self._grids = {
             name: BlockGrid.of(form, slot.shape, narrow[name].first_expert is not None)
             for name, slot in self.slots.items()
         }
         self._amaxes: dict[str, Tensor] = {}
         self._matrices: dict[str, Tensor] = {}
+        self._here: dict[str, Tensor] = {}
+        """Of the parts that are here, where steps before scale."""
 
     def _view(self, slot: BucketSlot) -> Tensor:
         return self.values[slot.start // self.per_item : -(-slot.stop // self.per_item)]
@@ -56,20 +58,31 @@ class CodedBucket(Bucket):
             recipe.give(handle, partial(self._read, name))
 
     def renew(self) -> None:
-        """Exchange the largest magnitudes, and bring what stays whole up to date."""
+        """Bring what scales, and what stays whole, up to date."""
         run_L = super()._sent()
-        found = [
-            grid.largest(self.own(slot, run_L), self.part(slot)[0])
-            for slot, grid in zip(self.slots.values(), self._grids.values(), strict=True)
-        ]
+        found = {
+            name: self._grids[name].largest(self.own(slot, run_L), self.part(slot)[0])
+            for name, slot in self.slots.items()
+        }
+        if all(self._narrow[name].history is not None for name in found):
+            self._here = found
+            self._amaxes = self._matrices = {
+                name: self._narrow[name].delayed(one, "weight", range(one.numel()), False)
+                for name, one in found.items()
+            }
+        else:
+            self._exchange(found)
+        super().renew()
+
+    def _exchange(self, found: Mapping[str, Tensor]) -> None:
+        """Scale by the largest magnitudes of whole blocks and matrices."""
         with self.inside.recorder.module("weights"):
-            self._amaxes = self._maximum(found, self.inside)
+            self._amaxes = self._maximum([*found.values()], self.inside)
             if self._recipe.of_matrices:
                 most = [one.amax((-2, -1), keepdim=True) for one in self._amaxes.values()]
                 self._matrices = self._maximum(most, self._cut)
                 if self._form.columns is None:
                     self._amaxes = self._matrices
-        super().renew()
 
     def _maximum(self, parts: list[Tensor], ranks: Group) -> dict[str, Tensor]:
         """Return the maximum over ranks of a tensor for each parameter, in one operation."""
@@ -93,15 +106,9 @@ class CodedBucket(Bucket):
         assert self.values.untyped_storage().size(), "a weight is read outside of its unit's pass"
         largest = self._amaxes[name], self._matrices.get(name)
         made = self._grids[name].read(self.weights[name], *largest)
-        return NarrowWeight(self._recipe, made, made)
+        return NarrowWeight(self._recipe, made, made, self._here.get(name))
 
 
 def coded_weights(model: nn.Module) -> dict[str, Narrow]:
     """Return the parameters, by name, one set of whose codes serves all products of them."""
-    return {
-        f"{path}.{leaf}": narrow
-        for path, module in model.named_modules()
-        if isinstance(module, WeightProducts)
-        for leaf, narrow in module.narrow.items()
-        if narrow.recipe.one_set
-    }
+    return {name: one for name, one in narrow_products(model).items() if one.recipe.one_set}

@@ -18,7 +18,9 @@ from moefold.comm.group import Group
 from moefold.config.base import Record
 from moefold.config.errors import RunError
 from moefold.config.slot import build
+from moefold.layers.history import share_seen
 from moefold.layers.placement import Box, Shard
+from moefold.layers.precision import histories_of
 from moefold.layers.unshard import EMBEDDING, RESIDENT, UnshardHooks, unit_of
 from moefold.optim.base import PREFIX, LocalMatrices, Optimizer
 from moefold.optim.config import Optim
@@ -56,6 +58,12 @@ class LocalSlice:
     copies: int
     """How many ranks hold the box."""
 
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor, copy: int, copies: int) -> "LocalSlice":
+        """Return a tensor that nothing cuts."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, shape, tuple((0, size) for size in shape), copy, copies)
+
     @property
     def first(self) -> bool:
         """Whether this rank is the first of those that hold the box."""
@@ -69,6 +77,7 @@ class ShardedState:
         placed: this rank's parts of the model; parameters that are shared out become handles.
         params: what this rank updates, by global name: its elements of a parameter, or all of it.
         valued: whether there are values; without, names, shapes and types are all that is here.
+        histories: of what scales products on codes, by the names of weights.
     """
 
     def __init__(self, placed: ModelParts, valued: bool = True) -> None:
@@ -99,6 +108,7 @@ class ShardedState:
         self._moments: list[Tensor] = []
         """Those that lie elsewhere."""
         self._stale = True
+        self.histories = histories_of(placed.model)
         self._heads = rows_of_heads(placed.model.record)
         """Of weights whose rows are heads', by name."""
         state = layout.state
@@ -271,6 +281,8 @@ class ShardedState:
             parameter.grad = None
         for bucket in self.buckets:
             bucket.begin_step()
+        for history in self.histories.values():
+            history.seen_RM.zero_()
         uses: dict[str, int] = defaultdict(int)
         for chunk in self.placed.chunks:
             ends = [self.placed.model.head_unit] * chunk.scores + [EMBEDDING] * len(chunk.ahead)
@@ -299,6 +311,7 @@ class ShardedState:
 
         A parameter that got none has a gradient of zero: the optimizer goes on with its state.
         """
+        share_seen(self.histories.values(), self.placed.world.group("stage"))
         for bucket in self.buckets:
             bucket.finish()
         trained = {name: p for name, p in self.params.items() if p.requires_grad}
@@ -327,6 +340,14 @@ class ShardedState:
         counted = [p.grad for n, p in trained.items() if not self._copy(n)[0]]
         grads = [grad for grad in counted if grad is not None]
         return squared_norm(grads, self.placed.world.device)
+
+    def end_step(self) -> None:
+        """Follow an update of the masters: routers, histories of scales, and what products read."""
+        for _, mixture in self.placed.model.mixtures():
+            mixture.balance.finish_step(mixture.router)
+        for history in self.histories.values():
+            history.advance()
+        self.renew()
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -405,10 +426,11 @@ class ShardedState:
                 at_start = not any(start for start, _ in self._shards[name].box)
                 place, count = self._copy(name)
                 owned = at_start and not self._run(name)[0]
-                box = tuple((0, size) for size in tensor.shape)
-                yield LocalSlice(
-                    key, tensor, tuple(tensor.shape), box, place if owned else count, count
-                )
+                yield LocalSlice.whole(key, tensor, place if owned else count, count)
+        stage = self.placed.world.group("stage")
+        for name, history in self.histories.items():
+            key = f"{PREFIX}.{name}.amaxes"
+            yield LocalSlice.whole(key, history.past_RMH, stage.index, stage.size)
 
     @torch.no_grad()
     def fill(self, values: Callable[[Shard], Tensor], buffers: bool = False) -> None:
