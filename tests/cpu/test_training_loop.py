@@ -25,6 +25,7 @@ from moefold.training.hooks.logs import MetricsHook
 from moefold.training.nonfinite import NonFiniteStep
 from moefold.training.resume import as_known_today, differences
 from moefold.training.state import restore
+from moefold.training.step import gradients
 from moefold.training.trainer import Interrupted, Trainer
 from tests.cpu.checkpoint_tools import start_child
 from tests.cpu.hubs import decoder_of, on_disk, weights_of, write_hub
@@ -248,6 +249,7 @@ def test_b52_what_products_read_goes_back_with_the_weights(
         path = job.save()
         job.saver.wait()
         seen = [job.step()["lm_loss"]]
+        gradients(job.data, job.loader.step(2), 16)  # of a step that is given up
         job.progress = restore(path, job.data, job.optimizer)
         job.data.renew()
         seen.append(job.step()["lm_loss"])
