@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -263,16 +264,18 @@ class PrecisionPolicy:
             groups: leading dims that count matrices; those after them are outputs.
         """
 
+        def narrowed(value: Tensor) -> NarrowWeight:
+            new = NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
+            return new if narrow.history is not None else replace(new, amax=None)
+
         def made() -> NarrowWeight:
             if (value := self._given.get(weight)) is not None:
                 if not isinstance(value, Tensor):
                     return value()
-                value = _as_asked(value, weight.dtype, self.dtype)
-                return NarrowWeight.of(value.flatten(groups, -2), narrow.recipe, largest)
+                return narrowed(_as_asked(value, weight.dtype, self.dtype))
             held = self._codes.get(weight)
             if held is None or held[0] != narrow.version or not _fresh(weight, *held[1:3]):
-                value = weight.detach().to(self.dtype).flatten(groups, -2)
-                new = NarrowWeight.of(value, narrow.recipe, largest)
+                new = narrowed(weight.detach().to(self.dtype))
                 held = narrow.version, weight._version, weight.detach(), new
                 self._codes[weight] = held
             return held[3]

@@ -61,7 +61,7 @@ def test_b82_a_copy_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
 def test_what_is_in_no_block_of_a_further_token_is_refused(tmp_path: Path) -> None:
     decoder, stored = hub(tmp_path, 1)
     write_hub(tmp_path, decoder, stored | {"model.layers.3.more.weight": torch.zeros(2)})
-    with pytest.raises(ConvertError, match=r"3.more.weight is not a tensor"):
+    with pytest.raises(ConvertError, match=r"3.more.weight in model.safetensors is not a tensor"):
         import_folder(tmp_path)
 
 

@@ -103,7 +103,7 @@ class NarrowWeight:
     along_inputs: Quantised
     along_outputs: Quantised
     amax: Tensor | None = None
-    """The largest magnitudes of what is here of its matrices, of kinds that scale these."""
+    """The largest magnitudes of what is here of its matrices, where steps before scale these."""
 
     @property
     def operands(self) -> tuple[Quantised, Quantised]:
