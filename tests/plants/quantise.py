@@ -177,8 +177,8 @@ PLANTS = (
         "test_b52_codes_are_those_of_the_weights_that_are_here_now",
         "layers/precision.py",
         " or held[0] != narrow.version or not _fresh(weight, *held[1:3]):\n"
-        "                value = weight",
-        ":\n                value = weight",
+        "                new = narrowed",
+        ":\n                new = narrowed",
     ),
     Plant(
         "b52",
