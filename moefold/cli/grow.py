@@ -49,7 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", metavar="N", type=int, default=0, help="of a new router's weights"
     )
-    text = "type of the weights on disk (default: as the source's embedding, or float32)"
+    text = "type of weights on disk (default: bfloat16 where the first folder has any, or float32)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)
     add_json(parser)
 

@@ -178,12 +178,12 @@ def executor_of(data: ShardedState, record: Routing | None) -> Callable[..., Any
     kind = ChoiceWriter if record.record else ChoiceReader
     log = kind(Path(record.record or record.replay or ""), data.placed)
 
-    def make(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> graphs.GraphedStep:
+    def make(placed: ModelParts, flows: Sequence[Flow], *more: Any) -> graphs.PreparedStep:
         def run() -> StepResult:
             left = inner(placed, log.begin(flows), *more).run()
             log.end()
             return left
 
-        return graphs.GraphedStep(run)
+        return graphs.PreparedStep(run)
 
     return make

@@ -78,7 +78,7 @@ class RecordedStep:
         return self.left
 
 
-class GraphedStep(NamedTuple):
+class PreparedStep(NamedTuple):
     """One step that is about to run, in the place of an executor."""
 
     run: Callable[[], StepResult]
@@ -100,9 +100,9 @@ class StepGraphs:
 
     def __call__(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
-    ) -> GraphedStep:
+    ) -> PreparedStep:
         """Return what runs a step; arguments as :class:`Executor` takes them."""
-        return GraphedStep(partial(self.run, placed, flows, factors, loss))
+        return PreparedStep(partial(self.run, placed, flows, factors, loss))
 
     def run(
         self, placed: ModelParts, flows: Sequence[Flow], factors: Factors, loss: ScaledLoss
