@@ -1,14 +1,16 @@
 """Reads what other packages' functions take from their sources, without importing them.
 
-    python -m tests.refresh_signatures DEEP_EP TRANSFORMER_ENGINE
+    python -m tests.refresh_signatures DEEP_EP TRANSFORMER_ENGINE DEEP_GEMM
 
-Both are clones of the packages' repositories. Written is ``tests/data/dispatch_signatures.json``:
+All are clones of the packages' repositories. Written is ``tests/data/dispatch_signatures.json``:
 of each function that an adapter calls the parameters' names, kinds and defaults, and how many
-values it returns where its source says so; no line of the source itself.
+values it returns where its source says so; and ``tests/data/deep_gemm_signatures.json``, parameters
+and which are required; no line of the source itself.
 """
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ from typing import Any
 from moefold.moe.dispatch.config import DeepEp, HybridEp, NcclEp
 
 FACTS = Path(__file__).parent / "data" / "dispatch_signatures.json"
+PRODUCTS = FACTS.with_name("deep_gemm_signatures.json")
+DEEP_GEMM = {"v2.1.1": "csrc/apis/gemm.hpp", "main": "csrc/apis/gemm.hpp"}
+MULTIPLIES = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
 TE = "transformer_engine/pytorch/ep.py"
 SOURCES = {
     DeepEp: {"v1.2.1": "deep_ep/buffer.py", "main": "deep_ep/buffers/legacy.py"},
@@ -62,8 +67,24 @@ def _git(repository: str, *words: str) -> str:
     ).stdout.strip()
 
 
-def main(deep_ep: str, transformer_engine: str) -> None:
+def bound(source: str, name: str) -> list[tuple[str, bool]]:
+    """Return what a function takes that C++ binds for Python, and whether it has to be given."""
+    other = re.search(rf'm\.attr\("{name}"\) = m\.attr\("(\w+)"\)', source)
+    name = other[1] if other else name
+    (found,) = re.findall(rf'm\.def\("{name}",(.*?)\);\n', source, re.DOTALL)
+    return [(one, not given) for one, given in re.findall(r'py::arg\("(\w+)"\)( =)?', found)]
+
+
+def main(deep_ep: str, transformer_engine: str, deep_gemm: str) -> None:
     """Write the facts."""
+    lines = []
+    for revision, path in DEEP_GEMM.items():
+        commit = _git(deep_gemm, "rev-parse", f"{revision}^{{commit}}")
+        source = _git(deep_gemm, "show", f"{commit}:{path}")
+        takes = {name: bound(source, name) for name in MULTIPLIES}
+        facts = {"commit": commit, "path": path, "functions": takes}
+        lines.append(f"{json.dumps(revision)}: {json.dumps(facts)}")
+    PRODUCTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     every: dict[str, Any] = {}
     for record, paths in SOURCES.items():
         repository = transformer_engine if record is NcclEp else deep_ep

@@ -230,9 +230,12 @@ def _quantise() -> Finding:
     import torch
 
     from moefold.kernels.quantise.blocks import BLOCKS
-    from moefold.kernels.scaled.products import EMULATED
+    from moefold.kernels.scaled.choose import paths
+    from moefold.kernels.scaled.products import Recipe
 
-    why = f"y, dx and dw of {', '.join(BLOCKS)}: {EMULATED}"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    uses = [Recipe(kind).use("y", False, torch.bfloat16, device) for kind in BLOCKS]
+    why = "; ".join(f"{use.kind}: {', '.join(paths('auto', use))}" for use in uses)
     return Finding("quantise", True, torch.__version__, True, why)
 
 

@@ -39,8 +39,9 @@ class SwiGlu(Adaptable):
                 whole.narrow_operand(getattr(self, name), narrow)
                 for name, narrow in self.narrow.items()
             )
-            x_PD = flow.gather(x_TD)
-            share_PD = narrow_ffn(x_PD, codes_in, codes_out, whole.run, flow.sink)
+            x_PD, hidden = flow.gather(x_TD), self.narrow["w_in"].recipe.hidden_form
+            codes = codes_in, codes_out
+            share_PD = narrow_ffn(x_PD, *codes, whole.run, flow.sink, hidden=hidden)
         else:
             w_in, w_out = (self.operand(name, whole) for name in ("w_in", "w_out"))
             products = dense_products(whole.n_valid)

@@ -46,10 +46,18 @@ class AmaxHistory(nn.Module):
             matrices: which of the weight's they belong to.
             notes: whether the step is to remember them.
         """
-        at, place = torch.tensor(matrices, device=amax.device), ROLES.index(role)
-        if notes:
-            self.seen_RM[place].scatter_reduce_(0, at, amax.flatten(), "amax")
-        return torch.where(amax.isfinite(), self.past_RMH[place, at, 0].view_as(amax), amax)
+        place, first, end = ROLES.index(role), matrices[0], matrices[0] + len(matrices)
+        seen_M, now_M = self.seen_RM[place], self.past_RMH[place, :, 0]
+        if list(matrices) == [*range(first, end)]:  # no index is brought to the device
+            noted_M, now_M = seen_M[first:end], now_M[first:end]
+            if notes:
+                torch.maximum(noted_M, amax.flatten(), out=noted_M)
+        else:
+            at = torch.tensor(matrices, device=amax.device)
+            now_M = now_M[at]
+            if notes:
+                seen_M.scatter_reduce_(0, at, amax.flatten(), "amax")
+        return torch.where(amax.isfinite(), now_M.view_as(amax), amax)
 
     @torch.no_grad()
     def advance(self) -> None:

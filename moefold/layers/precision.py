@@ -120,8 +120,7 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
     record = decoder.quantise
     if not isinstance(record, Quantise):
         return
-    wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
-    recipe = Recipe(record.kind, record.rule, narrow_dw, record.block, wire)
+    recipe = recipe_of(record)
     experts = {weight.name for weight in model_weights(decoder) if weight.expert}
     for name, number in narrow_weights(decoder).items():
         path, _, leaf = name.rpartition(".")
@@ -139,6 +138,13 @@ def quantise_products(model: nn.Module, decoder: Decoder) -> None:
             owner.add_module(f"{leaf}_history", history)
             narrow = narrow._replace(history=history)
         owner.narrow = {**owner.narrow, leaf: narrow}
+
+
+def recipe_of(record: Quantise) -> Recipe:
+    """Return what products run in by a record."""
+    wire, narrow_dw = record.wire == "codes", record.wgrad == "narrow"
+    more = record.block, wire, record.hidden_block, record.backend
+    return Recipe(record.kind, record.rule, narrow_dw, *more)
 
 
 def histories_of(model: nn.Module) -> dict[str, AmaxHistory]:
@@ -215,9 +221,11 @@ class PrecisionPolicy:
 
     @property
     def codes(self) -> list[Tensor]:
-        """Codes and scales of weights that are here."""
-        made = [one for *_, held in self._codes.values() for one in held.operands]
+        """Codes and scales of weights that are here, and their largest magnitudes if kept."""
+        held = [one for *_, one in self._codes.values()]
+        made = [one for weight in held for one in weight.operands]
         found = [part for one in made for part in (one.codes, one.scales, one.matrix_scale)]
+        found += [weight.amax for weight in held]
         return [part for part in found if part is not None]
 
     def operand(self, weight: Tensor, dtype: torch.dtype | None = None) -> Operand:

@@ -89,11 +89,12 @@ class Experts(Adaptable):
                 for name, narrow in self.narrow.items()
             )
 
-            first_expert = self.narrow["w_in"].first_expert or 0
+            narrow = self.narrow["w_in"]
+            hidden, first_expert = narrow.recipe.hidden_form, narrow.first_expert or 0
             rows = RowRuns.of_groups(offs_E, flow.rows.first, first_expert, sent_R)
 
             def experts(x_RD: Tensor, probs_R: Tensor) -> Tensor:
-                return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R)
+                return narrow_ffn(x_RD, codes_in, codes_out, rows, flow.sink, probs_R, hidden)
 
             return flow.keeper.run("experts", experts, x_RD, probs_R)
         number_R, sink = self._numbers(offs_E, sent_R), flow.sink

@@ -5,11 +5,17 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
-from moefold.kernels.gradients import Deferred
+import moefold
+from moefold.kernels.gradients import RETURNED, Deferred
 from moefold.kernels.quantise.blocks import encode, format_of
 from moefold.kernels.quantise.hadamard import matrix
 from moefold.kernels.quantise.philox import chance
+from moefold.kernels.scaled import ffn as ffns
+from moefold.kernels.scaled import products
+from moefold.kernels.scaled.ffn import narrow_ffn
 from moefold.kernels.scaled.products import (
     Draw,
     NarrowOperand,
@@ -93,12 +99,16 @@ def expected(
 
 @pytest.mark.parametrize("recipe", KINDS, ids=str)
 @pytest.mark.parametrize("outputs", [20, 36])
-def test_b51_the_three_products_equal_loops(recipe: Recipe, outputs: int) -> None:
-    """Dense with padding, and groups with empty ones; square and oblong.
+def test_b51_the_three_products_equal_loops(
+    recipe: Recipe, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense with padding, and groups with empty ones; square, and oblong some rows at a time.
 
     Plants: blocks along features for the weight's gradient; across groups; codes of codes; one
-    direction of a weight's blocks; no transform of one operand; padding in the largest of a matrix.
+    direction of a weight's blocks; no transform of one operand; padding in the largest of a matrix;
+    draws and largest numbers of pieces of a run.
     """
+    monkeypatch.setattr(products, "PIECE", 1 if outputs == 36 else products.PIECE)
     inputs = 20
     for ends in (21, [3, 3, 20, 21]):
         groups = 1 if isinstance(ends, int) else len(ends)
@@ -129,6 +139,75 @@ def test_b51_the_three_products_equal_loops(recipe: Recipe, outputs: int) -> Non
                     assert torch.equal(mine, loop), (name, ends, group)
                 else:
                     torch.testing.assert_close(mine, loop)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("fp8_block", "fp32", hidden=128),
+        Recipe("mxfp8", hidden=16),
+        Recipe("nvfp4", hidden=4),
+    ],
+    ids=str,
+)
+def test_b51_backward_reads_codes_of_pre_activations(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward reads what they are; gate and up have blocks of their own. Some rows at a time.
+
+    Plants: blocks of whole rows; forward reads codes; what is made again is wide.
+    """
+    monkeypatch.setattr(ffns, "PIECE", 160)
+    width, form = 20, recipe.hidden_form
+    assert form is not None
+    ends = torch.tensor([3, 3, 20, 21], dtype=torch.int32)
+    x_ND, p_N, dy_ND = numbers(1, 24, 16), numbers(2, 24), numbers(3, 24, 16)
+    w_in, w_out = numbers(4, 4, 2, width, 16), numbers(5, 4, 16, width)
+    where = RowRuns.of_groups(ends, FIRST)
+    codes = [NarrowWeight.of(w.flatten(1, -2), recipe) for w in (w_in, w_out)]
+
+    def leaves(*tensors: Tensor) -> list[Tensor]:
+        return [one.clone().requires_grad_() for one in tensors]
+
+    def operands(*masters: Tensor) -> list[NarrowOperand]:
+        pairs = zip(masters, codes, strict=True)
+        return [NarrowOperand(one, lambda made=made: made, DRAW) for one, made in pairs]
+
+    def both(again: bool) -> tuple[Tensor, ...]:
+        given = leaves(x_ND, p_N, w_in, w_out)
+
+        def ffn(x_ND: Tensor, p_N: Tensor) -> Tensor:
+            first, last = operands(*given[2:])
+            return narrow_ffn(x_ND, first, last, where, RETURNED, p_N, form)
+
+        y_ND = checkpoint(ffn, *given[:2], use_reentrant=False) if again else ffn(*given[:2])
+        y_ND.backward(dy_ND)
+        return y_ND.detach(), *(one.grad for one in given)  # type: ignore[misc]
+
+    x, w_first, w_last = leaves(x_ND, w_in, w_out)
+    first, last = operands(w_first, w_last)
+    h_N2F = scaled_product(x, first, where, RETURNED)
+    gate, up = h_N2F.detach().chunk(2, 1)
+    (a,) = leaves(silu(gate) * up * p_N[:, None])
+    y = scaled_product(a, last, where, RETURNED)
+    y.backward(dy_ND)
+    assert a.grad is not None
+    rule = {"scales": recipe.scales} if recipe.kind == "fp8_block" else {}
+    blocks = [block for half in (gate, up) for block in half.split(form.columns or 0, 1)]
+    made = [moefold.quantise(one, "fp8_block", **rule) for one in blocks]
+    # Strided as it is: an exponential of rows that lie apart may differ in the last bit.
+    read = [one.dequantise(torch.float64) for one in made]
+    h, p = leaves(torch.cat(read, 1), p_N)
+    gate, up = h.chunk(2, 1)
+    (silu(gate) * up * p[:, None]).backward(a.grad)
+    h_N2F.backward(h.grad)
+    expected = y.detach(), x.grad, p.grad, w_first.grad, w_last.grad
+    for again in (False, True):
+        for name, mine, plain in zip("yxpio", both(again), expected, strict=True):
+            if name == "p":  # a sum over features
+                torch.testing.assert_close(mine, plain)
+            else:
+                assert plain is not None and torch.equal(mine, plain), name
 
 
 def test_sums_do_not_depend_on_their_order() -> None:

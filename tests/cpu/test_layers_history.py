@@ -11,10 +11,16 @@ from moefold.kernels.quantise.config import Fp8Tensor
 from moefold.layers.config import Full
 from moefold.layers.history import AmaxHistory
 from moefold.moe.config import Router
+from moefold.optim.config import AdamW
 from moefold.parallel.apply import alone
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
+from moefold.planner.case import Numbers
+from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.hardware import Cluster, processor
+from moefold.planner.memory import memory
 from moefold.training import step
+from moefold.training.weigh import state_bytes
 from tests.cpu.runs import job_of
 from tests.cpu.small import GQA, decoder, model_of, moe, padded_rows, relative
 
@@ -80,6 +86,20 @@ def test_b52_gradients_by_steps_before_are_near_and_the_same_where_made_again() 
         assert 0.01 < relative(delayed[name], own[name]) < 0.45, name
     again = after_steps(DELAYED, Full())
     assert all(torch.equal(again[name], delayed[name]) for name in delayed)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones(zero: int) -> None:
+    """To the byte, whatever data ranks share. Plants: largest numbers of weights, or histories, are
+    forgotten."""
+    narrow = decoder(GQA, moe(), quantise=DELAYED)
+    model = model_of(narrow, "fp32")
+    data = ShardedState(alone(model, Layout(zero=zero)))
+    step.gradients(data, [padded_rows((20,), 0)], 16)
+    cluster = Cluster(processor(1e11, 1e10, 2**34), 1, 1, 1)
+    task = TrainingTask("delayed", narrow, 20, 1, cluster, Numbers("fp8_tensor", AdamW(lr=1e-3), 0))
+    (found,) = memory(choice_of(Layout(zero=zero), 1, "fp8_tensor").case(task))
+    assert state_bytes(data)["weights"] == found.state.weights
 
 
 def test_b52_a_step_that_is_given_up_leaves_no_trace_in_histories(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ TWO_LEVEL = {"dispatch": {"kind": "two_level", "node": 2}}
 PADDED = {"dispatch": {"kind": "padded", "max_rows": 64}}
 SPREAD = {"dispatch": {"kind": "spread", "max_rows": 150}}
 CLONES = SPREAD | {"clones": {"slots": 2}}
+FP4 = {"kind": "nvfp4", "block": 4}
+FP8, DELAYED = {"kind": "fp8_tensor"}, {"kind": "fp8_tensor", "scaling": "delayed", "history": 4}
 CODES = {"kind": "fp8_block", "wire": "codes"}
 GATHERED = {"context": {"kind": "all_gather"}}
 HEADS = {"context": {"kind": "all_to_all"}}
@@ -92,6 +94,18 @@ REST = (
     Sending("ep2 etp2", 4, layout=SPREAD, quantise=CODES),
     Sending("ep2 etp2", 4, layout=PADDED, quantise=CODES | {"rows": "rank"}),
     Sending("ep4", 4, precision="bf16", layout=TWO_LEVEL, quantise=CODES | {"kind": "mxfp8"}),
+    Sending("cp2 ep2", 2, quantise=FP4),
+    Sending("cp2 ep2", 2, quantise=FP8),
+    Sending("tp2 ep2", 2, layout=FULL, quantise=FP4),
+    Sending("tp2 ep2", 2, "mla", quantise=FP4),
+    Sending("ep2 etp2", 4, quantise=FP8),
+    Sending("ep2 etp2", 4, layout={"zero": 0}, quantise=FP4),
+    Sending("cp2 ep2 etp2", 4, layout={"zero": 3}, quantise=FP4 | {"rows": "rank"}),
+    Sending("tp2 cp2 ep4", 4, layout=FULL, quantise=FP8),
+    Sending("ep2 etp2", 4, precision="bf16", layout={"zero": 2}, quantise=FP4 | {"wgrad": "wide"}),
+    Sending("", 2, layout={"zero": 1}, quantise=DELAYED),
+    Sending("tp2 ep2 etp2", 4, layout={"zero": 3}, quantise=DELAYED),
+    Sending("pp2 cp2", 4, micro_batches=4, quantise=DELAYED),
 )
 
 

@@ -1,28 +1,29 @@
 """Numbers of few bits on a device: the bits of the host, and the library's products of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.kernels.gradients import Deferred
 from moefold.kernels.quantise.blocks import Quantised, encode, format_of
-from moefold.kernels.quantise.elements import E4M3
 from moefold.kernels.quantise.hadamard import transform
 from moefold.kernels.quantise.philox import chance
+from moefold.kernels.scaled import choose as chooser
+from moefold.kernels.scaled.choose import BACKENDS, PRODUCTS
 from moefold.kernels.scaled.products import (
     Draw,
     NarrowOperand,
     NarrowWeight,
     Recipe,
     scaled_product,
-    times,
 )
 from moefold.kernels.scaled.rows import RowRuns
+from moefold.kernels.scaled.scaled_mm import LEAST
 from tests.quantise_inputs import families
 
 KINDS = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
-ROWS, INNER, COLUMNS = 256, 512, 384
 
 
 def parts(made: Quantised) -> list[Tensor]:
@@ -88,46 +89,38 @@ def test_products_in_fp64_have_the_bits_of_the_host(kind: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def operands(kind: str) -> tuple[Quantised, Quantised]:
-    """RowRuns [M, K] and a weight [K, N], blocks along K, of numbers over 2^±6."""
-    drawn = torch.Generator().manual_seed(2)
-    sizes = [torch.randint(-6, 7, s, generator=drawn) for s in ((ROWS, INNER), (COLUMNS, INNER))]
-    x, w = (torch.randn(size.shape, generator=drawn) * size.float().exp2() for size in sizes)
-    return encode(x.cuda(), format_of(kind, "rows")), encode(w.cuda(), format_of(kind, "weight")).mT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_back_ends_compute_from_the_codes_what_the_emulation_does(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Each that takes a product: within fp32 sums, of tensor cores some 13 bits in a run of 128,
+    and the rounding of bf16. What is refused, or is wrong, is told with its reason.
+    """
+    device, took = torch.device("cuda"), set[str]()
+    for grouped in (False, True):
+        for product in PRODUCTS:
+            use = Recipe(kind).use(product, grouped, dtype, device)
+            for backend in BACKENDS[:-1]:
+                if not backend.why_not(use):
+                    assert not chooser._wrong(backend, use), (backend.name, use)
+                    took.add(backend.name)
+    if torch.cuda.get_device_capability() >= LEAST[kind] and kind != "fp8_block":
+        assert "scaled_mm" in took
+
+
+def test_the_library_reads_scales_by_its_order() -> None:
+    """Those of other blocks of the same rows must show."""
+    use = Recipe("fp8_block").use("y", False, torch.bfloat16, torch.device("cuda"))
+    backend = BACKENDS[2]
+    if why := backend.why_not(use):
+        pytest.skip(why)
+    (x,), w, _ = chooser._operands(use)
+    turned = replace(x, scales=x.scales.flip(1))
+    want = BACKENDS[-1].times(x, w, torch.float64)
+    assert off(backend.times(x, w, torch.float32), want) < 2e-3
+    assert off(backend.times(turned, w, torch.float32), want) > 2e-2
 
 
 def off(y: Tensor, want: Tensor) -> float:
     return float((y.double() - want).norm() / want.norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["fp8_tensor", "fp8_block"])
-def test_the_library_computes_from_the_codes_what_the_emulation_does(
-    kind: str, dtype: torch.dtype
-) -> None:
-    """Within its sums: some 13 bits inside of a run of 128, fp32 between them.
-
-    ``fp8_block``'s scales are handed over as they are, and exchanged they must show.
-    """
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the library has products with blocks of 128 on Hopper alone")
-    x, w = operands(kind)
-    want = times(x, w, torch.float64)
-    assert x.codes.dtype == w.codes.dtype == E4M3
-    bound = 2e-3 if dtype == torch.float32 else 4e-3
-    one, other = F.ScalingType.TensorWise, F.ScalingType.TensorWise
-    given = [x.scales, w.scales]
-    if kind == "fp8_block":
-        one, other = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-        # [M, K / 128] and [K / 128, N / 128], each with its first dim next to itself in memory.
-        given = [x.scales.mT.contiguous().mT, w.scales.mT.contiguous().mT]
-        assert given[0].stride() == (1, ROWS) and given[1].stride() == (1, INNER // 128)
-    assert x.codes.is_contiguous() and w.codes.mT.is_contiguous()
-
-    def product(scale_x: Tensor, scale_w: Tensor) -> Tensor:
-        return F.scaled_mm(x.codes, w.codes, scale_x, one, scale_w, other, output_dtype=dtype)
-
-    assert off(product(*given), want) < bound
-    if kind == "fp8_block":
-        turned = given[0].flip(1)  # the scales of other blocks of the same rows
-        assert off(product(turned.mT.contiguous().mT, given[1]), want) > 10 * bound

@@ -27,6 +27,10 @@ MAKES_NARROW: set[str] = {
     "moefold/kernels/routing/fused.py::count_buckets",
     "moefold/kernels/routing/fused.py::_order",
     "moefold/kernels/scaled/products.py::_joined",
+    "moefold/kernels/scaled/operands.py::along",
+    "moefold/kernels/scaled/operands.py::bare",
+    "moefold/kernels/scaled/deep_gemm.py::each",
+    "moefold/kernels/scaled/scaled_grouped_mm.py::each",
 }
 # What is narrow wherever it is seen: by contract offsets of groups and of segments are int32.
 BY_CONTRACT = ("offs_", "cu_seqlens")

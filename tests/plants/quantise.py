@@ -15,7 +15,14 @@ CUTS = "tests/pure/test_spec_quantised.py::test_b53_a_cut_through_what_shares_a_
 PRECISION = "layers/precision.py"
 KEPT = "tests/cpu/test_planner_kept.py::test_b55_"
 HISTORY = "tests/cpu/test_layers_history.py::test_b52_scales_follow_from_steps_before_by_the_rule"
+STATE = (
+    "tests/cpu/test_layers_history.py::"
+    "test_b55_bytes_of_histories_and_of_codes_are_the_planned_ones"
+)
 THREE = "tests/cpu/test_kernels_scaled.py::test_b51_the_three_products_equal_loops"
+HIDDEN = "tests/cpu/test_kernels_scaled.py::test_b51_backward_reads_codes_of_pre_activations"
+BACKENDS = "tests/cpu/test_kernels_backends.py::test_b57_"
+READS = BACKENDS + "the_library_is_given_codes_and_scales_as_it_reads_them"
 
 PLANTS = (
     Plant(
@@ -103,16 +110,18 @@ PLANTS = (
         "the weight's gradient has blocks along features",
         THREE,
         PRODUCTS,
-        "Kept.of([encode(x, form, -1, up, most) for",
-        "Kept.of([encode(x, form, -2, up, most) for",
+        "made.append(encode(piece, form, dim, drawn, most))",
+        "made.append(encode(piece, form, -1, drawn, most))",
     ),
     Plant(
         "b51",
         "codes along rows are made of codes",
         THREE,
         PRODUCTS,
-        "    turned = [part.mT for part in parts] if narrow_dw else []",
-        "    turned = [encode(x, recipe.form(role)).dequantise(x.dtype).mT for x in parts]",
+        "                piece = part[cut] if dim == -1 else turned(part[cut])\n",
+        "                piece = part[cut]\n"
+        "                if dim == -2:\n"
+        "                    piece = turned(encode(piece, form).dequantise(part.dtype))\n",
     ),
     Plant(
         "b51",
@@ -127,8 +136,8 @@ PLANTS = (
         "rows of a gradient are transformed, those of activations are not",
         THREE,
         PRODUCTS,
-        '    if recipe.kind == "nvfp4":\n        turned =',
-        '    if recipe.kind == "nvfp4" and role == "gradient":\n        turned =',
+        'recipe.narrow_dw, recipe.kind == "nvfp4"',
+        'recipe.narrow_dw, recipe.kind == "nvfp4" and role == "gradient"',
     ),
     Plant(
         "b51",
@@ -142,9 +151,9 @@ PLANTS = (
         "b51",
         "the scale of a gradient's matrix is left out",
         THREE,
-        PRODUCTS,
-        "    for after in (a_NK.after, b_KM.after):",
-        "    for after in (b_KM.after,):",
+        "kernels/scaled/emulated.py",
+        "        for after in (a_NK.after, b_KM.after):",
+        "        for after in (b_KM.after,):",
     ),
     Plant(
         "b51",
@@ -159,8 +168,8 @@ PLANTS = (
         "the gradient's elements for its rows are those of activations",
         THREE,
         PRODUCTS,
-        "    made = [encode(x, form, -1, up",
-        '    made = [encode(x, recipe.form("rows"), -1, up',
+        "made.append(encode(piece, form, dim, drawn, most))",
+        'made.append(encode(piece, recipe.form("rows") if dim == -1 else form, dim, drawn, most))',
     ),
     Plant(
         "b51",
@@ -219,16 +228,74 @@ PLANTS = (
         "the largest of a matrix is that before the transform",
         THREE,
         PRODUCTS,
-        '        read = parts + turned if recipe.kind == "nvfp4" else parts',
-        "        read = parts",
+        "largest(lambda part: part) + (largest(turned) if turns and narrow_dw else [])",
+        "largest(lambda part: part)",
+    ),
+    Plant(
+        "b51",
+        "blocks of pre-activations lie across gate and up",
+        HIDDEN,
+        "kernels/scaled/ffn.py",
+        "encode(h_N2F[cut].unflatten(1, (2, -1)), hidden)",
+        "encode(h_N2F[cut], hidden)",
+    ),
+    Plant(
+        "b51",
+        "forward reads codes of pre-activations too",
+        HIDDEN,
+        "kernels/scaled/ffn.py",
+        "            kept = made.codes, made.scales\n",
+        "            kept = made.codes, made.scales\n"
+        "            h_N2F = made.dequantise(h_N2F.dtype).flatten(1)\n",
+    ),
+    Plant(
+        "b51",
+        "codes of pre-activations that are made again have no scales",
+        HIDDEN,
+        "kernels/scaled/ffn.py",
+        "            kept = made.codes, made.scales\n",
+        "            again = torch._C._current_graph_task_id() >= 0\n"
+        "            kept = made.codes, made.scales.fill_(1) if again else made.scales\n",
+    ),
+    Plant(
+        "b53",
+        "a cut through a block of pre-activations is legal",
+        CUTS,
+        "spec/quantised.py",
+        "lcm(block, record.hidden_block or 1)",
+        "lcm(block, 1)",
+    ),
+    Plant(
+        "b55",
+        "scales of pre-activations are forgotten",
+        KEPT + "bytes_of_codes_are_the_planned_ones",
+        "spec/codes.py",
+        '(one.outputs + 2 * ceil(one.outputs / 2 / length) * SCALE["fp8_block"])',
+        "(one.outputs + 0 * length)",
     ),
     Plant(
         "b51",
         "all experts share one largest number",
         THREE,
         PRODUCTS,
-        "found = weight.largest(here, role, groups)",
-        "found = here.amax(0).expand_as(here)",
+        "found = weight.largest(_finite(torch.stack(read)), role, groups)",
+        "found = torch.stack(read).amax(0).expand(len(read), 1, 1)",
+    ),
+    Plant(
+        "b51",
+        "each piece of a run draws what its first rows draw",
+        THREE,
+        PRODUCTS,
+        "number = rows.numbers(run, x_NI.device)[cut]",
+        "number = rows.numbers(run, x_NI.device)[: len(part[cut])]",
+    ),
+    Plant(
+        "b51",
+        "each piece of a run has a largest number of its own",
+        THREE,
+        PRODUCTS,
+        "encode(piece, form, dim, drawn, most)",
+        "encode(piece, form, dim, drawn, None)",
     ),
     Plant(
         "b51",
@@ -309,15 +376,15 @@ PLANTS = (
         "chance goes by experts of this rank",
         PROOF,
         "moe/experts.py",
-        'self.narrow["w_in"].first_expert or 0',
-        "0",
+        "narrow.recipe.hidden_form, narrow.first_expert or 0",
+        "narrow.recipe.hidden_form, 0",
     ),
     Plant(
         "b53",
         "a cut through a block is legal",
         CUTS,
         "spec/quantised.py",
-        "whole = size // block if size % block == 0 else 1",
+        "whole = size // outputs if size % outputs == 0 else 1",
         "whole = size",
     ),
     Plant(
@@ -368,21 +435,20 @@ PLANTS = (
         "blocks of rows go on from one expert to the next",
         THREE,
         PRODUCTS,
-        "    turned = [part.mT for part in parts] if narrow_dw else []\n",
-        "    turned = [part.mT for part in parts] if narrow_dw else []\n"
-        "    if turned and recipe.block:\n"  # codes of codes with powers of two are those codes
-        "        joined = encode(torch.cat(turned, 1), recipe.form(role)).dequantise(x_NI.dtype)\n"
-        "        turned = joined.split([part.shape[1] for part in turned], 1)\n",
+        "    return Read(made, Kept.of([one.mT for one in",
+        "    if recipe.block:\n"  # codes of codes with powers of two are those codes
+        "        whole = encode(torch.cat(parts), form, -2).dequantise(x_NI.dtype)\n"
+        "        parts[:] = whole.split([len(part) for part in parts])\n"
+        "    return Read(made, Kept.of([one.mT for one in",
     ),
     Plant(
         "b51",
         "no rows are transformed",
         THREE,
         PRODUCTS,
-        "        turned = [transform(one, recipe.run) for one in turned]",
-        "        filled = [-one.shape[-1] % recipe.run for one in turned]\n"
-        "        turned = [one.new_zeros(len(one), n) for one, n in zip(turned, filled)]\n"
-        "        turned = [torch.cat((p.mT, z), 1).float() for p, z in zip(parts, turned)]",
+        "return transform(part.mT, block).mT if turns else part",
+        "filled = part.new_zeros(-len(part) % block, width)\n"
+        "        return torch.cat((part, filled)).float() if turns else part",
     ),
     Plant(
         "b51",
@@ -509,6 +575,22 @@ PLANTS = (
         "tensor.is_floating_point()",
     ),
     Plant(
+        "b55",
+        "largest numbers of weights that steps before scale are forgotten",
+        STATE,
+        "spec/codes.py",
+        ' + STATISTIC * (record.scaling == "delayed")',
+        "",
+    ),
+    Plant(
+        "b55",
+        "histories of scales are forgotten",
+        STATE,
+        "planner/memory_state.py",
+        "past = history_bytes(weight)",
+        "past = 0 * history_bytes(weight)",
+    ),
+    Plant(
         "b56",
         "all recipes of few bits are starred",
         "tests/pure/test_planner_answer.py::"
@@ -531,8 +613,8 @@ PLANTS = (
         "the step itself scales",
         HISTORY,
         "layers/history.py",
-        "self.past_RMH[place, at, 0].view_as(amax), amax)",
-        "self.past_RMH[place, at, 0].maximum(self.seen_RM[place, at]).view_as(amax), amax)",
+        "now_M.view_as(amax), amax)",
+        "now_M.view_as(amax).maximum(amax), amax)",
     ),
     Plant(
         "b52",
@@ -566,5 +648,53 @@ PLANTS = (
         "checkpoint/load.py",
         "        torch.autograd.graph.increment_version(target)",
         "        assert target is not None",
+    ),
+    Plant(
+        "b57",
+        "scales are not swizzled",
+        READS,
+        "kernels/scaled/operands.py",
+        "tiles.movedim(-2, -4).transpose(-2, -3).flatten(-5)",
+        "whole.flatten(-2)",
+    ),
+    Plant(
+        "b57",
+        "rows have scales of other rows",
+        READS,
+        "kernels/scaled/scaled_mm.py",
+        "scale_a=its[0],",
+        "scale_a=[part.flip(0) for part in its[0]],",
+    ),
+    Plant(
+        "b57",
+        "rows that fill a group are multiplied",
+        BACKENDS + "deep_gemm_is_called_as_its_source_has_it",
+        "kernels/scaled/operands.py",
+        "stretches.append((-1, rest))",
+        "stretches.append((group, rest))",
+    ),
+    Plant(
+        "b57",
+        "rows that fill a group are the next one's",
+        BACKENDS + "the_grouped_library_is_given_all_groups",
+        "kernels/scaled/operands.py",
+        "last = last if group < 0 else group",
+        "last = last + 1 if group < 0 else group",
+    ),
+    Plant(
+        "b57",
+        "squares of a weight are read by rows along either dim",
+        READS,
+        "kernels/scaled/operands.py",
+        "        if x_RK.dim == -2:\n            each = unpack(codes.mT)",
+        "        if x_RK.dim == -2:\n            each = unpack(codes.mT).flip(-1)",
+    ),
+    Plant(
+        "b57",
+        "a library is not tried",
+        BACKENDS + "a_wrong_library_is_not_chosen",
+        "kernels/scaled/choose.py",
+        'return "" if off < BOUND else',
+        'return "" if off < 100 else',
     ),
 )

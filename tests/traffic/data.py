@@ -142,7 +142,8 @@ def _shared(case: Case, rank: int, bucket: Bucket) -> Iterator[Call]:
     width = numbers.master_bytes if bucket.wide else numbers.weight_bytes or numbers.master_bytes
     if bucket.coded:
         width = CODES[_kind(case)]
-        yield from _amaxes(case, bucket, group)
+        if case.decoder.quantise.scaling == "current":  # type: ignore[union-attr]
+            yield from _amaxes(case, bucket, group)
     share = gathers(bucket.length * width, bucket.ranks)
     uses = _uses(case, rank, bucket.unit)
     if zero < 3:

@@ -21,6 +21,7 @@ from moefold.planner.foreign import Nothing
 from moefold.planner.memory_kept import shape_of
 from moefold.spec.layer import INDEX, STATISTIC, Shape
 from tests.schedule_transfers import Transfer, with_transfers
+from tests.traffic.amaxes import amaxes
 from tests.traffic.calls import (
     BACKWARD,
     BALANCED,
@@ -52,7 +53,7 @@ FIGURE = 8
 
 def traffic(case: Case, rank: int, step: Step = BALANCED) -> tuple[Call, ...]:
     """Return every operation of a rank in a step."""
-    parts = (tensor, context, expert, pipeline, data, optimizer, router, control)
+    parts = (tensor, context, expert, pipeline, data, amaxes, optimizer, router, control)
     return tuple(call for part in parts for call in part(case, rank, step) if call.count)
 
 

@@ -219,7 +219,8 @@ def encode(
     if form.element is None:
         codes = elements.pack(_whole(codes, _padded(x.shape, form.columns)))
     else:
-        codes = _whole(codes.view(torch.uint8), x.shape).view(form.element)
+        # Without the memory of what filled blocks.
+        codes = _whole(codes.view(torch.uint8), x.shape).contiguous().view(form.element)
     return Quantised(codes, made.block, made.matrix, form, -1, x.shape)
 
 

@@ -7,9 +7,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.scaled.products import NarrowOperand, scaled_product
+from moefold.kernels.quantise.blocks import Format, Quantised, encode
+from moefold.kernels.rows import row_pieces
+from moefold.kernels.scaled.products import NarrowOperand, joined, scaled_product
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu import pieces
+from moefold.kernels.swiglu.pieces import PIECE
 
 
 def narrow_ffn(
@@ -19,10 +22,11 @@ def narrow_ffn(
     rows: RowRuns,
     sink: GradientSink,
     p_N: Tensor | None = None,
+    hidden: Format | None = None,
 ) -> Tensor:
     """Return ``w_out (p * silu(w_gate x) * up x)`` of shape [N, D].
 
-    It keeps codes of both products' rows along the rows, and the wide pre-activation.
+    It keeps codes of both products' rows along the rows, and the pre-activation.
 
     Args:
         x_ND: rows.
@@ -31,20 +35,42 @@ def narrow_ffn(
         rows: as for :func:`moefold.kernels.scaled.products.scaled_product`.
         sink: where the weights' gradients go.
         p_N: weight of each row, or None.
+        hidden: in which backward reads the pre-activation, blocks along gate and up apart; None is
+            itself.
     """
     h_N2F = scaled_product(x_ND, w_in, rows, sink)
-    return scaled_product(_Activation.apply(h_N2F, p_N), w_out, rows, sink)  # type: ignore[arg-type]
+    a_NF = _Activation.apply(h_N2F, p_N, hidden if torch.is_grad_enabled() else None)
+    return scaled_product(a_NF, w_out, rows, sink)  # type: ignore[arg-type]
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(h_N2F, p_N)
+    def forward(ctx: Any, h_N2F: Tensor, p_N: Tensor | None, hidden: Format | None) -> Tensor:
+        kept: tuple[Tensor, ...] = (h_N2F,)
+        if hidden is not None:
+            cuts = row_pieces(h_N2F, PIECE) or [slice(0)]
+            made = joined([encode(h_N2F[cut].unflatten(1, (2, -1)), hidden) for cut in cuts])
+            kept = made.codes, made.scales
+        ctx.save_for_backward(p_N, *kept)
+        ctx.hidden = hidden
         return pieces.forward(h_N2F, p_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, da_NF: Tensor) -> tuple[Tensor | None, ...]:
-        h_N2F, p_N = ctx.saved_tensors
-        dh_N2F, dp_N, _ = pieces.backward(h_N2F, p_N, da_NF.contiguous())
-        return dh_N2F, dp_N
+        p_N, h_N2F, *scales = ctx.saved_tensors
+        da_NF = da_NF.contiguous()
+        if not scales:
+            dh_N2F, dp_N, _ = pieces.backward(h_N2F, p_N, da_NF)
+            return dh_N2F, dp_N, None
+        codes_N2F, (scales_N2B,) = h_N2F, scales
+        dh_N2F = da_NF.new_empty(len(da_NF), 2 * da_NF.shape[1])
+        dp_N = None if p_N is None else torch.empty_like(p_N)
+        for cut in row_pieces(dh_N2F, PIECE):
+            codes = codes_N2F[cut]
+            made = Quantised(codes, scales_N2B[cut], None, ctx.hidden, -1, codes.shape)
+            read = made.dequantise(da_NF.dtype).flatten(1), None if p_N is None else p_N[cut]
+            dh_N2F[cut], dp, _ = pieces.backward(*read, da_NF[cut])
+            if dp_N is not None and dp is not None:
+                dp_N[cut] = dp
+        return dh_N2F, dp_N, None

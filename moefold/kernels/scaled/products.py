@@ -3,18 +3,18 @@
 N rows, I in, O out, E groups. Rows come in runs (:mod:`moefold.kernels.scaled.rows`), those of an
 expert sorted as in :mod:`moefold.kernels.grouped.loop`; a block, and the largest of a matrix, never
 span two. Each of the three products has operands of its own, made from wide numbers, with blocks
-along the dim that it sums: features for ``y`` and ``dx``, rows for ``dw``. Codes times block scales
-are summed (fp64 for rows in fp64, else fp32), the scales of whole matrices come after the sum.
+along the dim that it sums: features for ``y`` and ``dx``, rows for ``dw``.
+:mod:`moefold.kernels.scaled.choose` says what multiplies them.
 
 ``nvfp4`` rounds ``dy`` by chance, and both operands of ``dw`` pass the Hadamard transform along the
 rows. Where ranks hold parts of a matrix, its largest number is a maximum over them: taken when rows
-or their gradient come, so that a weight's gradient that waits asks nobody. This is an emulation in
-plain torch.
+or their gradient come, so that a weight's gradient that waits asks nobody.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +22,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.gradients import GradientSink
-from moefold.kernels.quantise.blocks import Format, Quantised, Role, amax_of, encode, format_of
+from moefold.kernels.quantise.blocks import (
+    BLOCKS,
+    SCALES,
+    Format,
+    Quantised,
+    Role,
+    amax_of,
+    encode,
+    format_of,
+)
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.hadamard import SIZE, transform
 from moefold.kernels.quantise.philox import MASK, chance
+from moefold.kernels.rows import row_pieces
+from moefold.kernels.scaled.choose import Path, choose
+from moefold.kernels.scaled.emulated import Use
 from moefold.kernels.scaled.rows import RowRuns
+from moefold.kernels.swiglu.pieces import PIECE
 
-EMULATED = "emulated in plain torch on any device: no kernel of one is built in"
-"""The path of the three products, and why."""
 Largest = Callable[[Tensor, Role, Sequence[int]], Tensor]
 """``largest(amax, role, matrices)``: the maximum over the ranks that hold parts of the same of a
 weight's matrices, whose numbers these are; or what scales them in its place."""
@@ -48,6 +59,10 @@ class Recipe(NamedTuple):
     """Elements along the summed dim in place of the published number."""
     wire: bool = False
     """Whether rows for experts, and gradients of their results, travel as codes."""
+    hidden: int = 0
+    """Elements of a block of the codes that backward reads of pre-activations; 0: of themselves."""
+    backend: str = "auto"
+    """What multiplies."""
 
     @property
     def by_chance(self) -> bool:
@@ -60,6 +75,12 @@ class Recipe(NamedTuple):
         return gcd(SIZE, self.block or SIZE)
 
     @property
+    def hidden_form(self) -> Format | None:
+        """The format of pre-activations for backward: the kind's where that is ``fp8_block``."""
+        rule = self.scales if self.kind == "fp8_block" else None
+        return format_of("fp8_block", "rows", rule, self.hidden) if self.hidden else None
+
+    @property
     def of_matrices(self) -> bool:
         """Whether a whole matrix has a scale."""
         return QUANTISE.kinds[self.kind].of_matrices  # type: ignore[attr-defined]
@@ -69,6 +90,16 @@ class Recipe(NamedTuple):
         """Whether a weight's codes are the same for either dim that a product sums."""
         form = self.form("weight")
         return form.rows == form.columns
+
+    def use(self, product: str, grouped: bool, dtype: torch.dtype, device: torch.device) -> Use:
+        """Return what ``y``, ``dx`` or ``dw`` of rows of a dtype asks of a back end."""
+        published = self.block in (None, BLOCKS[self.kind])
+        rule = self.scales or SCALES[self.kind][0]
+        return Use(self.kind, rule, published, product, grouped, dtype, device)
+
+    def path(self, product: str, grouped: bool, x: Tensor) -> Path:
+        """Return what computes ``y``, ``dx`` or ``dw`` of rows, or of their gradient."""
+        return choose(self.backend, self.use(product, grouped, x.dtype, x.device))
 
     def form(self, role: str) -> Format:
         """Return the format of rows, of their gradient, or of a weight."""
@@ -125,15 +156,6 @@ class NarrowWeight:
         return self.along_inputs.dequantise(dtype)
 
 
-def times(a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b``, blocks of both along K, summed in ``dtype``."""
-    y_NM = a_NK.factors(dtype) @ b_KM.factors(dtype)
-    for after in (a_NK.after, b_KM.after):
-        if after is not None:
-            y_NM *= after
-    return y_NM
-
-
 class Kept(NamedTuple):
     """What a weight's gradient reads of rows or of their gradient, runs in one tensor of each sort:
     codes [I, N] along the rows and their scales, or the rows themselves."""
@@ -171,11 +193,23 @@ class Kept(NamedTuple):
             yield Quantised(codes, scales, after, self.format, -1, shape)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
     # Not every device joins numbers of eight bits.
     narrow = parts[0].itemsize == 1
-    found = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], 1)
+    found = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], dim)
     return found.view(parts[0].dtype)
+
+
+def joined(pieces: list[Quantised]) -> Quantised:
+    """Return the codes of rows that became codes some whole blocks at a time, in order."""
+    first, *more = pieces
+    if not more:
+        return first
+    scales = first.scales
+    if first.format.columns is not None:
+        scales = _joined([one.scales for one in pieces], 0)
+    shape = torch.Size((sum(one.shape[0] for one in pieces), *first.shape[1:]))
+    return replace(first, codes=_joined([p.codes for p in pieces], 0), scales=scales, shape=shape)
 
 
 class Read(NamedTuple):
@@ -227,7 +261,7 @@ def scaled_product(
             return _operands(x_NI, codes.recipe, "rows", rows, weight, for_dw)
 
         read = weight.once(x_NI, for_dw, make)
-    given = codes.along_inputs, read, weight, rows, sink
+    given = codes, read, weight, rows, sink
     return _Scaled.apply(x_NI, weight.master, *given)  # type: ignore[return-value]
 
 
@@ -237,14 +271,16 @@ class _Scaled(torch.autograd.Function):
         ctx: Any,
         x_NI: Tensor,
         master: Tensor,
-        weight: Quantised,
+        weight: NarrowWeight,
         read: Read,
         operand: NarrowOperand,
         rows: RowRuns,
         sink: GradientSink,
     ) -> Tensor:
-        y_NO = x_NI.new_zeros(x_NI.shape[0], weight.shape[-2])
-        rows.put(_each(read.made, weight.mT, rows, _sum_of(x_NI), y_NO), y_NO)
+        along = weight.along_inputs
+        y_NO = x_NI.new_zeros(x_NI.shape[0], along.shape[-2])
+        backend = weight.recipe.path("y", rows.grouped, x_NI).backend
+        rows.put(backend.each(read.made, along.mT, rows.groups, x_NI.dtype), y_NO)
         kept = read.kept
         # What autograd saves, recompute drops; the rest stays.
         ctx.save_for_backward(rows.order_N, *(kept.tensors if kept else ()))
@@ -256,41 +292,33 @@ class _Scaled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_NO: Tensor) -> tuple[Tensor | None, ...]:
         order_N, *kept = ctx.saved_tensors
-        operand, rows, wide = ctx.operand, ctx.rows._replace(order_N=order_N), _sum_of(dy_NO)
+        operand, rows = ctx.operand, ctx.rows._replace(order_N=order_N)
+        wide = torch.promote_types(dy_NO.dtype, torch.float32)
         weight, wanted = operand.codes(), ctx.needs_input_grad
         along = weight.along_outputs
         made, dy = _operands(dy_NO, weight.recipe, "gradient", rows, operand, wanted[1])
         dx_NI = None
         if wanted[0]:
             dx_NI = dy_NO.new_zeros(dy_NO.shape[0], along.shape[-1])
-            rows.put(_each(made, along, rows, wide, dx_NI), dx_NI)
+            backend = weight.recipe.path("dx", rows.grouped, dy_NO).backend
+            rows.put(backend.each(made, along, rows.groups, dy_NO.dtype), dx_NI)
         dw = None
         if wanted[1]:
             x = ctx.kept and ctx.kept._replace(tensors=tuple(kept))
-            groups = [group for group, *_ in rows.runs]
             master, matrices = operand.master, along.shape[0] if rows.grouped else 1
+            times = weight.recipe.path("dw", rows.grouped, dy_NO).backend.times
+            groups = rows.groups
 
             def product(into: Tensor | None) -> Tensor:
                 if into is None:
                     into = torch.zeros(master.shape, dtype=wide, device=master.device)
                 if dy is not None and x is not None:
                     into_EOI = into.view(matrices, -1, into.shape[-1])
-                    _add_gradients(groups, dy, x, into_EOI, wide)
+                    _add_gradients(groups, dy, x, into_EOI, partial(times, dtype=wide))
                 return into
 
             dw = ctx.sink.deliver(master, product)
         return dx_NI, dw, *(None,) * 5
-
-
-def _each(
-    made: list[Quantised], weight: Quantised, rows: RowRuns, wide: torch.dtype, like: Tensor
-) -> list[Tensor]:
-    """Return each run's product with its matrix."""
-    found = []
-    for (group, start, end), one in zip(rows.runs, made, strict=True):
-        matrix = weight.matrix(group) if rows.grouped else weight
-        found.append(times(one, matrix, wide).to(like.dtype) if start < end else like[:0])
-    return found
 
 
 def _operands(
@@ -300,34 +328,50 @@ def _operands(
     inside = rows.inside(x_NI)
     parts = rows.split(inside)
     if weight.note is not None:
-        for (group, *_), part in zip(rows.runs, parts, strict=True):
+        for group, part in zip(rows.groups, parts, strict=True):
             weight.note(role, group, part)
-    narrow_dw = for_dw and recipe.narrow_dw
-    turned = [part.mT for part in parts] if narrow_dw else []
-    if recipe.kind == "nvfp4":
-        turned = [transform(one, recipe.run) for one in turned]
-    amax = [None] * (2 * len(parts))
+    narrow_dw, turns = for_dw and recipe.narrow_dw, recipe.kind == "nvfp4"
+    form, block, width = recipe.form(role), recipe.run, x_NI.shape[1]
+    # Casts and draws take many bytes of fp32 an element: of some whole blocks of rows at a time.
+    whole = lcm(form.columns or 1, block)
+    cuts = [row_pieces(part, PIECE, whole) or [slice(0)] for part in parts]
+
+    def turned(part: Tensor) -> Tensor:
+        """Return rows as blocks along them are made."""
+        return transform(part.mT, block).mT if turns else part
+
+    def largest(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        pairs = zip(parts, cuts, strict=True)
+        amaxes = ([amax_of(change(part[cut])) for cut in at] for part, at in pairs)
+        return [torch.stack(each).amax(0) for each in amaxes]
+
+    amax: list[Tensor | None] = [None] * (2 * len(parts))
     if recipe.of_matrices and parts:
         # The transform moves the largest; without it rows and columns have one.
-        read = parts + turned if recipe.kind == "nvfp4" else parts
-        groups = [group for group, *_ in rows.runs] * (len(read) // len(parts))
-        here = _finite(torch.stack([amax_of(one) for one in read]))
-        found = weight.largest(here, role, groups)
+        read = largest(lambda part: part) + (largest(turned) if turns and narrow_dw else [])
+        groups = rows.groups * (len(read) // len(parts))
+        found = weight.largest(_finite(torch.stack(read)), role, groups)
         amax = [*found, *found] if len(read) == len(parts) else [*found]
-    drawn, across = [None] * len(parts), [None] * len(parts)
-    if role == "gradient" and recipe.by_chance:
-        draw, width = weight.draw, x_NI.shape[1]
-        each = [rows.numbers(run, x_NI.device) for run in range(len(parts))]
-        drawn = (draw.numbers(number, width, 0) for number in each)
-        across = (draw.numbers(_filled(number, recipe.run), width, 1).mT for number in each)
-    form = recipe.form(role)
-    made = [encode(x, form, -1, up, most) for x, up, most in zip(parts, drawn, amax, strict=False)]
+
+    def coded(dim: int, amaxes: list[Tensor | None]) -> Iterator[Quantised]:
+        """Yield the codes of each run, blocks along features or along rows."""
+        for run, (part, at, most) in enumerate(zip(parts, cuts, amaxes, strict=True)):
+            drawn, made = None, list[Quantised]()
+            for cut in at:
+                if role == "gradient" and recipe.by_chance:
+                    number = rows.numbers(run, x_NI.device)[cut]
+                    number = number if dim == -1 else _filled(number, block)
+                    drawn = weight.draw.numbers(number, width, int(dim == -2))
+                piece = part[cut] if dim == -1 else turned(part[cut])
+                made.append(encode(piece, form, dim, drawn, most))
+            yield joined(made)
+
+    made = list(coded(-1, amax[: len(parts)]))
     if not parts or not for_dw:
         return Read(made, None)
     if not narrow_dw:
         return Read(made, Kept((inside,), (), tuple(map(len, parts)), None))
-    rest = zip(turned, across, amax[len(parts) :], strict=False)
-    return Read(made, Kept.of([encode(x, form, -1, up, most) for x, up, most in rest]))
+    return Read(made, Kept.of([one.mT for one in coded(-2, amax[len(parts) :])]))
 
 
 def _finite(amax: Tensor) -> Tensor:
@@ -341,17 +385,17 @@ def _filled(number_N: Tensor, run: int) -> Tensor:
 
 
 def _add_gradients(
-    groups: list[int], dy: Kept, x: Kept, into_EOI: Tensor, wide: torch.dtype
+    groups: list[int],
+    dy: Kept,
+    x: Kept,
+    into_EOI: Tensor,
+    times: Callable[[Quantised, Quantised], Tensor],
 ) -> None:
     """Add each run's part of its matrix's gradient."""
     for group, one, other in zip(groups, dy.runs(), x.runs(), strict=True):
         if isinstance(one, Tensor):
             assert isinstance(other, Tensor)
-            into_EOI[group] += one.mT.to(wide) @ other.to(wide)
+            into_EOI[group] += one.mT.to(into_EOI.dtype) @ other.to(into_EOI.dtype)
         elif one.shape[-1]:
             assert isinstance(other, Quantised)
-            into_EOI[group] += times(one, other.mT, wide)
-
-
-def _sum_of(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+            into_EOI[group] += times(one, other.mT)

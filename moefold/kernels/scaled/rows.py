@@ -49,6 +49,11 @@ class RowRuns(NamedTuple):
         """How many rows count."""
         return self.runs[-1][2] if self.runs else 0
 
+    @property
+    def groups(self) -> list[int]:
+        """The group of each run."""
+        return [group for group, *_ in self.runs]
+
     @classmethod
     def dense(cls, n_valid: int, number_T: Tensor) -> "RowRuns":
         """Return the one run of a micro-batch's rows, or of the part of them that is here."""

@@ -1,0 +1,108 @@
+"""Which back end multiplies codes, and why."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.kernels.quantise.blocks import Quantised, encode, format_of
+from moefold.kernels.scaled.deep_gemm import DeepGemm
+from moefold.kernels.scaled.emulated import Emulated, Use
+from moefold.kernels.scaled.scaled_grouped_mm import ScaledGroupedMm
+from moefold.kernels.scaled.scaled_mm import ScaledMm
+
+BACKENDS: tuple[Emulated, ...] = (DeepGemm(), ScaledGroupedMm(), ScaledMm(), Emulated())
+"""The one that is preferred first."""
+PRODUCTS = ("y", "dx", "dw")
+BOUND = 8e-3
+"""Relative error of a back end that is right: bf16's, and that of tensor cores' sums."""
+
+
+class Path(NamedTuple):
+    """What computes a product."""
+
+    backend: Emulated
+    why: str
+
+
+@cache
+def choose(asked: str, use: Use) -> Path:
+    """Return what computes a product: the first back end that takes it and is tried to be right.
+
+    Args:
+        asked: ``auto``, or the name of what is preferred. Sums in fp64 are emulated in any case,
+            and by ``auto`` what a CPU computes.
+        use: the product.
+
+    Raises:
+        ValueError: where what is asked for is not there.
+    """
+    *others, emulated = BACKENDS
+    if use.dtype == torch.float64 or asked == emulated.name:
+        return Path(emulated, "asked for" if asked == emulated.name else "sums of fp64")
+    if asked == "auto" and use.device.type != "cuda":
+        return Path(emulated, f"in plain torch: no kernel is for {use.device.type} by itself")
+    preferred = [one for one in others if one.name == asked]
+    for one in preferred:
+        if why := one.missing(use.device):
+            raise ValueError(
+                f"train.quantise.backend: {asked} is not there: {why}. "
+                f"{one.remedy}, or take backend: auto"
+            )
+    said = []
+    for one in preferred or others:
+        if not (why := one.why_not(use) or _wrong(one, use)):
+            return Path(one, "; ".join(said) or ("asked for" if preferred else "the first choice"))
+        said.append(f"{one.name}: {why}")
+    return Path(emulated, "; ".join(said))
+
+
+def paths(asked: str, use: Use, products: Sequence[str] = PRODUCTS) -> Iterator[str]:
+    """Yield in words what computes products, dense and of experts, and why."""
+    found: dict[Path, list[str]] = {}
+    for grouped, product in itertools.product((False, True), products):
+        path = choose(asked, use._replace(product=product, grouped=grouped))
+        found.setdefault(path, []).append(f"{product} of experts" if grouped else product)
+    for (backend, why), what in found.items():
+        yield f"{', '.join(what) if len(found) > 1 else 'all'} {backend.name} ({why})"
+
+
+def _wrong(backend: Emulated, use: Use) -> str:
+    """Say how a back end fails where it is tried on small operands; empty where it is right."""
+    made, weight, groups = _operands(use)
+    try:
+        given = made, weight, groups, torch.float32 if use.product == "dw" else use.dtype
+        found = torch.cat(backend.each(*given)).float()
+    except Exception as error:  # a library's refusal has any type
+        return str(error).partition("\n")[0] or type(error).__name__
+    want = torch.cat(BACKENDS[-1].each(made, weight, groups, torch.float32))
+    off = float((found - want).norm() / want.norm())
+    return "" if off < BOUND else f"its products are off by {off:.1g}"
+
+
+def _operands(use: Use) -> tuple[list[Quantised], Quantised, list[int]]:
+    """Return runs, the matrix or matrices that they are multiplied by, and the group of each."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        sizes = torch.randint(-6, 7, shape, generator=drawn).float()
+        return (torch.randn(shape, generator=drawn) * sizes.exp2()).to(use.device)
+
+    block = None if use.published else 4
+    rows, gradient, weight = (
+        format_of(use.kind, role, use.scales, block) for role in ("rows", "gradient", "weight")
+    )
+    if use.product == "dw":
+        return [encode(numbers(72, 200), gradient)], encode(numbers(136, 200), rows).mT, [0]
+    counts, groups = ([40, 56], [0, 2]) if use.grouped else ([40], [0])
+    of_rows = rows if use.product == "y" else gradient
+    made = [encode(numbers(count, 392), of_rows) for count in counts]
+    lead = (3,) if use.grouped else ()
+    if use.product == "y":
+        return made, encode(numbers(*lead, 136, 392), weight).mT, groups
+    value = numbers(*lead, 392, 136)
+    square = weight.rows == weight.columns
+    return made, encode(value, weight, -1 if square else -2), groups

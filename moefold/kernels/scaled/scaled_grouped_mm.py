@@ -1,0 +1,77 @@
+"""Experts' rows by ``torch.nn.functional.scaled_grouped_mm``: all groups at once, in bf16.
+
+It has products of rows by the matrix of their group (torch 2.11 to 2.13): E4M3 with a scale of each
+row, which those of whole matrices are repeated for, and ``mxfp8``, groups in steps of 32 rows with
+scales swizzled for each. Its weight gradients are rounded to bf16 before they could be added, and
+one of its ``nvfp4`` groups has one scale of a matrix, where runs have several.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.kernels.quantise.blocks import Quantised
+from moefold.kernels.scaled.emulated import Use
+from moefold.kernels.scaled.operands import Joined, along, fill, swizzled
+from moefold.kernels.scaled.scaled_mm import ScaledMm, not_published
+
+STEP = 32
+"""Rows of ``mxfp8`` that a group is filled up to."""
+
+
+class ScaledGroupedMm(ScaledMm):
+    """All groups of rows in one call."""
+
+    name = "scaled_grouped_mm"
+    remedy = "Run on an NVIDIA GPU of sm_90 or sm_100"
+
+    def missing(self, device: torch.device) -> str:
+        """The library has it for GPUs alone."""
+        return super().missing(device) or ("" if device.type == "cuda" else "it needs a GPU")
+
+    def why_not(self, use: Use) -> str:
+        """By product and device."""
+        if why := self.missing(use.device) or not_published(use):
+            return why
+        if not use.grouped or use.product == "dw" or use.dtype != torch.bfloat16:
+            return "it has y and dx of experts' bf16 rows alone"
+        if use.kind not in ("mxfp8", "fp8_tensor"):
+            return f"it has no {use.kind} with a scale for each run"
+        if use.kind == "fp8_tensor" and use.product == "dx":
+            return "it has no E5M2"
+        return super().why_not(use)
+
+    def each(
+        self,
+        made: Sequence[Quantised],
+        weight_KM: Quantised,
+        groups: list[int],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Return each run's product with its matrix."""
+        if not sum(one.shape[0] for one in made):
+            return super().each(made, weight_KM, groups, dtype)
+        b_EMK, scales = along(weight_KM.mT)
+        mx = weight_KM.format.kind == "mxfp8"
+        joined = Joined.of(made, groups, STEP if mx else 1)
+        ends = joined.ends(len(b_EMK))
+        offs_E = torch.tensor(ends, dtype=torch.int32, device=b_EMK.device)
+        b_EMK = fill(b_EMK, 16, STEP)
+        library = F.scaled_grouped_mm  # type: ignore[attr-defined]
+        product = partial(library, fill(joined.codes, 1, STEP), b_EMK.mT)
+        if mx:
+            cuts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            parts = [swizzled(part) for part in joined.scales.split(cuts) if len(part)]
+            blocks = -(-joined.scales.shape[1] // 4) * 4
+            of_rows = torch.cat([part.view(torch.uint8) for part in parts]).view(-1, blocks)
+            kind, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+            ours, theirs = of_rows.view(scales.dtype), swizzled(fill(scales, 16, 1))
+        else:
+            kind, swizzle = F.ScalingType.RowWise, F.SwizzleType.NO_SWIZZLE
+            ours = joined.scales.flatten()
+            theirs = scales.flatten(1).expand(-1, b_EMK.shape[1]).contiguous()
+        y_RM = product(ours, kind, theirs, kind, swizzle, swizzle, offs=offs_E, output_dtype=dtype)
+        return joined.parts(y_RM[:, : weight_KM.shape[-1]])

@@ -1,0 +1,91 @@
+"""Products on codes by ``torch.nn.functional.scaled_mm``, a run after another.
+
+It takes codes along the summed dim, in 16 bytes, and rows of the second operand in sixteens; zeros
+fill both. Scales of 1 x 128 have rows next to one another, those of 128 x 128 blocks along the
+summed dim, in fours; ``mxfp8`` and ``nvfp4`` have theirs swizzled. The library multiplies by scales
+of whole matrices after its sum (torch 2.11 to 2.13).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.kernels.quantise.blocks import Quantised
+from moefold.kernels.scaled.emulated import Emulated, Use
+from moefold.kernels.scaled.operands import along, fill, swizzled
+
+LEAST = {"fp8_tensor": (8, 9), "fp8_block": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+"""The first generation of GPUs that multiplies a kind."""
+
+
+class ScaledMm(Emulated):
+    """One product after another, each by the library."""
+
+    name = "scaled_mm"
+    remedy = "Run on an NVIDIA GPU of sm_89 or newer"
+
+    def missing(self, device: torch.device) -> str:
+        """It is part of torch; ROCm's FP8 is another."""
+        return "ROCm multiplies other FP8 numbers" if torch.version.hip else ""
+
+    def why_not(self, use: Use) -> str:
+        """By device, and by its generation."""
+        if why := not_published(use):
+            return why
+        if use.device.type == "cpu":
+            return "" if use.kind == "fp8_tensor" else f"a CPU has no {use.kind} products"
+        capability = torch.cuda.get_device_capability(use.device)
+        last = LEAST["fp8_block"] if use.kind == "fp8_block" else capability
+        if LEAST[use.kind] <= capability <= last:
+            return ""
+        return f"no {use.kind} products on sm_{capability[0]}{capability[1]}"
+
+    def times(self, a_NK: Quantised, b_KM: Quantised, dtype: torch.dtype) -> Tensor:
+        """Return ``a @ b`` in ``dtype``, summed as the device does."""
+        (a, *its), (b, *others) = _operand(a_NK), _operand(b_KM.mT)
+        y_NM = F.scaled_mm(
+            a,
+            b.mT,
+            scale_a=its[0],
+            scale_recipe_a=its[1],
+            swizzle_a=its[2],
+            scale_b=others[0],
+            scale_recipe_b=others[1],
+            swizzle_b=others[2],
+            output_dtype=dtype,
+        )
+        return y_NM[: a_NK.shape[0], : b_KM.shape[1]]
+
+
+def not_published(use: Use) -> str:
+    """Say why no library takes a product, whatever it is; empty where one may."""
+    if use.dtype == torch.float64:
+        return "sums of fp64 are the emulation's"
+    return "" if use.published else "libraries have published blocks alone"
+
+
+def _operand(x_RK: Quantised) -> tuple[Any, ...]:
+    """Return codes, scales, their recipes, and how they are swizzled."""
+    scaling, swizzle, form = F.ScalingType, F.SwizzleType, x_RK.format
+    codes, scales = along(x_RK)
+    if form.kind == "fp8_tensor":
+        return fill(codes, 16, 16), [scales], [scaling.TensorWise], [swizzle.NO_SWIZZLE]
+    if form.kind == "fp8_block":
+        codes = fill(codes, 128, 128)
+        if form.rows == 1:
+            of_rows = fill(scales, 128, 1).mT.contiguous().mT
+            return codes, [of_rows], [scaling.BlockWise1x128], [swizzle.NO_SWIZZLE]
+        of_blocks = fill(scales, 1, 4).contiguous().mT
+        return codes, [of_blocks], [scaling.BlockWise128x128], [swizzle.NO_SWIZZLE]
+    if form.kind == "mxfp8":
+        given = [swizzled(scales)], [scaling.BlockWise1x32], [swizzle.SWIZZLE_32_4_4]
+        return fill(codes, 16, 32), *given
+    assert x_RK.matrix_scale is not None
+    return (
+        fill(codes, 16, 16).view(torch.float4_e2m1fn_x2),
+        [swizzled(scales), x_RK.matrix_scale.flatten()],
+        [scaling.BlockWise1x16, scaling.TensorWise],
+        [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE],
+    )
