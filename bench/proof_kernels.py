@@ -4,7 +4,7 @@ Each rank's rows go through Triton's interpreter, which computes as a device doe
 one rank in fp64, which goes the plain way. Writes ``results/proof_kernels_<part>.json``, and fails
 where a kernel of the package has not run.
 
-    python bench/proof_kernels.py fp32          # the tests' selection of layouts
+    python bench/proof_kernels.py fp32          # a selection of layouts
     python bench/proof_kernels.py bf16
     python bench/proof_kernels.py matrix        # every layout, in fp32: hours
     python bench/proof_kernels.py controls      # each exchange of two ranks broken, in fp32
@@ -38,7 +38,7 @@ RUN = "KERNELS_RUN"
 FEW = (
     "gqa: tp2 ep2 on 2",
     "mla: cp2 on 2, context ring",
-    "gqa: ep2 on 2, dispatch padded max_rows 256 on_overflow again, offload pages experts",
+    "deeper: ep2 on 2, dispatch padded max_rows 256 on_overflow again, offload pages experts",
 )
 
 

@@ -2,8 +2,9 @@
 
 Writes ``CHIP_stash.json``. Each row is one room, filled in part: seconds to pages and back by own
 kernels and in plain torch, bytes of the rows that count, and the share of a copy's rate at which
-these move; counted in the whole call, ring and all. Then whole steps of one rank of ep8 with rows
-in pages and without, at a load of 4: seconds and the most that the allocator gave out.
+these move; counted in the whole call, ring and all; and the same of pages to pinned memory of the
+host and back. Then whole steps of one rank of ep8 with rows in pages, here and on the host, and
+without, at a load of 4: seconds and the most that the allocator gave out.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,16 +32,17 @@ FILLED = (0.125, 0.5, 1.0)
 class PagedTrial(Trial):
     """A rank of ep8 with room for four times the mean."""
 
-    paged: bool = False
+    spill: float | None = None
+    """Share of layers whose pages go on to the host; None: no pages."""
 
     @property
     def layout(self) -> Layout:
         """Where its parts live."""
-        room = LOAD * self.copies // EP
+        room, pages = LOAD * self.copies // EP, {"page": PAGE, "load": 2.0}
         return Layout.model_validate({
             "sizes": f"ep{EP}",
             "dispatch": {"kind": "padded", "max_rows": room},
-            "offload": {"pages": {"page": PAGE, "load": 2.0}} if self.paged else None,
+            "offload": None if self.spill is None else {"pages": pages | {"spill": self.spill}},
         })  # fmt: skip
 
 
@@ -52,10 +54,10 @@ def run(bench: Bench) -> int:
             about = {"rows": round(room * share), "room": room, "width": columns}
             bench.tried(f"rows {width} {share}", partial(copying, bench, **about), **about)
     model = cut("qwen3_30b_a3b", 6)
-    for paged in (False, True):
-        trial = PagedTrial("qwen3", model, rows=ROWS, paged=paged)
+    for name, spill in {"room": None, "pages": 0.0, "host": 1.0}.items():
+        trial = PagedTrial("qwen3", model, rows=ROWS, spill=spill)
         trial = small(trial) if bench.smoke else trial  # type: ignore[assignment]
-        bench.tried(f"step {'pages' if paged else 'room'}", partial(stepped, bench, trial))
+        bench.tried(f"step {name}", partial(stepped, bench, trial))
     return bench.end()
 
 
@@ -73,16 +75,28 @@ def copying(bench: Bench, rows: int, room: int, width: int) -> Mapping[str, Any]
             ring.take(page_M, count, room)
             page_M = ring.put(x_RD, count)
 
+    host = PageRing(-(-rows // PAGE), PAGE, width, x_RD.dtype, bench.device, on_host=True)
+    host_M = host.claim(count, room)
+    pinned_RD = torch.empty_like(here_RD, device="cpu", pin_memory=bench.device.type == "cuda")
+
+    def to_host_and_back() -> None:
+        ring.copy(page_M, count, host, host_M)
+        host.copy(host_M, count, ring, page_M)
+
     calls: dict[str, Callable[[], Any]] = {
         "copies": lambda: (there_RD.copy_(here_RD), here_RD.copy_(there_RD)),
         "own": partial(there_and_back, True),
         "plain": partial(there_and_back, False),
+        "host copies": lambda: (pinned_RD.copy_(here_RD), there_RD.copy_(pinned_RD)),
+        "host": to_host_and_back,
     }
     took = {name: one.median for name, one in bench.timed(calls).items()}
     back_RD = ring.take(page_M, count, room)
     assert torch.equal(back_RD[:rows], here_RD) and int(ring.refused) == 0
     moved = 4 * rows * x_RD[0].nbytes  # read and written, there and back
-    return {"seconds": took, "bytes": moved, "of_a_copy": took["copies"] / took["own"]}
+    shares = {"of_a_copy": took["copies"] / took["own"]}
+    shares["of_a_host_copy"] = took["host copies"] / took["host"]
+    return {"seconds": took, "bytes": moved, **shares}
 
 
 def stepped(bench: Bench, trial: Trial) -> Mapping[str, Any]:

@@ -137,7 +137,7 @@ class Context(Record):
         """Return the kinds of groups that it cuts in two levels, and how many go together."""
         return ()
 
-    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """Yield what of the record does not fit sizes and the model's numbers of heads."""
         yield from ()
 
@@ -177,7 +177,7 @@ class Ulysses(Context):
         """All context ranks share the heads."""
         return cp
 
-    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """All context ranks share the heads; fewer can by ``mixed``."""
         most = _most_over_heads(sizes, heads)
         if most < sizes.cp:
@@ -204,7 +204,7 @@ class Mixed(Context):
         """Return the context ranks by neighbours."""
         return (("cp", self.heads),) if sizes.cp > 1 else ()
 
-    def misfits(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes, heads: Collection[int]) -> Iterator[Violation]:
         """Neighbours are of equal number and share the heads evenly."""
         most = _most_over_heads(sizes, heads, self.heads)
         if sizes.cp > 1 and most < self.heads:
@@ -243,7 +243,7 @@ class Selective(Record):
     kind: Literal["selective"] = "selective"
     modules: Annotated[tuple[Kind, ...], Field(min_length=1)]
 
-    def misfits(self, known: Collection[str], tp: int) -> Iterator[Violation]:
+    def violations(self, known: Collection[str], tp: int) -> Iterator[Violation]:
         """Yield kinds of which there are none.
 
         Args:
@@ -282,7 +282,7 @@ class Auto(Record):
             rule = "the plan sends kinds to the host or to a disk: one of them is a place for all"
             yield Violation(("disk",), self.disk, rule, None)
 
-    def misfits(self, offload: "Offload | None") -> Iterator[Violation]:
+    def violations(self, offload: "Offload | None") -> Iterator[Violation]:
         """Yield a place where the layout sends kinds itself."""
         for name in ("host", "disk") if offload is not None else ():
             if getattr(self, name):
@@ -321,6 +321,9 @@ class OffloadToPages(Record):
     load: Annotated[float, Field(ge=1)] = 1.1
     """Rows that there are pages for, over the mean of all ranks: of all layers and micro-batches
     together that a rank has in flight. A step with more is made again, or ends the run."""
+    spill: Share = 0.0
+    """Of a chunk's layers, the one before the loss apart, the first ones: their rows go on to pages
+    in the host's memory, and come back before their backward."""
 
     modules: ClassVar[tuple[str, ...]] = ("experts",)
     share: ClassVar[float] = 1.0
@@ -373,7 +376,7 @@ class Offload(Record):
         places = ("pages", self.pages), ("host", self.host), ("disk", self.disk)
         return {name: to for name, to in places if to}
 
-    def misfits(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
+    def violations(self, present: Collection[str], again: Record | None) -> Iterator[Violation]:
         """Yield kinds of which a model, or what is recomputed, leaves nothing to send away.
 
         Args:

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from moefold.config.base import Record
-from moefold.layers.config import Auto, Full, Kind, Selective
+from moefold.layers.config import Auto, Full, Kind, Selective, leaving
 from moefold.layers.offload import Away, Departed, Offloading
 from moefold.layers.stash import PagedRows
 
@@ -140,7 +140,8 @@ class Keeper:
         """Number of the layer that runs forward, and of how many; None where nothing leaves."""
         self.again = False
         """Whether what runs forward runs again, in backward, and leaves nothing for later."""
-        self.departed = Departed(0 if offload is None else offload.record.in_flight)
+        in_flight = 0 if offload is None else offload.record.in_flight
+        self.departed, self._spilled = Departed(in_flight), Departed(in_flight)
 
     def begun(self, ends: bool) -> "Keeper":
         """Return the keeper of a pass through one chunk, which may end in the loss."""
@@ -245,6 +246,11 @@ class Keeper:
         self._owners.forget()
         self._layer = None
 
+    def fetch(self) -> None:
+        """Begin to bring back what backward takes first, if it has left already."""
+        self.departed.fetch()
+        self._spilled.fetch()
+
     def end_forward(self) -> None:
         """Let go of outputs that no layer reads any more, such as the last norm's."""
         for known in (self._made, self._kept, self._owners):
@@ -295,7 +301,14 @@ class Keeper:
         if stash is None or ends_E is None or owner not in stash.record.modules:
             return None
         whole = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
-        return stash.put(tensor, ends_E) if whole and tensor.dim() > 1 else None
+        if self._layer is None or not whole or tensor.dim() < 2:
+            return None
+        at, of = self._layer
+        goes = at < leaving(stash.record.spill, of, self._ends)
+        rows = stash.put(tensor, ends_E, (self._spilled.fetch, at) if goes else None)
+        if goes and rows is not None:
+            self._spilled.add(at, rows)
+        return rows
 
     def _owner(self, tensor: Tensor) -> str:
         """Return the kind of module that a tensor belongs to; residual rows are of the block."""

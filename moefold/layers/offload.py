@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.layers.config import Offload, OffloadToDisk, OffloadToHost, leaving
-from moefold.layers.stash import PagedStash
+from moefold.layers.stash import PagedRows, PagedStash
 from moefold.offload.disk import BLOCK, DiskFile, DiskSlot
 from moefold.offload.slots import Copies, finish
 
@@ -149,7 +149,9 @@ class Offloading:
             self.places["host"] = HostStore(record.host, device)
         if record.disk is not None:
             self.places["disk"] = FileStore(record.disk, device, rank)
-        self.stash = None if record.pages is None else PagedStash(record.pages, device)
+        self.stash: PagedStash | None = None
+        if record.pages is not None:
+            self.stash = PagedStash(record.pages, device, record.in_flight)
 
     def without_pages(self) -> "Offloading":
         """Return the same places for a pass whose rows have no pages."""
@@ -216,9 +218,9 @@ class Departed:
 
     def __init__(self, in_flight: int) -> None:
         self._in_flight, self._lowest = in_flight, 1 << 62
-        self._layers: defaultdict[int, list[ref[Away]]] = defaultdict(list)
+        self._layers: defaultdict[int, list[ref[Away | PagedRows]]] = defaultdict(list)
 
-    def add(self, layer: int, away: Away) -> None:
+    def add(self, layer: int, away: Away | PagedRows) -> None:
         """Note what leaves from a layer."""
         self._layers[layer].append(ref(away))
 
@@ -247,6 +249,6 @@ class Departed:
                 away.left()
                 away.arrived()
 
-    def _of(self, layer: int) -> Iterator[Away]:
+    def _of(self, layer: int) -> Iterator[Away | PagedRows]:
         found = (one() for one in reversed(self._layers.get(layer, ())))
         return (away for away in found if away is not None)

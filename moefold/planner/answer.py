@@ -28,7 +28,7 @@ from moefold.planner.from_run import (
 from moefold.planner.goodput import Faults, Price
 from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
-from moefold.planner.memory import Memory, fullest
+from moefold.planner.memory import Memory, fullest, stage_of
 from moefold.planner.published import find, model, names
 from moefold.planner.search import Search
 from moefold.planner.search_change import Change, changes
@@ -151,6 +151,11 @@ class Plan:
     def best(self) -> PlannedLayout | None:
         """The fastest layout that fits."""
         return self.layouts[0] if self.layouts else None
+
+    @property
+    def graphs(self) -> str:
+        """CUDA graphs of the run's own layout, or else those of the task's software."""
+        return self.given.choice.graphs if self.given else self.task.software.cuda_graphs
 
     @property
     def today_problem(self) -> str:
@@ -296,6 +301,17 @@ def _published(task: TrainingTask) -> list[PlannedLayout]:
     return found[:3]
 
 
+def graph_bytes(run: Run, world: int) -> list[float]:
+    """Return the bytes that a run's graphs read and leave on each pipeline rank of so many GPUs.
+
+    Raises:
+        ValueError: where the planner does not know a record of the run.
+    """
+    task, choice = of_run(run, cluster_of(f"h100x{world}"))
+    case = choice.case(task)
+    return [stage_of(case, rank).state.graphs for rank in range(case.sizes.pp)]
+
+
 def fragment(layout: PlannedLayout) -> dict[str, Any]:
     """Return what a run file says for a layout: ``layout`` and the fields of ``train``.
 
@@ -319,6 +335,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         said["dispatch"] = {"kind": choice.dispatch, **node, **room}
     if choice.clones:
         said["clones"] = {"slots": choice.clones}
+    if choice.graphs != "none":
+        said["graphs"] = choice.graphs
     if "block" in keeping.recompute:
         said["recompute"] = {"kind": "full"}
     elif again := keeping.recompute & needs(layout.case.decoder).made_again(choice.sizes.tp):
@@ -334,7 +352,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
         both = said.setdefault("offload", {})
         both["disk"] = disk | _unless_all(keeping.disk_share)
     if keeping.page:
-        said.setdefault("offload", {})["pages"] = {"page": keeping.page, "load": keeping.page_load}
+        paged = {"page": keeping.page, "load": keeping.page_load, "spill": keeping.spill}
+        said.setdefault("offload", {})["pages"] = paged
     train: dict[str, Any] = {"batch": layout.case.batch, "micro_batch": choice.micro_batch}
     record = layout.case.decoder.quantise
     train["precision"] = choice.recipe if record is None else "bf16"

@@ -39,8 +39,9 @@ Dispatcher = Literal[
 rows of all ranks."""
 RING = Ring()
 """How attention sees the rows of other context ranks unless stated."""
-Graphs = Literal["none", "partial", "full"]
-"""CUDA graphs: none, of all but dispatch, experts and combine, or of the whole iteration."""
+Graphs = Literal["none", "partial", "experts", "full"]
+"""CUDA graphs: none, of all but dispatch, experts and combine, of experts too, or of the whole
+iteration."""
 MODULES = frozenset(get_args(Module))
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose way of keeping, sending and launching is planned."""
@@ -93,6 +94,8 @@ class Keeping:
     """Rows of a page, where experts' rows lie in pages for as many as came."""
     page_load: float = 1.0
     """Rows that there are pages for, over the mean."""
+    spill: float = 0.0
+    """Share of the layers of a chunk whose pages go on to the host, the last one apart."""
     optimizer_offload: float = 0.0
     """Share of master weights and moments that lies on the host, or on disk."""
     state_step: Literal["device", "host"] | None = None
@@ -109,7 +112,7 @@ class Keeping:
             unknown = sorted(modules - MODULES)
             if unknown:
                 raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
-        for name in ("offload_share", "disk_share", "optimizer_offload"):
+        for name in ("offload_share", "disk_share", "spill", "optimizer_offload"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: a share from 0 to 1")
 
@@ -259,7 +262,7 @@ class Case:
             raise ValueError(f"load {self.load}: the most loaded is at least the mean, 1")
         if not isinstance(self.context, Ring):
             heads = needs(self.decoder, self.seq).heads
-            for found in self.context.misfits(self.sizes, heads):
+            for found in self.context.violations(self.sizes, heads):
                 raise ValueError(f"context: {found.rule}")
 
     @property
@@ -276,6 +279,12 @@ class Case:
     def expert_domains(self) -> int:
         """Number of domains of fast links that the ranks of an expert group lie in."""
         return len({rank // self.cluster.domain for rank in self.folding.group("ep", 0)})
+
+    @property
+    def graphs_of_parts(self) -> bool:
+        """Whether Moefold runs blocks' parts as graphs."""
+        software = self.software
+        return software.stack == "moefold" and software.cuda_graphs in ("partial", "experts")
 
     @property
     def micro_batches(self) -> int:
@@ -369,5 +378,6 @@ def offloaded(record: Offload | None) -> dict[str, Any]:
         if to is not None:
             found |= {name: frozenset(to.modules), share: to.share}
     if record.pages is not None:
-        found |= {"page": record.pages.page, "page_load": record.pages.load}
+        pages = record.pages
+        found |= {"page": pages.page, "page_load": pages.load, "spill": pages.spill}
     return found

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from moefold.config.base import Record
 from moefold.kernels.quantise.config import Quantise
@@ -22,6 +22,7 @@ from moefold.planner.case import (
     RING,
     Case,
     Dispatcher,
+    Graphs,
     Keeping,
     Numbers,
     Overlaps,
@@ -122,6 +123,8 @@ class Choice:
     """Room that the run file gives a dispatch of fixed shapes."""
     clones: int = 0
     """Slots of each rank for clones of experts."""
+    graphs: Literal["none", "partial", "step"] = "none"
+    """CUDA graphs, as a run file has them."""
 
     @property
     def paired(self) -> bool:
@@ -167,12 +170,20 @@ class Choice:
             load=evened(task.load, self.clones),
             numbers=numbers,
             keeping=self.keeping,
-            software=replace(task.software, overlaps=overlaps),
+            software=replace(task.software, overlaps=overlaps, cuda_graphs=self._cuda_graphs(task)),
             context=self.context,
             order=self.order,
             max_rows=self.max_rows,
             clones=self.clones,
         )
+
+    def _cuda_graphs(self, task: TrainingTask) -> Graphs:
+        """Return what graphs hold: experts where as many rows come in each pass. CPUs have none."""
+        if self.graphs == "none" or task.cluster.device.link_bandwidth == 0:
+            return task.software.cuda_graphs
+        fixed = issubclass(DISPATCH.kinds[self.dispatch], FixedRoom)
+        known = fixed or self.sizes.ep * self.sizes.etp == 1
+        return "full" if self.graphs == "step" else "experts" if known else "partial"
 
     @property
     def not_yet(self) -> tuple[str, ...]:
@@ -329,6 +340,7 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         order=layout.order,
         max_rows=layout.dispatch.max_rows if isinstance(layout.dispatch, FixedRoom) else None,
         clones=0 if layout.clones is None else layout.clones.slots,
+        graphs=layout.graphs,
     )
 
 

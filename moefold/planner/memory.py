@@ -6,6 +6,7 @@ rank is planned: the one whose experts get the most rows. A table repeats itself
 thousands of steps few differ, and of those fewer can be the fullest.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
 from moefold.mesh.grid import Grid
-from moefold.planner.case import Case, kinds, settled
+from moefold.planner.case import Case, kinds, main_layers, settled
 from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes
+from moefold.planner.memory_graphs import in_flight, pass_bytes, row_bytes
 from moefold.planner.memory_kept import shape_of
-from moefold.planner.memory_pages import page_bytes, pages
+from moefold.planner.memory_pages import ChunkBlocks, page_bytes, pages
 from moefold.planner.memory_state import Split, State
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
@@ -91,8 +93,9 @@ class Memory:
     def elsewhere(self) -> dict[str, float]:
         """Bytes that lie on the host or on disk between steps, by part and place."""
         state, place = self.state, f"on {self.tier}"
-        found = {"master": state.away_master, "moments": state.away_moments}
-        return {f"{name} {place}": value for name, value in found.items() if value}
+        found = {f"master {place}": state.away_master, f"moments {place}": state.away_moments}
+        found["pages on host"] = state.away_pages
+        return {name: value for name, value in found.items() if value}
 
     @cached_property
     def fullest(self) -> Moment:
@@ -192,7 +195,7 @@ def fullest(case: Case) -> Memory:
 def shortened(case: Case) -> Case:
     """Return a step of fewer micro-batches with the same peaks of memory."""
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
-    if m == case.micro_batches:
+    if m == case.micro_batches or case.software.cuda_graphs == "full":
         return case
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
@@ -250,6 +253,8 @@ class Stage(NamedTuple):
     """Bytes of gradients that are there before any backward: those of the head."""
     coming: float = 0.0
     """What of the state comes to the device for its update, at most."""
+    passes: tuple[int, ...] = ()
+    """How many passes of each chunk have graphs, whose memory lasts."""
 
     def there_before(self, step: Running) -> tuple[float, float]:
         """Return the activations before a step, and what products of weights wait with."""
@@ -270,7 +275,10 @@ class Stage(NamedTuple):
         return sum(map(mul, kept, host)), sum(map(mul, kept, disk))
 
     def needs(self, step: Running) -> tuple[float, float, float, float]:
-        """Return activations, operands, what the step works with, and gradients while it runs."""
+        """Return activations, operands, what the step works with, and gradients while it runs.
+
+        Graphs of a pass have what they keep and work with for themselves, whatever runs.
+        """
         chunks, (alive, waiting) = self.chunks, self.there_before(step)
         there = self.there + sum(chunks[number].coming for number in step.begun)
         used = freed = 0.0
@@ -290,6 +298,10 @@ class Stage(NamedTuple):
             used = max(used, ahead.forward + ahead.moving)
             # Layer by layer one pass keeps and the other frees: they are never both whole.
             alive += max(ahead.kept - freed, 0.0) + ahead.layer if freed else ahead.kept
+        if self.passes:
+            works = (max(chunk.forward, chunk.backward) for chunk in chunks)
+            sizes = self.kept, self.waiting, works
+            alive, waiting, used = (sum(map(mul, self.passes, size)) for size in sizes)
         return alive, waiting, used, there
 
 
@@ -297,7 +309,9 @@ _chunks = remembered(1 << 12)(ChunkSizes)
 
 
 def _chunks_of(case: Case) -> ChunkSizes:
-    graphs = 0.0 if case.software.cuda_graphs == "none" else software_of(case).graphs
+    software = case.software
+    again = software.cuda_graphs != "none" and software.stack != "moefold"
+    graphs = software_of(case).graphs if again else 0.0
     split, rows = Split.of(case), case.software.loss_chunk
     shape = shape_of(case)
     # A CPU has logits and their logarithms in fp32; kernels of GPUs make the gradient of logits.
@@ -307,8 +321,14 @@ def _chunks_of(case: Case) -> ChunkSizes:
 
 def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
     """Return the kinds of a rank's layers, chunk by chunk in order; none where no layer leaves."""
-    if not case.keeping.offload | case.keeping.disk:
+    keeping = case.keeping
+    if not (keeping.offload or keeping.disk or keeping.spill):
         return [()] * len(case.chunks[rank])
+    return in_order(case, rank)
+
+
+def in_order(case: Case, rank: int) -> list[tuple[int, ...]]:
+    """Return the kinds of a rank's layers, those of further tokens apart, chunk by chunk."""
     order = kinds(case.decoder)[1]
     return [
         tuple(order[place.index] for place in chunk if place.kind == "layer")
@@ -316,11 +336,15 @@ def orders(case: Case, rank: int) -> list[tuple[int, ...]]:
     ]
 
 
-def pages_of(case: Case, rank: int) -> dict[int, int]:
-    """Return how many pages a rank has of rows of so many bytes."""
-    blocks, steps = kinds(case.decoder)[0], steps_of(case.table.lines[rank], case.sizes.vpp)
-    chunks = [[(blocks[kind], count) for kind, count in held.layers] for held in case.chunks[rank]]
-    return pages(chunks, shape_of(case), case.keeping, steps)
+def pages_of(case: Case, rank: int) -> tuple[Counter[int], Counter[int]]:
+    """Return how many pages a rank has here and on the host, of rows of so many bytes."""
+    (blocks, order), (main, _) = kinds(case.decoder), main_layers(case.decoder)
+    found: list[ChunkBlocks] = []
+    for chunk in case.places[rank]:
+        layers = [blocks[order[one.index]] for one in chunk if one.kind == "layer"]
+        more = [blocks[order[main + one.index]] for one in chunk if one.kind == "multi_token"]
+        found.append(ChunkBlocks(layers, more, any(one.kind == "loss" for one in chunk)))
+    return pages(found, shape_of(case), case.keeping, case.table.lines[rank])
 
 
 def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
@@ -329,9 +353,36 @@ def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
     chunks = [sizes.of(*one) for one in zip(held, orders(case, rank), strict=True)]
     state = sizes.states.held(case.held[rank])
     if case.keeping.page:
-        state = replace(state, pages=page_bytes(pages_of(case, rank), case.keeping.page))
+        here, away = page_bytes(*pages_of(case, rank), case.keeping.page)
+        state = replace(state, pages=here, away_pages=away)
+    state, chunks, passes = with_graphs(case, rank, state, chunks)
     there = state.gradients - sum(chunk.coming for chunk in chunks)
     kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
     by_device = case.keeping.state_step == "device"
     coming = sizes.states.coming(case.held[rank]) if by_device else 0.0
-    return Stage(state, chunks, kept, waiting, there, coming)
+    return Stage(state, chunks, kept, waiting, there, coming, passes)
+
+
+def with_graphs(
+    case: Case, rank: int, state: State, chunks: list[ChunkBytes]
+) -> tuple[State, list[ChunkBytes], tuple[int, ...]]:
+    """Return state with what graphs read and leave, chunks without what of it they keep, and how
+    many passes of each chunk have graphs of their own."""
+    shape, ahead, held = shape_of(case), main_layers(case.decoder)[1], case.software.cuda_graphs
+    if not case.graphs_of_parts:
+        whole = held == "full" and case.software.stack == "moefold"
+        rows = case.micro_batches * row_bytes(shape, ahead) if whole else 0.0
+        return replace(state, graphs=rows), chunks, ()
+    blocks, steps = kinds(case.decoder)[0], list(steps_of(case.table.lines[rank], len(chunks)))
+    passes, fixed = tuple(in_flight(steps, len(chunks))), held == "experts"
+    sizes = [
+        pass_bytes([blocks[kind] for kind in order], shape, case.keeping, fixed, ahead)
+        for order in in_order(case, rank)
+    ]
+    splits = any(step.kind == "W" for step in steps)
+    left = [
+        one._replace(kept=one.kept - shared, waiting=one.waiting * splits)
+        for one, (_, shared) in zip(chunks, sizes, strict=True)
+    ]
+    graphs = sum(count * size for count, (size, _) in zip(passes, sizes, strict=True))
+    return replace(state, graphs=graphs), left, passes

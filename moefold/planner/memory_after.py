@@ -67,6 +67,10 @@ def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Count
         for part in layer_kept(case, blocks[kind]):
             if part.stays(keeping.recompute):
                 found[part.name] += here(part, keeping).bytes * count
+    for kind in order[: leaving(keeping.spill, len(order), held.loss)]:
+        for part in layer_kept(case, blocks[kind]):
+            if part.stays(keeping.recompute) and part.rows and part.saved:
+                found[part.name] += here(part, keeping).bytes
     for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
         for kind in order[: leaving(share, len(order), held.loss)]:
             for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:

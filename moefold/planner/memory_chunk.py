@@ -78,6 +78,8 @@ class ChunkSizes:
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
+        gone = leaving(self.keeping.spill, len(order), held.loss)
+        total += sum(map(self._numbers, order[:gone]))
         waiting = sum(one[3] * count for one, count in layers)
         if looked_up := held.embedding + held.multi_token:
             # Under tp the places of its share, which rows are among them, and all rows' gradients.
@@ -132,6 +134,12 @@ class ChunkSizes:
         parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
         host, disk = (sum(part.bytes for part in to) for to in departing(parts, self.keeping))
         return host, disk
+
+    def _numbers(self, kind: int) -> float:
+        """Return what a block adds here whose rows are in pages of the host too."""
+        parts = kept(self.blocks[kind], self.shape, self.stack, self.recipe)
+        there = [part for part in parts if part.stays(self.keeping.recompute)]
+        return sum(here(p, self.keeping, True).bytes - here(p, self.keeping).bytes for p in there)
 
     def _gradients(self, held: Held) -> float:
         """Return the bytes of a chunk's gradients that come with its first backward.
@@ -191,7 +199,7 @@ def _layer(
         both = experts_here(spec, shape) * (1 + shape.clones * shape.ep / spec.routing.experts)
         forward += both * shape.width
         backward += both * (shape.width + 2 * STATISTIC)
-    waiting = sum(part.bytes for part in operands(block, shape))
+    waiting = sum(part.bytes for part in operands(block, shape, keeping.recompute))
     if stack != "moefold":
         waiting *= CODES.get(recipe, shape.width) / shape.width
     return left, forward, backward + max(again, 0), waiting

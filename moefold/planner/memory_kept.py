@@ -73,7 +73,7 @@ def shape_of(case: Case) -> Shape:
         sizes.ep,
         None if fixed is None else fixed.arriving(sizes),
         0 if fixed is None else fixed.places(sizes),
-        isinstance(case.schedule, (Merged, DualPipeV)),
+        isinstance(case.schedule, (Merged, DualPipeV)) or case.graphs_of_parts,
         case.clones,
     )
 
@@ -135,14 +135,18 @@ def kept_bytes(parts: Iterable[Saved], recompute: Modules = NOTHING) -> int:
     return sum(part.bytes for part in parts if part.stays(recompute))
 
 
-def operands(block: Block, shape: Shape) -> tuple[Saved, ...]:
+def operands(block: Block, shape: Shape, again: Modules = NOTHING) -> tuple[Saved, ...]:
     """Return what a block holds between I and W, where a schedule puts weights' products off.
 
     Rows that products read, whether they were kept or backward made them; the gradients of what
     products gave; and gradients of vectors, made at once. Of halves that share a norm, the gradient
-    of both outputs counts twice where it is one tensor.
+    of both outputs counts twice where it is one tensor. A shared expert that is made ``again``
+    makes codes of its own of what others read as codes too.
     """
     found = [part for part in coded_saved(block, shape) if part.operand]
+    if again & {"shared", "block"}:
+        codes = (part for part in found if part.module == "moe" and part.name.endswith(".codes"))
+        found += [part for part in codes if "moe.shared.w_in" in part.operand]
     for name, one in products(block, shape):
         if not (one.weight.expert and shape.clones):
             found.append(_part(f"{name}.gradient", gradient_bytes(block, name, one, shape)))

@@ -43,6 +43,10 @@ class State:
     away_moments: float = 0.0
     pages: float = 0.0
     """For experts' rows."""
+    away_pages: float = 0.0
+    """In the host's memory."""
+    graphs: float = 0.0
+    """What graphs read and leave."""
 
     def __add__(self, other: "State") -> "State":
         return State(*map(add, vars(self).values(), vars(other).values()))
@@ -60,7 +64,7 @@ class State:
     def here(self) -> dict[str, float]:
         """What lies on the device, by part."""
         found = {name: value for name, value in vars(self).items() if name[:5] != "away_"}
-        return found if self.pages else {n: value for n, value in found.items() if n != "pages"}
+        return {n: size for n, size in found.items() if size or n not in ("pages", "graphs")}
 
     @property
     def away(self) -> float:

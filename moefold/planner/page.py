@@ -49,7 +49,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             "seq": task.seq,
             "load": task.load,
             "stack": f"{software.stack} {software.release}".strip(),
-            "cuda_graphs": software.cuda_graphs,
+            "cuda_graphs": plan.graphs,
             "host_speed": software.host_speed,
             "multi_token": task.multi_token,
         },
@@ -212,7 +212,7 @@ def _timeline(one: PlannedLayout) -> dict[str, Any]:
     """Return what each pipeline rank does when: a step of few micro-batches, stage by stage."""
     case, vpp = one.case, one.case.sizes.vpp
     short = min(case.micro_batches, max(3 * case.sizes.pp, 4))
-    if any(case.schedule.misfits(case.sizes.pp, vpp, short)):
+    if any(case.schedule.violations(case.sizes.pp, vpp, short)):
         short = case.micro_batches
     table = replace(case, batch=case.folding.dp * case.micro_batch * short).table
     slow = max(sum(span) for span in one.time.ranks)

@@ -267,7 +267,7 @@ class Search:
         else:
             first = 2 if isinstance(schedule, Interleaved) else 1
             for vpp in range(first, min(VIRTUAL, self.foldings.layers // pp) + 1):
-                if not any(schedule.misfits(pp, vpp, m)):
+                if not any(schedule.violations(pp, vpp, m)):
                     yield vpp
 
     # --------------------------------------------------------------------------- time

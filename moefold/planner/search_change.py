@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from moefold.mesh.config import AXES, Sizes
 from moefold.mesh.legality import size_rules
+from moefold.parallel.config import Layout
 from moefold.planner.from_run import RESERVE, Choice, TrainingTask
 from moefold.planner.memory import totals
+from moefold.planner.memory_kept import CODES
 from moefold.planner.search_space import SCHEDULES, everything
 from moefold.planner.time import estimate
-from moefold.spec.decoder import needs
+from moefold.spec.decoder import ModelNeeds, needs
 
+GRAPHS: tuple[Literal["none", "partial", "step"], ...] = ("none", "partial", "step")
 MOST = 5
 """Changes that are shown."""
 
@@ -45,7 +49,7 @@ def changes(task: TrainingTask, choice: Choice) -> tuple[Change, ...]:
         try:
             tried = other.case(task)
             sizes = other.sizes
-            if any(other.schedule.misfits(sizes.pp, sizes.vpp, tried.micro_batches)):
+            if any(other.schedule.violations(sizes.pp, sizes.vpp, tried.micro_batches)):
                 continue
             timed.append((estimate(tried).seconds, what, other, tried))
         except ValueError:
@@ -85,6 +89,10 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
     for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
         if dispatch != choice.dispatch:
             yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)
+    for graphs in GRAPHS if task.software.stack == "moefold" else ():
+        other = replace(choice, graphs=graphs)
+        if graphs != choice.graphs and _can_be_graphs(other, model):
+            yield f"graphs {graphs}", other
     for size in (choice.micro_batch * 2, choice.micro_batch // 2):
         if size:
             yield f"micro_batch {choice.micro_batch} → {size}", replace(choice, micro_batch=size)
@@ -103,3 +111,20 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
     if task.cluster.device.host_bandwidth and not keeping.optimizer_offload:
         other = replace(keeping, optimizer_offload=1.0)
         yield "optimizer states on the host", replace(choice, keeping=other)
+
+
+def _can_be_graphs(choice: Choice, model: ModelNeeds) -> bool:
+    """Whether a run file may ask for a layout's graphs."""
+    keeping = choice.keeping
+    if choice.graphs == "none":
+        return True
+    if keeping.offload | keeping.disk or keeping.optimizer_offload or choice.recipe in CODES:
+        return False
+    room = {"max_rows": choice.max_rows} if choice.max_rows else {}
+    layout = Layout.model_validate(
+        {
+            "sizes": choice.sizes.text, "graphs": choice.graphs, "zero": keeping.zero,
+            "schedule": choice.schedule, "dispatch": {"kind": choice.dispatch, **room},
+        }
+    )  # fmt: skip
+    return all(one.path not in (("graphs",), ("zero",)) for one in layout.violations(model))

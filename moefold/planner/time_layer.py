@@ -51,6 +51,10 @@ PLACE = {"attention": "attention", "mla_up": "attention", "core": "attention"} |
 """The part that a part of the work counts as."""
 CAPTURED = frozenset(("norms", "attention", "mla_up", "core", "router", "shared", "latent", "ffn"))
 """What partial CUDA graphs hold: all but dispatch, experts and combine."""
+HELD: dict[str, frozenset[str]] = {
+    "partial": CAPTURED, "experts": CAPTURED | {"experts", "moe_act"}
+}  # fmt: skip
+"""What graphs of parts of blocks hold, each with one launch."""
 QUANTISE_BYTES = {"fp8_tensor": 6.0, "fp8_block": 4.0, "mxfp8": 4.0, "nvfp4": 5.0}
 """Least bytes per value: read in bf16 (twice where a scale of the whole tensor comes first), and
 written along rows and along columns."""
@@ -111,12 +115,13 @@ def setting_of(
         given: constants of devices and software; those of the package unless given.
     """
     given, device, graphs = given or constants(), cluster.device, software.cuda_graphs
+    fused = graphs == "full" and software.stack != "moefold"
     known = (
         device.name, software.stack, software.release[:5], dict(device.rates).get(recipe, ())
     )  # fmt: skip
     return _setting(
         cluster, given.rates(*known), given.uncertainty(*known), recipe, narrowed, graphs,
-        software.host_speed, given.values["common.fused"] if graphs == "full" else 1.0,
+        software.host_speed, given.values["common.fused"] if fused else 1.0,
         software.overlaps.tp, software.loss_chunk if software.stack == "moefold" else None,
     )  # fmt: skip
 
@@ -135,6 +140,8 @@ class LayerPolicy(NamedTuple):
     """Slots of a rank for clones of experts."""
     pages: bool = False
     """Whether experts' rows lie in pages between forward and backward."""
+    spill: float = 0.0
+    """Share of the layers whose pages go on to the host."""
 
     @classmethod
     def of(cls, case: Case) -> "LayerPolicy":
@@ -142,7 +149,8 @@ class LayerPolicy(NamedTuple):
         kept = case.keeping
         host, disk = (kept.offload, kept.offload_share), (kept.disk, kept.disk_share)
         pages = kept.page > 0 and "block" not in kept.recompute
-        return cls(case.dispatch, kept.recompute, *host, *disk, case.context, case.clones, pages)
+        more = case.context, case.clones, pages, kept.spill * pages
+        return cls(case.dispatch, kept.recompute, *host, *disk, *more)
 
 
 @dataclass
@@ -195,7 +203,7 @@ def layer_time(block: Block, share: RankShare, setting: Setting, policy: LayerPo
         ahead, back = context_seconds(sent, core, share, setting, policy.context)
         again = ahead if policy.recompute & {"block", "attention"} else 0.0
         made.put("cp", ahead, back + again)
-    if policy.offload or policy.disk:
+    if policy.offload or policy.disk or policy.spill:
         _offload(made, block, share, setting, policy)
     if policy.pages:
         # Read here and written there, and back.
@@ -316,8 +324,8 @@ def _part(name: str, work: Work, setting: Setting) -> Time:
     launch = kernels * rates.kernel_s * rates.device
     made.put("launch", launch, 2 * launch)
     if setting.graphs != "full":
-        captured = setting.graphs == "partial" and name in CAPTURED
-        launches = 1.0 if captured else kernels * rates.launches
+        held = name in HELD.get(setting.graphs, ())
+        launches = 1.0 if held else kernels * rates.launches
         made.host_forward = launches * rates.launch_s / setting.host_speed
         made.host_backward = 2 * made.host_forward
     return made
@@ -402,6 +410,7 @@ def _offload(
     device = setting.cluster.device
     parts = half(block.attention, share) | half(block.ffn, share)
     host = offload_bytes(parts, policy.offload) * policy.offload_share
+    host += offload_bytes(parts, frozenset({"experts"})) * policy.spill
     disk = offload_bytes(parts, policy.disk) * policy.disk_share
     moved = host + disk
     if not moved:

@@ -1,7 +1,8 @@
 """Rows in pages: what is taken is what was put, overflow is noticed, and no page is lost."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from moefold.kernels.pages.ring import PageRing
 from moefold.layers.config import OffloadToPages
-from moefold.layers.stash import PagedStash
+from moefold.layers.offload import Departed
+from moefold.layers.stash import PagedRows, PagedStash, Pages
+from moefold.offload.slots import Copies
 
 CPU = torch.device("cpu")
 WIDTH = 5
@@ -84,9 +87,11 @@ def test_so_it_is_in_many_orders_of_lives(refused: bool) -> None:
             assert free == wanted
 
 
-def stash(pages: int, page: int = 4, width: int = WIDTH) -> PagedStash:
-    found = PagedStash(OffloadToPages(page=page), CPU)
-    found.begin_step(0, lambda: {width * 4: pages})
+def stash(
+    pages: int, page: int = 4, width: int = WIDTH, host: int = 0, on_way: int = 1
+) -> PagedStash:
+    found = PagedStash(OffloadToPages(page=page), CPU, on_way)
+    found.begin_step(0, lambda: Pages({width * 4: pages}, {width * 4: host}))
     return found
 
 
@@ -101,7 +106,7 @@ def test_rows_that_nobody_takes_give_their_pages_back() -> None:
     del kept
     assert int(ring.taken - ring.given) == 0
     kept = held.put(x_RD, ends_E)
-    held.begin_step(0, dict)
+    held.begin_step(0, lambda: Pages({}, {}))
     assert (int(ring.taken), int(ring.given), int(held.lacking())) == (0, 0, 0)
     del kept
     assert int(ring.given) == 0
@@ -112,6 +117,55 @@ def test_rows_that_nobody_takes_give_their_pages_back() -> None:
     assert int(ring.given) == 3
     del again
     assert int(ring.given) == 3
+
+
+class Late(Copies):
+    """Copies as late as may be: each begins when it is waited for."""
+
+    def begin(self, copy: Callable[[], None]) -> "Future[None]":  # type: ignore[override]
+        class Waited(Future[None]):
+            def result(self, timeout: float | None = None) -> None:
+                if not self.done():
+                    copy()
+                    self.set_result(None)
+
+        return Waited()
+
+
+@pytest.mark.parametrize("on_way", [1, 2])
+def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
+    """To the bit, of passes in drawn order, some sent for early, and copies as late as may be, in
+    as many pages as layers on their way have; none is lost on either side.
+    """
+    layers, draw, g = 4, Random(on_way), torch.Generator().manual_seed(on_way)
+    held = stash(4 * (4 * on_way + 1), host=4 * layers * 3, on_way=on_way)
+    held.copies = Late(CPU)
+    alive = list[tuple[Departed, list[tuple[Tensor, PagedRows]]]]()
+    for _ in range(40):
+        if alive and (len(alive) == 3 or draw.random() < 0.5):
+            departed, rows = alive.pop(draw.randrange(len(alive)))
+            departed.fetch()
+            for other, _ in alive[: draw.randrange(2)]:
+                other.fetch()
+            while rows:
+                x_RD, kept = rows.pop()
+                assert torch.equal(kept.take()[: len(x_RD)], x_RD)
+                del kept
+            continue
+        departed, rows = Departed(on_way), []
+        for layer in range(layers):
+            x_RD = torch.randn(16, WIDTH, generator=g)
+            count = draw.randrange(17)
+            kept = held.put(x_RD, torch.tensor([count]), (departed.fetch, layer))
+            assert kept is not None
+            departed.add(layer, kept)
+            rows.append((x_RD[:count], kept))
+        alive.append((departed, rows))
+    assert int(held.lacking()) == 0
+    rows = kept = None
+    alive.clear()
+    for ring in (*held.rings.values(), *held.host.values()):
+        assert int(ring.taken) == int(ring.given) > 0
 
 
 def test_b96_overflow_says_how_much_is_missing() -> None:

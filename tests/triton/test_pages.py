@@ -47,6 +47,28 @@ def test_b96_pages_are_those_of_the_plain_way(
     assert torch.equal(bits(back_RD[:count]), bits(x_RD[:count]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_b96_pages_are_copied_to_pages_of_another_ring(dtype: torch.dtype) -> None:
+    """Rows that count and no other, and none where either ring had no page for them."""
+    room, count, width, page = SHAPES[0]
+    rings = [PageRing(n, page, width, dtype, torch.device("cpu"), on_host=n == 7) for n in (20, 7)]
+    x_RD, counted = torch.randn(room, width).to(dtype), torch.tensor([count])
+    with forced(False):
+        page_M, into_M = rings[0].put(x_RD, counted[0]), rings[1].claim(counted[0], room)
+
+    def copied(into_M: torch.Tensor) -> torch.Tensor:
+        rings[1].rows_SD.fill_(torch.nan)
+        given = rings[0].rows_SD, page_M, into_M, counted, rings[1].rows_SD, page
+        fused.copy(*given)
+        return rings[1].rows_SD
+
+    got_SD = watched(lambda: copied(into_M), whole=False, waste=None)
+    assert torch.equal(bits(got_SD[into_M[0] * page :][:count]), bits(x_RD[:count]))
+    assert int((~got_SD.isnan()).all(1).sum()) == count
+    none_SD = watched(lambda: copied(torch.full_like(into_M, 7)), whole=False, waste=None)
+    assert none_SD.isnan().all()
+
+
 def test_b96_only_rows_that_count_are_moved() -> None:
     """A fifth of the room: as many bytes as they have, beside numbers of pages."""
     room, count, width, page = 64, 13, 128, 8
@@ -74,4 +96,6 @@ def test_torch_knows_the_operations() -> None:
     page_M, count = torch.tensor([1, 0]), torch.tensor([5])
     given = torch.ones(8, 4), page_M, count, torch.zeros(12, 4), 4
     torch.library.opcheck(fused.put.known, given, test_utils=checks)
+    other = given[3], page_M, page_M, count, torch.ones(12, 4), 4
+    torch.library.opcheck(fused.copy.known, other, test_utils=checks)
     torch.library.opcheck(fused.take.known, (given[3], page_M, count, 8, 4), test_utils=checks)

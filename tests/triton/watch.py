@@ -48,13 +48,15 @@ class Shadow:
 class Watch:
     """Checks every access of the launches inside; ``seed`` draws the order of programs.
 
-    ``loads`` and ``stores`` count bytes, as often as they are read and written.
+    ``loads`` and ``stores`` count bytes, as often as they are read and written; ``atomics`` says
+    whether there were any.
     """
 
     now: "Watch | None" = None
 
     def __init__(self, seed: int | None = 0) -> None:
         self.seed = seed
+        self.atomics = False
         self.program, self.loads, self.stores, self.launches = 0, 0, 0, 0
         self._shadows: dict[int, Shadow] = {}
         self._cells: list[tuple[int, ...]] = []
@@ -109,6 +111,7 @@ class Watch:
         at = np.broadcast_to(pointers.data, shape)[np.broadcast_to(mask.data, shape)]
         if kind == "store" and np.unique(at).size != at.size:
             raise Race("one store writes an element twice")
+        self.atomics |= kind == "atomic"
         self.loads += at.size * size * (kind != "store")
         self.stores += at.size * size * (kind != "load")
         for shadow, first in self._found(at, size, kind):

@@ -20,7 +20,7 @@ class PageRing:
         page: rows of a page.
         width: D.
         dtype: of rows.
-        device: where they lie.
+        device: where numbers of pages lie, and rows unless they lie ``on_host``.
 
     Attributes:
         taken: int64 pages that were ever taken, and ``given`` those of them that were given back.
@@ -28,17 +28,28 @@ class PageRing:
     """
 
     def __init__(
-        self, pages: int, page: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        pages: int,
+        page: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_host: bool = False,
     ) -> None:
         self.pages, self.page = pages, page
         # What counts for nothing goes to one page more, and its number to one more place.
-        self.rows_SD = torch.empty((pages + 1) * page, width, dtype=dtype, device=device)
+        shape = (pages + 1) * page, width
+        self.rows_SD = (
+            torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            if on_host
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
         self._free = torch.arange(pages + 1, device=device)
         self.taken, self.given, self.refused = self._free.new_zeros(3).unbind()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All memory of it."""
+        """All memory of it, that of rows first."""
         return self.rows_SD, self._free, self.taken
 
     def clear(self) -> None:
@@ -48,22 +59,37 @@ class PageRing:
             count.zero_()
 
     def put(self, x_RD: Tensor, count: Tensor) -> Tensor:
-        """Copy the rows that count into free pages; return the pages' numbers [M], N for none.
+        """Copy the rows that count into free pages; return their numbers as :meth:`claim` does."""
+        page_M = self.claim(count, x_RD.shape[0])
+        if fused(x_RD):
+            kernels.put(x_RD, page_M, count.view(1), self.rows_SD, self.page)
+        else:
+            self.rows_SD.index_copy_(0, self._places(page_M, count, x_RD.shape[0]), x_RD)
+        return page_M
 
-        Where fewer are free nothing is kept, and ``refused`` says so.
+    def claim(self, count: Tensor, room: int) -> Tensor:
+        """Take free pages for the rows of a room that count; return numbers [M], N for none.
+
+        Where fewer are free none is taken, and ``refused`` says so.
         """
-        at_M = torch.arange(-(-x_RD.shape[0] // self.page), device=x_RD.device)
+        at_M = torch.arange(-(-room // self.page), device=count.device)
         wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
         fits = wanted <= self.pages - (self.taken - self.given)
         page_M = self._free[(self.taken + at_M) % self.pages]
         page_M = torch.where((at_M < wanted) & fits, page_M, self.pages)
         self.taken += torch.where(fits, wanted, 0)
         self.refused += torch.where(fits, 0, wanted)
-        if fused(x_RD):
-            kernels.put(x_RD, page_M, count.view(1), self.rows_SD, self.page)
-        else:
-            self.rows_SD.index_copy_(0, self._places(page_M, count, x_RD.shape[0]), x_RD)
         return page_M
+
+    def copy(self, page_M: Tensor, count: Tensor, other: "PageRing", into_M: Tensor) -> None:
+        """Copy the rows that count from pages here into pages of another ring of such rows."""
+        if fused(other.rows_SD if self.rows_SD.is_cpu else self.rows_SD):
+            given = page_M, into_M, count.view(1), other.rows_SD, self.page
+            kernels.copy(self.rows_SD, *given)
+        else:
+            room = page_M.shape[0] * self.page
+            rows_RD = self.rows_SD.index_select(0, self._places(page_M, count, room))
+            other.rows_SD.index_copy_(0, other._places(into_M, count, room), rows_RD)
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return ``room`` rows, the first of which are those that were put, and free their pages.

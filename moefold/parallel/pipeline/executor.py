@@ -123,7 +123,7 @@ class Executor:
             for action in actions_of(step):
                 held = self._held.get(self._spot(action))
                 if held is not None and action.kind in "BI":
-                    held.flow.keeper.departed.fetch()
+                    held.flow.keeper.fetch()
 
     def _step(self, step: Step, lanes: Lanes) -> None:
         """Run one action, or two side by side; the backward of a pair has the first turn."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moefold.layers.flow import Flow
 from moefold.parallel.apply import ModelParts
+from moefold.parallel.data.bucket import Bucket
 from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.executor import Executor, Factors, ScaledLoss, StepResult
 from moefold.parallel.pipeline.partial import PartGraphs
@@ -21,9 +22,9 @@ from moefold.parallel.pipeline.recording import (
     Graph,
     GraphRecorder,
     Shapes,
-    lasting,
     refill,
-    shape_of,
+    shape_key,
+    static_copy,
 )
 
 
@@ -44,7 +45,7 @@ def executor_of(
     placed.model.recipe.copies_stay = True
     if placed.layout.graphs == "partial":
         return partial(Executor, graphs=PartGraphs(data, record))
-    return StepGraphs([*placed.model.parameters(), *data.params.values()], record)
+    return StepGraphs(data, record)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RecordedStep:
         flows: the micro-batches whose rows it reads.
         factors: those it reads.
         gradients: of each parameter, None for one that got none.
+        sums: of each bucket, its whole gradients and this rank's sums, where there are any.
         left: losses and router terms.
     """
 
@@ -63,6 +65,7 @@ class RecordedStep:
     flows: Sequence[Flow]
     factors: Factors
     gradients: list[tuple[Tensor, Tensor | None]]
+    sums: list[tuple[Bucket, Tensor | None, Tensor | None]]
     left: StepResult
 
     def replay(self, flows: Sequence[Flow], factors: Factors) -> StepResult:
@@ -75,6 +78,8 @@ class RecordedStep:
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
+        for bucket, whole, summed_L in self.sums:
+            bucket.gradients, bucket.summed_L = whole, summed_L
         return self.left
 
 
@@ -88,14 +93,14 @@ class StepGraphs:
     """Makes what runs a step: a graph of its shape where there is one, or the executor.
 
     Args:
-        parameters: every tensor that a step may give a gradient.
+        data: the model's parts.
         record: makes recorders.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], record: Callable[[], GraphRecorder] = CudaGraphs
+        self, data: ShardedState, record: Callable[[], GraphRecorder] = CudaGraphs
     ) -> None:
-        self._parameters, self._record, self._shapes = parameters, record, Shapes()
+        self._data, self._record, self._shapes = data, record, Shapes()
         self.recorded: dict[Hashable, RecordedStep] = {}
 
     def __call__(
@@ -110,9 +115,11 @@ class StepGraphs:
         """Run a step's forward and backward."""
         if self._shapes.moved(placed):
             self.recorded.clear()
-        key = tuple(map(shape_of, flows))
+        key = tuple(map(shape_key, flows))
         if None in key or not self._shapes.ready(key):
             return Executor(placed, flows, factors, loss).run()
+        for bucket in self._data.buckets:
+            bucket.wait_unshard()  # begun by the update, which is no part of the graph
         if key not in self.recorded:
             self.recorded[key] = self._recorded(placed, flows, factors, loss)
         return self.recorded[key].replay(flows, factors)
@@ -122,7 +129,17 @@ class StepGraphs:
     ) -> RecordedStep:
         # Copies: the step's own tensors are let go with it.
         factors = Factors(*(factor.clone() for factor in factors))
-        flows = [lasting(flow) for flow in flows]
-        graph, left = self._record()(Executor(placed, flows, factors, loss).run)
-        gradients = [(one, one.grad) for one in self._parameters]
-        return RecordedStep(graph, flows, factors, gradients, left)
+        flows = [static_copy(flow) for flow in flows]
+        buckets = list(self._data.buckets)
+
+        def passes() -> StepResult:
+            left = Executor(placed, flows, factors, loss).run()
+            for bucket in buckets:
+                bucket.wait_reduce()
+            return left
+
+        graph, left = self._record()(passes)
+        given = [*placed.model.parameters(), *self._data.params.values()]
+        gradients = [(one, one.grad) for one in given]
+        sums = [(one, one.gradients, one.summed_L) for one in buckets]
+        return RecordedStep(graph, flows, factors, gradients, sums, left)

@@ -1,17 +1,16 @@
 """How many pages a rank has for experts' rows of a step, as its plan says."""
 
-from collections import Counter
-
+from moefold.layers.stash import Pages
+from moefold.model.config import Block
 from moefold.moe.dispatch.config import FixedRoom
 from moefold.parallel.apply import ModelParts
 from moefold.planner.case import Keeping, offloaded, recomputed
-from moefold.planner.memory_pages import pages
-from moefold.planner.memory_steps import steps_of
+from moefold.planner.memory_pages import ChunkBlocks, pages
 from moefold.schedule.table import Line
 from moefold.spec.layer import Shape
 
 
-def pages_of(placed: ModelParts, line: Line, rows: int) -> dict[int, int]:
+def pages_of(placed: ModelParts, line: Line, rows: int) -> Pages:
     """Return pages by bytes of a row, for micro-batches of which so many rows are here."""
     layout, decoder, sizes = placed.layout, placed.model.record, placed.layout.split
     assert isinstance(layout.dispatch, FixedRoom)
@@ -21,6 +20,11 @@ def pages_of(placed: ModelParts, line: Line, rows: int) -> dict[int, int]:
         decoder.hidden, rows, sizes.tp, sizes.etp, 1.0, width, sizes.cp, ep=sizes.ep, room=room
     )
     keeping = Keeping(recompute=recomputed(layout.recompute), **offloaded(layout.offload))
-    numbers = ((*chunk.layers, *chunk.ahead) for chunk in placed.chunks)
-    chunks = [Counter(decoder.blocks[int(n)] for n in chunk).items() for chunk in numbers]
-    return pages(chunks, shape, keeping, steps_of(line, sizes.vpp))
+
+    def blocks(numbers: tuple[str, ...]) -> list[Block]:
+        return [decoder.blocks[int(number)] for number in numbers]
+
+    chunks = [
+        ChunkBlocks(blocks(one.layers), blocks(one.ahead), one.scores) for one in placed.chunks
+    ]
+    return Pages(*pages(chunks, shape, keeping, line))

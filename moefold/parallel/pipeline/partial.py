@@ -22,9 +22,9 @@ from moefold.parallel.pipeline.recording import (
     Graph,
     GraphRecorder,
     Shapes,
-    lasting,
     refill,
-    shape_of,
+    shape_key,
+    static_copy,
 )
 from moefold.parallel.pipeline.subgraph import Gradients, Subgraph, detached
 
@@ -35,21 +35,21 @@ class RecordedPart:
 
     Attributes:
         graph: its launches.
-        given: what it reads of other parts, and values of the host.
-        left: what it leaves.
+        static_inputs: what it reads of other parts, and values of the host.
+        static_outputs: what it leaves.
         form: of the record that it leaves.
         waiting: products of weights that it puts on the pass's queue.
     """
 
     graph: Graph
-    given: tuple[Any, ...]
-    left: tuple[Any, ...]
+    static_inputs: tuple[Any, ...]
+    static_outputs: tuple[Any, ...]
     form: Any
     waiting: Sequence[Any]
 
     def take(self, values: Sequence[Any]) -> None:
         """Copy values to where the graph reads them, but those that lie there."""
-        for old, new in zip(self.given, values, strict=True):
+        for old, new in zip(self.static_inputs, values, strict=True):
             if not isinstance(old, Tensor):
                 assert old == new, f"a graph holds {old}, and is given {new}"
             elif old.data_ptr() != new.data_ptr():
@@ -64,35 +64,28 @@ class GraphedPass:
     Attributes:
         key: chunk and shape.
         flow: whose rows they read.
-        alone: whether experts are here, so that nothing is exchanged.
-        fixed: whether as many rows come to experts in each pass.
+        holds: whether a segment of a block is one of its graphs, given which of them exchange.
         record: makes its graphs.
     """
 
     key: Hashable
     flow: Flow
-    alone: bool
-    fixed: bool
+    holds: Callable[[int, Sequence[bool]], bool]
     record: GraphRecorder
     _parts: dict[Hashable, RecordedPart] = field(default_factory=dict)
-    _lasting: set[int] = field(default_factory=set)
+    _static: set[int] = field(default_factory=set)
     """Where tensors lie that graphs of this pass leave or read."""
-
-    def holds(self, at: int, exchanges: Sequence[bool]) -> bool:
-        """Whether a segment of a block is one of its graphs, given which of them exchange."""
-        between = any(exchanges[:at]) and any(exchanges[at:])
-        return self.alone or not (exchanges[at] or (between and not self.fixed))
 
     def run(
         self, part: "GraphedPart", way: str, function: Callable[..., Any], values: Sequence[Any]
     ) -> tuple[Any, ...]:
         """Run a part one way, recording it the first time."""
-        key, forms, at = (part.name, way), part.forms, part.name[1] + 1
+        key, forms, at = (part.name, way), part.forms, part.name[1]
         held, waiting = self._parts.get(key), part.waiting
         if held is None:
-            given, before = tuple(map(self._lasts, values)), len(waiting)
+            given, before = tuple(map(self._static_input, values)), len(waiting)
             graph, left = self.record(lambda: function(*given))
-            self._lasting |= {x.data_ptr() for x in left if isinstance(x, Tensor)}
+            self._static |= {x.data_ptr() for x in left if isinstance(x, Tensor)}
             held = RecordedPart(graph, given, left, forms[at], waiting[before:])
             self._parts[key] = held
         else:
@@ -100,14 +93,15 @@ class GraphedPass:
             waiting += held.waiting
             forms[at] = held.form
         held.graph.replay()
-        return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in held.left)
+        left = held.static_outputs
+        return tuple(detached(y, isinstance(y, Tensor) and y.requires_grad) for y in left)
 
-    def _lasts(self, value: Any) -> Any:
+    def _static_input(self, value: Any) -> Any:
         """Return a value that lies where it does in every step: what a graph left, or a copy."""
-        if not isinstance(value, Tensor) or value.data_ptr() in self._lasting:
+        if not isinstance(value, Tensor) or value.data_ptr() in self._static:
             return value
         copy = value.detach().clone().requires_grad_(value.requires_grad)
-        self._lasting.add(copy.data_ptr())
+        self._static.add(copy.data_ptr())
         return copy
 
 
@@ -117,7 +111,7 @@ class GraphedPart:
     Args:
         graphs: of the pass.
         part: what they hold.
-        name: of the part in the pass: that of its block, and its place there.
+        name: of the part in the pass: its block's, and the segment there that it ends before.
         sink: where gradients of weights go.
         forms: of the records before and after each part of the block.
     """
@@ -181,14 +175,14 @@ class PartGraphs:
         if self._shapes.moved(placed):
             self._free.clear()
             self.passes.clear()
-        keys = {shape_of(flow) for flow in flows} - {None}
+        keys = {shape_key(flow) for flow in flows} - {None}
         self._ready = {key for key in keys if self._shapes.ready(key)}
         for parameter, sums in self._sums.items() if self._ready else ():
             parameter.grad = sums.zero_()
 
     def take(self, chunk: int, flow: Flow) -> GraphedPass | None:
         """Return graphs for a pass through a chunk, with its rows; None where it runs as it is."""
-        shape = shape_of(flow)
+        shape = shape_key(flow)
         if shape not in self._ready:
             return None
         free = self._free[chunk, shape]
@@ -196,9 +190,13 @@ class PartGraphs:
             found = free.pop()
             refill(found.flow, flow)
             return found
-        found = GraphedPass((chunk, shape), lasting(flow), self._alone, self._fixed, self._record())
+        found = GraphedPass((chunk, shape), static_copy(flow), self._holds, self._record())
         self.passes.append(found)
         return found
+
+    def _holds(self, at: int, exchanges: Sequence[bool]) -> bool:
+        between = any(exchanges[:at]) and any(exchanges[at:])
+        return self._alone or not (exchanges[at] or (between and not self._fixed))
 
     def give(self, graphs: GraphedPass) -> None:
         """Take graphs back once nothing needs what they left."""

@@ -8,6 +8,7 @@ another.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -164,22 +165,28 @@ class ChunkPass:
     def _parts(
         self, segments: Sequence[Segment], place: tuple[int, int]
     ) -> list[Subgraph | GraphedPart]:
-        """Return segments as parts: what is a record in a layer is its tensors between parts."""
+        """Return a block's parts: what is a record in a layer is its tensors between parts."""
         forms: list[TreeSpec] = [LEAF] * (len(segments) + 1)
 
-        def run(at: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
+        def run(at: int, end: int, flow: Flow, *values: Any) -> tuple[Any, ...]:
+            state = tree_unflatten(values, forms[at])
             with flow.keeper.keeping(*place):
-                state = segments[at](tree_unflatten(values, forms[at]), flow)
-            flat, forms[at + 1] = tree_flatten(state)
+                for segment in segments[at:end]:
+                    state = segment(state, flow)
+            flat, forms[end] = tree_flatten(state)
             return tuple(flat)
 
-        exchanges = [isinstance(segment, Exchange) for segment in segments]
+        exchanges, graphs = [isinstance(one, Exchange) for one in segments], self._graphs
+        held = [graphs is not None and graphs.holds(at, exchanges) for at in range(len(segments))]
+        # Neighbours that graphs hold are one part: nothing between them lasts.
+        starts = [at for at in range(len(held)) if not (at and held[at - 1] and held[at])]
         found: list[Subgraph | GraphedPart] = []
-        for at, away in enumerate(exchanges):
+        for at, end in pairwise([*starts, len(held)]):
+            away = exchanges[at] and not held[at]
             flow = self._beside if away and self._beside else self._flow
-            part = Subgraph(partial(run, at, flow), away)
-            if self._graphs is not None and self._graphs.holds(at, exchanges):
-                found.append(GraphedPart(self._graphs, part, (place, at), flow.sink, forms))
+            part = Subgraph(partial(run, at, end, flow), away)
+            if graphs is not None and held[at]:
+                found.append(GraphedPart(graphs, part, (place, end), flow.sink, forms))
             else:
                 found.append(part)
         return found

@@ -99,7 +99,7 @@ class Shapes:
         return ready
 
 
-def shape_of(flow: Flow) -> Hashable:
+def shape_key(flow: Flow) -> Hashable:
     """Return what of a micro-batch a graph of its pass holds; None where no graph can."""
     rows = flow.rows
     known = rows.rows, rows.n_valid, rows.lengths
@@ -115,7 +115,7 @@ def refill(old: Flow, new: Flow) -> None:
                 getattr(one, name).copy_(getattr(other, name))
 
 
-def lasting(flow: Flow) -> Flow:
+def static_copy(flow: Flow) -> Flow:
     """Return a pass whose rows lie in memory of their own, and what it would copy from the host."""
 
     def own(rows: MicroBatch) -> MicroBatch:

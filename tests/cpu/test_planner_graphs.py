@@ -1,0 +1,144 @@
+"""What graphs of blocks' parts read and leave, planned and counted where tensors have no values."""
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from moefold.data.batch import ROWS, MicroBatch
+from moefold.layers.config import Full, Offload, OffloadToPages
+from moefold.moe.dispatch.config import Clones, Padded, Spread
+from moefold.parallel.config import Layout
+from moefold.parallel.data.sharding import ShardedState
+from moefold.parallel.pipeline import recording
+from moefold.parallel.pipeline.graphs import executor_of
+from moefold.planner.case import Case
+from moefold.planner.from_run import TrainingTask, choice_of
+from moefold.planner.hardware import cluster
+from moefold.planner.memory import stage_of
+from moefold.proof import capture
+from moefold.proof.case import ProofCase, Subject, enough
+from moefold.proof.rank_run import micro_batches
+from moefold.proof.subjects import SUBJECTS
+
+PADDED, SPREAD = Padded(max_rows=64), Spread(max_rows=150)
+PAGES = Offload(pages=OffloadToPages(page=8, load=4))
+FEW: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("gqa", 4, {"sizes": "tp2 ep4", "dispatch": PADDED}),
+)
+MORE: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("gqa", 1, {}),
+    ("gqa", 2, {"sizes": "tp2", "recompute": Full()}),
+    ("mla", 4, {"sizes": "ep4", "dispatch": SPREAD, "recompute": Full()}),
+    ("mla", 8, {"sizes": "cp2 ep2 etp2", "dispatch": PADDED}),
+    ("gqa", 4, {"sizes": "ep4", "dispatch": SPREAD, "clones": Clones(slots=1)}),
+    ("deep", 4, {"sizes": "pp2 ep2", "dispatch": PADDED, "schedule": "zb_h1"}),
+    ("deep", 4, {"sizes": "pp2 ep2", "dispatch": SPREAD, "schedule": "merged"}),
+    ("deep", 2, {"sizes": "pp2 vpp2", "schedule": "interleaved", "recompute": Full()}),
+    ("deep", 4, {"sizes": "pp2 vpp2", "schedule": "zb_v"}),
+    ("gqa", 4, {"sizes": "ep4", "dispatch": PADDED, "offload": PAGES}),
+    (
+        "mla",
+        4,
+        {"sizes": "ep4", "dispatch": PADDED, "clones": Clones(slots=1), "recompute": Full()},
+    ),
+)
+
+
+class Recorded:
+    """In the place of a graph: what it would hold has run."""
+
+    def replay(self) -> None:
+        """Do nothing."""
+
+
+class Recorder:
+    """Records nothing, and lets go of what is made, as a pool does."""
+
+    def __call__(self, function: Any) -> tuple[Recorded, Any]:
+        """Run a function."""
+        return Recorded(), function()
+
+
+def alike(subject: Subject) -> list[MicroBatch]:
+    """Return micro-batches of one shape."""
+    return micro_batches(subject)[:1] * subject.micro_batches
+
+
+def counted(case: ProofCase) -> list[float]:
+    """Return each stage's bytes that graphs of its passes read and leave after a step."""
+    found: list[float] = []
+
+    def execute(data: ShardedState, *given: Any) -> Any:
+        made: Any = executor_of(data, Recorder)
+        data.placed.model.recipe.copies_stay = False  # no tensor without values is another's memory
+        executor = made(*given)
+        graphs, run = made.keywords["graphs"], executor.run
+
+        def counting() -> Any:
+            left = run()
+            storages: dict[int, Any] = {}
+            for one in graphs.passes:
+                pairs = ((one.flow.rows, one.flow.piece), *one.flow.ahead)
+                rows = [getattr(x, name) for pair in pairs for x in pair if x for name in ROWS]
+                held = [(*x.static_inputs, *x.static_outputs) for x in one._parts.values()]
+                tensors = [x for x in (*rows, *chain(*held)) if isinstance(x, Tensor)]
+                storages.update((x.untyped_storage()._cdata, x.untyped_storage()) for x in tensors)
+            found.append(sum(storage.nbytes() for storage in storages.values()))
+            return left
+
+        executor.run = counting
+        return executor
+
+    states: list[ShardedState] = []
+
+    def state(placed: Any) -> ShardedState:
+        states.append(ShardedState(placed))
+        return states[-1]
+
+    with (
+        mock.patch.object(recording, "WARM", 0),
+        mock.patch.object(Tensor, "data_ptr", lambda one: one.untyped_storage()._cdata),
+        mock.patch.object(capture, "ShardedState", state),
+        mock.patch.object(capture, "micro_batches", alike),
+        mock.patch.object(capture, "Executor", lambda *given: execute(states[-1], *given)),
+    ):
+        assert not capture.uncaptured(case).ended
+    return found
+
+
+def planned(case: ProofCase, subject: Subject) -> Case:
+    """Return the planner's case of the same step."""
+    choice = choice_of(case.layout, 1, "bf16")
+    where, dp = cluster(f"h100x{case.world}"), case.folding.dp
+    task = TrainingTask("", subject.decoder, subject.rows, subject.micro_batches // dp * dp, where)
+    return choice.case(task)
+
+
+def check(model: str, ranks: int, given: dict[str, Any]) -> None:
+    """Hold what is planned to what is counted, to the byte."""
+    layout = Layout(experts="grouped", graphs="partial", **given)
+    subject = replace(SUBJECTS[model], precision="bf16", micro_batches=enough(layout, ranks))
+    subject = replace(subject, padding=0)
+    case = ProofCase("", subject, layout, ranks)
+    stages = range(layout.split.pp)
+    plan = [stage_of(planned(case, subject), rank).state.graphs for rank in stages]
+    found = counted(case)
+    print(model, given, plan, found)
+    assert plan == found and min(found) > 0
+
+
+@pytest.mark.parametrize(("model", "ranks", "given"), FEW, ids=str)
+def test_b97_what_graphs_hold_is_planned(model: str, ranks: int, given: dict[str, Any]) -> None:
+    check(model, ranks, given)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("model", "ranks", "given"), MORE, ids=str)
+def test_what_graphs_hold_is_planned_in_more_layouts(
+    model: str, ranks: int, given: dict[str, Any]
+) -> None:
+    check(model, ranks, given)
