@@ -6,7 +6,7 @@ between them make every exchange that any case of the matrix makes.
 
     python bench/proof.py matrix          # every layout against one rank, fp64
     python bench/proof.py controls        # every exchange between ranks broken, at 2, 4, 8 ranks
-    python bench/proof.py fp32            # the tests' selection in a narrow format against fp64
+    python bench/proof.py fp32            # a case for each choice in a narrow format against fp64
     python bench/proof.py bf16
 """
 
@@ -145,7 +145,7 @@ def run_controls() -> dict[str, Any]:
 
 
 def run_lowered(precision: Any, cases: Sequence[ProofCase]) -> dict[str, Any]:
-    """Hold the tests' selection in a narrow format against fp64."""
+    """Hold a case for each choice in a narrow format against fp64."""
     started = time.monotonic()
     return summary(prove_low_precision(cases, precision, Lines(len(cases)).verdict), started)
 

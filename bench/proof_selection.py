@@ -1,4 +1,4 @@
-"""The part of the matrix that runs with the tests. Torch-free."""
+"""A part of the matrix: one small case for each choice. Torch-free."""
 
 from dataclasses import replace
 from itertools import islice
@@ -10,7 +10,7 @@ from moefold.proof.matrix import matrix
 BY_MODEL = ("models",)
 """Rules whose models are choices too."""
 UNSELECTED = {"shipped", "optimizers", "axes", "foldings"}
-"""Rules of which the tests run nothing by choice."""
+"""Rules of which no choice is selected."""
 EVERY = {
     "clones": 2,
     "multi_token": 2,
@@ -19,13 +19,13 @@ EVERY = {
     "states": 8,
     "precisions": 2,
 }
-"""Rules that cross what they are of, of whose choices the tests run each so manieth."""
+"""Rules that cross what they are of, of whose choices each so manieth is selected."""
 FOLDED = ("tp2 cp2 ep4 etp2", "tp2 pp2 ep4")
-"""Foldings that the tests run."""
+"""Foldings that are selected."""
 
 
 def selection() -> tuple[ProofCase, ...]:
-    """Return the part of the matrix that runs with the tests: one small case for each choice.
+    """Return one small case for each choice.
 
     A choice is a rule's dispatcher, schedule, model or the like, whatever the sizes; which of the
     smallest layouts stands for it goes round.

@@ -16,16 +16,16 @@ from moefold.config.errors import RunError, Violation
 from moefold.config.fields import OnDisk
 from moefold.config.load import Loaded, load
 from moefold.data.config import Data, DataError
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import size_violations
 from moefold.model.config import MODEL, Decoder
 from moefold.model.families import custom, folder, registry
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
-from moefold.spec.logits import clip_misfits
-from moefold.spec.quantised import cut_misfits, moment_misfits, quantise_misfits
-from moefold.spec.tuning import misfits_of, tuned
+from moefold.spec.logits import clip_violations
+from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
+from moefold.spec.tuning import tuned, tuning_violations
 from moefold.training.config import ADAPTER, Train
 from moefold.training.hooks.config import Watch
 
@@ -59,7 +59,7 @@ class Run(Record):
 
     def rules(self) -> Iterator[Violation]:
         """The schedule fits the run; the model can be described; the layout fits the model."""
-        for violation in self.optim.misfits(self.train.steps):
+        for violation in self.optim.violations(self.train.steps):
             yield violation.under("optim")
         if self.layout.state.step == "host" and not self.optim.elementwise:
             rule = f"{self.optim.kind} has no step on the host"
@@ -69,34 +69,34 @@ class Run(Record):
             rule = f"layout.dispatch {dispatch.kind} refuses to run where torch is deterministic"
             yield Violation(("deterministic",), True, rule, False)
         try:
-            misfits = list(self.model.misfits(self.data.vocab))  # type: ignore[attr-defined]
-            yield from (violation.under("model") for violation in misfits)
-            if not misfits and (self.train.freeze or self.adapter or self.train.quantise):
-                yield from misfits_of(self._described(), self.train.freeze, self.adapter)
-                yield from quantise_misfits(self.decoder())
-                found = cut_misfits(self.decoder(), self.layout, self.data.seq)
+            violations = list(self.model.violations(self.data.vocab))  # type: ignore[attr-defined]
+            yield from (violation.under("model") for violation in violations)
+            if not violations and (self.train.freeze or self.adapter or self.train.quantise):
+                yield from tuning_violations(self._described(), self.train.freeze, self.adapter)
+                yield from quantise_violations(self.decoder())
+                found = cut_violations(self.decoder(), self.layout, self.data.seq)
                 yield from (one.under("layout") for one in found)
-            if not misfits and self.optim.qk_clip is not None:
-                found = clip_misfits(self.decoder(), self.optim.qk_clip)
+            if not violations and self.optim.qk_clip is not None:
+                found = clip_violations(self.decoder(), self.optim.qk_clip)
                 yield from (one.under("optim") for one in found)
-            if not misfits and self.optim.group:
-                cut = moment_misfits(self.decoder(), self.optim, self.layout, self.data.seq)
+            if not violations and self.optim.group:
+                cut = moment_violations(self.decoder(), self.optim, self.layout, self.data.seq)
                 yield from (one.under("layout") for one in cut)
-            yield from () if misfits else self.train.misfits(self)
-            if not misfits and not any(self.layout.rules()) and self.layout.is_split:
+            yield from () if violations else self.train.violations(self)
+            if not violations and not any(self.layout.rules()) and self.layout.is_split:
                 model, rows = needs(self.decoder(), self.data.seq), self.train.micro_batch
-                found = self.layout.misfits(model, rows * self.data.seq)
+                found = self.layout.violations(model, rows * self.data.seq)
                 yield from (broken.under("layout") for broken in found)
-                yield from self._step_misfits()
+                yield from self._step_violations()
         except DataError as error:
             yield Violation(("data", "tokenizer"), self.data.tokenizer, str(error))
         except ValueError as error:
             yield Violation(("model",), self.model, str(error))
 
-    def _step_misfits(self) -> Iterator[Violation]:
+    def _step_violations(self) -> Iterator[Violation]:
         """Yield where the step has micro-batches that the pipeline's schedule cannot run."""
         train = self.train
-        for found in self.layout.step_misfits(train.batch // train.micro_batch):
+        for found in self.layout.step_violations(train.batch // train.micro_batch):
             rule = f"in micro-batches of {train.micro_batch}: {found.rule}"
             nearest = found.nearest * train.micro_batch
             yield Violation(("train", "batch"), train.batch, rule, nearest)
@@ -119,8 +119,8 @@ def demand_fit(run: Run, world: int) -> None:
     """
     layout = run.layout
     model = needs(run.decoder(), run.data.seq)
-    found = violations(layout.split, model, world, layout.order, layout.stages)
-    found += [broken.under("layout") for broken in layout.misfits_over(world)]
+    found = size_violations(layout.split, model, world, layout.order, layout.stages)
+    found += [broken.under("layout") for broken in layout.violations_over(world)]
     if found:
         ranks = f"{world} ranks" if world > 1 else "one rank (--nproc N or a launcher starts more)"
         raise RunError(found, to_dict(run), f"{ranks} for the layout {layout.sizes!r}")

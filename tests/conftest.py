@@ -25,6 +25,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Half as many workers again as processors: tests wait for ranks, locks and time-outs."""
+    return -(-3 * len(os.sched_getaffinity(0)) // 2)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files whose tests start ranks evenly over the others, those of slow tests first.
 

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -38,11 +39,12 @@ def place() -> str:
     return "?"
 
 
-def _noted(name: str, seen: Reads) -> Callable[..., Any]:
+def _noted(name: str, seen: Reads, thread: int | None) -> Callable[..., Any]:
     real = getattr(Tensor, name)
 
     def call(self: Tensor, *args: Any, **more: Any) -> Any:
-        seen[name, place()] += 1
+        if thread in (None, get_ident()):
+            seen[name, place()] += 1
         return real(self, *args, **more)
 
     return call
@@ -68,12 +70,12 @@ class _Sizes(TorchDispatchMode):
 
 
 @contextmanager
-def watched() -> Iterator[Reads]:
-    """Count what is read while open: values by any thread, sizes by this one.
+def watched(thread: int | None = None) -> Iterator[Reads]:
+    """Count what is read while open: values by any thread, or the one named, sizes by this one.
 
     Methods are replaced: what a backward calls passes no mode of torch's functions.
     """
     seen: Reads = Counter()
-    noted = {name: _noted(name, seen) for name in VALUES}
+    noted = {name: _noted(name, seen, thread) for name in VALUES}
     with mock.patch.multiple(Tensor, **noted), _Sizes(seen):  # type: ignore[call-overload]
         yield seen

@@ -63,7 +63,7 @@ def legal_sizes(draw: st.DrawFn, ranks: int = 16) -> Sizes:
 
 def mended(record: Schedule, p: int, v: int, m: int) -> Sizes:
     """Return the sizes with the nearest legal values put in."""
-    nearest = {wrong.path[0]: wrong.nearest for wrong in record.misfits(p, v, m)}
+    nearest = {wrong.path[0]: wrong.nearest for wrong in record.violations(p, v, m)}
     if "group" in nearest:
         record = record.model_copy(update={"group": nearest.pop("group")})
     return record, p, nearest.pop("vpp", v), nearest.pop("micro_batches", m)

@@ -42,7 +42,7 @@ from moefold.config.schema import json_schema
 from moefold.mesh.config import ORDERS, Sizes
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS, Folding, Ranks
 from moefold.mesh.grid import Grid
-from moefold.mesh.legality import folding_violations, violations
+from moefold.mesh.legality import folding_violations, size_violations
 from moefold.mesh.pipeline import Place, Stages, Way
 from moefold.planner.count import count
 from moefold.planner.notes import notes
@@ -78,7 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--graphs",
         action="store_true",
         help="also make a step of the run's small model without values, and list the operators "
-        "that a CUDA graph cannot hold, with file and line",
+        "that a CUDA graph cannot hold, with file and line; and what graphs of the run hold",
     )
     add_json(parser)
 
@@ -138,17 +138,25 @@ def _load(args: argparse.Namespace) -> Loaded[Run]:
 
 def _reads(run: Run, drawn: "Picture") -> dict[str, Any]:
     """Return what of the step no graph can hold, and why the layout has none."""
+    from moefold.planner.answer import graph_bytes
     from moefold.proof.capture import uncaptured
     from moefold.proof.verify import cases_of
 
     (case,) = cases_of(run, world=drawn.world, as_run=True)
     found = uncaptured(case)
-    asked = run.layout.model_copy(update={"graphs": "step"})
-    broken = [*asked.misfits(needs(run.decoder(), run.data.seq)), *asked.misfits_over(drawn.world)]
+    refused, static = dict[str, list[str]](), dict[str, list[float]]()
+    for kind in ("partial", "step"):
+        layout = run.layout.model_copy(update={"graphs": kind})
+        broken = layout.violations(needs(run.decoder(), run.data.seq))
+        refused[kind] = [one.rule for one in broken if one.path in (("graphs",), ("zero",))]
+        with suppress(ValueError):  # of what is not planned
+            if not refused[kind]:
+                static[kind] = graph_bytes(run.model_copy(update={"layout": layout}), drawn.world)
     return {
         "reads": [{**read._asdict(), "times": times} for read, times in found.reads.items()],
         "ended": found.ended,
-        "refused": [one.rule for one in broken if one.path in (("graphs",), ("zero",))],
+        "refused": refused["step"],
+        "static_bytes": static,
     }
 
 
@@ -164,6 +172,10 @@ def _show_reads(console: Console, reads: Mapping[str, Any] | None) -> None:
     if reads["ended"]:
         said = f"a pass ended at {reads['ended']}, which needs the values themselves"
         console.print(Text(said), soft_wrap=True)
+    for kind, stages in reads["static_bytes"].items():
+        held = ", ".join(words.size(one) for one in stages)
+        said = f"layout.graphs: {kind} holds {held} of inputs and outputs"
+        console.print(Text(said + (" on the stages" if len(stages) > 1 else "")), soft_wrap=True)
     for rule in reads["refused"]:
         console.print(Text(f"layout.graphs: step is refused: {rule}"), soft_wrap=True)
 
@@ -291,7 +303,7 @@ class Picture:
         """Lay a run's layout, which may be illegal, over ``world`` ranks (default: the fewest)."""
         layout, sizes = run.layout, run.layout.split
         model, count = needs(run.decoder(), run.data.seq), sizes.pp * sizes.vpp
-        found = violations(sizes, model, world, layout.order, layout.stages)
+        found = size_violations(sizes, model, world, layout.order, layout.stages)
         world = sizes.smallest_world if world is None else world
         fits = not folding_violations(sizes, world, layout.order)
         stages = None

@@ -145,7 +145,7 @@ def _asked(found: Plan) -> Iterator[Text]:
         f"{device.size} each ({device.memory_bytes / GB:.1f} GB of 10^9 bytes to allocate), "
         f"{task.cluster.domain} to a fast domain",
         f"expert load {task.load:g} (fullest rank over the mean)",
-        f"software {stack}, CUDA graphs {task.software.cuda_graphs}",
+        f"software {stack}, CUDA graphs {found.graphs}",
     )
     yield Text("  " + " · ".join(inputs), style="dim")
     for note in task.assumed:
@@ -209,6 +209,8 @@ def _policies(layout: PlannedLayout) -> str:
         said.append(choice.schedule_kind)
     if choice.sizes.ep * choice.sizes.etp > 1:
         said.append(choice.dispatch)
+    if choice.graphs != "none":
+        said.append(f"graphs {choice.graphs}")
     if keeping.recompute:
         said.append(f"recompute {'+'.join(sorted(keeping.recompute))}")
     if keeping.offload:

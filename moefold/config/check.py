@@ -180,6 +180,10 @@ def _refused_value(
         rule = "; ".join(dict.fromkeys(message for _, message in said))
     elif sort == "not-finite" and spec.annotation is Any:
         rule = "must be a finite number"
+    beside = _slot_beside(above, get_at(data, path[:-1]), value)
+    if beside is not None:
+        rule += f"; {value if isinstance(value, str) else 'it'} is a kind of {beside}"
+        return Violation(path, value, rule, Rename(beside), sort)
     nearest: Any = MISSING
     for item in tried:  # a field may accept one whatever is wrong elsewhere
         others = validate(cls, set_at(data, path, item))[1]
@@ -187,6 +191,19 @@ def _refused_value(
             nearest = item
             break
     return Violation(path, None if value is MISSING else value, rule, nearest, sort)
+
+
+def _slot_beside(above: FieldSpec, holder: Any, value: Any) -> str | None:
+    """Return the key of the same record, not given yet, of which a refused value names a kind."""
+    record = above.record(holder)
+    known = {} if record is None else specs(record)
+    for name, spec in known.items():
+        slot = spec.slot
+        if slot is not None and name not in holder:
+            kind = value.get(slot.tag) if isinstance(value, Mapping) else value
+            if isinstance(kind, str) and kind in slot.kinds:
+                return name
+    return None
 
 
 def _id_of(kinds: list[str]) -> str:

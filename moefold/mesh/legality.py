@@ -20,7 +20,7 @@ def folding_violations(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> li
     return [*world_violations(sizes, world), *order_violations(sizes, order)]
 
 
-def violations(
+def size_violations(
     sizes: Sizes,
     model: ModelNeeds | None = None,
     world: int | None = None,

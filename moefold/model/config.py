@@ -15,6 +15,7 @@ from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import ATTENTION, FFN, Size
+from moefold.spec.layer import LayerSpec
 
 MODEL = Slot("model family", tag="family")
 MAX_LAYERS = 10_000
@@ -138,9 +139,9 @@ class Decoder(Record):
         """Layers fit the width; blocks of further tokens come last, and not alone."""
         for place, stack in enumerate(self.stacks):
             for number, block in enumerate(stack.blocks):
-                misfits = getattr(block.ffn, "misfits", None)
-                for found in () if misfits is None else misfits(self.hidden):
-                    yield found.under("stacks", place, "blocks", number, "ffn")
+                for half, spec in (("attention", block.attention), ("ffn", block.ffn)):
+                    found = spec.violations(self.hidden) if isinstance(spec, LayerSpec) else ()
+                    yield from (v.under("stacks", place, "blocks", number, half) for v in found)
         first, said = self.blocks[: self.layers], [block.multi_token for block in self.blocks]
         if not first or any(block.multi_token for block in first):
             rule = "blocks with multi_token come last, after one without"

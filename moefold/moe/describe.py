@@ -24,11 +24,9 @@ from moefold.spec.layer import (
     Traffic,
     Units,
     Weight,
-    gated_traffic,
     rounded_up,
-    saved_feed_forward,
-    saved_norm,
 )
+from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 ROUTER_PASSES = 25
 """Readings and writings of a row of scores: scores, top-k, map, counts, balance."""

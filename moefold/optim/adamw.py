@@ -109,11 +109,11 @@ class AdamWOptimizer(Optimizer):
         super().__init__(params)
         self.rule, self._groups = rule, groups
         self.group = rule.group if isinstance(rule, AdamW) else 0
-        misfits = [name for name, p in self.params.items() if not fusible(p)]
-        if rule.backend == "fused" and misfits:
+        unfit = [name for name, p in self.params.items() if not fusible(p)]
+        if rule.backend == "fused" and unfit:
             raise ValueError(
                 f"fused AdamW takes contiguous float32 on {' or '.join(FUSED_DEVICES)}; set backend"
-                f" to auto, or change: {', '.join(misfits)}"
+                f" to auto, or change: {', '.join(unfit)}"
             )
         self._fused = {
             n for n, p in self.params.items() if rule.backend != "reference" and fusible(p)

@@ -74,7 +74,7 @@ class LrSchedule(Record):
         """The warm-up is a length of the run."""
         yield from span_rules("warmup", self.warmup)
 
-    def misfits(self, total_steps: int) -> Iterator[Violation]:
+    def violations(self, total_steps: int) -> Iterator[Violation]:
         """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
         if span_steps(self.warmup, total_steps) >= total_steps:
             rule = f"must be shorter than the run ({total_steps} steps)"
@@ -144,9 +144,9 @@ class Wsd(LrSchedule):
         yield from super().rules()
         yield from span_rules("decay", self.decay)
 
-    def misfits(self, total_steps: int) -> Iterator[Violation]:
+    def violations(self, total_steps: int) -> Iterator[Violation]:
         """Yield what does not fit; warm-up and decay do not overlap."""
-        yield from super().misfits(total_steps)
+        yield from super().violations(total_steps)
         warmup = min(span_steps(self.warmup, total_steps), total_steps - 1)
         room = total_steps - warmup
         if span_steps(self.decay, total_steps) > room:
@@ -222,9 +222,9 @@ class Optim(Record):
         """
         return False
 
-    def misfits(self, total_steps: int) -> Iterator[Violation]:
+    def violations(self, total_steps: int) -> Iterator[Violation]:
         """Yield what does not fit a run of ``total_steps``; paths are relative to the record."""
-        for violation in self.schedule_lr.misfits(total_steps):
+        for violation in self.schedule_lr.violations(total_steps):
             yield violation.under("schedule_lr")
 
 

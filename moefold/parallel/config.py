@@ -14,7 +14,7 @@ from moefold.config.errors import Violation
 from moefold.config.fields import OnDisk
 from moefold.layers.config import CONTEXT, RECOMPUTE, Auto, Context, Offload, Ring, Selective
 from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import size_violations
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
 from moefold.schedule.config import (
@@ -101,73 +101,78 @@ class Layout(Record):
                 ("sizes",), self.sizes, "each axis is named once", " ".join(kept.values())
             )
 
-    def misfits(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
+    def violations(self, model: ModelNeeds, rows: int | None = None) -> Iterator[Violation]:
         """Yield what does not fit together or not the model.
 
         ``rows`` are those of a micro-batch, where they are known.
         """
-        yield from violations(self.split, model, order=self.order, stages=self.stages)
+        yield from size_violations(self.split, model, order=self.order, stages=self.stages)
         if isinstance(self.context, Context):
-            broken = self.context.misfits(self.split, model.heads)
+            broken = self.context.violations(self.split, model.heads)
             yield from (found.under("context") for found in broken)
         if isinstance(self.dispatch, Dispatch):
-            yield from (broken.under("dispatch") for broken in self.dispatch.misfits(self.split))
+            yield from (broken.under("dispatch") for broken in self.dispatch.violations(self.split))
         if isinstance(self.dispatch, FixedRoom) and rows is not None:
-            yield from self._room_misfits(self.dispatch, model, rows)
+            yield from self._room_violations(self.dispatch, model, rows)
         if self.clones is not None:
-            yield from self._clone_misfits(self.clones, model.experts)
+            yield from self._clone_violations(self.clones, model.experts)
         if self.offload is not None:
-            misfits = self.offload.misfits(model.modules, self.recompute)
-            yield from (broken.under("offload") for broken in misfits)
+            found = self.offload.violations(model.modules, self.recompute)
+            yield from (broken.under("offload") for broken in found)
             roomy = isinstance(self.dispatch, FixedRoom) and self.split.ep * self.split.etp > 1
             if self.offload.pages is not None and not roomy:
                 rule = "rows have pages where room for them is stated: dispatch padded or spread, "
                 rule += "over ep or etp; elsewhere there are as many as came"
                 yield Violation(("offload", "pages"), self.offload.pages, rule, None)
-        misfits = iter(())
+        found = iter(())
         if isinstance(self.recompute, Selective) and not model.outside:
-            misfits = self.recompute.misfits(model.made_again(tp=2), self.split.tp)
+            found = self.recompute.violations(model.made_again(tp=2), self.split.tp)
         if isinstance(self.recompute, Auto):
-            misfits = self.recompute.misfits(self.offload)
-        yield from (broken.under("recompute") for broken in misfits)
-        yield from self._schedule_misfits()
-        yield from self._graph_misfits(model)
+            found = self.recompute.violations(self.offload)
+        yield from (broken.under("recompute") for broken in found)
+        yield from self._schedule_violations()
+        yield from self._graph_violations(model)
 
-    def _graph_misfits(self, model: ModelNeeds) -> Iterator[Violation]:
+    def _graph_violations(self, model: ModelNeeds) -> Iterator[Violation]:
         """Yield what CUDA graphs lack: copies to and from elsewhere, values that are read."""
         if self.graphs == "none":
             return
         sizes, again, whole = self.split, self.recompute, self.graphs == "step"
-        leaves = self.offload is not None and bool(self.offload.host or self.offload.disk)
+        away = self.offload
+        leaves = away is not None and bool(
+            away.host or away.disk or (away.pages and away.pages.spill)
+        )
         leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
         sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedRoom)
-        broken = {
-            "activations stay on the device": leaves,
-            "state stays on the device": self.state.away,
-            "no context ranks send rows while attention runs": sizes.cp > 1,
-            "no passes run beside each other": isinstance(self.schedule, Merged | DualPipeV),
-            "no router draws by the step's number": any(
-                getattr(spec, "draws", False) for spec in model.specs
+        draws = any(spec.draws for spec in model.specs)
+        pairs = isinstance(self.schedule, Merged | DualPipeV)
+        broken = (
+            ("activations stay on the device where passes are graphs", leaves, "none"),
+            ("state stays on the device where passes are graphs", self.state.away, "none"),
+            ("no router draws by the step's number where passes are graphs", draws, "none"),
+            (
+                "two threads issue a pair of passes, and a step that is one graph is recorded of "
+                "one",
+                whole and pairs,
+                "partial",
             ),
-        }
-        for rule, wrong in broken.items():
-            if wrong:
-                yield Violation(("graphs",), self.graphs, f"{rule} where passes are graphs", "none")
-        if whole and sizes.pp * sizes.vpp > 1:
-            rule = "a rank makes the whole of a step that is one graph, without a pipeline"
-            yield Violation(("graphs",), self.graphs, rule, "partial")
-        if whole and sends:
-            rule = (
+            (
                 "row counts are read, which a step that is one graph cannot: dispatch padded and "
-            )
-            rule += "spread have fixed shapes, and graphs: partial leaves out what is sent"
-            yield Violation(("graphs",), self.graphs, rule, "partial")
-        if self.zero > 1:
-            rule = "at most 1 with layout.graphs, which read weights and add to gradients where "
-            rule += "these lay"
-            yield Violation(("zero",), self.zero, rule, 1 if not whole else 0)
+                "spread have fixed shapes, and graphs: partial leaves out what is sent",
+                whole and sends,
+                "partial",
+            ),
+        )
+        for rule, wrong, nearest in broken:
+            if wrong:
+                yield Violation(("graphs",), self.graphs, rule, nearest)
+        most = 2 if whole else 1
+        if self.zero > most:
+            rule = f"at most {most} with graphs: {self.graphs}, which reads weights "
+            rule += "where these lay" if whole else "and adds to gradients where these lay"
+            yield Violation(("zero",), self.zero, rule, most)
 
-    def step_misfits(self, micro_batches: int) -> Iterator[Violation]:
+    def step_violations(self, micro_batches: int) -> Iterator[Violation]:
         """Yield what keeps the schedule from running a step, however many data ranks share it.
 
         Args:
@@ -177,12 +182,12 @@ class Layout(Record):
         if sizes.pp == 1:
             return
         each = [m for m in range(1, micro_batches + 1) if micro_batches % m == 0]
-        tried = [list(self._ordered_by.misfits(sizes.pp, sizes.vpp, m)) for m in each]
+        tried = [list(self._ordered_by.violations(sizes.pp, sizes.vpp, m)) for m in each]
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):
             yield from broken[-1]
 
-    def _room_misfits(
+    def _room_violations(
         self, dispatch: FixedRoom, model: ModelNeeds, rows: int
     ) -> Iterator[Violation]:
         """Yield where room is stated that even an even routing lacks."""
@@ -196,7 +201,7 @@ class Layout(Record):
             rule += "step would lack room"
             yield Violation(("dispatch", "max_rows"), dispatch.max_rows, rule, least)
 
-    def _clone_misfits(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
+    def _clone_violations(self, clones: Clones, experts: tuple[int, ...]) -> Iterator[Violation]:
         """Yield why there can be no clones, or not so many, of layers with so many experts."""
         ep = self.split.ep
         if ep == 1:
@@ -211,10 +216,10 @@ class Layout(Record):
             rule = f"at most the experts that other ranks of ep{ep} have, {most}"
             yield Violation(("clones", "slots"), clones.slots, rule, most)
 
-    def _schedule_misfits(self) -> Iterator[Violation]:
+    def _schedule_violations(self) -> Iterator[Violation]:
         """Yield where sizes are outside the schedule's domain, whatever the step."""
         sizes = self.split
-        for found in self._ordered_by.misfits(sizes.pp, sizes.vpp, 2 * sizes.pp):
+        for found in self._ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
             if found.path == ("vpp",) and sizes.pp == 1:
                 rule = f"{found.rule}, and without a pipeline there are none"
                 yield Violation(("schedule",), self.schedule, rule, None)
@@ -231,13 +236,9 @@ class Layout(Record):
         assert isinstance(chosen, Schedule)
         return chosen
 
-    def misfits_over(self, world: int) -> Iterator[Violation]:
+    def violations_over(self, world: int) -> Iterator[Violation]:
         """Yield what does not fit so many ranks, beside the sizes."""
         copies = world // (self.split.tp * self.split.pp)
-        if self.graphs == "step" and self.zero == 1 and copies > 1:
-            rule = "sums gradients while passes run, which a step that is one graph cannot: 0, or "
-            rule += "graphs: partial"
-            yield Violation(("zero",), self.zero, rule, 0)
         if self.zero and self.zero_ranks is not None and copies % self.zero_ranks:
             rule = f"divides the {copies} ranks that hold copies of dense weights"
             yield Violation(

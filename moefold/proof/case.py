@@ -13,7 +13,7 @@ from moefold.model.config import Decoder
 from moefold.optim.config import Optim
 from moefold.parallel.config import Layout
 from moefold.spec.decoder import needs
-from moefold.spec.quantised import cut_misfits, moment_misfits
+from moefold.spec.quantised import cut_violations, moment_violations
 from moefold.training.losses.config import CrossEntropy, LossRecord
 
 SHARED_COUNTS = (2, 4, 8, 16, 32)
@@ -66,12 +66,12 @@ class ProofCase:
         """Yield, in words, what makes the case illegal; nothing where it can run."""
         model = needs(self.subject.decoder, self.subject.rows)
         layout = self.layout
-        found = [*layout.misfits(model)]
+        found = [*layout.violations(model)]
         found += folding_violations(layout.split, self.world, layout.order)
-        found += cut_misfits(self.subject.decoder, layout, self.subject.rows)
+        found += cut_violations(self.subject.decoder, layout, self.subject.rows)
         optim, rows = self.subject.optim, self.subject.rows
         if isinstance(optim, Optim):
-            found += moment_misfits(self.subject.decoder, optim, layout, rows)
+            found += moment_violations(self.subject.decoder, optim, layout, rows)
         yield from (violation.rule for violation in found)
         if found:
             return

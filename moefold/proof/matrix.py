@@ -329,7 +329,7 @@ def _again(sizes: str, *kinds: Kind) -> Selective:
 @rule
 def offloads() -> Iterator[ProofCase]:
     """Activations on host and disk in every schedule, beside recompute and with all axes; experts'
-    rows in pages of the device."""
+    rows in pages of the device, and of the host."""
     deeper = "deeper", subject(decoder(GQA, *(DENSE, SHARED, moe(), moe()) * 2))
     latent = "latent", subject(decoder(MLA, *(DENSE, BIASED) * 2))
     file = OffloadToDisk(modules=("experts", "attention"), folder=gettempdir())
@@ -348,11 +348,12 @@ def offloads() -> Iterator[ProofCase]:
     for some, (sizes, world) in product(sets, layouts):
         more = {"offload": away, "recompute": _again(sizes, *some)}
         yield from _each([latent], [(sizes, world)], **more)
-    pages = Offload(pages=OffloadToPages(page=8, load=4.0))
     for record in kinds(DISPATCH, max_rows=ROOM):
         if isinstance(record, FixedRoom) and not isinstance(record, Foreign):
             sizes = [("ep2", 2), ("tp2 ep4", 4), ("pp2 ep2", 4)]
-            yield from _each(["gqa", "mla"], sizes, dispatch=record, offload=pages)
+            for spill, of in enumerate((["gqa", "mla"], [deeper])):
+                pages = Offload(pages=OffloadToPages(page=8, load=4.0, spill=spill))
+                yield from _each(of, sizes, dispatch=record, offload=pages)
     inputs = Offload(host=OffloadToHost(modules=("block",)))
     for schedule in kinds(SCHEDULE):
         more = {"offload": inputs, "schedule": schedule, "recompute": Full()}
@@ -438,10 +439,17 @@ def precisions() -> Iterator[ProofCase]:
         yield from _each(named[:1], [("pp2 ep2", 4)], schedule=Merged())
         yield from _each(named[1:], four, recompute=again, zero=3)
         yield from _dispatched(named[:1], "ep2 etp2")
+    named = [("hidden codes mla", few_bits("mla", Nvfp4(block=4, hidden="codes")))]
+    yield from _each(named, [layouts[i] for i in (0, 1, 2, 4, 7)])
+    yield from _each(named, [("tp2 pp2 ep2", 4)], **more)
+    yield from _each(named, [("tp2 ep2", 4)], zero=1)
+    yield from _each(named, [("tp2 ep2", 4)], zero=3, recompute=again)
     wide = Mxfp8(block=4, scales="floor", wgrad="wide")
     named = [("wgrad wide", few_bits("gqa", wide)), ("delayed", few_bits("gqa", delayed))]
+    kept = wide.model_copy(update={"hidden": "codes"})
+    named.append(("hidden codes, wgrad wide", few_bits("gqa", kept)))
     yield from _each(named, [("tp2", 2), ("cp2", 2), ("tp2 cp2 ep2", 4)])
-    for record, sizes in ((Fp8Block(), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
+    for record, sizes in ((Fp8Block(hidden="codes"), "tp2 ep2"), (Nvfp4(), "cp2 ep2")):
         yield from _each([(f"published {record.kind}", published_blocks(record))], [(sizes, 2)])
 
 

@@ -20,7 +20,7 @@ from moefold.parallel.config import Layout
 from moefold.proof.case import Subject
 from moefold.run import Run
 from moefold.spec.layer import LayerSpec, rounded_up
-from moefold.spec.quantised import cut_misfits, moment_misfits
+from moefold.spec.quantised import cut_violations, moment_violations
 
 HIDDEN, VOCAB, ROWS = 16, 64, 32
 BLOCKS = 4, 2
@@ -82,7 +82,7 @@ def in_blocks(decoder: Decoder, layouts: Sequence[Layout], rows: int) -> Decoder
         whole = {"keep_first": 0, "keep_last": 0, "keep": (), "block": block}
         changed = given.model_copy(update=whole)
         decoder = decoder.model_copy(update={"quantise": changed})
-        if not any(True for layout in layouts for _ in cut_misfits(decoder, layout, rows)):
+        if not any(True for layout in layouts for _ in cut_violations(decoder, layout, rows)):
             break
     return decoder
 
@@ -92,7 +92,7 @@ def in_groups(optim: Record, decoder: Decoder, layouts: Sequence[Layout], rows: 
     for size in BLOCKS if isinstance(optim, Optim) and optim.group else ():
         optim = optim.model_copy(update={"moment_group": size})
         assert isinstance(optim, Optim)
-        cut = (v for layout in layouts for v in moment_misfits(decoder, optim, layout, rows))
+        cut = (v for layout in layouts for v in moment_violations(decoder, optim, layout, rows))
         if not any(True for _ in cut):
             break
     return optim

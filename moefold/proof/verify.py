@@ -15,7 +15,7 @@ import torch
 from moefold.config.errors import RunError
 from moefold.layers.config import Precision
 from moefold.layers.precision import DTYPES
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import size_violations
 from moefold.model.config import Decoder, patterns
 from moefold.parallel.config import Layout
 from moefold.planner.memory_chunk import activation_width
@@ -27,7 +27,7 @@ from moefold.proof.shrink import as_proved, shrink
 from moefold.run import Run
 from moefold.spec.decoder import needs
 from moefold.spec.layer import Shape, described
-from moefold.spec.quantised import cut_misfits
+from moefold.spec.quantised import cut_violations
 from moefold.training.machine import settled
 
 BOUND = 1e-10
@@ -131,9 +131,9 @@ def cases_of(
     model, cases = needs(run.decoder(), run.data.seq), []
     for record in records:
         ranks = world or max(2, record.split.smallest_world)
-        found = list(record.misfits(model))
-        found = found or violations(record.split, model, ranks, record.order, record.stages)
-        found = found or list(cut_misfits(as_proved(run.decoder()), record, run.data.seq))
+        found = list(record.violations(model))
+        found = found or size_violations(record.split, model, ranks, record.order, record.stages)
+        found = found or list(cut_violations(as_proved(run.decoder()), record, run.data.seq))
         if found:
             raise RunError(found, source=f"layout {str(record.split)!r} on {ranks} ranks")
         subject = replace(shrink(run, records, precision), micro_batches=enough(record, ranks))

@@ -20,7 +20,7 @@ SCHEDULE = Slot("pipeline schedule")
 class Schedule(Record):
     """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
 
-    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+    def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Yield what is outside the schedule's domain, paths ``vpp``, ``micro_batches``, ``group``.
 
         The nearest values together are inside it. Sizes are at least 1.
@@ -38,7 +38,7 @@ class Grouped(Schedule):
         """Return the micro-batches of a full group; there is no more to it than there are."""
         return min(self.group or p, m)
 
-    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+    def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Groups, and what is left over at the end, are long enough to reach the last rank."""
         if v == 1:
             return
@@ -63,7 +63,7 @@ def _fills(m: int, p: int, group: int) -> bool:
 class Vee(Schedule):
     """A schedule whose chunks lie in the shape of a V: down the ranks, and back up."""
 
-    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+    def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Two chunks, and micro-batches enough to fill both directions."""
         if v != 2:
             yield Violation(("vpp",), v, "a V has two chunks on each rank", 2)
@@ -87,7 +87,7 @@ class OneFOneB(Schedule):
     kind: Literal["1f1b"] = "1f1b"
     owner = "moefold.schedule.one_f_one_b:one_f_one_b"
 
-    def misfits(self, p: int, v: int, m: int) -> Iterator[Violation]:
+    def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """One chunk per rank."""
         if v != 1:
             rule = "1f1b has one chunk on each rank; several are the schedule interleaved"
@@ -142,7 +142,7 @@ def tabulate(schedule: Schedule, p: int, v: int, m: int) -> Table:
     """
     named = (("pp", p), ("vpp", v), ("micro_batches", m))
     wrong = [Violation((name,), size, "is at least 1", 1) for name, size in named if size < 1]
-    wrong = wrong or list(schedule.misfits(p, v, m))
+    wrong = wrong or list(schedule.violations(p, v, m))
     if wrong:
         kind = type(schedule).model_fields["kind"].default
         raise RunError(wrong, source=f"schedule {kind} with pp{p} vpp{v}, {m} micro-batches")

@@ -5,7 +5,7 @@ weights that read them (``moefold/kernels/scaled``). What something else reads t
 them. A weight's codes lie along both of its dims, in one copy where blocks are as wide as long.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from moefold.spec.layer import (
     NOTHING,
     STATISTIC,
     LayerSpec,
+    Modules,
     Rows,
     Saved,
     Shape,
@@ -149,10 +150,13 @@ def gradient_bytes(block: Block, name: str, product: WeightProduct, shape: Shape
 
 
 def weight_bytes(record: Quantise, outputs: float, inputs: float, matrices: float) -> float:
-    """Return the bytes of the codes of a rank's matrices for either dim, with their scales."""
+    """Return the bytes of the codes of a rank's matrices for either dim, with their scales.
+
+    Where steps before scale, the largest number of each stays beside them for every step.
+    """
     length, each = record.block or record.length, MATRIX_SCALE.get(record.kind, 0)
     if record.length is None or length is None:
-        return matrices * (outputs * inputs + each)
+        return matrices * (outputs * inputs + each + STATISTIC * (record.scaling == "delayed"))
     down, across = ceil(outputs / length), ceil(inputs / length)
     if record.kind == "mxfp8":
         scales = outputs * across + inputs * down
@@ -192,6 +196,11 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             part = replace(part, only=part.only - GATHER)
             if not part.only:
                 continue
+        if part.only and part.name == "latent.rows" and first in block.narrow:
+            part = part if record.wgrad == "wide" else _Copied(**vars(part))
+        if part.name == f"{part.module}.hidden":
+            yield _hidden(part, block, known)
+            continue
         if narrow and part.name == "offsets":  # no rows: it says where those of an expert end
             continue
         if not narrow or record.wgrad == "wide":
@@ -204,6 +213,26 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
         elif part.beside is not None:
             yield part.beside
         yield _codes(part.name, narrow, known[narrow[0]], record, shape)
+
+
+@dataclass(frozen=True)
+class _Copied(Saved):
+    """Rows whose copies are made again, which nothing keeps but where experts are made again."""
+
+    def stays(self, recompute: Modules) -> bool:
+        """Return whether they are kept under a recompute policy."""
+        return "experts" in recompute and super().stays(recompute)
+
+
+def _hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) -> Saved:
+    """Return a pre-activation as backward reads it."""
+    path = {"experts": "moe.experts.w_in", "shared": "moe.shared.w_in"}.get(part.module, "ffn.w_in")
+    length = block.codes.hidden_block
+    if not length or path not in block.narrow:
+        return part
+    one = known[path]
+    size = one.rows * (one.outputs + 2 * ceil(one.outputs / 2 / length) * SCALE["fp8_block"])
+    return replace(part, bytes=round(size))
 
 
 def _codes(

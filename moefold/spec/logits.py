@@ -32,7 +32,7 @@ def rows_of_heads(decoder: Decoder) -> dict[str, int]:
     return found
 
 
-def clip_misfits(decoder: Decoder, given: Record) -> Iterator[Violation]:
+def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
     """Yield why the logits of a decoder do not follow weights that are trained."""
     for number, block in enumerate(decoder.blocks):
         spec = block.attention

@@ -3,7 +3,7 @@ torch."""
 
 from collections.abc import Iterator
 from itertools import product
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from moefold.config.errors import REMOVE, Violation
@@ -76,12 +76,13 @@ class _Cuts(NamedTuple):
             if name not in names:
                 continue
             own, experts = own or rows == "own", experts or weight.expert
+            outputs = lcm(block, record.hidden_block or 1) if name.endswith(".w_in") else block
             for dim, units in weight.cuts:
-                if units.axis != "ep" and block > 1:
+                if units.axis != "ep" and outputs > 1:
                     size = weight.shape[dim]
                     what = f"{weight.name} ({size} wide)"
-                    rule = f"{units.axis} is 1, or {units.axis} * {block} divides {what}"
-                    whole = size // block if size % block == 0 else 1
+                    rule = f"{units.axis} is 1, or {units.axis} * {outputs} divides {what}"
+                    whole = size // outputs if size % outputs == 0 else 1
                     found.append(Units(units.axis, whole, what, said=f"{rule}: {CUT}"))
         if not record.by_run:
             return cls(tuple(dict.fromkeys(found)), 0, False)
@@ -107,7 +108,7 @@ class _Cuts(NamedTuple):
                 "train.quantise.rows=rank gives that up"
             )
 
-    def misfits(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
+    def violations(self, decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
         """Yield the rules that a layout breaks, with the nearest sizes that keep all."""
         sizes = layout.split
         if rules := list(self.broken(sizes, seq)):
@@ -147,7 +148,7 @@ def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
     neither.
     """
     record = decoder.quantise
-    if not isinstance(record, Quantise) or any(True for _ in quantise_misfits(decoder)):
+    if not isinstance(record, Quantise) or any(True for _ in quantise_violations(decoder)):
         return None
     for rows in (record.rows, "rank"):
         cuts = _Cuts.of(decoder, record.model_copy(update={"rows": rows}), seq)
@@ -156,7 +157,7 @@ def rows_within(decoder: Decoder, sizes: Sizes, seq: int) -> str | None:
     return None
 
 
-def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
+def cut_violations(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violation]:
     """Yield where a layout cuts blocks of codes, or what shares a scale of a whole matrix; and
     where it does not tell rows apart, by which random bits are drawn."""
     record = decoder.quantise
@@ -166,13 +167,13 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
         adapters = [one for at in (decoder, *decoder.blocks) for one in at.adapters if one.dropout]
         if adapters:
             experts = any("experts." in one.weight for one in adapters)
-            yield from _draw_misfits(layout, "adapter.dropout", experts)
+            yield from _draw_violations(layout, "adapter.dropout", experts)
             if layout.clones is not None and experts:
                 rule = "brings weights of experts, and adapter.dropout asks whose rows they are"
                 yield Violation(("clones",), layout.clones, rule, None)
         return
     cuts = _Cuts.of(decoder, record, seq)
-    yield from cuts.misfits(decoder, layout, seq)
+    yield from cuts.violations(decoder, layout, seq)
     experts = _narrow_experts(decoder)
     if layout.clones is not None and experts:
         rule = "brings weights of experts, and not their codes"
@@ -180,7 +181,7 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
     if layout.offload is not None and layout.offload.pages is not None and experts:
         rule = "experts of few bits keep codes, and pages are of rows as they came"
         yield Violation(("offload", "pages"), layout.offload.pages, rule, None)
-    yield from _draw_misfits(layout, "train.quantise", cuts.experts)
+    yield from _draw_violations(layout, "train.quantise", cuts.experts)
     dispatch, sizes = layout.dispatch, layout.split
     moves = getattr(dispatch, "moves_codes", False) or sizes.ep * sizes.etp == 1
     if record.wire == "codes" and not (moves or isinstance(dispatch, Foreign)):
@@ -188,7 +189,9 @@ def cut_misfits(decoder: Decoder, layout: Layout, seq: int) -> Iterator[Violatio
         yield Violation(("dispatch",), getattr(dispatch, "kind", ""), rule, "alltoall")
 
 
-def moment_misfits(decoder: Decoder, optim: Optim, layout: Layout, seq: int) -> Iterator[Violation]:
+def moment_violations(
+    decoder: Decoder, optim: Optim, layout: Layout, seq: int
+) -> Iterator[Violation]:
     """Yield where a layout cuts elements of a row whose moments share a scale."""
     group, found = optim.group, list[Units]()
     if not group or any(layout.rules()):
@@ -201,10 +204,10 @@ def moment_misfits(decoder: Decoder, optim: Optim, layout: Layout, seq: int) -> 
             found.append(Units(axis, size // group if size % group == 0 else 1, name, said=rule))
     # One of each kind of layer says enough.
     named = {(units.axis, units.number): units for units in reversed(found)}
-    yield from _Cuts(tuple(named.values()), 0, False).misfits(decoder, layout, seq)
+    yield from _Cuts(tuple(named.values()), 0, False).violations(decoder, layout, seq)
 
 
-def _draw_misfits(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
+def _draw_violations(layout: Layout, what: str, experts: bool) -> Iterator[Violation]:
     """Yield where a layout does not say of each row which it is."""
     if layout.graphs != "none":
         rule = f"replays a step's draws, and {what} draws anew"
@@ -218,7 +221,7 @@ def _draw_misfits(layout: Layout, what: str, experts: bool) -> Iterator[Violatio
         yield Violation(("dispatch",), layout.dispatch.kind, rule, "alltoall")
 
 
-def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
+def quantise_violations(decoder: Decoder) -> Iterator[Violation]:
     """Yield what the recipe keeps that is not there, and what it does not go with."""
     record = decoder.quantise
     if not isinstance(record, Quantise):
@@ -239,6 +242,9 @@ def quantise_misfits(decoder: Decoder) -> Iterator[Violation]:
     if record.wire == "codes" and not _narrow_experts(decoder):
         rule = "sends rows to experts whose products read codes, and there are none"
         yield Violation((*at, "wire"), record.wire, rule, "wide")
+    if record.hidden == "codes" and not any(n.endswith(".w_in") for n in narrow_weights(decoder)):
+        rule = "keeps what feed-forwards activate whose products read codes, and there are none"
+        yield Violation((*at, "hidden"), record.hidden, rule, "wide")
     names = [name for name, *_ in _products(decoder)]
     for place, pattern in enumerate(record.keep):
         if not any(matches(name, (pattern,)) for name in names):

@@ -24,15 +24,15 @@ def tuned(decoder: Decoder, frozen: Sequence[str], adapter: Record | None) -> De
     return adapt(decoder, adapter) if isinstance(adapter, Lora) else freeze(decoder, frozen)
 
 
-def misfits_of(
+def tuning_violations(
     decoder: Decoder, frozen: Sequence[str], adapter: Record | None
 ) -> Iterator[Violation]:
     """Yield what of a run's ``train.freeze`` and ``adapter`` does not fit its model."""
-    for violation in freeze_misfits(decoder, frozen):
+    for violation in freeze_violations(decoder, frozen):
         yield violation.under("train", "freeze")
     if isinstance(adapter, Lora):
-        found = list(adapter_misfits(decoder, adapter))
-        found += [] if found or adapter.start is None else first_misfits(decoder, adapter)
+        found = list(adapter_violations(decoder, adapter))
+        found += [] if found or adapter.start is None else first_violations(decoder, adapter)
         for violation in found:
             yield violation.under("adapter")
 
@@ -118,7 +118,7 @@ def is_target(weight: Weight, targets: Sequence[str]) -> bool:
     return (not gate and bool(words & set(targets))) or matches(weight.name, targets)
 
 
-def adapter_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
+def adapter_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     """Yield targets that match no weight of a decoder, and a rank that experts cannot divide."""
     weights = [w for w in model_weights(decoder) if is_target(w, ("*",))]
     for place, target in enumerate(lora.targets):
@@ -137,7 +137,7 @@ def adapter_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
             yield Violation(("rank",), lora.rank, f"must be a multiple of top_k ({top_k})", nearest)
 
 
-def first_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
+def first_violations(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
     """Yield where adapters are not as those that they begin as: other weights, rank or scale."""
     assert lora.start is not None
     try:
@@ -170,7 +170,7 @@ def first_misfits(decoder: Decoder, lora: Lora) -> Iterator[Violation]:
             return
 
 
-def freeze_misfits(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:
+def freeze_violations(decoder: Decoder, frozen: Sequence[str]) -> Iterator[Violation]:
     """Yield patterns that match no parameter of a decoder, and a list that leaves none to train."""
     if not frozen:
         return

@@ -5,6 +5,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from rich.text import Text
 
 from moefold.kernels.fused import why_not
 from moefold.kernels.quantise.config import Quantise
-from moefold.kernels.scaled.products import EMULATED
+from moefold.kernels.scaled.choose import PRODUCTS, paths
+from moefold.layers.precision import recipe_of
 from moefold.model.families.folder import Folder, read_config
 from moefold.moe.config import Bias
+from moefold.planner.answer import graph_bytes
 from moefold.planner.time import orthogonal_flops
 from moefold.spec.decoder import model_weights
 from moefold.spec.layer import words_of
@@ -196,7 +199,12 @@ def _paths(job: Trainer) -> Iterator[Row]:
             three = f"y and dx in {quantise.kind}, dw in {wide}"
         if quantise.scaling == "delayed":
             three += ", scaled by the steps before"
-        yield "quantise", f"products of {number} weights: {three}; {EMULATED}"
+        yield "quantise", f"products of {number} weights: {three}"
+        recipe = recipe_of(quantise)
+        use = recipe.use("y", False, dtype, job.device)
+        yield from (
+            ("", said) for said in paths(recipe.backend, use, PRODUCTS[: 2 + recipe.narrow_dw])
+        )
     kernels = {}
     for i, mixture in job.model.mixtures():
         kernel = mixture.experts.kernel(dtype, job.device)
@@ -214,6 +222,10 @@ def _paths(job: Trainer) -> Iterator[Row]:
         step = tokens_per_step(job) * job.counts.flops_per_token(job.run.data.seq, causal=True)
         share = f"{100 * extra / step:.0f} % of what the model takes"
         yield "", f"Newton-Schulz: {si(extra)}FLOP a step, {share}; MFU leaves it out"
+    if job.device.type == "cuda" and job.run.layout.graphs != "none":
+        with suppress(ValueError):  # of what is not planned
+            held = max(graph_bytes(job.run, job.world.size))
+            yield "graphs", f"{job.run.layout.graphs}: {size(held)} of inputs and outputs, planned"
     recompute = job.run.layout.recompute
     if recompute is not None:
         modules = ", ".join(getattr(recompute, "modules", ()))
@@ -225,6 +237,8 @@ def _paths(job: Trainer) -> Iterator[Row]:
             f"{'in' if place == 'pages' else 'on'} {place}",
             f"{', '.join(to.modules)} of {to.share:.0%} of the layers",
         )
+        if spill := getattr(to, "spill", 0):
+            yield "on host", f"those of {spill:.0%} of the layers meanwhile"
 
 
 def _balance(job: Trainer) -> str:

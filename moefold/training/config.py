@@ -117,9 +117,9 @@ class Train(Record):
     routing: Routing | None = None
     """Whether routers' choices are written, or read in place of being made; none: neither."""
 
-    def misfits(self, run: Any) -> Iterator[Violation]:
+    def violations(self, run: Any) -> Iterator[Violation]:
         """Yield where the loss, or what becomes of routers' choices, does not fit the run."""
-        yield from self.loss.misfits(run)
+        yield from self.loss.violations(run)
         if self.routing is not None and run.layout.graphs != "none":
             rule = "must be none: the host sees no choice of a step that is a graph (train.routing)"
             yield Violation(("layout", "graphs"), run.layout.graphs, rule, "none")

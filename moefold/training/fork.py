@@ -59,9 +59,11 @@ def fork(
         names = (*error.missing, *error.unexpected, *error.mismatched)
         if not all(name.startswith(f"{PREFIX}.") for name in names):
             raise
+        seen = all(name.endswith(".amaxes") for name in names)
+        what = "magnitudes of other products (train.quantise)"
+        what = what if seen else "the state of another optimizer"
         raise CheckpointError(
-            f"{path} holds the state of another optimizer; --weights-only takes its weights "
-            "and leaves that"
+            f"{path} holds {what}; --weights-only takes its weights and leaves that"
         ) from None
     job.data.renew()
     before = as_known_today(meta["run"], job.run) if "run" in meta else {}

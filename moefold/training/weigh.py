@@ -29,8 +29,8 @@ from moefold.schedule.table import Action, Step
 from moefold.training.step import gradients
 
 Bytes = dict[str, int]
-"""By part: weights, master, moments, gradients, activations, operands and messages; all pages,
-where there are some; and activations on ``host`` and ``disk``."""
+"""By part: weights, master, moments, gradients, activations, operands and messages; all pages
+and ``host pages``, where there are some; and activations on ``host`` and ``disk``."""
 MADE = ("activations", "operands", "messages")
 """What steps make and let go."""
 PATIENCE_S = 2.0
@@ -137,8 +137,9 @@ class Weighing(Executor):
         shared += chain.from_iterable(one.flow.shared for one in held)
         shared += chain.from_iterable(one.way.seeds for one in held)
         offload = self._placed.offload
-        stash = [] if offload is None or offload.stash is None else offload.stash.tensors
-        shared += stash
+        stash = None if offload is None else offload.stash
+        host = [] if stash is None else [ring.rows_SD for ring in stash.host.values()]
+        shared += [] if stash is None else [*stash.tensors, *host]
         known["shared"] |= {t.untyped_storage()._cdata for t in shared if isinstance(t, Tensor)}
         apart = set().union(messages, *known.values())
         queued = [t for one in held if isinstance(one.sink, Deferred) for t in _read(one.sink)]
@@ -148,8 +149,9 @@ class Weighing(Executor):
         found["activations"] = self._made.alive(apart) - found["operands"]
         found["messages"] = self._made.alive(self._made.storages.keys() - messages)
         places = {} if offload is None else offload.places
-        if stash:
-            found["pages"] = sum(t.untyped_storage().nbytes() for t in stash)
+        if stash is not None:
+            found["pages"] = sum(t.untyped_storage().nbytes() for t in stash.tensors)
+            found["host pages"] = sum(one.nbytes for one in host)
         return found | {name: place.figures.held for name, place in places.items()}
 
 

@@ -140,6 +140,10 @@ def test_a_fork_takes_all_or_weights_alone(trained: Path, tmp_path: Path, capsys
     muon = ["optim={kind: muon, lr: 0.01}", "train.steps=6"]
     assert main(["train", "--folder", str(trained), *muon, "--fork", str(tmp_path / "no")]) == 2
     assert "another optimizer" in (said := capsys.readouterr().err) and "--weights-only" in said
+    delayed = ["train.quantise={kind: fp8_tensor, scaling: delayed}", "train.steps=6"]
+    assert main(["train", "--folder", str(trained), *delayed, "--fork", str(tmp_path / "no")]) == 2
+    assert "magnitudes of other products" in (said := capsys.readouterr().err)
+    assert "--weights-only" in said
     words = ["--fork", str(tmp_path / "weights"), "--weights-only", "--until", "2"]
     assert main(["train", "--folder", str(trained), *muon, *words]) == 0
     said = fork_of(tmp_path / "weights")

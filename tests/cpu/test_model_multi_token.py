@@ -13,7 +13,7 @@ from moefold.layers.config import Full
 from moefold.layers.flow import Flow
 from moefold.layers.kinds.dense import Dense
 from moefold.mesh.config import Sizes
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import size_violations
 from moefold.model.config import Block, Decoder, MultiToken, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.rows import Continued
@@ -175,6 +175,6 @@ def test_blocks_of_further_tokens_come_last() -> None:
 def test_stages_that_leave_further_tokens_elsewhere_are_refused(stages: str) -> None:
     """With the nearest that has all of them beside the loss."""
     model = needs(with_multi_token(small.decoder(), [MultiToken()] * 2))
-    found = list(violations(Sizes(pp=2), model, stages=stages))
+    found = list(size_violations(Sizes(pp=2), model, stages=stages))
     assert found and {one.nearest for one in found} == {"Et|tmmL"}
-    assert not violations(Sizes(pp=2), model, stages="Et|tmmL")
+    assert not size_violations(Sizes(pp=2), model, stages="Et|tmmL")

@@ -22,7 +22,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.attentions import GQA
 from moefold.proof.subjects import DENSE, decoder
-from moefold.spec.logits import clip_misfits
+from moefold.spec.logits import clip_violations
 from tests.cpu.routing import flow_of, rows_of
 
 LENGTHS = (7, 4, 4, 9)
@@ -99,10 +99,10 @@ def test_b88_heads_beyond_the_bound_are_scaled_to_it(attention: Any, alpha: floa
 
 def test_logits_that_follow_no_trained_weight_are_refused() -> None:
     clip = QkClip()
-    (found,) = clip_misfits(decoder(GQA, DENSE), clip)
+    (found,) = clip_violations(decoder(GQA, DENSE), clip)
     assert "layer 0 norms" in found.rule and found.nearest is None
     frozen = Block(attention=PLAIN, ffn=DENSE, frozen=("attention.q.weight",))
     stack = decoder(PLAIN, DENSE).stacks[0].model_copy(update={"blocks": (frozen,)})
     held = decoder(PLAIN, DENSE).model_copy(update={"stacks": (stack,)})
-    assert "frozen" in next(clip_misfits(held, clip)).rule
-    assert not list(clip_misfits(decoder(PLAIN, DENSE), clip))
+    assert "frozen" in next(clip_violations(held, clip)).rule
+    assert not list(clip_violations(decoder(PLAIN, DENSE), clip))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -145,7 +145,9 @@ class Sent:
 
 def batches(count: int) -> list[MicroBatch]:
     """Return the micro-batches of a step."""
-    return [from_ids(small.ids_of(SEQUENCES, SEQ, seed=micro)) for micro in range(count)]
+    each = SEQUENCES * SEQ
+    ids = [small.ids_of(SEQUENCES, SEQ, seed=micro) for micro in range(count)]
+    return [replace(from_ids(one), first=micro * each) for micro, one in enumerate(ids)]
 
 
 def send(rank: int, sending: Sending) -> Sent:
@@ -180,7 +182,9 @@ def kept_decisions() -> Iterator[Kept]:
         kept.append((action.micro, held.way._flow.decisions))
         return held
 
-    with mock.patch.object(Executor, "_start", start):
+    # A schedule whose weights' gradients wait lets go of what passes decided.
+    stays = mock.patch.object(Decisions, "clear", lambda decisions: None)
+    with mock.patch.object(Executor, "_start", start), stays:
         yield kept
 
 

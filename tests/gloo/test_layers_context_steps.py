@@ -71,9 +71,8 @@ class Case:
 
 CASES: dict[int, list[Case]] = {
     2: [
-        *(Case("cp2", documents=name) for name in SETS),
+        Case("cp2"),
         *(Case("cp2", kind, "latent") for kind in (Gathered(), Ulysses())),
-        Case("cp2", model="aux"),
         *(Case("cp2", model=model, documents="uneven") for model in ("aux", "aux of sequences")),
         Case("cp2 ep2", model="capacity", documents="uneven"),
         Case("cp2", recompute=Full()),
@@ -82,22 +81,25 @@ CASES: dict[int, list[Case]] = {
     4: [
         Case("cp4", documents="uneven"),
         Case("cp4", Mixed(heads=2), recompute=ATTENTION),
-        Case("cp2 ep4"),
         Case("tp2 cp2", Gathered(), "latent", "uneven"),
         Case("pp2 cp2", Ulysses(), "tied", "uneven"),
-        Case("cp2", model="aux", documents="uneven"),
+        Case("cp2 ep4", model="aux", documents="uneven"),
         Case("cp4", model="aux of sequences"),
     ],
 }
 WIDE: dict[int, list[Case]] = {
     2: [
-        Case("cp2", model="latent"),
-        *(Case("cp2", model=model) for model in ("tied", "aux of sequences")),
+        *(Case("cp2", documents=name) for name in SETS if name != "packed"),
+        *(Case("cp2", model=model) for model in ("latent", "tied", "aux", "aux of sequences")),
         Case("cp2 ep2", documents="uneven"),
         *(Case("cp2", kind, recompute=Full()) for kind in (Gathered(), Ulysses())),
         Case("cp2", recompute=ATTENTION),
     ],
-    4: [Case("cp4"), Case("cp4", Mixed(heads=2)), *(Case(sizes) for sizes in ("tp2 cp2", "cp2"))],
+    4: [
+        *(Case(sizes) for sizes in ("cp4", "tp2 cp2", "cp2", "cp2 ep4")),
+        Case("cp4", Mixed(heads=2)),
+        Case("cp2", model="aux", documents="uneven"),
+    ],
 }
 """Those of the matrix."""
 

@@ -5,7 +5,6 @@ from moefold.proof.verify import prove
 
 FEW = (
     "multi token: cp2 on 2",
-    "multi token: tp2 on 2",
     "multi token: pp2 on 2",
     "multi token: dp2 on 2, zero 3",
 )

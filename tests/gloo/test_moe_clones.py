@@ -159,6 +159,6 @@ def test_clones_that_a_layout_cannot_have(
     """On the experts of other ranks, of which there are so many, and by ways that know of seats."""
     slots = more.pop("slots", 2)
     layout = Layout(sizes=sizes, clones=Clones(slots=slots), **more)
-    broken = [one for one in layout.misfits(needs(small())) if one.path[0] == "clones"]
+    broken = [one for one in layout.violations(needs(small())) if one.path[0] == "clones"]
     assert [(one.path, one.nearest) for one in broken] == [(("clones", *path), nearest)]
-    assert not list(Layout(sizes="ep4", clones=Clones()).misfits(needs(small())))
+    assert not list(Layout(sizes="ep4", clones=Clones()).violations(needs(small())))

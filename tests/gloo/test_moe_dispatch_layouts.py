@@ -31,15 +31,20 @@ KINDS = {
 LAYOUTS = {
     2: (("ep2", *KINDS), ("tp2 ep2", "alltoall", "padded"), ("etp2", "alltoall", "once")),
     4: (
-        ("tp2 ep4", *KINDS),
-        ("ep2 etp2", "alltoall", "allgather", "spread"),
+        ("tp2 ep4", "alltoall", "two_level", "spread"),
+        ("ep2 etp2", "allgather", "padded"),
         ("pp2 ep2", "two_level"),
-        ("ep2", "alltoall"),
         ("tp2 etp4", "alltoall"),
     ),
 }
 WIDE = {
-    4: (("ep4", *KINDS), ("ep2 etp2", "once", "padded"), ("pp2 ep2", "alltoall")),
+    4: (
+        ("tp2 ep4", "once", "allgather", "padded"),
+        ("ep2 etp2", "alltoall", "once", "spread"),
+        ("ep4", *KINDS),
+        ("pp2 ep2", "alltoall"),
+        ("ep2", "alltoall"),
+    ),
 }
 """Those of the matrix."""
 Found = dict[tuple[str, str], dict[str, float]]

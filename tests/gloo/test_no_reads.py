@@ -25,7 +25,7 @@ from tests.reads import watched
 
 PADDED, SPREAD, CLONES = Padded(max_rows=64), Spread(max_rows=150), Clones(slots=2)
 AGAIN = Selective(modules=("norms", "experts", "attention", "permute", "gather"))
-PAGES = Offload(pages=OffloadToPages(page=8, load=4))
+PAGES = Offload(pages=OffloadToPages(page=8, load=4, spill=1))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"sizes": "tp2 ep4", "dispatch": PADDED, "zero": 1, "recompute": AGAIN, "offload": PAGES},
     {"sizes": "pp2 ep2", "dispatch": SPREAD, "zero": 3, "clones": CLONES, "recompute": Full()},

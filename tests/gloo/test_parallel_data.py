@@ -18,22 +18,20 @@ def scheduled(kind: str) -> tuple[tuple[str, str], ...]:
 
 CASES: dict[int, tuple[Case, ...]] = {
     2: (
-        *(Case(zero=zero) for zero in (0, 1, 2)),
+        *(Case(zero=zero) for zero in (1, 2)),
         Case(zero=3, optim="muon", model="tied"),
         Case("ep2", 3, model="latent"),
     ),
     4: (
         Case(zero=1, optim="muon", more=HYBRID),
         Case("tp2", 2, "muon"),
-        Case("cp2", 3),
         Case("ep2 etp2", 1, "muon"),
         Case("pp2 vpp2", 3, model="tied", micro_batches=8),
-        Case("pp2 ep2", 3, micro_batches=8, more=scheduled("merged")),
     ),
 }
 WIDE: dict[int, tuple[Case, ...]] = {
     2: (
-        Case(zero=3),
+        *(Case(zero=zero) for zero in (0, 3)),
         Case(zero=1, optim="muon", model="tied"),
         Case("tp2", 0, "muon", "latent"),
     ),
@@ -43,10 +41,12 @@ WIDE: dict[int, tuple[Case, ...]] = {
         Case(zero=3, more=HYBRID),
         Case("tp2", 1),
         Case("tp2", 3, model="tied"),
+        Case("cp2", 3),
         Case("ep2", 2),
         Case("pp2", 1, "muon", "tied", 8),
         Case("pp2", 2, model="tied", micro_batches=8),
         Case("pp2", 3, micro_batches=8, more=scheduled("zb_h1")),
+        Case("pp2 ep2", 3, micro_batches=8, more=scheduled("merged")),
         Case("pp2 vpp2", 2, micro_batches=8, more=scheduled("dualpipe_v")),
     ),
 }

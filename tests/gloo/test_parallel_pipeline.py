@@ -18,12 +18,9 @@ ONE = (
     Case("", "gpipe"),
 )
 TWO = (
-    Case("pp2", "gpipe"),
     Case("pp2", "1f1b", "deep", 1),
     Case("pp2", "zb_h1", "deep", 4, FULL),
     Case("pp2", "merged", "tied", 5),
-    Case("pp2", "merged", "deep", 3, {"stages": "Etttt|L"}),
-    Case("pp2 vpp2", "interleaved", "tied"),
     Case("pp2 vpp2", "zb_v", "deep", 6, FULL),
     Case("pp2 vpp2", "dualpipe_v", "mla", 5),
     Case("pp2 vpp3", "interleaved", "deep", 4, {"stages": "E||tt|t|t|L"}),
@@ -32,17 +29,19 @@ TWO = (
 )
 FOUR = (
     Case("pp4", "1f1b", "tied", 3),
-    Case("pp4 vpp2", "zb_v", "tied", 8, {"stages": "E|tt|||t||t|L"}),
     Case("pp2 tp2 ep2", "zb_h1", "tied", 4),
     Case("pp2 ep2", "merged", "tied", 4, {"zero": 3}),
     Case("pp2 vpp2 ep2 tp2", "dualpipe_v", "mla", 4, {"stages": "E|t|t|tL"}),
 )
 WIDE = {
     2: (
+        Case("pp2", "gpipe"),
         Case("pp2", "1f1b", "tied"),
         Case("pp2", "zb_h1", "mla", 5),
         Case("pp2", "merged", "mla", 4, FULL),
+        Case("pp2", "merged", "deep", 3, {"stages": "Etttt|L"}),
         Case("pp2", "interleaved"),
+        Case("pp2 vpp2", "interleaved", "tied"),
         Case("pp2 vpp2", "gpipe", "deep", 3),
         Case("pp2 vpp2", "zb_h1", "deep", 4),
         Case("pp2 vpp2", "zb_v", "tied"),
@@ -56,6 +55,7 @@ WIDE = {
         Case("pp4", "merged", "deep", 9),
         Case("pp4", "gpipe", "mla", 2, {"stages": "Et|tt||L"}),
         Case("pp4 vpp2", "interleaved", "tied", 8, {"stages": "E|t||t|t||t|L"}),
+        Case("pp4 vpp2", "zb_v", "tied", 8, {"stages": "E|tt|||t||t|L"}),
         Case("pp4 vpp2", "dualpipe_v", "deep", 9, {"stages": "Et|t|||||tt|L"}),
         Case("pp2 tp2", "merged", "deep", 4),
         Case("pp2 vpp2", "dualpipe_v", "tied", 4),

@@ -64,7 +64,7 @@ def look(ranks: Group) -> None:
     for turn, (name, block) in enumerate(BLOCKS.items()):
         parts, whole = kept(block, shape), alive(block, None, world)
         for kinds in (
-            *((kind,) for kind in ALL[turn % 4 :: 4]),
+            *((kind,) for kind in ALL[turn % 8 :: 8]),
             (("norms", "mla_up")[turn % 2], "gather"),
             ALL,
         ):

@@ -39,8 +39,7 @@ def wrong(cases: list[ProofCase], *quantities: str) -> dict[str, str]:
 
 def test_b03_every_weight_counts_once_in_the_norm() -> None:
     """Experts, weights that tensor ranks hold whole, and weights in pieces; the factor follows."""
-    cases = [case("gqa", "tp2 ep2"), case("gqa", "ep2"), case("gqa", "", zero=3)]
-    cases += [case("gqa", "tp2 ep2 etp2", 4), case("gqa", "cp2 ep2", 4, zero=2)]
+    cases = [case("gqa", "tp2 ep2"), case("gqa", "cp2 etp2", zero=2), case("gqa", "", zero=3)]
     assert not wrong(cases, "grad_norm", "clip")
 
 
@@ -83,10 +82,10 @@ def test_b10_ranks_with_different_numbers_of_rows_share_their_terms() -> None:
 
 
 def test_b30_each_pass_is_summed_over_ranks_once() -> None:
-    """Four passes on each rank; groups of experts' copies of one rank and of two."""
-    cases = [case("gqa", sizes, zero=zero) for zero in range(4) for sizes in ("", "ep2")]
+    """Two passes on each rank; groups of experts' copies of one rank and, by turns, of two."""
+    cases = [case("gqa", ("", "ep2")[zero % 2], zero=zero) for zero in range(4)]
+    cases.append(case("gqa", "ep2", zero=2))
     assert min(made.subject.micro_batches for made in cases) // 2 >= 2
-    cases = [replace(c, subject=replace(c.subject, micro_batches=8)) for c in cases]
     assert not wrong(cases, "gradients", "grad_norm")
 
 
@@ -125,5 +124,5 @@ def test_b35_weights_start_alike_in_every_layout() -> None:
 
 def test_b39_a_loss_over_a_shared_vocabulary_is_that_of_the_whole() -> None:
     """No logarithm of the number of ranks is added, and the label's own gradient is there."""
-    cases = [case("dense", "tp2"), case("tied", "tp2"), case("dense", "tp4", 4)]
+    cases = [case("dense", "tp2"), case("tied", "tp2")]
     assert not wrong(cases, "lm_loss", "evaluation", "gradients")

@@ -32,7 +32,7 @@ def test_b52_b54_few_bits_compute_on_four_ranks_what_one_computes() -> None:
     moments = [one for one in matrix()["optimizers"] if one.name == "moments cut: dp4 on 4, zero 1"]
     assert moments
     cases = moments + chosen("nvfp4 mla", "zb_h1") + chosen("nvfp4 gqa", "cp2 ep2 etp2", "zero 3")
-    cases += chosen("delayed: tp2 cp2 ep2")
+    cases += chosen("delayed: tp2 cp2 ep2") + chosen("hidden codes mla: tp2 ep2 on 2")[:1]
     demand(cases + chosen("codes sent fp8_block gqa", "alltoall", "ep2 etp2")[:1])
 
 
@@ -44,7 +44,7 @@ def test_moments_in_few_bits_in_every_layout(kind: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "kind", [*QUANTISE.kinds, "delayed", "codes sent", "wgrad wide", "published"]
+    "kind", [*QUANTISE.kinds, "delayed", "hidden codes", "codes sent", "wgrad wide", "published"]
 )
 def test_every_kind_in_every_layout_that_is_open_to_it(kind: str) -> None:
     """A third of them; ``moefold verify --matrix precisions`` has all."""

@@ -126,7 +126,7 @@ def schedules() -> list[Trial]:
     for kind, p, v in product(sorted(SCHEDULE.kinds), (2, 3, 4), (1, 2)):
         record = SCHEDULE.kinds[kind]()
         assert isinstance(record, Schedule)
-        if not list(record.misfits(p, v, 2 * p)):
+        if not list(record.violations(p, v, 2 * p)):
             layout = {"stages": STAGES[p, v]} if (p, v) in STAGES else {}
             case = Case(f"pp{p}" + " vpp2" * (v == 2), kind, "tied", 2 * p, layout)
             trials.append(Trial(f"{case.sizes} {kind}", p, train, (case,)))

@@ -61,7 +61,7 @@ PLANTS = (
         "b23",
         "each slice of an expert adds the whole bias of its output",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "moe/experts.py",
         'share = 1 / flow.world.group("etp").size',
         "share = 1.0",
@@ -167,7 +167,7 @@ PLANTS = (
         "b23",
         "the rows before a piece are those of the rank's own piece",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/convolution.py",
         "every[second - 1]])",
         "every[second]])",
@@ -192,7 +192,7 @@ PLANTS = (
         "b23",
         "heads that share a key stand apart",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "kernels/delta/chunked.py",
         "x_TGk.repeat_interleave(v_THv.shape[1] // x_TGk.shape[1], 1)",
         "x_TGk.repeat(1, v_THv.shape[1] // x_TGk.shape[1], 1)",
@@ -209,7 +209,7 @@ PLANTS = (
         "b23",
         "a state comes from the rank's own piece",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/delta.py",
         "states[2 * ranks.size - 1 - ranks.index]",
         "states[2 * ranks.size - 2 - ranks.index]",

@@ -9,7 +9,13 @@ B64 = (
     "tests/gloo/test_planner_schedules.py::"
     "test_b64_what_is_fetched_ahead_is_what_the_table_takes_next"
 )
+ROOMS = "tests/gloo/test_planner_schedules.py::test_b64_so_it_is_where_room_is_stated"
+NUMBERED = (
+    "    page = tl.load(page + row // PAGE, mask=counts, other=number)\n    there = (page < number)"
+)
+NUMBERED += "["
 LIVES = "tests/cpu/test_moe_pages.py::test_b96_what_is_taken_is_what_was_put"
+SPILLED = "tests/cpu/test_moe_pages.py::test_b96_what_comes_back_from_the_host_is_what_was_put"
 PAGED = "tests/gloo/test_moe_pages.py::test_b96_values_are_those_of_rows_that_stay"
 
 PLANTS = (
@@ -153,6 +159,14 @@ PLANTS = (
         "self.plan.line[at + 1 : at + 2]",
     ),
     Plant(
+        "b64",
+        "a product that waits holds all that was computed before it",
+        ROOMS,
+        "kernels/linear/product.py",
+        "x_TI = x_TI.detach()",
+        "x_TI = x_TI",
+    ),
+    Plant(
         "b96",
         "a page is free before its rows were read",
         LIVES,
@@ -181,8 +195,40 @@ PLANTS = (
         "rows past the last are read and kept",
         "tests/triton/test_pages.py::test_b96_only_rows_that_count_are_moved",
         "kernels/pages/fused.py",
-        "counts = row < tl.load(count)",
-        "counts = row < tl.load(count) + 1",
+        "counts = row < tl.load(count)\n" + NUMBERED,
+        "counts = row < tl.load(count) + 1\n" + NUMBERED,
+    ),
+    Plant(
+        "b96",
+        "a page is free before its rows are on the host",
+        SPILLED,
+        "layers/stash.py",
+        "            self.arrived()\n            self._ring.give(self._page_M)\n",
+        "            self._ring.give(self._page_M)\n",
+    ),
+    Plant(
+        "b96",
+        "rows are taken before they are back from the host",
+        SPILLED,
+        "layers/stash.py",
+        "                self.fetch()\n                self.arrived()\n",
+        "                self.fetch()\n",
+    ),
+    Plant(
+        "b96",
+        "rows come back from the host to pages that others have",
+        SPILLED,
+        "layers/stash.py",
+        "            self._page_M = self._ring.claim(self._ends_E[-1], self._room)\n",
+        "",
+    ),
+    Plant(
+        "b96",
+        "pages of the host are not given back",
+        SPILLED,
+        "layers/stash.py",
+        "            self._host.give(self._host_M)\n",
+        "",
     ),
     Plant(
         "b96",
@@ -197,7 +243,7 @@ PLANTS = (
         "rows of the first expert alone are kept",
         PAGED,
         "layers/stash.py",
-        "self._page_M = ring.put(x_RD.detach().reshape(self._room, -1), ends_E[-1])",
-        "self._page_M = ring.put(x_RD.detach().reshape(self._room, -1), ends_E[0])",
+        "self._ring.put(x_RD.detach().reshape(self._room, -1), ends_E[-1])",
+        "self._ring.put(x_RD.detach().reshape(self._room, -1), ends_E[0])",
     ),
 )

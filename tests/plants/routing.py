@@ -75,7 +75,7 @@ PLANTS = (
         "rows are masked by multiplication in weight gradients",
         B15_MODEL,
         "kernels/linear/product.py",
-        "dy, x = dy_TO[:n_valid], ctx.drawn(x_TI.to(dy_TO.dtype))[:n_valid]\n",
+        "dy, x = dy_TO[:n_valid], drawn(x_TI.to(dy_TO.dtype))[:n_valid]\n",
         "kept_T1 = (torch.arange(len(x_TI)) < (n_valid or len(x_TI)))[:, None]\n"
         "                x, dy = x_TI * kept_T1, dy_TO * kept_T1\n"
         "                x = x.to(dy_TO.dtype)\n",
@@ -228,7 +228,7 @@ PLANTS = (
         "b23",
         "each tensor rank adds the output's bias",
         "tests/gloo/test_proof_verify.py::"
-        "test_b23_parts_of_few_families_compute_over_ranks_what_one_rank_does",
+        "test_b23_blocks_and_what_crosses_layers_compute_over_ranks_what_one_rank_does",
         "layers/attention.py",
         "self.o.shift(flow.scatter(self.o.product(out_TO, whole)), flow)",
         "flow.scatter(self.o(out_TO, whole))",

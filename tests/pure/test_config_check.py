@@ -227,6 +227,17 @@ def test_a_rule_for_which_no_value_is_known_is_told_without_one() -> None:
     assert (item.path, item.rule, item.nearest) == (("choice", "value"), "cannot be", MISSING)
 
 
+@pytest.mark.parametrize("value", ["always", {"kind": "always"}])
+def test_a_kind_under_the_key_of_another_part_is_sent_to_its_own(value: Any) -> None:
+    (item,) = check(Holder, {"steps": value}).violations
+    assert (item.path, item.nearest) == (("steps",), Rename("choice"))
+    assert item.rule.endswith("is a kind of choice")
+    mended = repair(Holder, {"steps": value}, [item])
+    assert mended == {"choice": value} and check(Holder, mended).record == Holder()
+    (item,) = check(Holder, {"steps": value, "choice": "always"}).violations
+    assert item.nearest == 1, "the part is given already"
+
+
 def test_rules_may_lean_on_those_below() -> None:
     assert [item.path for item in check(Holder, {"choice": "never"}).violations] == [
         ("choice", "value")

@@ -110,7 +110,7 @@ def test_an_embedding_has_a_row_for_every_token() -> None:
     assert roomy.describe(100).vocab == 128
     with pytest.raises(ValueError, match=r"model\.shape\.vocab is 128.*tokens, 200"):
         roomy.describe(200)
-    (broken,) = roomy.misfits(200)
+    (broken,) = roomy.violations(200)
     assert (broken.path, broken.nearest) == (("shape", "vocab"), 200)
 
 

@@ -17,8 +17,8 @@ def model(heads: int = 16, kv_heads: int = 4) -> ModelNeeds:
     return needs(Decoder(vocab=64, hidden=8, stacks=(Stack(blocks=(block,)),)), 64)
 
 
-def misfits(sizes: str, context: Context) -> list[Violation]:
-    return list(Layout(sizes=sizes, context=context).misfits(model()))
+def violations(sizes: str, context: Context) -> list[Violation]:
+    return list(Layout(sizes=sizes, context=context).violations(model()))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def misfits(sizes: str, context: Context) -> list[Violation]:
     ],
 )
 def test_what_fits(sizes: str, context: Context) -> None:
-    assert not misfits(sizes, context)
+    assert not violations(sizes, context)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_what_fits(sizes: str, context: Context) -> None:
 def test_what_does_not_fit_and_what_nearly_would(
     sizes: str, context: Context, path: tuple[str, ...], nearest: object
 ) -> None:
-    (found,) = misfits(sizes, context)
+    (found,) = violations(sizes, context)
     assert (found.path, found.nearest) == (path, nearest)
     assert "the numbers of heads and of key-value heads (4, 16)" in found.rule
     mended = {"context": nearest} if path == ("context",) else {"context": Mixed(heads=nearest)}  # type: ignore[arg-type]
-    assert not list(Layout(sizes=sizes, **mended).misfits(model()))  # type: ignore[arg-type]
+    assert not list(Layout(sizes=sizes, **mended).violations(model()))  # type: ignore[arg-type]
 
 
 def test_only_two_levels_cut_groups() -> None:

@@ -34,7 +34,7 @@ MODEL = needs(
 def broken(sizes: str, **dispatch: object) -> list[tuple[tuple[object, ...], object]]:
     """Return path and nearest value of everything that does not fit."""
     layout = Layout(sizes=sizes, dispatch=dispatch)  # type: ignore[arg-type]
-    return [(found.path, found.nearest) for found in layout.misfits(MODEL)]
+    return [(found.path, found.nearest) for found in layout.violations(MODEL)]
 
 
 @pytest.mark.parametrize("sizes", ["ep2", "etp2", "ep4 etp2"])
@@ -62,7 +62,7 @@ def test_numbers_of_ranks_that_deep_ep_has_no_settings_for() -> None:
     for sizes, fits in (("ep2", True), ("ep8", True), ("", True)):
         assert (broken(sizes, kind="deep_ep") == []) is fits
     odd = Layout(sizes="ep32", dispatch={"kind": "deep_ep"}).dispatch  # type: ignore[arg-type]
-    (found,) = odd.misfits(Sizes(ep=12))
+    (found,) = odd.violations(Sizes(ep=12))
     assert found.nearest == "alltoall_once" and "2, 4, 8, 16, 24" in found.rule
 
 
@@ -100,6 +100,12 @@ PADDED = ["layout.sizes=ep4", "layout.dispatch={kind: padded, max_rows: 4096}"]
     [
         ([*PADDED, "layout.offload={pages: {page: 0}}"], "layout.offload.pages.page", 1),
         ([*PADDED, "layout.offload={pages: {load: 0.9}}"], "layout.offload.pages.load", 1.0),
+        ([*PADDED, "layout.offload={pages: {spill: 2}}"], "layout.offload.pages.spill", 1.0),
+        (
+            [*PADDED, "layout={graphs: partial, offload: {pages: {spill: 1}}}"],
+            "layout.graphs",
+            "none",
+        ),
         (
             [*PADDED, "layout.offload={pages: {}, host: {modules: [experts, block]}}"],
             "layout.offload.host.modules",

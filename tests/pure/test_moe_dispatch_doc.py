@@ -11,9 +11,9 @@ from moefold.mesh.config import Sizes
 from moefold.moe.dispatch.config import Padded, Spread
 from moefold.planner.case import Keeping, evened
 from moefold.planner.memory_kept import kept, kept_bytes
-from moefold.planner.memory_pages import here, page_bytes, pages
-from moefold.planner.memory_steps import Running
+from moefold.planner.memory_pages import ChunkBlocks, here, page_bytes, pages
 from moefold.planner.published import model
+from moefold.schedule.table import Action
 from moefold.spec.layer import Shape as LayerShape
 
 DOC = Path(__file__).parents[2] / "docs" / "communication.md"
@@ -146,8 +146,8 @@ def kept_of(name: str, way: str, load: float | None) -> float:
     rows = room(way, copies, ep if load is None else load, ep)
     shape = LayerShape(decoder.hidden, TOKENS, ep=ep, room=rows, clones=slots)
     keeping = Keeping(page=64, page_load=OffloadToPages().load) if way == "pages" else Keeping()
-    step = Running(0, None, "", (0,), (0,), frozenset())
-    stored = page_bytes(pages([[(block, 1)]], shape, keeping, [step]), keeping.page)
+    line = (Action("F", 0, 0), Action("B", 0, 0))
+    stored, _ = page_bytes(*pages([ChunkBlocks([block])], shape, keeping, line), keeping.page)
     return stored + kept_bytes(here(part, keeping) for part in kept(block, shape))
 
 

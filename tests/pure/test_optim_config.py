@@ -88,9 +88,9 @@ def test_what_fits_has_one_peak_and_what_does_not_is_mended(
     """After each nearest value is put in, the schedule fits, rises, reaches 1 and falls."""
     schedule = Wsd(warmup=warmup, decay=decay) if kind is Wsd else kind(warmup=warmup)
     assert not list(schedule.rules())
-    mended = {str(v.path[0]): v.nearest for v in schedule.misfits(total)}
+    mended = {str(v.path[0]): v.nearest for v in schedule.violations(total)}
     schedule = schedule.model_copy(update=mended)
-    assert not list(schedule.misfits(total))
+    assert not list(schedule.violations(total))
     factors = [schedule.factor(step, total) for step in range(total)]
     peak = factors.index(max(factors))
     assert factors[peak] == 1
@@ -99,13 +99,13 @@ def test_what_fits_has_one_peak_and_what_does_not_is_mended(
     assert min(factors) > 0
 
 
-def test_misfits_name_the_place_in_the_optimizer() -> None:
+def test_violations_name_the_place_in_the_optimizer() -> None:
     """The composite learns where in the record the value stands."""
-    (warmup,) = AdamW(schedule_lr=LinearDecay(warmup=20)).misfits(10)
+    (warmup,) = AdamW(schedule_lr=LinearDecay(warmup=20)).violations(10)
     assert (warmup.path, warmup.value, warmup.nearest) == (("schedule_lr", "warmup"), 20, 9)
-    (decay,) = Muon(schedule_lr=Wsd(warmup=6, decay=0.5)).misfits(10)
+    (decay,) = Muon(schedule_lr=Wsd(warmup=6, decay=0.5)).violations(10)
     assert (decay.path, decay.value, decay.nearest) == (("schedule_lr", "decay"), 0.5, 4)
-    assert not list(AdamW().misfits(1))
+    assert not list(AdamW().violations(1))
 
 
 @pytest.mark.parametrize(("span", "nearest"), [(-3, 0), (-0.5, 0), (1.0, 1), (1.2, 1), (20.0, 20)])

@@ -45,8 +45,8 @@ def test_a_step_that_some_number_of_data_ranks_can_run_is_legal() -> None:
     # Of groups of five, six on one data rank leave one over; three on two fill one.
     given = {"sizes": "pp3 vpp2", "schedule": {"kind": "interleaved", "group": 5}}
     layout = Layout.model_validate(given)
-    assert not list(layout.step_misfits(6))
-    assert [found.nearest for found in layout.step_misfits(7)] == [8]
+    assert not list(layout.step_violations(6))
+    assert [found.nearest for found in layout.step_violations(7)] == [8]
 
 
 @pytest.mark.parametrize("text", ["tp2,ep2", "tp2, ep2", "tp2ep2", "tp2;ep2"])

@@ -275,7 +275,7 @@ def test_gpipe_keeps_all_and_merged_passes_share() -> None:
 def test_totals_are_those_of_every_moment_of_the_whole_step(schedule, pp: int, vpp: int) -> None:
     """Of a long step only its beginning and what differs in it are looked at: nothing is missed."""
     for m, zero in ((2 * pp, 1), (8 * pp, 2), (8 * pp + 1, 1), (11 * pp, 0)):
-        if any(schedule.misfits(pp, vpp, m)):
+        if any(schedule.violations(pp, vpp, m)):
             continue
         keeping = Keeping(zero=zero, recompute=frozenset(("norms",)))
         case = small(pp, schedule, m, sizes=Sizes(pp=pp, vpp=vpp, ep=2), keeping=keeping)

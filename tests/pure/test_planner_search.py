@@ -13,16 +13,18 @@ from plan_search import SAME, TASKS, Searched, recorded, search
 from moefold.layers.kinds.gqa import Gqa
 from moefold.mesh.config import Sizes
 from moefold.mesh.folding import Folding
-from moefold.mesh.legality import violations
+from moefold.mesh.legality import size_violations
 from moefold.model.config import Block, Decoder, Stack
 from moefold.moe.config import Moe, Router
+from moefold.parallel.config import Layout
+from moefold.planner.answer import PlannedLayout, fragment
 from moefold.planner.case import Keeping
 from moefold.planner.from_run import Choice, TrainingTask, of_model, of_run, published_layouts
 from moefold.planner.hardware import cluster, resized
 from moefold.planner.memory import communicators, fullest, totals
 from moefold.planner.published import entries, model, names
 from moefold.planner.search import RESERVE, Depth, Grids, Search
-from moefold.planner.search_change import changes
+from moefold.planner.search_change import _neighbours, changes
 from moefold.planner.search_space import Foldings, Space, everything, today
 from moefold.planner.time import estimate
 from moefold.run import load_run
@@ -70,7 +72,7 @@ def laid(task: TrainingTask, space: Space, sizes: Sizes) -> Iterator[Choice]:
             continue
         m = task.batch // (dp * size)
         for schedule in space.schedules:
-            if sizes.pp > 1 and any(schedule.misfits(sizes.pp, sizes.vpp, m)):
+            if sizes.pp > 1 and any(schedule.violations(sizes.pp, sizes.vpp, m)):
                 continue
             if isinstance(schedule, Interleaved) and sizes.vpp == 1:
                 continue
@@ -127,7 +129,7 @@ def test_what_is_found_is_legal_fits_and_takes_what_is_said(memory_gb: float) ->
     assert len({one.choice.folding for one in found}) == len(found) > 1
     for one in found:
         case = one.choice.case(task)
-        assert not violations(case.sizes, asked, case.world, stages=case.stages.text)
+        assert not size_violations(case.sizes, asked, case.world, stages=case.stages.text)
         assert estimate(case).seconds == pytest.approx(one.seconds)
         assert fullest(case).total == pytest.approx(one.bytes)
         assert one.bytes <= room(task)
@@ -198,7 +200,7 @@ def test_deepseek_v3_on_1024_is_quick_and_beats_the_published_layout() -> None:
     spent = time.process_time() - start
     assert found.seconds <= published
     assert fullest(found.case).total <= room(task)
-    assert not violations(found.case.sizes, needs(task.decoder, task.seq), 1024)
+    assert not size_violations(found.case.sizes, needs(task.decoder, task.seq), 1024)
     # A generous margin over what it takes: cores are shared, and a blow-up takes minutes.
     assert spent < 30
 
@@ -232,6 +234,29 @@ def test_changes_help() -> None:
     tight = small(1.2)
     assert fullest(Choice().case(tight)).total > tight.cluster.device.memory_bytes
     assert all(one.saved_bytes > 0 for one in changes(tight, Choice()))
+
+
+def test_b97_graphs_are_a_change_where_a_run_file_may_ask_for_them() -> None:
+    """Fewer launches take less time; and what is proposed is legal."""
+    task, model = small(), needs(small().decoder, small().seq)
+    tried = (
+        (Sizes(ep=2), "alltoall", None, {"partial"}),
+        (Sizes(ep=2), "padded", 1 << 20, {"partial", "step"}),
+        (Sizes(pp=2, ep=2), "padded", 1 << 20, {"partial", "step"}),
+        (Sizes(tp=2), "local", None, {"partial", "step"}),
+    )
+    for sizes, dispatch, room, legal in tried:
+        given = Choice(sizes, dispatch=dispatch, max_rows=room)  # type: ignore[arg-type]
+        others = {o.graphs: o for _, o in _neighbours(task, given) if o.graphs != "none"}
+        assert others.keys() == legal
+        for one in others.values():
+            said = fragment(PlannedLayout(one, one.case(task)))["layout"]
+            assert said["graphs"] == one.graphs
+            assert not list(Layout.model_validate(said).violations(model))
+            faster = estimate(given.case(task)).seconds - estimate(one.case(task)).seconds
+            assert faster > 0
+    away = Choice(Sizes(tp=2), keeping=Keeping(optimizer_offload=1.0))
+    assert not [one for _, one in _neighbours(task, away) if one.graphs != "none"]
 
 
 FITTING = (

@@ -127,7 +127,7 @@ def test_parts_add_up_and_name_what_binds():
 def test_equal_stages_take_as_long_as_in_tables(schedule):
     tried = 0
     for p, v, m in product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8, 12, 16, 17, 24, 41)):
-        if any(schedule.misfits(p, v, m)):
+        if any(schedule.violations(p, v, m)):
             continue
         each = Costs(1 / 3 / v, 1 / 3 / v, 1 / 3 / v)
         exact = simulate(table_of(schedule, p, v, m), each).makespan
@@ -233,11 +233,13 @@ def test_each_policy_moves_the_step_the_way_it_should():
         "optimizer on the host": case(keeping=Keeping(optimizer_offload=1.0)),
         "all-to-all": case(dispatch="alltoall"),
         "pages": case(keeping=Keeping(page=64, page_load=1.1)),
+        "pages on the host": case(keeping=Keeping(page=64, page_load=1.1, spill=1.0)),
     }
     for name, other in slower.items():
         assert estimate(other).seconds > base, name
     # Rows of 48 layers and 16 micro-batches: read and written, there and back.
     paged, plain = (estimate(one).parts["memory"] for one in (slower["pages"], case()))
+    assert estimate(slower["pages on the host"]).parts["offload"] > 0
     inputs = 2048 + 2 * 768 + 768  # of a row, and what its products have
     least = 4 * 2 * 2048 * 8 * 4096 * 48 * 16 / 3.35e12
     assert least < paged - plain < 2 * least * inputs / 2048

@@ -40,11 +40,11 @@ def run_of(name: str) -> Run:
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_a_recipe_keeps_its_kinds_and_fits_the_layout(name: str, sizes: str) -> None:
     run, layout = run_of(name), Layout(sizes=sizes)
-    if list(layout.misfits(needs(run.decoder(), run.data.seq))):
+    if list(layout.violations(needs(run.decoder(), run.data.seq))):
         pytest.skip("not legal for the recipe itself")
     subject = shrink(run, [layout])
     small, large = subject.decoder, run.decoder()
-    assert not list(layout.misfits(needs(small, subject.rows)))
+    assert not list(layout.violations(needs(small, subject.rows)))
     assert {kind(block) for block in small.blocks} == {kind(block) for block in large.blocks}
     firsts = [kind(block) for block in small.blocks]
     assert list(dict.fromkeys(firsts)) == list(dict.fromkeys(kind(b) for b in large.blocks))
@@ -57,7 +57,7 @@ def test_several_layouts_share_one_model() -> None:
     layouts = [Layout(sizes=sizes) for sizes in ("tp2", "ep8", "cp4", "pp2")]
     subject = shrink(run, layouts)
     asked = needs(subject.decoder, subject.rows)
-    assert not [found for layout in layouts for found in layout.misfits(asked)]
+    assert not [found for layout in layouts for found in layout.violations(asked)]
 
 
 def test_stages_that_a_layout_names_keep_their_layers() -> None:

@@ -20,13 +20,13 @@ class Holder(Record):
 @given(any_sizes())
 @settings(max_examples=120, deadline=None, database=None, derandomize=True)
 def test_the_nearest_values_are_inside_the_domain(sizes: Sizes) -> None:
-    assert list(mended(*sizes)[0].misfits(*mended(*sizes)[1:])) == []
+    assert list(mended(*sizes)[0].violations(*mended(*sizes)[1:])) == []
 
 
 @given(any_sizes(ranks=5))
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 def test_a_table_is_made_inside_the_domain_and_only_there(sizes: Sizes) -> None:
-    wrong = list(sizes[0].misfits(*sizes[1:]))
+    wrong = list(sizes[0].violations(*sizes[1:]))
     if not wrong:
         assert tabulate(*sizes).ranks == sizes[1]
         return
@@ -77,7 +77,7 @@ INSIDE = [
 def test_the_edge_of_a_domain_is_inside(
     kind: str, group: int | None, sizes: tuple[int, int, int]
 ) -> None:
-    assert list(schedule(kind, group).misfits(*sizes)) == []
+    assert list(schedule(kind, group).violations(*sizes)) == []
 
 
 def test_a_run_file_chooses_by_kind() -> None:

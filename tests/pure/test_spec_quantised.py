@@ -58,6 +58,11 @@ def test_what_is_kept_wide_is_by_block_and_by_name() -> None:
             "wide",
         ),
         (
+            ("train.quantise={kind: mxfp8, hidden: codes, keep: ['*.experts.*', '*.ffn.*']}",),
+            "train.quantise.hidden",
+            "there are none",
+        ),
+        (
             ("train.quantise={kind: mxfp8, wire: codes, keep: ['*.experts.*']}",),
             "train.quantise.wire",
             "there are none",
@@ -80,6 +85,9 @@ WIDE = (
 )
 
 
+HIDDEN = "{kind: nvfp4, hidden: codes}"
+
+
 @pytest.mark.parametrize(
     ("quantise", "sizes", "said", "nearest"),
     [
@@ -88,12 +96,14 @@ WIDE = (
         ("nvfp4", "cp32 ep8 etp4", "2 * cp * 16 divides the length", "cp16 ep8 etp4"),
         ("nvfp4", "tp2", "lie on one rank", "tp2 ep2"),
         ("fp8_tensor", "tp2 cp2 ep2", "lie on one rank", "tp2 cp2 ep4"),
+        (HIDDEN, "ep2 etp4", "etp * 128 divides experts.w_in", "ep2 etp2"),
     ],
 )
 def test_b53_a_cut_through_what_shares_a_scale_is_refused(
     quantise: str, sizes: str, said: str, nearest: str
 ) -> None:
-    """With the nearest layout that holds whole blocks. Plants: blocks are not counted."""
+    """With the nearest layout that holds whole blocks. Plants: blocks are not counted, those of
+    pre-activations too."""
     run_of(*WIDE, f"train.quantise={quantise}", f"layout.sizes={nearest}")
     with pytest.raises(RunError) as caught:
         run_of(*WIDE, f"train.quantise={quantise}", f"layout.sizes={sizes}")

@@ -23,27 +23,6 @@ LEAF = 8
 """Rows between which decays of channels are multiplied pair by pair."""
 
 
-def recurrent(
-    q_TGk: Tensor,
-    k_TGk: Tensor,
-    v_THv: Tensor,
-    decay_THk: Tensor,
-    beta_TH: Tensor | None,
-    positions_T: Tensor,
-) -> Tensor:
-    """Return ``o_THv`` row by row: the reference."""
-    state_Hkv = v_THv.new_zeros(v_THv.shape[1], k_TGk.shape[2], v_THv.shape[2])
-    out = list[Tensor]()
-    for t in range(len(v_THv)):
-        at = slice(t, t + 1)
-        beta_1H = None if beta_TH is None else beta_TH[at]
-        before = (state_Hkv * (positions_T[t] > 0))[None]
-        row, after = step(before, q_TGk[at], k_TGk[at], v_THv[at], decay_THk[at], beta_1H)
-        state_Hkv = after[0]
-        out.append(row[0])
-    return torch.stack(out)
-
-
 def step(
     state_PHkv: Tensor,
     q_PGk: Tensor,

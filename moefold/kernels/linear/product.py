@@ -118,15 +118,17 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, value_OI = ctx.saved_tensors
-        n_valid = ctx.n_valid
+        n_valid, drawn, shape = ctx.n_valid, ctx.drawn, ctx.shape
         dx = ctx.drawn(dy_TO @ value_OI).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
+            # A product that waits holds rows alone: a context, as a history, leads to all before.
+            x_TI = x_TI.detach()
 
             def product(into: Tensor | None) -> Tensor:
                 flat = None if into is None else into.view(-1, into.shape[-1])
-                dy, x = dy_TO[:n_valid], ctx.drawn(x_TI.to(dy_TO.dtype))[:n_valid]
-                return weight_gradient(dy, x, flat).view(ctx.shape)
+                dy, x = dy_TO[:n_valid], drawn(x_TI.to(dy_TO.dtype))[:n_valid]
+                return weight_gradient(dy, x, flat).view(shape)
 
             dw = ctx.sink.deliver(ctx.master, product)
         return dx, dw, None, None, None, None

@@ -247,6 +247,7 @@ class _GatedFfn(Function):
         (master_in, master_out), products, sink = ctx.masters, ctx.products, ctx.sink
         dy_ND = dy_ND.contiguous()
         (inner, outer), form = ctx.adapters, ctx.form
+        given_ND = given_ND.detach()  # products that wait hold no history
         x_ND = _entered(given_ND, p_N, form)
         if h_N2F is None:
             h_N2F = inner.add_(products.product(x_ND, w_in.flatten(-3, -2)), x_ND)

@@ -18,8 +18,8 @@ from moefold.spec.layer import (
     Traffic,
     Units,
     Weight,
-    saved_norm,
 )
+from moefold.spec.parts import saved_norm
 
 
 @ATTENTION.register

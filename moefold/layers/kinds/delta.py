@@ -23,9 +23,9 @@ from moefold.spec.layer import (
     Units,
     Weight,
     norm,
-    saved_norm,
     small_heads,
 )
+from moefold.spec.parts import saved_norm
 
 CHUNK = 64
 

@@ -19,11 +19,9 @@ from moefold.spec.layer import (
     Shape,
     Units,
     Weight,
-    gated_traffic,
     rounded_up,
-    saved_feed_forward,
-    saved_norm,
 )
+from moefold.spec.parts import gated_traffic, saved_feed_forward, saved_norm
 
 
 @FFN.register
@@ -54,14 +52,14 @@ class Dense(LayerSpec):
             rule = f"must be a multiple of blocks ({self.blocks})"
             yield Violation(("width",), self.width, rule, rounded_up(self.width, self.blocks))
         if self.latent is not None:
-            yield from self._misfits(self.latent)
+            yield from self._violations(self.latent)
 
-    def misfits(self, hidden: int) -> Iterator[Violation]:
+    def violations(self, hidden: int) -> Iterator[Violation]:
         """Blocks divide the features that the feed-forward reads."""
         if self.latent is None:
-            yield from self._misfits(hidden)
+            yield from self._violations(hidden)
 
-    def _misfits(self, features: int) -> Iterator[Violation]:
+    def _violations(self, features: int) -> Iterator[Violation]:
         if features % self.blocks:
             nearest = max(n for n in range(1, self.blocks) if features % n == self.width % n == 0)
             rule = f"must divide the features that it reads ({features})"

@@ -25,11 +25,10 @@ from moefold.spec.layer import (
     Units,
     Weight,
     norm,
-    saved_attention,
-    saved_norm,
     small_heads,
 )
 from moefold.spec.logits import LogitRows
+from moefold.spec.parts import saved_attention, saved_norm
 
 
 @ATTENTION.register

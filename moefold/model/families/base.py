@@ -267,7 +267,7 @@ class Family(Record):
         Raises:
             ValueError: where ``shape.vocab`` has fewer rows than the tokenizer has tokens.
         """
-        refuse(self.misfits(vocab))
+        refuse(self.violations(vocab))
         return Decoder(
             vocab=self.shape.vocab or vocab,
             hidden=self.shape.hidden,
@@ -281,7 +281,7 @@ class Family(Record):
             **{name: getattr(self, name) for name in self.decoder_fields},
         )
 
-    def misfits(self, vocab: int) -> Iterator[Violation]:
+    def violations(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
         yield from too_few_rows(("shape", "vocab"), self.shape.vocab, vocab)
 

@@ -22,9 +22,9 @@ class Custom(Record):
         Raises:
             ValueError: where it has fewer rows than the tokenizer has tokens.
         """
-        refuse(self.misfits(vocab))
+        refuse(self.violations(vocab))
         return self.decoder
 
-    def misfits(self, vocab: int) -> Iterator[Violation]:
+    def violations(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
         yield from too_few_rows(("decoder", "vocab"), self.decoder.vocab, vocab)

@@ -77,7 +77,7 @@ class Folder(Record):
         Raises:
             ValueError: where the folder cannot be read, or has fewer rows than ``vocab``.
         """
-        refuse(self.misfits(vocab))
+        refuse(self.violations(vocab))
         decoder = self.reading().decoder
         if self.multi_token:
             pairs = zip(decoder.blocks[decoder.layers :], self.multi_token, strict=True)
@@ -90,7 +90,7 @@ class Folder(Record):
         """Return what the folder says, without what is to be left out."""
         return read_config(Path(self.path), self.multi_token != ())
 
-    def misfits(self, vocab: int) -> Iterator[Violation]:
+    def violations(self, vocab: int) -> Iterator[Violation]:
         """Yield what does not fit a tokenizer of ``vocab`` tokens."""
         try:
             rows = read_config(Path(self.path)).decoder.vocab

@@ -98,10 +98,7 @@ class ChunkedSizes(FreeGqaSizes):
     def rules(self) -> Iterator[Violation]:
         """Full layers exist, stand once and leave another; a temperature has some."""
         yield from super().rules()
-        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers})[: self.layers - 1]
-        if list(self.full_layers) != legal:
-            rule = f"must be increasing numbers from 0 to {self.layers - 1}, not all"
-            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+        yield from self._rule_of_numbers("full_layers", "not all")
         if self.temperature is not None and not self.full_layers:
             rule = "is of full layers, and there is none"
             yield Violation(("temperature",), self.temperature, rule, None)
@@ -129,10 +126,7 @@ class MixedSizes(FamilySizes):
     def rules(self) -> Iterator[Violation]:
         """Layers with attention exist and stand once; there is one."""
         yield from super().rules()
-        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers}) or [0]
-        if list(self.full_layers) != legal:
-            rule = f"must be increasing numbers from 0 to {self.layers - 1}, at least one"
-            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+        yield from self._rule_of_numbers("full_layers", "at least one", every=True)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:

@@ -50,6 +50,21 @@ class FamilySizes(Record):
         """Return the attention of a layer, ``own`` being what its family says of it."""
         raise NotImplementedError(f"{type(self).__name__} does not say which attention it sizes")
 
+    def _rule_of_numbers(
+        self, key: str, said: str, some: bool = True, every: bool = False
+    ) -> Iterator[Violation]:
+        """Yield where numbers of layers do not increase, or are not among the layers.
+
+        They leave a layer out, and there are none without ``some``. With ``every`` they may be all
+        layers, and there is at least one.
+        """
+        given, last = getattr(self, key), self.layers - 1
+        legal = sorted({n for n in given if 0 <= n <= last and some})
+        legal = (legal or [0]) if every else legal[:last]
+        if list(given) != legal:
+            rule = f"must be increasing numbers from 0 to {last}, {said}"
+            yield Violation((key,), given, rule, tuple(legal))
+
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
         """Return the fields that a decoder's blocks show.
@@ -179,12 +194,8 @@ class WindowSizes(FreeGqaSizes):
     def rules(self) -> Iterator[Violation]:
         """Full layers exist and stand once."""
         yield from super().rules()
-        legal = sorted({n for n in self.full_layers if 0 <= n < self.layers and self.window})
-        legal = legal[:-1] if len(legal) == self.layers else legal
-        if list(self.full_layers) != legal:
-            last = self.layers - 1
-            rule = f"must be increasing numbers from 0 to {last}, not all, beside a window"
-            yield Violation(("full_layers",), self.full_layers, rule, tuple(legal))
+        said = "not all, beside a window"
+        yield from self._rule_of_numbers("full_layers", said, some=self.window is not None)
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:
@@ -297,13 +308,7 @@ class DenseListed(DenseWidth):
     def rules(self) -> Iterator[Violation]:
         """Dense layers exist, stand once, and leave a layer with experts."""
         yield from super().rules()
-        legal = sorted({n for n in self.dense_layers if 0 <= n < self.layers})
-        if len(legal) == self.layers:
-            legal = legal[:-1]
-        if list(self.dense_layers) != legal:
-            last = self.layers - 1
-            rule = f"must be increasing numbers from 0 to {last}, not all: a layer keeps experts"
-            yield Violation(("dense_layers",), self.dense_layers, rule, tuple(legal))
+        yield from self._rule_of_numbers("dense_layers", "not all: a layer keeps experts")
 
     @classmethod
     def of(cls, decoder: Decoder) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Dispatch(Record):
         """Kinds of groups that it cuts in two levels, and how many neighbours go together."""
         return ()
 
-    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Yield what of the record does not fit the sizes of a layout."""
         yield from ()
 
@@ -51,7 +51,7 @@ class LocalExperts(Dispatch):
 
     owner = "moefold.moe.dispatch.base:Dispatcher"
 
-    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Experts on other ranks need rows to be sent."""
         if sizes.ep * sizes.etp > 1:
             rule = f"local sends nothing, and ep{sizes.ep} etp{sizes.etp} has experts elsewhere"
@@ -94,7 +94,7 @@ class TwoLevel(Dispatch):
         """The ranks of ``ep`` by nodes."""
         return (("ep", self.node),)
 
-    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """Nodes are of equal size."""
         if sizes.ep % self.node:
             nearest = max(d for d in range(1, min(self.node, sizes.ep) + 1) if sizes.ep % d == 0)
@@ -203,7 +203,7 @@ class Foreign(Dispatch):
     remedy: ClassVar[str]
     """How to get it, and which versions take these calls."""
 
-    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """None of them gathers rows for slices of an expert."""
         if sizes.etp > 1:
             rule = f"{self.kind} sends rows over ep alone, and etp is {sizes.etp}"
@@ -234,9 +234,9 @@ class DeepEp(Foreign):
     remedy = "Build 1.2.1 or 2.1.0 from github.com/deepseek-ai/DeepEP"
     repeatable = False
 
-    def misfits(self, sizes: Sizes) -> Iterator[Violation]:
+    def violations(self, sizes: Sizes) -> Iterator[Violation]:
         """It has settings for some numbers of ranks."""
-        yield from super().misfits(sizes)
+        yield from super().violations(sizes)
         if sizes.ep > 1 and sizes.ep not in DEEP_EP_RANKS:
             known = ", ".join(map(str, DEEP_EP_RANKS))
             rule = f"deep_ep has settings for {known} ranks, and ep is {sizes.ep}"

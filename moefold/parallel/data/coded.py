@@ -50,7 +50,8 @@ class CodedBucket(Bucket):
     @property
     def whole(self) -> list[Tensor]:
         """Codes, and what their scales follow from."""
-        return [self.values, *self._amaxes.values(), *self._matrices.values()]
+        told = self._amaxes, self._matrices, self._here
+        return [self.values, *(one for each in told for one in each.values())]
 
     def lend(self, recipe: PrecisionPolicy) -> None:
         """Let products read the codes."""

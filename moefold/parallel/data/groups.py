@@ -1,7 +1,7 @@
 """Groups of a parameter's elements that share a scale, where ranks share the parameter.
 
 A group is of one row of the whole parameter, and no axis of a layout cuts it
-(:func:`moefold.spec.quantised.cut_misfits`); where a bucket's runs do, ranks take one maximum.
+(:func:`moefold.spec.quantised.cut_violations`); where a bucket's runs do, ranks take one maximum.
 """
 
 from collections.abc import Iterable, Mapping

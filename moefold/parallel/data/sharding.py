@@ -88,7 +88,7 @@ class ShardedState:
         self.valued = valued
         self.placed = replace(placed, hooks_for=self.hooks_for)
         self._shards, world, layout = placed.shards, placed.world, placed.layout
-        if broken := list(layout.misfits_over(world.size)):
+        if broken := list(layout.violations_over(world.size)):
             raise RunError(broken, source="layout")
         self._levels: dict[str, tuple[Group, Group]] = {}
         """By kind: the ranks that share a copy, and those with the same share of other copies."""

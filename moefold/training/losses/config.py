@@ -26,7 +26,7 @@ class LossRecord(Record):
     pairs: ClassVar[bool] = False
     """Whether it compares pairs of answers."""
 
-    def misfits(self, run: Any) -> Iterator[Violation]:
+    def violations(self, run: Any) -> Iterator[Violation]:
         """Yield what of a run does not fit its loss, by paths from the run on."""
         if run.layout.graphs == "step" and not isinstance(self, CrossEntropy):
             rule = "train.loss runs more than the step's own forward, which no graph repeats"
@@ -93,9 +93,9 @@ class Distill(LossRecord):
         kept = {"stages": None, "recompute": None, "offload": None}
         return layout.model_copy(update={**kept, "state": type(layout.state)()})
 
-    def misfits(self, run: Any) -> Iterator[Violation]:
+    def violations(self, run: Any) -> Iterator[Violation]:
         """Yield a teacher that cannot be read, has other tokens, or does not fit the layout."""
-        yield from super().misfits(run)
+        yield from super().violations(run)
         path = ("train", "loss", "teacher")
         try:
             teacher = self.decoder()
@@ -116,7 +116,7 @@ class Distill(LossRecord):
                 yield Violation(("train", "loss", "stored"), self.stored, rule, REMOVE)
         layout = self.layout(run.layout)
         if not any(run.layout.rules()) and layout.is_split:
-            for found in layout.misfits(needs(teacher, run.data.seq)):
+            for found in layout.violations(needs(teacher, run.data.seq)):
                 rule = f"does not fit layout.{'.'.join(map(str, found.path))}: {found.rule}"
                 yield Violation(path, self.teacher, rule)
 
@@ -137,9 +137,9 @@ class Dpo(LossRecord):
     owner = "moefold.training.losses.dpo:preference"
     pairs: ClassVar[bool] = True
 
-    def misfits(self, run: Any) -> Iterator[Violation]:
+    def violations(self, run: Any) -> Iterator[Violation]:
         """Yield sources without pairs, and a reference that there is none of."""
-        yield from super().misfits(run)
+        yield from super().violations(run)
         if self.reference == "adapters_off" and run.adapter is None:
             rule = "is the model as it is trained where a run has no adapter"
             yield Violation(("train", "loss", "reference"), self.reference, rule, "stored")

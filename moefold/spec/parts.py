@@ -1,0 +1,91 @@
+"""What common parts of layers save for backward, and the kernels around a feed-forward."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from moefold.spec.layer import (
+    CORE,
+    GATHER,
+    NORMS,
+    NOTHING,
+    STATISTIC,
+    Attention,
+    Module,
+    Modules,
+    Rows,
+    Saved,
+    Shape,
+    Traffic,
+    Units,
+)
+
+
+def saved_norm(
+    name: str,
+    rows: int,
+    width: int,
+    shape: Shape,
+    operand: tuple[str, ...],
+    only: Modules = NOTHING,
+    again: Modules = NOTHING,
+) -> Iterator[Saved]:
+    """Yield a norm's statistic and its output: read by weights, or ``only`` to start again."""
+    yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
+    output = Saved(f"{name}.output", rows * width * shape.width, NORMS, only, module="norms")
+    beside = replace(output, only=again) if again else None
+    yield output if only else replace(output, operand=operand, beside=beside)
+
+
+def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
+    """Yield queries, keys, values, the output of attention and its statistics.
+
+    What context ranks gather or exchange stays only where attention is recomputed: it reads a copy
+    of it. Where heads go back for rows, the projection keeps a copy of the output.
+    """
+    heads, groups, width = core.heads // shape.tp, core.kv_heads // shape.tp, shape.width
+    rows = shape.piece
+    for name, features in (
+        ("q", heads * core.qk_dim), ("k", groups * core.qk_dim), ("v", groups * core.v_dim)
+    ):  # fmt: skip
+        ranks = 1 if name == "q" else shape.gathered
+        moved = ranks > 1 or shape.exchanged
+        only = CORE if moved else NOTHING
+        size = rows * features * width
+        yield Saved(name, size, dropped, only=only, module="attention")
+        if moved:
+            yield Saved(f"{name}.moved", size * ranks, CORE, module="attention")
+    attended = rows * heads * core.v_dim * width
+    part = Saved("attended", attended, module="attention", operand=("o.weight",))
+    yield replace(part, beside=None if shape.exchanged else replace(part, dropped=CORE, operand=()))
+    yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
+    if shape.exchanged:
+        size = rows * heads * core.v_dim * width
+        yield Saved("attended.moved", size, CORE, module="attention")
+
+
+def saved_feed_forward(
+    module: Module, features: int, shape: Shape, rows: int | None = None
+) -> Iterator[Saved]:
+    """Yield what a gated feed-forward saves: gathered rows where tp cuts it, and pre-activations.
+
+    The activation is made again in any case. ``rows`` are those of routed experts, here already.
+    """
+    dropped: Modules = frozenset((module,))
+    at = "" if module == "ffn" else f"{module}."
+    read: Any = {"module": module, "operand": (f"{at}w_in",)}
+    if rows is None and shape.tp > 1:
+        size = shape.piece * shape.hidden * shape.width
+        yield Saved(f"{module}.gathered", size, dropped | GATHER, **read)
+    size = (shape.piece if rows is None else rows) * features * shape.width
+    room = 0 if rows is None or shape.room is None else rows
+    yield Saved(f"{module}.hidden", 2 * size, dropped, module=module, rows=room)
+    read["operand"] = (f"{at}w_out",)
+    yield Saved(f"{module}.activation", size, dropped, **read, kept=False)
+
+
+def gated_traffic(
+    width: float, rows: Rows = "group", units: Units | None = None, gates: int = 2
+) -> Traffic:
+    """Return the activation of a feed-forward with so many inner products per feature."""
+    return Traffic(width, gates + 1, 2 * gates + 1, rows, units)
