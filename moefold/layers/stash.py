@@ -47,7 +47,7 @@ class PagedStash:
     Attributes:
         rings: the pages here.
         host: those of the host.
-        copies: between both.
+        copies: between both; those ``under_way`` began in this step.
         step: number of the step; what was put in an earlier one is forgotten.
     """
 
@@ -55,7 +55,7 @@ class PagedStash:
         self.record, self._device, self._in_flight = record, device, in_flight
         self.rings: dict[Form, PageRing] = {}
         self.host: dict[Form, PageRing] = {}
-        self.copies = Copies(device)
+        self.copies, self.under_way = Copies(device), list[Future[None]]()
         self._pages = Pages({}, {})
         self._known: dict[Hashable, Pages] = {}
         self._out: deque[tuple[Leaving, list[ref[PagedRows]]]] = deque()
@@ -69,6 +69,9 @@ class PagedStash:
 
     def begin_step(self, key: Hashable, pages: Callable[[], Pages]) -> None:
         """Forget all rows; ``pages`` says how many there are of bytes of a row, once for a key."""
+        for one in self.under_way:
+            one.exception()  # of a step that was given up: later it would write on other rows
+        self.under_way.clear()
         if key not in self._known:
             self._known[key] = pages()
         if self._known[key] is not self._pages:
@@ -182,6 +185,7 @@ class PagedRows:
     def _copy(self, source: PageRing, page_M: Tensor, to: PageRing, into_M: Tensor) -> None:
         given = page_M, self._ends_E[-1], to, into_M
         self._copied = self._stash.copies.begin(lambda: source.copy(*given))
+        self._stash.under_way.append(self._copied)
 
     def _free(self) -> None:
         if self._here:

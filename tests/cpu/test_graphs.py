@@ -1,5 +1,6 @@
 """Steps by graphs, for which a tape of operators stands in: the bits of steps without."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -120,6 +121,16 @@ def test_b97_weights_that_moved_are_read_where_they_are(graphs: str) -> None:
     Tapes.made = 0
     check(plain, found, 5)
     assert Tapes.made, "what was recorded before reads where the weight was"
+
+
+def test_b97_memory_that_is_larger_is_not_where_it_was() -> None:
+    """Pages of another shape may begin where those of the last one did."""
+    model, room_N, shapes = Run("none").data.placed.model, torch.zeros(8), recording.Shapes()
+    stash = SimpleNamespace(tensors=[room_N[:4]])
+    placed: Any = SimpleNamespace(model=model, offload=SimpleNamespace(stash=stash))
+    assert shapes.moved(placed) and not shapes.moved(placed)
+    stash.tensors = [room_N]
+    assert shapes.moved(placed)
 
 
 @pytest.mark.parametrize("graphs", BOTH)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moefold.kernels.fused import forced
 from moefold.kernels.pages.ring import PageRing
 from moefold.layers.config import OffloadToPages
 from moefold.layers.offload import Departed
@@ -129,6 +131,9 @@ class Late(Copies):
                     copy()
                     self.set_result(None)
 
+            def exception(self, timeout: float | None = None) -> None:
+                self.result()
+
         return Waited()
 
 
@@ -166,6 +171,32 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
     alive.clear()
     for ring in (*held.rings.values(), *held.host.values()):
         assert int(ring.taken) == int(ring.given) > 0
+
+
+def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
+    """Theirs would write on pages that others have by then."""
+    held, departed = stash(16, host=16), Departed(1)
+    held.copies = Late(CPU)
+    x_RD, others_RD = torch.randn(2, 16, WIDTH).unbind()
+    old = held.put(x_RD, torch.tensor([16]), (departed.fetch, 0))
+    held.begin_step(0, lambda: Pages({}, {}))
+    kept = [held.put(others_RD, torch.tensor([16]), (departed.fetch, at)) for at in range(2)]
+    assert old is not None and kept[0] is not None
+    old.arrived()
+    assert torch.equal(kept[0].take(), others_RD)
+
+
+def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
+    """Where tensors have a GPU and no values: what says where rows lie goes to where they are."""
+    with FakeTensorMode(), forced(False):
+        given = 4, 4, WIDTH, torch.float64, torch.device("cuda")
+        here, host = PageRing(*given), PageRing(*given, on_host=True)
+        x_RD = torch.zeros(8, WIDTH, dtype=torch.float64, device="cuda")
+        count = torch.zeros((), dtype=torch.int64, device="cuda")
+        page_M, away_M = here.put(x_RD, count), host.claim(count, 8)
+        here.copy(page_M, count, host, away_M)
+        host.copy(away_M, count, here, page_M)
+        assert (here.rows_SD.device.type, host.rows_SD.device.type) == ("cuda", "cpu")
 
 
 def test_b96_overflow_says_how_much_is_missing() -> None:

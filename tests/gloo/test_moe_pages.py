@@ -193,7 +193,7 @@ def check_peaks(schedules: tuple[str, ...], spill: float) -> None:
                 assert used <= pages and (used == pages or kind in PAIRS), (rank, kind, step.most)
 
 
-def test_the_most_pages_are_those_planned() -> None:
+def test_b96_the_most_pages_are_those_planned() -> None:
     check_peaks(("zb_h1",), 0.5)
 
 

@@ -232,6 +232,32 @@ PLANTS = (
     ),
     Plant(
         "b96",
+        "copies of a step that was given up go on in the next one",
+        "tests/cpu/test_moe_pages.py::"
+        "test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows",
+        "layers/stash.py",
+        "            one.exception()",
+        "            ()",
+    ),
+    Plant(
+        "b96",
+        "where rows lie on the host is looked up on the device",
+        "tests/cpu/test_moe_pages.py::"
+        "test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back",
+        "kernels/pages/ring.py",
+        "other._places(into_M, count, room).to(there)",
+        "other._places(into_M, count, room)",
+    ),
+    Plant(
+        "b96",
+        "pages whose rows have left are planned until those are taken",
+        "tests/gloo/test_moe_pages.py::test_b96_the_most_pages_are_those_planned",
+        "planner/memory_pages.py",
+        "                    self._now -= pages\n",
+        "",
+    ),
+    Plant(
+        "b96",
         "a step that lacked pages is taken as it is",
         PAGED,
         "parallel/limits.py",

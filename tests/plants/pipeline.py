@@ -142,6 +142,22 @@ PLANTS = (
     ),
     Plant(
         "b97",
+        "memory that begins where it did is taken for the same",
+        GRAPHS + "test_b97_memory_that_is_larger_is_not_where_it_was",
+        "parallel/pipeline/recording.py",
+        "(tensor.data_ptr(), tensor.nbytes) for",
+        "(tensor.data_ptr(), 0) for",
+    ),
+    Plant(
+        "b97",
+        "of rows that come from another stage no copy is planned",
+        "tests/cpu/test_planner_graphs.py::test_b97_what_graphs_hold_is_planned",
+        "planner/memory_graphs.py",
+        "(len(found) + found[-1].leaves) + len(found) + 1",
+        "(len(found) + found[-1].leaves) + len(found)",
+    ),
+    Plant(
+        "b97",
         "shapes beyond the most are recorded too",
         GRAPHS + "test_b97_shapes_have_graphs_of_their_own_and_few_have_any",
         "parallel/pipeline/recording.py",

@@ -14,6 +14,7 @@ from moefold.spec.decoder import needs
 
 ROOM = {"kind": "spread", "max_rows": 512}
 HOST = {"host": {"modules": ["block"]}}
+SPILL = {"sizes": "ep2", "dispatch": ROOM, "offload": {"pages": {"spill": 0.5}}}
 PAIRS = {"schedule": {"kind": "merged"}, "sizes": "pp2"}
 
 
@@ -35,6 +36,7 @@ def found(given: dict[str, Any], world: int, **moe: Any) -> list[Violation]:
         ({"graphs": "step", "sizes": "tp2", "zero": 3}, "zero", 2),
         ({"graphs": "partial", "sizes": "tp2", "zero": 2}, "zero", 1),
         ({"graphs": "partial", "offload": HOST}, "graphs", "none"),
+        ({"graphs": "step", **SPILL, "zero": 0}, "graphs", "none"),
         ({"graphs": "partial", "state": {"at": "host"}}, "graphs", "none"),
     ],
     ids=str,
@@ -61,6 +63,7 @@ def test_b97_what_a_router_draws_is_drawn_anew() -> None:
         {"graphs": "step", "sizes": "pp2 vpp2", "schedule": {"kind": "zb_v"}},
         {"graphs": "partial", "sizes": "cp2"},
         {"graphs": "partial", **PAIRS},
+        {"graphs": "step", **SPILL, "zero": 0, "offload": {"pages": {}}},
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ class PageRing:
         at_M = torch.arange(-(-room // self.page), device=count.device)
         wanted = (count.to(torch.int64) + self.page - 1).div(self.page, rounding_mode="floor")
         fits = wanted <= self.pages - (self.taken - self.given)
-        page_M = self._free[(self.taken + at_M) % self.pages]
+        page_M = self._free.index_select(0, (self.taken + at_M) % self.pages)
         page_M = torch.where((at_M < wanted) & fits, page_M, self.pages)
         self.taken += torch.where(fits, wanted, 0)
         self.refused += torch.where(fits, 0, wanted)
@@ -87,9 +87,10 @@ class PageRing:
             given = page_M, into_M, count.view(1), other.rows_SD, self.page
             kernels.copy(self.rows_SD, *given)
         else:
-            room = page_M.shape[0] * self.page
-            rows_RD = self.rows_SD.index_select(0, self._places(page_M, count, room))
-            other.rows_SD.index_copy_(0, other._places(into_M, count, room), rows_RD)
+            room, there = page_M.shape[0] * self.page, other.rows_SD.device
+            places_R = self._places(page_M, count, room).to(self.rows_SD.device)
+            into_R = other._places(into_M, count, room).to(there)
+            other.rows_SD.index_copy_(0, into_R, self.rows_SD.index_select(0, places_R).to(there))
 
     def take(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return ``room`` rows, the first of which are those that were put, and free their pages.
@@ -114,6 +115,6 @@ class PageRing:
     def _places(self, page_M: Tensor, count: Tensor, room: int) -> Tensor:
         """Return where each row of the room lies; those past the last lie in no page of anyone."""
         row_R = torch.arange(room, device=page_M.device)
-        page_R = page_M[row_R.div(self.page, rounding_mode="floor")]
+        page_R = page_M.index_select(0, row_R.div(self.page, rounding_mode="floor"))
         page_R = torch.where(row_R < count, page_R, self.pages)
         return page_R * self.page + row_R % self.page

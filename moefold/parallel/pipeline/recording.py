@@ -72,7 +72,7 @@ class Shapes:
 
     def __init__(self) -> None:
         self._seen, self._known = Counter[Hashable](), set[Hashable]()
-        self._held: tuple[int, ...] = ()
+        self._held: tuple[tuple[int, int], ...] = ()
 
     def moved(self, placed: ModelParts) -> bool:
         """Renew narrow copies, as a graph would cast in each replay; whether any weight moved."""
@@ -80,7 +80,7 @@ class Shapes:
         model.recipe.renew()
         held = [*model.parameters(), *model.buffers(), *model.recipe.copies]
         held += stash.tensors if stash is not None else []
-        places = tuple(tensor.data_ptr() for tensor in held)
+        places = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in held)
         if places == self._held:
             return False
         self._held = places
