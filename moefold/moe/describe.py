@@ -177,7 +177,8 @@ class MoeSpec(LayerSpec):
         yield Saved("experts.weights", received * STATISTIC, module="experts")
         if self.inner is not None:
             size = shape.rows * inner * shape.width
-            yield Saved("latent.rows", size, only=dropped, module="moe")
+            if dropped:
+                yield Saved("latent.rows", size, only=dropped, module="moe")
             yield Saved("latent.combined", size, module="moe", operand=("up.weight",))
         yield from saved_feed_forward("experts", self.width // shape.etp, shape, received)
         if self.shared is not None:

@@ -175,15 +175,14 @@ def test_b96_what_comes_back_from_the_host_is_what_was_put(on_way: int) -> None:
 
 def test_b96_copies_of_a_step_that_was_given_up_end_before_the_next_one_puts_rows() -> None:
     """Theirs would write on pages that others have by then."""
-    held, departed = stash(16, host=16), Departed(1)
+    held, departed, rows_NRD = stash(8, host=12), Departed(1), torch.randn(3, 16, WIDTH)
     held.copies = Late(CPU)
-    x_RD, others_RD = torch.randn(2, 16, WIDTH).unbind()
-    old = held.put(x_RD, torch.tensor([16]), (departed.fetch, 0))
+    old = held.put(rows_NRD[0], torch.tensor([16]), (departed.fetch, 0))
     held.begin_step(0, lambda: Pages({}, {}))
-    kept = [held.put(others_RD, torch.tensor([16]), (departed.fetch, at)) for at in range(2)]
+    kept = [held.put(x, torch.tensor([16]), (departed.fetch, at)) for at, x in enumerate(rows_NRD)]
     assert old is not None and kept[0] is not None
     old.arrived()
-    assert torch.equal(kept[0].take(), others_RD)
+    assert torch.equal(kept[0].take(), rows_NRD[0])
 
 
 def test_b96_rows_without_kernels_of_their_own_go_to_the_host_and_back() -> None:
