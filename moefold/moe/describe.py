@@ -188,8 +188,11 @@ class MoeSpec(LayerSpec):
                 size = shape.rows * (shape.hidden + 1) * shape.width
                 yield Saved("shared.gated", size, dropped, module="shared")
         # Apart, the way back runs once even where the block runs again, and keeps where rows go.
-        yield Saved("combine.tokens", received * INDEX, saved=not shape.apart, module="moe")
-        places = shape.rows * self.router.places + shape.places
+        places, back = shape.rows * self.router.places + shape.places, received
+        if shape.room is None and shape.ep * shape.etp > 1:
+            # Copies are put in order twice: as they go, and as they have come.
+            places, back = places + received, back + shape.rows * self.router.top_k
+        yield Saved("combine.tokens", back * INDEX, saved=not shape.apart, module="moe")
         yield Saved("dispatch.rows", places * INDEX, module="moe")
 
     def _saved_routing(self, shape: Shape) -> Iterator[Saved]:
@@ -218,7 +221,7 @@ class MoeSpec(LayerSpec):
             # And what stands for the master of each weight.
             size = seats * INDEX + (4 if self.expert_bias else 2) * STATISTIC
             yield Saved("clones", size, saved=False, module="moe")
-        seats = router.experts if shape.room is None else router.experts // shape.ep + shape.clones
+        seats = router.experts // shape.ep + shape.clones
         part = Saved("offsets", seats * 4, saved=shape.apart, module="moe")
         yield replace(part, operand=("experts.w_in", "experts.w_out"))
         if self.populations:

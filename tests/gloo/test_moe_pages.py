@@ -15,7 +15,6 @@ from moefold.layers.stash import Pages
 from moefold.mesh.folding import Folding
 from moefold.model.config import Decoder, Stack
 from moefold.model.init import start_value
-from moefold.moe.config import RoundRobin
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
@@ -25,6 +24,7 @@ from moefold.training.step import gradients
 from tests.cpu.small import relative
 from tests.gloo.harness import run_ranks
 from tests.gloo.test_moe_dispatch_layouts import batches, small
+from tests.gloo.test_planner_schedules import evenly
 
 PADDED, SPREAD = {"kind": "padded", "max_rows": 64}, {"kind": "spread", "max_rows": 150}
 SELECTIVE = {"kind": "selective", "modules": ["norms", "experts"]}
@@ -164,10 +164,8 @@ def even() -> Decoder:
     """Return a decoder of four mixtures, each of which sends its experts as many rows."""
     record = small()
     (block,) = (one for one in record.blocks if one.ffn.routing is not None)  # type: ignore[attr-defined]
-    experts, top_k = block.ffn.routing[:2]  # type: ignore[attr-defined]
-    changed = {"router": RoundRobin(experts=experts, top_k=top_k), "balance": ()}
-    block = block.model_copy(update={"ffn": block.ffn.model_copy(update=changed)})
-    return record.model_copy(update={"stacks": (Stack(repeat=4, blocks=(block,)),)})
+    stack = Stack(repeat=4, blocks=(evenly(block),))
+    return record.model_copy(update={"stacks": (stack,)})
 
 
 def peaks(rank: int, schedules: tuple[str, ...], spill: float) -> list[Step]:

@@ -15,7 +15,8 @@ from moefold.data.batch import from_ids
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import Kind, Offloaded
 from moefold.mesh.folding import Folding
-from moefold.model.config import Decoder, MultiToken, Stack
+from moefold.model.config import Block, Decoder, MultiToken, Stack
+from moefold.moe.config import RoundRobin
 from moefold.optim.config import AdamW
 from moefold.parallel.apply import build
 from moefold.parallel.config import Layout
@@ -107,6 +108,8 @@ class Asked(NamedTuple):
     codes: str = ""
     """The kind of few bits that products run in, in blocks of four, and what scales it if not its
     own numbers."""
+    even: bool = False
+    """Whether each expert gets as many rows, sent as they come."""
 
     @property
     def layout(self) -> Layout:
@@ -131,6 +134,7 @@ class Asked(NamedTuple):
     @property
     def decoder(self) -> Decoder:
         block = steady(self.block) if self.codes else BLOCKS[self.block]
+        block = evenly(block) if self.even else block
         given = {"block": 4, "rows": "micro_batch" if "ep" in self.sizes else "rank"}
         kind, *scaling = self.codes.split() or [""]
         given |= {"scaling": scaling[0]} if scaling else {}
@@ -138,6 +142,13 @@ class Asked(NamedTuple):
         stack = Stack(repeat=self.layers, blocks=(block,))
         plain = Decoder(vocab=VOCAB, hidden=HIDDEN, stacks=(stack,), quantise=record)
         return with_multi_token(plain, self.ahead)
+
+
+def evenly(block: Block) -> Block:
+    """A mixture each of whose experts gets as many rows."""
+    experts, top_k = block.ffn.routing[:2]  # type: ignore[attr-defined]
+    changed = {"router": RoundRobin(experts=experts, top_k=top_k), "balance": ()}
+    return block.model_copy(update={"ffn": block.ffn.model_copy(update=changed)})
 
 
 DENSE, SHARED, GATED, WINDOW, LATENT, *_, WIDE = BLOCKS
@@ -206,6 +217,7 @@ def planned(asked: Asked, rank: int) -> tuple[list[Bytes], dict[str, float]]:
     """Return the same of a pipeline rank."""
     layout, world = asked.layout, asked.world
     sizes, (kind, rows, slots) = layout.split, asked.room or ("local", None, 0)
+    kind = "alltoall" if asked.even else kind
     case = Case(
         decoder=asked.decoder,
         seq=SEQ,
@@ -362,3 +374,10 @@ def test_b64_so_it_is_where_room_is_stated() -> None:
         asked.append(Asked(block, ("norms",), "pp2 ep2", "zb_h1", away=paged, room=room))
     # What tells experts' rows in few bits apart is made again too.
     check([*asked, Asked(SHARED, ("block",), "pp2 ep2", "1f1b", codes="fp8_tensor delayed")])
+
+
+def test_b64_so_it_is_where_rows_are_sent_as_they_come() -> None:
+    """Where each goes is noted twice: as it leaves, and as it has come."""
+    ways = product((SHARED, LATENT), (None, ("block",)), ("gpipe", "merged"))
+    check([Asked(block, again, "pp2 ep2", kind, even=True) for block, again, kind in ways])
+    check([Asked(SHARED, ("norms",), "pp2 etp2", "1f1b", even=True)])

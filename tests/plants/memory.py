@@ -167,6 +167,22 @@ PLANTS = (
         "x_TI = x_TI",
     ),
     Plant(
+        "b64",
+        "of rows that are sent as they come one order is planned",
+        "tests/gloo/test_planner_schedules.py::test_b64_so_it_is_where_rows_are_sent_as_they_come",
+        "moe/describe.py",
+        "places, back = places + received, back",
+        "places, back = places, back",
+    ),
+    Plant(
+        "b64",
+        "rows of latents are planned where they are sent",
+        ROOMS,
+        "moe/describe.py",
+        '            if dropped:\n                yield Saved("latent.rows"',
+        '            if True:\n                yield Saved("latent.rows"',
+    ),
+    Plant(
         "b96",
         "a page is free before its rows were read",
         LIVES,
