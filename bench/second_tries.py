@@ -1,12 +1,12 @@
 """The demo with steps that are made again ends as the one without, to the bit.
 
-    python bench/second_tries.py [--steps 300] [--share 0.05] [--zero 0 1 2 3] [--precision fp32]
-        [--rows 4096] [train.batch=4 ...]
+    python bench/second_tries.py [train.batch=4 ...] [--steps 300] [--share 0.05]
+        [--zero 0 1 2 3] [--precision fp32] [--rows 4096] [--recipe demo] [--save]
 
-Trains the recipe ``demo`` twice on two ranks of ep2 with room for all rows, once as it is and once
-with a flag of missing room on a drawn rank in a drawn share of the steps, and compares the last
-checkpoints. With fewer ``--rows`` a second try takes several rounds, whose sums are rounded in
-another order: fp64 then says how far apart the runs end.
+Trains a recipe twice on two ranks of ep2 with room for all rows, once as it is and once with a flag
+of missing room on a drawn rank in a drawn share of the steps, and compares the last checkpoints.
+Nothing is evaluated meanwhile. With fewer ``--rows`` a second try takes several rounds, whose sums
+are rounded in another order: fp64 then says how far apart the runs end.
 """
 
 import argparse
@@ -24,6 +24,8 @@ import torch
 from moefold.checkpoint.load import Reader
 from moefold.training.run_folder import History
 
+RESULTS = Path(__file__).parent / "results" / "second_tries.json"
+QUIET = [f"watch.{name}=null" for name in ("evaluate", "sample", "plots", "experts_page")]
 FLAGS = """
 from random import Random
 
@@ -56,8 +58,10 @@ def main(words: list[str]) -> int:
     asked.add_argument("--zero", type=int, nargs="+", default=[0, 1, 2, 3])
     asked.add_argument("--precision", nargs="+", default=["fp32"])
     asked.add_argument("--rows", type=int, default=4096)
+    asked.add_argument("--recipe", default="demo")
+    asked.add_argument("--save", action="store_true", help="write bench/results/second_tries.json")
     given, more = asked.parse_known_args(words)
-    failed = False
+    failed, rows = False, list[dict[str, object]]()
     for precision in given.precision:
         for zero in given.zero:
             about = [
@@ -66,30 +70,29 @@ def main(words: list[str]) -> int:
                 f"layout.dispatch={{kind: padded, max_rows: {given.rows}}}",
                 f"train.steps={given.steps}",
                 f"train.precision={precision}",
+                *QUIET,
                 *more,
             ]
             with TemporaryDirectory() as folder:
                 plain, again = (Path(folder, name) for name in ("plain", "again"))
-                trained(plain, 0.0, about)
-                number = trained(again, given.share, about)
+                trained(given.recipe, plain, 0.0, about)
+                number = trained(given.recipe, again, given.share, about)
                 apart = difference(plain, again)
             bound = 1e-10 if precision == "fp64" else 0.0
             failed |= apart > bound or not number
-            print(
-                json.dumps({
-                    "precision": precision, "zero": zero, "steps": given.steps,
-                    "made_again": number, "apart": apart,
-                }),
-                flush=True,
-            )  # fmt: skip
+            said = {"steps": given.steps, "made_again": number, "apart": apart, "with": more}
+            rows.append({"precision": precision, "zero": zero} | said)
+            print(json.dumps(rows[-1]), flush=True)
+    if given.save:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     return int(failed)
 
 
-def trained(folder: Path, share: float, about: list[str]) -> int:
+def trained(recipe: str, folder: Path, share: float, about: list[str]) -> int:
     """Train a run; return how many of its steps were made again."""
     plugin = folder.with_suffix(".py")
     plugin.write_text(FLAGS.format(seed=1, share=share), "utf-8")
-    command = [sys.executable, "-m", "moefold", "train", "demo", *about, f"uses=[{plugin}]"]
+    command = [sys.executable, "-m", "moefold", "train", recipe, *about, f"uses=[{plugin}]"]
     command += ["watch.progress.style=off", "--nproc", "2", "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

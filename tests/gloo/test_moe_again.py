@@ -1,11 +1,14 @@
 """A run some of whose steps are made again ends as the one without."""
 
+import json
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
+from bench import second_tries
 from moefold.comm.world import World
 from moefold.moe.dispatch.config import Padded
 from moefold.optim.norm import clip_scale
@@ -57,3 +60,12 @@ def test_b65_a_run_with_steps_made_again_ends_as_the_one_without() -> None:
         assert [number for number, rows in enumerate(lacked_again) if rows] == [1, 2]
         assert left.keys() == again.keys() and any("selection_bias" in name for name in left)
         assert not [name for name in left if not torch.equal(left[name], again[name])]
+
+
+@pytest.mark.slow
+def test_so_it_is_of_runs_at_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their last checkpoints, as after the 300 steps of the demo that the bench makes."""
+    words = ["train.batch=4", "--recipe", "tiny", "--steps", "4", "--share", "0.5", "--zero", "3"]
+    assert second_tries.main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert 0 < told["made_again"] < 4 and told["apart"] == 0
