@@ -13,6 +13,8 @@ from moefold.checkpoint import manifest
 from moefold.checkpoint.folder import newest
 from moefold.comm.agree import on_first
 from moefold.comm.world import World
+from moefold.kernels.quantise.config import Quantise
+from moefold.kernels.scaled.choose import demand
 from moefold.layers.config import Precision, faster, slowness
 from moefold.run import Run
 from moefold.training.machine import MatrixRate, device_name, machines
@@ -110,8 +112,14 @@ class PrecisionChoice:
         return f"{', '.join(rates)} GFLOP/s"
 
 
-def prepare_products(run: Run) -> None:
-    """Let products be summed in fp32, to the same bits each time where the run asks for it."""
+def prepare_products(run: Run, device: torch.device) -> None:
+    """Let products be summed in fp32, to the same bits each time where the run asks for it.
+
+    Raises:
+        ValueError: where what the run asks for multiplies codes and is not there.
+    """
+    if isinstance(asked := run.train.quantise, Quantise) and run.train.precision != "fp64":
+        demand(asked.backend, device)
     # Else parts of a sum may be rounded to bf16 before they are added.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if run.deterministic:

@@ -137,7 +137,7 @@ class Trainer:
         calls = {name: partial(method, self) for name, method in _TOGETHER.items()}
         self._rank_zero = RankZeroRunner(world, calls)
         self.parts = parts_from_outside(run)
-        prepare_products(run)
+        prepare_products(run, self.device)
         self.lock = FolderLock(self.folder, run.name)
         claim = partial(demand_writable, self.folder) if scratch else self.lock.acquire
         on_first(claim, world.on_host)

@@ -175,6 +175,8 @@ def test_what_is_chosen_has_a_reason() -> None:
             choose(asked, use)
     with pytest.raises(ValueError, match="No module named 'deep_gemm'"):
         choose("deep_gemm", use._replace(device=CUDA))
+    with pytest.raises(ValueError, match="scaled_mm is not there: it runs on NVIDIA GPUs and CPUs"):
+        choose("scaled_mm", use._replace(device=torch.device("mps")))
     rest = choose("scaled_mm", Recipe("mxfp8").use("y", False, torch.float32, CPU))
     assert (rest.backend.name, rest.why) == ("emulated", "scaled_mm: a CPU has no mxfp8 products")
 

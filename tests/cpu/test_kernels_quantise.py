@@ -244,16 +244,19 @@ def test_b50_stochastic_rounding_takes_neighbours_and_averages_out() -> None:
 
 
 def test_what_cannot_be_quantised_is_refused_by_name() -> None:
-    """Kinds, roles, rules and dims."""
+    """Kinds, roles, rules and dims; chance of other kinds and shapes, and integers."""
     x = torch.zeros(4, 4)
     for asked in (
         {"kind": "fp6"},
         {"kind": "mxfp8", "role": "bias"},
         {"kind": "mxfp8", "scales": "fp32"},
         {"kind": "mxfp8", "dim": 0},
+        {"kind": "mxfp8", "chance": x},
+        {"kind": "nvfp4", "chance": x[0]},
+        {"kind": "nvfp4", "x": x.int()},
     ):
-        with pytest.raises(ValueError, match=r"none of|blocks lie along"):
-            moefold.quantise(x, **asked)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"none of|blocks lie along|chance|floating point"):
+            moefold.quantise(**{"x": x} | asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -276,3 +279,16 @@ def test_b55_rows_that_codes_stand_for_lose_nothing(
     assert torch.equal(again.nan_to_num(1e9), once.nan_to_num(1e9))
     assert again[5].isnan().any() and not again[6].isnan().any()
     assert not torch.equal(once.nan_to_num(0), x_ND.nan_to_num(0))
+
+
+@pytest.mark.parametrize("kind", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("shape", [(0, 128), (0, 18), (1, 18), (1, 130), (3, 18)], ids=str)
+def test_b55_any_number_of_rows_travels(kind: str, shape: tuple[int, int]) -> None:
+    """None go to a rank whose experts nobody chose; widths that neither blocks nor scales divide.
+
+    Plant: bytes of scales lie where they were sent.
+    """
+    x_ND = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes = RowCodes(format_of(kind, "rows"))
+    assert len(codes.pack(x_ND)) == len(x_ND)
+    assert torch.equal(codes.rounded(x_ND), quantise(x_ND, kind).dequantise())

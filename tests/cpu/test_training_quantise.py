@@ -192,3 +192,11 @@ def test_the_banner_names_each_products_path_and_why(tmp_path: Path, wgrad: str,
         shown = [*rows(job, tmp_path)]
     at = [what for what, _ in shown].index("quantise")
     assert said in shown[at][1] and "all emulated (in plain torch" in shown[at + 1][1]
+
+
+def test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared(tmp_path: Path) -> None:
+    """With how to get it. Plant: the first product tells."""
+    quantise = {"kind": "fp8_block", "backend": "deep_gemm"}
+    with pytest.raises(ValueError, match=r"deep_gemm is not there: .*Build 2.1 or newer"):
+        job_of(tmp_path, train={"quantise": quantise})
+    assert [one.name for one in tmp_path.iterdir()] == ["corpus"]

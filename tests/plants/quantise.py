@@ -531,8 +531,16 @@ PLANTS = (
         "scales of rows are left behind",
         "tests/cpu/test_kernels_quantise.py::test_b55_rows_that_codes_stand_for_lose_nothing",
         "kernels/quantise/rows.py",
-        "made.scales.view(torch.uint8)], 1)",
-        "made.scales.view(torch.uint8).roll(1, 0)], 1)",
+        "scales.view(torch.uint8)], 1)",
+        "scales.view(torch.uint8).roll(1, 0)], 1)",
+    ),
+    Plant(
+        "b55",
+        "bytes of scales lie where they were sent",
+        "tests/cpu/test_kernels_quantise.py::test_b55_any_number_of_rows_travels",
+        "kernels/quantise/rows.py",
+        "return x.clone(memory_format=torch.contiguous_format)",
+        "return x.contiguous()",
     ),
     Plant(
         "b55",
@@ -696,5 +704,14 @@ PLANTS = (
         "kernels/scaled/choose.py",
         'return "" if off < BOUND else',
         'return "" if off < 100 else',
+    ),
+    Plant(
+        "b57",
+        "a back end that is not there is told of by the first product",
+        "tests/cpu/test_training_quantise.py::"
+        "test_b57_a_back_end_that_is_not_there_is_told_before_data_is_prepared",
+        "training/precision.py",
+        "        demand(asked.backend, device)",
+        "        assert device",
     ),
 )

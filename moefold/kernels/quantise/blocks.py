@@ -167,10 +167,15 @@ def quantise(
         chance: of x's shape, multiples of 2^-16 in [0, 1): ``nvfp4`` then rounds up or down by it.
 
     Raises:
-        ValueError: at an unknown kind, role, rule or dim, and at a tensor without dims.
+        ValueError: at an unknown kind, role, rule or dim, at a tensor without dims or of integers,
+            and at chance of another shape, or for a kind that has none.
     """
     if dim not in (-1, -2) or x.ndim < -dim:
         raise ValueError(f"dim {dim} of {x.ndim} dims: blocks lie along -1, or -2 where x has it")
+    if not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype}: floating point becomes codes")
+    if chance is not None and (kind != "nvfp4" or chance.shape != x.shape):
+        raise ValueError(f"chance rounds nvfp4, in the shape of x: {tuple(x.shape)}")
     if x.ndim == 1:
         row = None if chance is None else chance[None]
         found = quantise(x[None], kind, role=role, scales=scales, chance=row)

@@ -21,16 +21,18 @@ class RowCodes(NamedTuple):
     def pack(self, x_ND: Tensor) -> Tensor:
         """Return uint8 [N, W]: codes, then scales."""
         made = encode(x_ND, self.form)
-        return torch.cat([made.codes.view(torch.uint8), made.scales.view(torch.uint8)], 1)
+        scales = _in_order(made.scales)
+        return torch.cat([made.codes.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def unpack(self, sent_NW: Tensor, like: Tensor) -> Tensor:
         """Return the rows, as wide and in the dtype of ``like``."""
         width, element = like.shape[1], self.form.element
         assert element is not None
         scale = torch.float8_e8m0fnu if self.form.kind == "mxfp8" else torch.float32
-        codes, scales = (part.contiguous() for part in sent_NW.tensor_split([width], 1))
+        codes, scales = sent_NW.tensor_split([width], 1)
         shape = torch.Size((len(sent_NW), width))
-        made = Quantised(codes.view(element), scales.view(scale), None, self.form, -1, shape)
+        read = codes.contiguous().view(element), _in_order(scales).view(scale)
+        made = Quantised(*read, None, self.form, -1, shape)
         return made.dequantise(like.dtype)
 
     def rounded(self, x_ND: Tensor) -> Tensor:
@@ -40,6 +42,11 @@ class RowCodes(NamedTuple):
     def rounded_gradient(self, x_ND: Tensor) -> Tensor:
         """Return the rows as they are, whose gradient becomes what its codes stand for."""
         return _Rounded.apply(x_ND, None, self)  # type: ignore[return-value]
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Return a copy in memory of its own: one row, or none, is contiguous wherever it lies."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Rounded(torch.autograd.Function):

@@ -45,19 +45,28 @@ def choose(asked: str, use: Use) -> Path:
         return Path(emulated, "asked for" if asked == emulated.name else "sums of fp64")
     if asked == "auto" and use.device.type != "cuda":
         return Path(emulated, f"in plain torch: no kernel is for {use.device.type} by itself")
+    demand(asked, use.device)
     preferred = [one for one in others if one.name == asked]
-    for one in preferred:
-        if why := one.missing(use.device):
-            raise ValueError(
-                f"train.quantise.backend: {asked} is not there: {why}. "
-                f"{one.remedy}, or take backend: auto"
-            )
     said = []
     for one in preferred or others:
         if not (why := one.why_not(use) or _wrong(one, use)):
             return Path(one, "; ".join(said) or ("asked for" if preferred else "the first choice"))
         said.append(f"{one.name}: {why}")
     return Path(emulated, "; ".join(said))
+
+
+def demand(asked: str, device: torch.device) -> None:
+    """Hold that the back end of a name is there for a device.
+
+    Raises:
+        ValueError: where it is not; says how to get it.
+    """
+    for one in (backend for backend in BACKENDS if backend.name == asked):
+        if why := one.missing(device):
+            raise ValueError(
+                f"train.quantise.backend: {asked} is not there: {why}. "
+                f"{one.remedy}, or take backend: auto"
+            )
 
 
 def paths(asked: str, use: Use, products: Sequence[str] = PRODUCTS) -> Iterator[str]:

@@ -28,6 +28,8 @@ class ScaledMm(Emulated):
 
     def missing(self, device: torch.device) -> str:
         """It is part of torch; ROCm's FP8 is another."""
+        if device.type not in ("cuda", "cpu"):
+            return f"it runs on NVIDIA GPUs and CPUs, and rows are on {device.type}"
         return "ROCm multiplies other FP8 numbers" if torch.version.hip else ""
 
     def why_not(self, use: Use) -> str:
