@@ -3,8 +3,8 @@
 300 steps in fp32; from there, at the same weights, the experts' gradient in each kind beside that
 in fp32; then 60 steps in which the rate falls to nothing, and the held-out loss beside fp32's. A
 curve at this size shows gross faults only; from scratch fp32 and bf16 differ by more than any kind
-does here. Which codes are right is shown by bits (``docs/precision.md``). One thread, about
-five minutes.
+does here. Which codes are right is shown by bits (``docs/precision.md``). One thread, a hundred
+seconds of a core.
 
     python bench/precision_curves.py --save
 """

@@ -213,9 +213,10 @@ def test_b55_bytes_of_codes_are_the_planned_ones(
 
 
 def test_b55_codes_leave_for_the_host_as_planned() -> None:
-    """Two of them in a byte too. Plant: such never leave."""
+    """Two of them in a byte too, and those of pre-activations. Plant: such never leave."""
     modules: tuple[Any, ...] = "attention", "experts", "shared"
-    record = QUANTISE.kinds["nvfp4"]()
+    record = QUANTISE.kinds["nvfp4"].model_validate({"hidden": "codes"})
+    assert isinstance(record, Quantise)
     block = steady("norms on heads, shared")
     layer, flow, x_TD = set_up(block, None, "bf16", record)
     asked = Offload.model_validate({"host": {"modules": modules}})

@@ -714,4 +714,20 @@ PLANTS = (
         "        demand(asked.backend, device)",
         "        assert device",
     ),
+    Plant(
+        "b57",
+        "all groups have the scale of the first one's weight",
+        BACKENDS + "the_grouped_library_is_given_all_groups",
+        "kernels/scaled/scaled_grouped_mm.py",
+        "theirs = scales.flatten(1).expand(-1, b_EMK.shape[1])",
+        "theirs = scales.flatten(1)[:1].expand(len(b_EMK), b_EMK.shape[1])",
+    ),
+    Plant(
+        "b55",
+        "each weight asks for the largest of what several read",
+        "tests/gloo/test_planner_traffic.py::test_a_step_sends_what_is_planned",
+        "layers/flow.py",
+        "return found._replace(once=self.keeper.once)",
+        "return found",
+    ),
 )
