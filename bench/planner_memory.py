@@ -56,13 +56,16 @@ class Recipe:
     optim: Optim = ADAMW
     quantise: str = ""
     """The kind of few bits that products run in, where not in ``precision``."""
+    hidden: str = "wide"
+    """What it keeps of pre-activations."""
 
     @property
     def decoder(self) -> Decoder:
         """The model."""
         blocks = (Block.model_validate({"attention": self.attention, "ffn": self.ffn}),)
         stack = Stack(repeat=self.layers, blocks=blocks)
-        codes = QUANTISE.kinds[self.quantise]() if self.quantise else None
+        kept = {"hidden": self.hidden}
+        codes = QUANTISE.kinds[self.quantise].model_validate(kept) if self.quantise else None
         return Decoder(vocab=self.vocab, hidden=256, stacks=(stack,), quantise=codes)
 
     @property
@@ -116,6 +119,9 @@ RECIPES = (
                           (", norms and experts", Selective(modules=("norms", "experts"))))),
     *(Recipe(f"{kind}, dense", quantise=kind, precision="bf16", ffn=Dense(width=1024))
       for kind in QUANTISE.kinds),
+    *(Recipe(f"fp8_block, {said}, hidden codes", quantise="fp8_block", hidden="codes",
+             precision="bf16", ffn=ffn, micro_batch=4)
+      for said, ffn in (("mixture", MIXTURE), ("dense", Dense(width=1024)))),
 )  # fmt: skip
 
 
