@@ -725,7 +725,7 @@ PLANTS = (
     Plant(
         "b55",
         "each weight asks for the largest of what several read",
-        "tests/gloo/test_planner_traffic.py::test_a_step_sends_what_is_planned",
+        "tests/gloo/test_planner_traffic.py::test_b55_a_step_sends_what_is_planned",
         "layers/flow.py",
         "return found._replace(once=self.keeper.once)",
         "return found",
