@@ -44,7 +44,7 @@ PAIRS = (
     Sending("tp2", 2, "across", precision="bf16", optimizer=Muon()),
     Sending("ep2", 2, "mla", layout={"zero": 3}, optimizer=Muon()),
     Sending("ep2", 2, precision="bf16", layout={"zero": 3}, quantise=CODES),
-    Sending("tp2 ep2", 2, layout=FULL, quantise=FP4),
+    Sending("cp2 ep2", 2, quantise=FP4),
 )
 FOURS = (
     Sending("ep2 etp2", 4, layout=TWO_LEVEL | {"zero": 0}),
@@ -95,8 +95,8 @@ REST = (
     Sending("ep2 etp2", 4, layout=SPREAD, quantise=CODES),
     Sending("ep2 etp2", 4, layout=PADDED, quantise=CODES | {"rows": "rank"}),
     Sending("ep4", 4, precision="bf16", layout=TWO_LEVEL, quantise=CODES | {"kind": "mxfp8"}),
-    Sending("cp2 ep2", 2, quantise=FP4),
     Sending("cp2 ep2", 2, quantise=FP8),
+    Sending("tp2 ep2", 2, layout=FULL, quantise=FP4),
     Sending("tp2 ep2", 2, "mla", quantise=FP4),
     Sending("ep2 etp2", 4, quantise=FP8),
     Sending("ep2 etp2", 4, layout={"zero": 0}, quantise=FP4),
