@@ -12,12 +12,12 @@ LARGEST_STEP = 64
 def row_pieces(x_ND: Tensor, elements: int, block: int = 1) -> list[slice]:
     """Return slices that cover the N rows in order, whole blocks of rows each but the last.
 
-    On a CPU a piece has about ``elements`` elements, so that it stays in cache between the passes.
-    An accelerator has no such cache and pays for each launch: pieces there only bound what the
-    passes hold at once.
+    On a CPU a piece has about ``elements`` elements for each thread, so that it stays in their
+    caches between the passes. An accelerator has no such cache and pays for each launch: pieces
+    there only bound what the passes hold at once.
     """
-    if x_ND.device.type != "cpu":
-        elements = max(elements, DEVICE_PIECE)
+    on_cpu = x_ND.device.type == "cpu"
+    elements = elements * torch.get_num_threads() if on_cpu else max(elements, DEVICE_PIECE)
     step = max(1, elements // max(x_ND.shape[1] * block, 1)) * block
     return [slice(start, start + step) for start in range(0, x_ND.shape[0], step)]
 

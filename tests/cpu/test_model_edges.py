@@ -280,6 +280,7 @@ def test_every_kind_of_recompute_names_something(monkeypatch: pytest.MonkeyPatch
 def test_pieces_cover_the_rows_and_are_few_on_a_device(device: str, pieces: int) -> None:
     x_ND = torch.empty(1 << 14, 1 << 12, device=device)
     found = row_pieces(x_ND, 1 << 18)
+    pieces //= torch.get_num_threads() if device == "cpu" else 1
     assert len(found) == pieces and sum(len(range(*s.indices(1 << 14))) for s in found) == 1 << 14
     assert row_pieces(x_ND[:0], 1 << 18) == []
     assert len(row_pieces(x_ND[:3], 1)) == (3 if device == "cpu" else 1)

@@ -15,6 +15,15 @@ STEP = "tests/triton/test_model.py::test_b41_a_step_through_kernels_is_the_plain
 
 PLANTS = (
     Plant(
+        "b44",
+        "attention's sums over the rows of short segments are rounded as they go",
+        "tests/cpu/test_kernels_attention_block.py::"
+        "test_b44_gradients_of_short_segments_in_bf16_are_rounded_once",
+        "kernels/attention/block_fused.py",
+        "dtype = lse_NHS.dtype if widened else q_NHSd.dtype",
+        "dtype = q_NHSd.dtype",
+    ),
+    Plant(
         "b41",
         "a norm's weight gradient is computed and given to no sink",
         STEP,

@@ -22,12 +22,13 @@ def attention(
     """Return ``out_THv``; rows beyond the segments give zeros.
 
     Where values are narrower than keys, and cuDNN does not take them so, the fused kernels take
-    them padded with zeros (their fallback is more than twice as slow); what is kept for backward is
-    narrow.
+    them padded with zeros (their fallback is more than twice as slow), and on a CPU 16-bit rows of
+    short segments are widened for backward; what is kept for backward is narrow.
     """
     narrower = v_TGv.shape[-1] < q_THd.shape[-1]
-    if narrower and block_fused.fits(q_THd, v_TGv) and not _cudnn_takes(q_THd, k_TGd, v_TGv):
-        return _NarrowValues.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
+    changed = narrower or (q_THd.is_cpu and q_THd.dtype.itemsize == 2)
+    if changed and block_fused.fits(q_THd, v_TGv) and not _cudnn_takes(q_THd, k_TGd, v_TGv):
+        return _KeptNarrow.apply(q_THd, k_TGd, v_TGv, lengths, scale)  # type: ignore[return-value]
     given = (q_THd, k_TGd, v_TGv)
     tiles, parts = _parts(lengths, q_THd.shape[0])
     # A split in one would be joined again in backward, by copies.
@@ -75,8 +76,8 @@ def _joined(pieces: list[Tensor], like_THd: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-class _NarrowValues(Function):
-    """Attention whose values are narrower than its keys: padded for the kernels, kept narrow."""
+class _KeptNarrow(Function):
+    """Attention of rows that are padded or widened for the kernels, and kept as they came."""
 
     @staticmethod
     def forward(

@@ -23,8 +23,8 @@ from moefold.kernels.norm import fused as kernels
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_pieces
 
-PIECE = 1 << 18
-"""Elements of one piece, a megabyte of fp32."""
+PIECE = 1 << 17
+"""Elements of one piece for each thread, half a megabyte of fp32."""
 
 
 def rms_norm(

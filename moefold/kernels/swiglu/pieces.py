@@ -14,7 +14,7 @@ from moefold.kernels.rows import row_pieces, wide
 from moefold.kernels.swiglu import fused as kernels
 
 PIECE = 1 << 17
-"""Elements of one piece, half a megabyte of fp32."""
+"""Elements of one piece for each thread, half a megabyte of fp32."""
 
 
 def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
