@@ -122,7 +122,9 @@ def test_b44_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
     wide = [x.detach().double() for x in given]
     ours = run(sdpa.attention, given, (256, 256), SCALE)
     theirs = run(reference.attention, wide, (256, 256), SCALE)
-    assert all(relative(a, b) < 0.4 * EPS[torch.bfloat16] for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        relative(a, b) < 0.4 * EPS[torch.bfloat16] for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("backend", ["plain", "fused"])
