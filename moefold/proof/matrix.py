@@ -431,7 +431,7 @@ def precisions() -> Iterator[ProofCase]:
             again = Selective(modules=tuple(m for m in get_args(Kind) if m not in absent))
             four = [("cp2 ep4", 4), ("cp2 ep2 etp2", 4)]
             yield from _each([one], four, recompute=again, zero=3)
-        if record.of_matrices and kind != "delayed":
+        if isinstance(record, Fp8Tensor | Nvfp4) and kind != "delayed":
             yield from _dispatched(named[:1], "tp2 ep4")
     for record in (Fp8Block(block=4, wire="codes", wgrad="wide"), Mxfp8(block=4, wire="codes")):
         named = [
