@@ -111,6 +111,8 @@ def run_controls() -> dict[str, Any]:
     """
     named = json.loads((RESULTS / "proof_matrix.json").read_text())
     by_name = {case.name: case for case in every_case()}
+    if gone := [name for name in named["cover"] if name not in by_name]:
+        sys.exit(f"the matrix has no {gone[0]!r} any more: run `bench/proof.py matrix` anew")
     cases, started = [by_name[name] for name in named["cover"]], time.monotonic()
     proof = prove(cases, Lines(len(cases)).verdict)
     recorded = [(case, found.sites) for case, found in zip(cases, proof.verdicts, strict=True)]
