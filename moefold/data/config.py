@@ -185,7 +185,7 @@ class Preferences(FileSource):
     conversations. A pair is whole in a sequence, one answer after the other. For ``train.loss``.
     """
 
-    owner = "moefold.data.preferences:PreferenceReader"
+    owner = "moefold.data.conversations:PreferenceReader"
     source: Literal["preferences"] = "preferences"
     long: Literal["refuse", "skip"] = "refuse"
     """What happens to a pair that does not fit a sequence: stop and name it, or leave it out and

@@ -2,18 +2,22 @@
 
 Columns are named as TRL names them, and read from JSON lines, Parquet files, and folders of Arrow
 files that ``datasets`` wrote. Loss is taken on answers: the tokens of assistants' messages, with
-the token that ends each, or of a completion.
+the token that ends each, or of a completion. Of a pair, the chosen answer's conversation and then
+the rejected one's, the last answers are trained: ``chosen`` and ``rejected``, of whole
+conversations the last message. N tokens of an example.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moefold.data.config import Chat, DataError, Preferences
+from moefold.data.packing import REJECTED
 from moefold.data.sources import (
     READ_ROWS,
     BadDocument,
@@ -28,6 +32,7 @@ from moefold.data.template import ANSWER, ChatTemplate, Message, Rendered
 from moefold.data.tokenizer import Tokenizer
 
 BATCH = 512
+SIDES = ("chosen", "rejected")
 BEFORE = {
     "system": ("",),
     "developer": ("", "system"),
@@ -46,6 +51,13 @@ class Example(NamedTuple):
     tools: Sequence[Any] | None
     more: Mapping[str, Any]
     """What else the template is given."""
+
+
+class Written(NamedTuple):
+    """An example's text: rendered, and after it what is a completion as a whole."""
+
+    rendered: Rendered
+    completion: str = ""
 
 
 class ConversationReader(FileReader):
@@ -131,16 +143,16 @@ class ConversationReader(FileReader):
 
     def _texts(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-    ) -> "tuple[Written, ...]":
+    ) -> tuple[Written, ...]:
         """Return the texts that an example has: one."""
-        if "chosen" in example or "rejected" in example:
+        if any(side in example for side in SIDES):
             said = "chosen and rejected are no conversation; read them as source: preferences"
             raise BadDocument("a pair", f"{said}, for train.loss: dpo")
         return (self._written(example, template, tokenizer),)
 
     def _written(
         self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
-    ) -> "Written":
+    ) -> Written:
         """Return a conversation's text."""
         if isinstance(prompt := example.get("prompt"), str):
             completion = example.get("completion")
@@ -153,18 +165,24 @@ class ConversationReader(FileReader):
 
     def _encode(
         self,
-        batch: Sequence[tuple[str, bytes, "tuple[Written, ...]"]],
+        batch: Sequence[tuple[str, bytes, tuple[Written, ...]]],
         tokenizer: Tokenizer,
         seq: int,
         skipped: Skipped,
     ) -> list[Coded]:
         found = []
-        coded = encoded([written for _, _, (written,) in batch], tokenizer)
-        for (name, said, _), (ids_N, trained_N) in zip(batch, coded, strict=True):
-            if not trained_N[1:].any():
+        coded = encoded([text for _, _, texts in batch for text in texts], tokenizer)
+        for name, said, texts in batch:
+            ids, trained = zip(*islice(coded, len(texts)), strict=True)
+            ids_N = np.concatenate(ids)
+            marks_N = np.concatenate([one + REJECTED * at for at, one in enumerate(trained)])
+            if not all(one[1:].any() for one in trained):
                 self.refuse(name, "example without an answer", "no token of it is trained", skipped)
-            elif len(ids_N) <= seq or self._fits(name, len(ids_N), trained_N[1:seq], seq, skipped):
-                found.append(Coded(name, said, ids_N[:seq], trained_N[:seq]))
+            elif len(ids) > 1 and np.array_equal(*ids):
+                said_so = "chosen and rejected are the same tokens"
+                self.refuse(name, "pair without a difference", said_so, skipped)
+            elif len(ids_N) <= seq or self._fits(name, len(ids_N), marks_N[1:seq], seq, skipped):
+                found.append(Coded(name, said, ids_N[:seq], marks_N[:seq]))
         return found
 
     def _fits(self, name: str, tokens: int, left: np.ndarray, seq: int, skipped: Skipped) -> bool:
@@ -179,11 +197,23 @@ class ConversationReader(FileReader):
         return False
 
 
-class Written(NamedTuple):
-    """An example's text: rendered, and after it what is a completion as a whole."""
+class PreferenceReader(ConversationReader):
+    """Reads pairs; each is one document."""
 
-    rendered: Rendered
-    completion: str = ""
+    unit, shorten = "pair", "leave such out (long: skip)"
+
+    def _texts(
+        self, example: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+    ) -> tuple[Written, ...]:
+        """Return a pair's two texts."""
+        if missing := [side for side in SIDES if side not in example]:
+            raise BadDocument("no pair", f"it has {sorted(example)[:20]}, and no {missing}")
+        shared = {name: value for name, value in example.items() if name not in SIDES}
+        answer = "completion" if "prompt" in example else "messages"
+        sides = [shared | {answer: example[side]} for side in SIDES]
+        if sides[0] == sides[1]:
+            raise BadDocument("pair without a difference", "chosen and rejected are the same")
+        return tuple(self._written(side, template, tokenizer) for side in sides)
 
 
 def encoded(
