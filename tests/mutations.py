@@ -15,6 +15,7 @@ from typing import Any
 from moefold.config.base import Record
 from moefold.config.errors import MISSING, REMOVE, FieldPath, RunError, Violation
 from moefold.config.fields import (
+    ANYTHING,
     FieldSpec,
     Option,
     child_spec,
@@ -93,7 +94,7 @@ def _places(
         return
     for part in parts:
         below = child_spec(place, value, part)
-        if below is not None:
+        if below is not ANYTHING:
             yield from _places(below, value[part], (*path, part))
 
 

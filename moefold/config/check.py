@@ -144,7 +144,7 @@ def _unknown_key(cls: type[Record], data: Any, path: FieldPath, taken: set[Field
     """Return the violation of an unknown key: renamed where one spelt like it is free."""
     parent, key = path[:-1], str(path[-1])
     holder, value = get_at(data, parent), get_at(data, path)
-    record = (spec_at(FieldSpec(cls), data, parent) or ANYTHING).record(holder)
+    record = spec_at(FieldSpec(cls), data, parent).record(holder)
     known = [] if record is None else list(specs(record))
     free = [name for name in known if name not in holder and (*parent, name) not in taken]
     rule = f"unknown key; {dotted(parent) or 'the run'} has {', '.join(known)}"
@@ -164,8 +164,8 @@ def _refused_value(
     cls: type[Record], data: Any, path: FieldPath, said: list[tuple[str, str]]
 ) -> Violation:
     """Return the violation of a value that its field refuses, with the nearest that it accepts."""
-    value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path) or ANYTHING
-    above = (spec_at(FieldSpec(cls), data, path[:-1]) or ANYTHING) if path else ANYTHING
+    value, spec = get_at(data, path), spec_at(FieldSpec(cls), data, path)
+    above = spec_at(FieldSpec(cls), data, path[:-1]) if path else ANYTHING
     slot = above.slot
     if slot is not None and path[-1] == slot.tag:
         likely = likely_kind(above, slot, get_at(data, path[:-1]))
@@ -225,7 +225,7 @@ def _relations(record: Record, data: Any) -> Iterator[Violation]:
     Where a rule gives none, that is null or the default, if it settles the rule.
     """
     for item in broken_rules(record):
-        spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path) or ANYTHING
+        spec = spec_at(FieldSpec(type(record)), to_dict(record), item.path)
         given, tried = item.nearest, list[Any]()
         if given is MISSING or (given is None and not spec.option("none")):
             given, tried = MISSING, [None, spec.default]

@@ -134,27 +134,24 @@ def required(record: type[BaseModel]) -> list[str]:
     return [key for key, spec in specs(record).items() if spec.default is MISSING]
 
 
-def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec | None:
-    """Return what is legal under ``part`` of a raw value, None where no class knows the part."""
+def child_spec(spec: FieldSpec, value: Any, part: PathPart) -> FieldSpec:
+    """Return what is legal under ``part`` of a raw value; ANYTHING where no class knows it."""
     if isinstance(part, int):
         option = spec.option("list", "fixed")
         if option is None or (option.kind == "fixed" and part >= len(option.of)):
-            return None
+            return ANYTHING
         return FieldSpec(option.of if option.kind == "list" else option.of[part])
     record = spec.record(value)
     if record is not None:
-        return specs(record).get(part)
+        return specs(record).get(part, ANYTHING)
     option = spec.option("map")
-    return None if option is None else FieldSpec(option.of)
+    return ANYTHING if option is None else FieldSpec(option.of)
 
 
-def spec_at(spec: FieldSpec, value: Any, path: FieldPath) -> FieldSpec | None:
-    """Return what is legal at a path below a raw value, None where no class knows the path."""
+def spec_at(spec: FieldSpec, value: Any, path: FieldPath) -> FieldSpec:
+    """Return what is legal at a path below a raw value; ANYTHING where no class knows it."""
     for part in path:
-        below = child_spec(spec, value, part)
-        if below is None:
-            return None
-        spec, value = below, get_at(value, (part,))
+        spec, value = child_spec(spec, value, part), get_at(value, (part,))
     return spec
 
 
@@ -253,7 +250,7 @@ def with_parents(spec: FieldSpec, data: Any, path: FieldPath) -> Any:
     its other values stay when one of them is set.
     """
     for end in range(len(path)):
-        there, above = get_at(data, path[:end]), spec_at(spec, data, path[:end]) or ANYTHING
+        there, above = get_at(data, path[:end]), spec_at(spec, data, path[:end])
         if isinstance(there, Mapping | list):
             continue
         there = above.default if there is MISSING or there is None else above.expanded(there)
@@ -277,8 +274,8 @@ def with_nearest(spec: FieldSpec, data: Any, violation: Violation) -> Any:
 def paths_in(spec: FieldSpec, value: Any) -> Iterator[tuple[FieldPath, str, OnDisk]]:
     """Yield field path, text and mark of each path of files in raw data."""
     for path, text in leaves(value):
-        found = spec_at(spec, value, path) if isinstance(text, str) else None
-        marks = (item for option in found.options for item in option.metadata) if found else ()
+        options = spec_at(spec, value, path).options if isinstance(text, str) else ()
+        marks = (item for option in options for item in option.metadata)
         mark = next((item for item in marks if isinstance(item, OnDisk)), None)
         if mark is not None:
             yield path, text, mark

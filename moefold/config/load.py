@@ -179,9 +179,6 @@ class _Reading:
     ) -> None:
         """Read a file and what it builds on, bases first."""
         name = _shown(path)
-        if path.stat().st_size > MAX_BYTES:
-            rule = f"larger than {MAX_BYTES} bytes"
-            raise RunError([Violation((), None, rule, id="too-large", where=name)])
         with named(name), path.open("rb") as file:
             parsed = read_yaml(file.read(MAX_BYTES + 1), name)
         if not isinstance(parsed.data, dict):

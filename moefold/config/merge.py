@@ -8,7 +8,6 @@ from typing import Any, Literal
 from moefold.config.base import Record
 from moefold.config.errors import MISSING, FieldPath, PathPart, Violation, dotted
 from moefold.config.fields import (
-    ANYTHING,
     FieldSpec,
     child_spec,
     get_at,
@@ -77,7 +76,7 @@ class MergedData:
             return over
         merged, whole = dict(kept), {**kept, **over}
         for key, item in over.items():
-            below = child_spec(spec, whole, key) or ANYTHING
+            below = child_spec(spec, whole, key)
             merged[key] = self._merged(below, kept.get(key, MISSING), item, (*path, key), layer)
         return merged
 
@@ -101,8 +100,8 @@ class MergedData:
         """
         if add:
             there = get_at(self.data, path)
-            above = spec_at(self.spec, self.data, path) or ANYTHING
-            there = above.default if there is MISSING else there
+            if there is MISSING:
+                there = spec_at(self.spec, self.data, path).default
             if there is not MISSING and not isinstance(there, list):
                 rule = f"{dotted(path)} is no list, so nothing can be added to it"
                 return Violation(path, value, rule, id="override", where=text)
@@ -115,9 +114,9 @@ class MergedData:
         self.data = with_parents(self.spec, self.data, path)
         above, holder = spec_at(self.spec, self.data, path[:-1]), get_at(self.data, path[:-1])
         chosen = {str(path[-1]): value}
-        if above is not None and isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
+        if isinstance(holder, Mapping) and _other_kind(above, holder, chosen):
             path, value = path[:-1], chosen  # another kind replaces the whole choice
-        value = (spec_at(self.spec, self.data, path) or ANYTHING).expanded(value)
+        value = spec_at(self.spec, self.data, path).expanded(value)
         self._forget(path)
         self.data = set_at(self.data, path, value)
         origin = Origin("override", text)
@@ -127,7 +126,7 @@ class MergedData:
     def _misplaced(self, path: FieldPath, part: PathPart) -> str | None:
         """Return what is wrong with setting ``part`` of what stands, or will be made, at a path."""
         there = get_at(self.data, path)
-        above = spec_at(self.spec, self.data, path) or ANYTHING
+        above = spec_at(self.spec, self.data, path)
         if there is MISSING or there is None or isinstance(above.expanded(there), Mapping):
             there = get_at(with_parents(self.spec, self.data, (*path, part)), path)
         if isinstance(there, list):
