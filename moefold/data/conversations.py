@@ -96,8 +96,7 @@ class ConversationReader(FileReader):
                 try:
                     yield name, json_object(line)
                 except BadDocument as error:
-                    reason, said = error.args
-                    self.refuse(name, reason, said, skipped)
+                    self.refuse(name, *error.args, skipped=skipped)
 
     def _rows(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         number = 0
@@ -131,8 +130,7 @@ class ConversationReader(FileReader):
             except UnicodeEncodeError as error:
                 self.refuse(name, "broken text", f"{error.reason}", skipped)
             except BadDocument as error:
-                reason, detail = error.args
-                self.refuse(name, reason, detail, skipped)
+                self.refuse(name, *error.args, skipped=skipped)
             else:
                 batch.append((name, said, written))
             if len(batch) == BATCH:
@@ -291,8 +289,8 @@ def example_of(found: Mapping[str, Any], last: bool = False) -> Example:
     return Example(messages, first, tools or None, more or {})
 
 
-def check_roles(messages: Sequence[Message], ends: str | None = ANSWER) -> None:
-    """Refuse roles that are unknown or out of order; the last one must be ``ends``."""
+def check_roles(messages: Sequence[Message]) -> None:
+    """Refuse roles that are unknown or out of order; the last one must answer."""
     before = ""
     for number, message in enumerate(messages):
         role, text = message.get("role"), message.get("content")
@@ -309,9 +307,9 @@ def check_roles(messages: Sequence[Message], ends: str | None = ANSWER) -> None:
         if role == ANSWER and not text and not message.get("tool_calls"):
             raise BadDocument("example without an answer", f"message {number} of {role} is empty")
         before = role
-    if before != ANSWER and ends:
+    if before != ANSWER:
         said = f"it ends with {before}" if before else "it has no messages"
-        raise BadDocument("example without an answer", f"{said}, not with {ends}")
+        raise BadDocument("example without an answer", f"{said}, not with {ANSWER}")
 
 
 def tokens_of(span: tuple[int, int], spans_N2: np.ndarray) -> tuple[int, int]:

@@ -388,11 +388,3 @@ class Corpus:
     def document(self, i: int) -> np.ndarray:
         """Return int64 ids of the i-th document of the choice."""
         return self.indexed.document(int(self._numbers[i]))
-
-    def check_length(self, seq: int) -> None:
-        """Refuse a corpus that does not fill one sequence."""
-        if self.tokens < seq:
-            raise DataError(
-                f"source {self.name}: {self.tokens} tokens in {self.documents} documents do not "
-                f"fill one sequence of {seq}; add text, or lower data.seq"
-            )

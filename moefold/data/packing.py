@@ -135,8 +135,11 @@ def sequences_of(
         DataError: where it does not fill one, or a document does not fit in one.
     """
     if not isinstance(corpus, Conversations):
-        if whole:
-            corpus.check_length(seq)
+        if whole and corpus.tokens < seq:
+            raise DataError(
+                f"source {corpus.name}: {corpus.tokens} tokens in {corpus.documents} documents do "
+                f"not fill one sequence of {seq}; add text, or lower data.seq"
+            )
         return Cuts(corpus, seed, name, seq)
     longest = int(corpus.lengths.max(initial=0))
     if longest > seq:

@@ -201,8 +201,7 @@ class JsonlReader(FileReader):
                 try:
                     yield Document(name, self._text(line))
                 except BadDocument as error:
-                    reason, said = error.args
-                    self.refuse(name, reason, said, skipped)
+                    self.refuse(name, *error.args, skipped=skipped)
 
     def _text(self, line: bytes) -> str:
         """Return the document of a line."""
