@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def evaluate(
     exact = repeats(placed)
     for batch in batches:
         flow = flow_of(placed, batch, training=False, exact=exact)
-        (flow,) = objective.informed(placed, [batch], [flow], loss_chunk)
+        flow = replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
         with placed.world.recorder.module("evaluation"):
             if (share := score(placed, flow, objective.score, loss_chunk)) is not None:
                 figures[:said] += share

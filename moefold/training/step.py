@@ -84,7 +84,10 @@ def _pass(
     module = world.recorder.module
     flows = [flow_of(placed, batch, exact=exact) for batch in batches]
     with module("loss"):
-        flows = objective.informed(placed, batches, flows, loss_chunk)
+        flows = [
+            replace(flow, known=objective.known(placed, batch, flow, loss_chunk))
+            for batch, flow in zip(batches, flows, strict=True)
+        ]
     data.begin_step(len(batches))
     for _, mixture in model.mixtures():
         mixture.balance.start_step()

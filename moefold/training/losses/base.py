@@ -3,7 +3,7 @@
 T rows here, P rows of the tensor group, D hidden, F figures beside the loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, Self
 
@@ -46,14 +46,12 @@ class Objective:
         """Return how many units a micro-batch has, which is whole and on the host."""
         return batch.n_labels
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        """Return the passes with what the loss has to know of each, in ``Flow.known``.
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return what the loss has to know of a pass beside its rows, for ``Flow.known``.
 
         All ranks call it before a step's first forward, so that it may run other models.
         """
-        return list(flows)
+        return None
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int

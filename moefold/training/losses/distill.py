@@ -4,8 +4,6 @@ T rows here, D hidden of the teacher. The teacher is a model in the run's layout
 before the step's; what is kept of it until the loss are its last normed rows.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,18 +59,18 @@ class Distillation(Objective):
         self.teacher = ShardedState(parts).placed
         return self
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        """Return the passes with the teacher's normed rows [T, D], where the last stage is.
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return what the teacher says, where the last stage is; held-out data needs nothing."""
+        return self.told(placed, batch, flow, chunk) if flow.training else None
 
-        Those of held-out data need none.
-        """
-        if not any(flow.training for flow in flows):
-            return list(flows)
-        told = (flow_of(self.teacher, batch, training=False, exact=True) for batch in batches)
-        pairs = zip(flows, told, strict=True)
-        return [replace(flow, known=_rows(self.teacher, theirs)) for flow, theirs in pairs]
+    @torch.no_grad()
+    def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+        """Return the teacher's normed rows [T, D]."""
+        return forward(self.teacher, self.asked(batch))
+
+    def asked(self, batch: MicroBatch) -> Flow:
+        """Return the teacher's pass of a micro-batch."""
+        return flow_of(self.teacher, batch, training=False, exact=True)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -83,11 +81,6 @@ class Distillation(Objective):
             compare = whole(flow.known, self.teacher.model.head_operand(), t, flow)
             how = {"compare": compare, "temperature": t, "scale": scale, "chunk": chunk}
             return divergence_and_gradients(x_TD, head, flow, **how)
-
-
-def _rows(teacher: ModelParts, flow: Flow) -> Tensor | None:
-    with torch.no_grad():
-        return forward(teacher, flow)
 
 
 def _frozen(decoder: Decoder) -> Decoder:

@@ -11,8 +11,6 @@ the loss of a pair is ``-log sigmoid(beta h)`` (arXiv 2305.18290, eq. 7) or, as 
 its rows' sums are added up there before the loss is computed, by each of them alike.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -52,17 +50,11 @@ class Preference(Objective):
         """Return the number of pairs."""
         return len(batch.lengths) // 2
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        """Return the passes with the reference's log-probability of each segment [N]."""
-        found = []
-        for batch, flow in zip(batches, flows, strict=True):
-            with placed.model.recipe.without_adapters():
-                asked = flow_of(placed, batch, training=False, exact=True)
-                log_N = score(placed, asked, log_probabilities, chunk)
-            found.append(replace(flow, known=log_N))
-        return found
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return the reference's log-probability of each segment [N], where the last stage is."""
+        with placed.model.recipe.without_adapters():
+            asked = flow_of(placed, batch, training=False, exact=True)
+            return score(placed, asked, log_probabilities, chunk)
 
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
@@ -134,23 +126,17 @@ class StoredPreference(Preference):
         parts = gather_objects(found, job.world.on_host)
         return {key: value for part in parts for key, value in part.items()}
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        """Return the passes with the stored log-probability of each segment [N]."""
-        pairs = zip(batches, flows, strict=True)
-        device = placed.world.device
-        told = [(flow, [self._stored[key] for key, _ in segments(batch)]) for batch, flow in pairs]
-        return [replace(f, known=torch.tensor(v, dtype=widest(device)).to(device)) for f, v in told]
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        """Return the stored log-probability of each segment [N]."""
+        stored, device = [self._stored[key] for key, _ in segments(batch)], placed.world.device
+        return torch.tensor(stored, dtype=widest(device)).to(device)
 
 
 class _Unreferenced(Preference):
     """The reference's log-probabilities are zero."""
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        return [replace(flow, known=0.0) for flow in flows]
+    def known(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Any:
+        return 0.0
 
 
 @torch.no_grad()

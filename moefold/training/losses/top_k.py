@@ -7,9 +7,7 @@ Rows of labels stand in files of fp32 numbers, one file a data rank, segment aft
 ``index.json`` says what was scored, and in which file and at which row a segment begins.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +26,7 @@ from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
 from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities
 from moefold.layers.flow import Flow
-from moefold.parallel.apply import ModelParts, flow_of
+from moefold.parallel.apply import ModelParts
 from moefold.parallel.pipeline.score import score
 from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Distill
@@ -78,15 +76,6 @@ class TopKDistillation(Distillation):
         self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
         return super().trial(placed, subject)
 
-    def informed(
-        self, placed: ModelParts, batches: Sequence[MicroBatch], flows: Sequence[Flow], chunk: int
-    ) -> list[Flow]:
-        """Return the passes with the scores [P, W], where the last stage is."""
-        if not any(flow.training for flow in flows):
-            return list(flows)
-        told = (self._told(placed, *one, chunk) for one in zip(batches, flows, strict=True))
-        return [replace(flow, known=told_PW) for flow, told_PW in zip(flows, told, strict=True)]
-
     def __call__(
         self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
@@ -94,9 +83,10 @@ class TopKDistillation(Distillation):
         how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
         return divergence_and_gradients(x_TD, head, flow, compare=top(flow.known), **how)
 
-    def _told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+    def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+        """Return the scores [P, W]."""
         if self._folder is None:
-            return self._said(flow_of(self.teacher, batch, training=False, exact=True), chunk)
+            return self._said(self.asked(batch), chunk)
         if not any(one.scores for one in placed.chunks):
             return None
         told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
@@ -116,7 +106,7 @@ class TopKDistillation(Distillation):
             if any(one.scores for one in job.placed.chunks) and spot.tp == spot.cp == 0:
                 file = stack.enter_context(_file(folder, spot.dp).open("wb"))
             for batch in job.loader.everything(held_out=False):
-                flow = flow_of(self.teacher, batch, training=False, exact=True)
+                flow = self.asked(batch)
                 told_PW = self._said(flow, job.run.train.loss_chunk)
                 if told_PW is None:
                     continue
