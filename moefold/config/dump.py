@@ -15,18 +15,16 @@ from moefold.config.reader import CoreLoader
 class _Dumper(yaml.SafeDumper):
     """Quotes text that any YAML reader, of version 1.1 or 1.2, would take for something else."""
 
+    yaml_implicit_resolvers = {
+        **yaml.SafeDumper.yaml_implicit_resolvers,
+        **CoreLoader.yaml_implicit_resolvers,
+    }
+
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
-
-
-_ours = {first: list(rules) for first, rules in CoreLoader.yaml_implicit_resolvers.items()}
-_theirs = yaml.SafeDumper.yaml_implicit_resolvers
-_Dumper.yaml_implicit_resolvers = {
-    first: _ours.get(first, []) + _theirs.get(first, []) for first in {*_ours, *_theirs}
-}
 
 
 def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:

@@ -42,30 +42,23 @@ def _float(text: str) -> float:
     return value
 
 
-_SCALARS: dict[str, tuple[str, list[str], str, Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], "null", lambda text: None),
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", "null", lambda text: None),
     "bool": (
         r"true|True|TRUE|false|False|FALSE",
-        list("tTfF"),
         "true or false",
         lambda text: {"true": True, "false": False}[text.lower()],
     ),
-    "int": (
-        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
-        list("-+0123456789"),
-        "a whole number",
-        _int,
-    ),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "a whole number", _int),
     "float": (
         r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
         "a number",
         _float,
     ),
 }
-"""Scalars that are no text in YAML 1.2's core schema: how they look, how they can begin, what they
-are in words, and what reads them."""
+"""Scalars that are no text in YAML 1.2's core schema: how they look, what they are in words, and
+what reads them."""
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -86,8 +79,8 @@ class CoreLoader(yaml.SafeLoader):
             self.depth -= 1
 
 
-for _name, (_pattern, _first, _, _) in _SCALARS.items():
-    CoreLoader.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), _first)
+for _name, (_pattern, _, _) in _SCALARS.items():
+    CoreLoader.add_implicit_resolver(_CORE + _name, re.compile(f"^(?:{_pattern})$"), None)
 
 
 @dataclass
@@ -164,7 +157,7 @@ class _Converter:
             sort = node.tag.removeprefix(_CORE)
             if sort == "str":
                 return self._text(node)
-            _, _, called, read = _SCALARS[sort]
+            _, called, read = _SCALARS[sort]
             try:
                 return read(node.value)  # NaN and infinities are left for the fields to refuse
             except (ValueError, KeyError, OverflowError) as error:
