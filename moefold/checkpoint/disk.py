@@ -17,20 +17,9 @@ Result = TypeVar("Result")
 Say = Callable[[str], None]
 """Takes a line for the log."""
 
-PASSING = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.ENOSPC,
-        errno.EDQUOT,
-    }
-)
-"""Errors of storage that may be gone a moment later."""
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+PASSING = FULL | {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT}
+"""Errors of storage that may be gone a moment later."""
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
