@@ -13,7 +13,7 @@ place. This, ``format`` and ``version`` stay as they are in every later version.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from operator import gt
@@ -133,8 +133,8 @@ class Manifest(Record):
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of a box's first element, and the box's shape."""
-Row = tuple[int, int, str, StoredSlice]
-"""A slice in a shard: first byte, byte after the last, the tensor's name, the slice."""
+Row = tuple[str, StoredSlice]
+"""A slice in a shard, with its tensor's name."""
 
 
 class HeaderEntry(NamedTuple):
@@ -162,23 +162,13 @@ def writer() -> str:
         return "moefold"
 
 
-def entry_name(
-    name: str, whole: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...]
-) -> str:
-    """Return a slice's name in its shard: the tensor's, with the box where it is not whole."""
-    if shape == whole:
-        return name
-    box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
-    return f"{name}[{box}]"
-
-
 def spans(manifest: Manifest) -> list[list[Row]]:
-    """Return for each shard ``(start, stop, tensor name, slice)`` in the order of the file."""
+    """Return the slices of each shard in the order of the file."""
     found: list[list[Row]] = [[] for _ in manifest.shards]
     for name, stored in manifest.tensors.items():
         for part in stored.slices:
-            found[part.shard].append((*part.span, name, part))
-    return [sorted(rows, key=lambda row: row[:2]) for rows in found]
+            found[part.shard].append((name, part))
+    return [sorted(rows, key=lambda row: row[1].span) for rows in found]
 
 
 def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
@@ -192,13 +182,20 @@ def shard_header(entries: Mapping[str, HeaderEntry], **metadata: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def entries_of(manifest: Manifest, base: int, rows: Sequence[Row]) -> dict[str, HeaderEntry]:
-    """Return a shard's header entries from its ``spans``; ``base`` is where its data begin."""
-    entries = {}
-    for start, stop, name, part in rows:
-        stored = manifest.tensors[name]
-        entry = HeaderEntry(stored.dtype, part.shape, start - base, stop - base)
-        entries[entry_name(name, stored.shape, part.at, part.shape)] = entry
+def header_entries(
+    slices: Iterable[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+) -> dict[str, HeaderEntry]:
+    """Return a shard's header entries for slices in the order of the file.
+
+    Of each: its tensor's name, data type and shape, the index of its first element, its own shape.
+    An entry has the tensor's name, with the box where that is not whole.
+    """
+    entries, end = dict[str, HeaderEntry](), 0
+    for name, dtype, whole, at, shape in slices:
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        box = ",".join(f"{a}:{a + n}" for a, n in zip(at, shape, strict=True))
+        entry = name if shape == whole else f"{name}[{box}]"
+        entries[entry] = HeaderEntry(dtype, shape, start, end)
     return entries
 
 
@@ -313,10 +310,10 @@ def contradictions(manifest: Manifest) -> Iterator[tuple[str | None, str]]:
             yield name, f"has slices that do not tile its shape {list(stored.shape)}"
     for shard, rows in zip(manifest.shards, spans(manifest), strict=True):
         end = shard.header
-        for start, stop, *_ in rows:
-            if start != end:
+        for _, part in rows:
+            if part.span[0] != end:
                 break
-            end = stop
+            end = part.span[1]
         if end != shard.size or not 8 <= shard.header <= MAX_HEADER_BYTES + 8:
             yield None, f"does not account for every byte of {shard.file}, each once"
 

@@ -6,7 +6,6 @@ entries; the rename that publishes it; the parent's entries; the pointer; only t
 rank that cannot write keeps the checkpoint from being published, and all ranks raise.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -345,7 +344,7 @@ def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[ShardFile], dict[str, 
     tensors: dict[str, dict[str, Any]] = {}
     for one in said:
         before = len(shards)
-        shards += [ShardFile.model_validate_json(json.dumps(shard)) for shard in one["shards"]]
+        shards += [ShardFile.model_validate(shard) for shard in one["shards"]]
         for name, stored in one["tensors"].items():
             whole = tensors.setdefault(name, {**stored, "slices": []})
             whole["slices"] += [
@@ -353,5 +352,4 @@ def _merged(said: Iterable[dict[str, Any]]) -> tuple[list[ShardFile], dict[str, 
             ]
     for whole in tensors.values():
         whole["slices"].sort(key=lambda part: part["at"])
-    parsed = {name: TensorMeta.model_validate_json(json.dumps(t)) for name, t in tensors.items()}
-    return shards, parsed
+    return shards, {name: TensorMeta.model_validate(whole) for name, whole in tensors.items()}

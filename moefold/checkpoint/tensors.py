@@ -18,13 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moefold.checkpoint.disk import Disk
 from moefold.checkpoint.errors import CheckpointError
-from moefold.checkpoint.manifest import (
-    HeaderEntry,
-    ShardFile,
-    StoredSlice,
-    entry_name,
-    shard_header,
-)
+from moefold.checkpoint.manifest import ShardFile, StoredSlice, header_entries, shard_header
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
@@ -159,13 +153,10 @@ def write_shard(
 
     Returns the shard's record and each slice's, ``shard`` being its place in the manifest.
     """
-    entries: dict[str, HeaderEntry] = {}
-    end = 0
-    for name, part in slices:
-        dtype, shape = NAMES[part.tensor.dtype], tuple(part.tensor.shape)
-        entry = HeaderEntry(dtype, shape, end, end + part.size)
-        entries[entry_name(name, part.shape, part.at, shape)] = entry
-        end += part.size
+    entries = header_entries(
+        (name, NAMES[part.tensor.dtype], part.shape, part.at, tuple(part.tensor.shape))
+        for name, part in slices
+    )
     assert len(entries) == len(slices), "each entry has a name of its own"
     head = shard_header(entries, **metadata)
     written = []
@@ -181,7 +172,7 @@ def write_shard(
         disk.sync(fd)
     finally:
         disk.close(fd)
-    digest, size = sha256(head).hexdigest(), len(head) + end
+    digest, size = sha256(head).hexdigest(), len(head) + sum(part.size for _, part in slices)
     return ShardFile(file=path.name, size=size, header=len(head), header_sha256=digest), written
 
 

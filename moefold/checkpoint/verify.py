@@ -15,7 +15,7 @@ from moefold.checkpoint.manifest import (
     Manifest,
     Row,
     ShardFile,
-    entries_of,
+    header_entries,
     shard_header,
     spans,
 )
@@ -71,7 +71,7 @@ def _shard_problems(
         fd = disk.open(path / shard.file)
     except (DamagedError, OSError) as error:
         what = error.what if isinstance(error, DamagedError) else f"cannot be read: {error}"
-        held = sorted({row[2] for row in rows}) or [None]
+        held = sorted({name for name, _ in rows}) or [None]
         progress(shard.size)
         yield from (DamagedError(path, shard.file, what, name) for name in held)
         return
@@ -81,11 +81,11 @@ def _shard_problems(
         for name, what in _header_problems(raw, found, shard, rows):
             yield DamagedError(path, shard.file, what, name)
         progress(shard.header)
-        for start, stop, name, part in rows:
+        for name, part in rows:
             buffer = memoryview(bytearray(min(found.chunk_bytes, part.size)))
             for i, digest in enumerate(part.sha256):
-                at = start + i * found.chunk_bytes
-                chunk = buffer[: min(stop - at, found.chunk_bytes)]
+                at = part.span[0] + i * found.chunk_bytes
+                chunk = buffer[: min(part.span[1] - at, found.chunk_bytes)]
                 count = disk.read(fd, chunk, at)
                 if count < len(chunk) or sha256(chunk).hexdigest() != digest:
                     what = f"bytes {at} to {at + len(chunk)} are not as written"
@@ -101,16 +101,17 @@ def _header_problems(
     raw: bytearray, found: Manifest, shard: ShardFile, rows: list[Row]
 ) -> Iterator[tuple[str | None, str]]:
     """Yield tensor and fault of a shard's header: in its bytes, or in what it says of tensors."""
-    expected = entries_of(found, shard.header, rows)
+    slices = ((name, found.tensors[name], part) for name, part in rows)
+    expected = header_entries((n, t.dtype, t.shape, s.at, s.shape) for n, t, s in slices)
     if sha256(raw).hexdigest() != shard.header_sha256:
         pairs = enumerate(zip(raw, shard_header(expected), strict=False))
         differs = next((i for i, (one, other) in pairs if one != other), len(raw))
         frame = len(shard_header({}).rstrip())
         hit, end = None, frame - 1  # where the first entry's comma stands
-        for (name, entry), row in zip(expected.items(), rows, strict=True):
-            start, end = end, end + len(shard_header({name: entry}).rstrip()) - frame
+        for (entry, held), (name, _) in zip(expected.items(), rows, strict=True):
+            start, end = end, end + len(shard_header({entry: held}).rstrip()) - frame
             if start <= differs < end:
-                hit = row[2]
+                hit = name
         yield hit, f"the header (bytes 0 to {shard.header}) is not as written"
     elif bytes(raw) != shard_header(expected):
         differing: list[str | None] = [None]

@@ -39,11 +39,11 @@ def owners(path: Path, shard: int) -> list[str | None]:
     raw = (path / record.file).read_bytes()
     names: list[str | None] = [None] * record.size
     rows = spans(found)[shard]
-    for start, stop, name, _ in rows:
-        names[start:stop] = [name] * (stop - start)
-    commas = [raw.index(f',"{name}'.encode()) for _, _, name, _ in rows]
+    for name, part in rows:
+        names[slice(*part.span)] = [name] * part.size
+    commas = [raw.index(f',"{name}'.encode()) for name, _ in rows]
     ends = [*commas[1:], raw.rindex(b"}", 0, record.header)]
-    for (_, _, name, _), start, stop in zip(rows, commas, ends, strict=True):
+    for (name, _), start, stop in zip(rows, commas, ends, strict=True):
         names[start:stop] = [name] * (stop - start)
     return names
 

@@ -178,8 +178,8 @@ def test_any_flipped_byte_is_found_and_the_tensor_named(quick: Path) -> None:
     for number, rows in enumerate(manifest.spans(found)):
         file = path / found.shards[number].file
         raw = file.read_bytes()
-        for start, stop, name, _ in rows:
-            for at in range(start, stop, 11):
+        for name, part in rows:
+            for at in range(*part.span, 11):
                 file.write_bytes(_flipped(raw, at))
                 with pytest.raises(DamagedError) as caught:
                     load(path, [name])
