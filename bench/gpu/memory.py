@@ -25,8 +25,8 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.planner.case import Case, Numbers, Software
 from moefold.planner.from_run import TrainingTask, choice_of
 from moefold.planner.memory import memory
+from moefold.training.memory import cluster_of
 from moefold.training.memory_bench import PARTS, planned
-from moefold.training.recompute import cluster_of
 from moefold.training.step import gradients
 from moefold.training.weigh import Bytes, Weighing, state_bytes
 

@@ -5,7 +5,6 @@ clock tells how busy they are. What a step spends beside its products is fitted 
 small models, which are not the recipes that are then predicted.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from moefold.planner.time import estimate, orthogonal_seconds
 from moefold.planner.time_layer import setting_of
 from moefold.run import Run
 from moefold.schedule.config import OneFOneB
-from moefold.training.machine import cpu_name
+from moefold.training.machine import HOST_BYTES, cpu_name
 from moefold.training.step import gradients
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -125,8 +124,7 @@ def measured(runs: Mapping[str, Run], rounds: int) -> tuple[Machine, dict[str, d
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        first = measure_kernels(cpu_name(), f"torch {torch.__version__}", memory)
+        first = measure_kernels(cpu_name(), f"torch {torch.__version__}", HOST_BYTES)
         cases = {source: _case(run, first) for source, run in runs.items()}
         formats = sorted({case.numbers.recipe for case in cases.values()})
         smalls = {

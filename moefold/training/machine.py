@@ -1,5 +1,6 @@
 """Measured matrix-product rates of this machine, and model FLOPs utilisation (MFU) against them."""
 
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from moefold.planner.hardware import Format, sold_as
 from moefold.training.hooks.base import Figures
 from moefold.training.words import plural
 
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Memory of this machine."""
 SIDES = {"cpu": (128, 256, 512, 768, 1024)}
 SIDES_ELSEWHERE = (512, 1024, 2048, 4096, 8192)
 """Of the square products that are timed: the best rate counts, whichever has it."""

@@ -1,6 +1,5 @@
 """A step's memory by part and action, planned beside executed on processes of this machine."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,11 @@ from moefold.planner.hardware import Cluster, processor
 from moefold.planner.memory import fullest, stage_of
 from moefold.planner.memory_after import after_each
 from moefold.run import Run, demand_fit
+from moefold.training.machine import HOST_BYTES
 from moefold.training.step import gradients
 from moefold.training.weigh import state_bytes, weigh
 
 PARTS = ("weights", "master", "moments", "gradients", "activations", "operands", "messages")
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-"""Bytes of this machine."""
 Planned = list[list[dict[str, float]]]
 """Bytes by part after each action of each stage's line."""
 COLOURS = ("#4c78d8", "#7b8496", "#b8bfcc", "#d1495b", "#edae49", "#66a182", "#2e4057")
@@ -56,7 +54,7 @@ def compare(run: Run, world: int) -> list[ActionBytes]:
         ValueError: where this machine has too little memory.
     """
     demand_fit(run, world)
-    cluster = Cluster(processor(1e11, 1e10, MEMORY), world, 1, 1)
+    cluster = Cluster(processor(1e11, 1e10, HOST_BYTES), world, 1, 1)
     task, choice = of_run(run, cluster, load=1.0)
     run = settled(run, choice.keeping)
     case, here = choice.case(task), cluster.device.memory_bytes

@@ -45,11 +45,10 @@ from moefold.training.hooks.base import Figures, Hook
 from moefold.training.local import LocalCopies
 from moefold.training.losses.base import Objective
 from moefold.training.machine import Utilisation
+from moefold.training.memory import explaining_oom, settle_recompute
 from moefold.training.model_checkpoint import describe, start_values
 from moefold.training.nonfinite import NonFinitePolicy
-from moefold.training.oom import explaining_oom
 from moefold.training.precision import PrecisionChoice, prepare_products
-from moefold.training.recompute import settle_recompute
 from moefold.training.recover import MemoryCheckpoint
 from moefold.training.resume import check_ranks_agree, check_same_run, identity, parts_from_outside
 from moefold.training.routing import executor_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moefold.training import trainer
-from moefold.training.oom import OutOfMemory
+from moefold.training.memory import OutOfMemory
 from tests.cpu.runs import job_of
 
 

@@ -13,7 +13,7 @@ from moefold.layers.config import Full, Selective
 from moefold.moe.config import BALANCE
 from moefold.run import Run, load_run
 from moefold.training.hooks.config import HOOKS
-from moefold.training.recompute import settle_recompute
+from moefold.training.memory import settle_recompute
 from moefold.training.trainer import Trainer
 from tests.cpu.runs import corpus, equal, job_of, raw_run, run_of, weights
 

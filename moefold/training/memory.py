@@ -1,17 +1,42 @@
-"""Out-of-memory report: what a device held, beside what the planner expects of the run."""
+"""Memory of a run: what is made again where that is left to the planner, and what a rank lacked."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from moefold.comm.agree import on_first
 from moefold.comm.world import World
-from moefold.planner.from_run import of_run
-from moefold.planner.hardware import cluster
+from moefold.layers.config import Auto
+from moefold.planner.from_run import keeping_within, of_run, settled
+from moefold.planner.hardware import Cluster, cluster, device, processor, resized, sold_as
 from moefold.planner.memory import memory
+from moefold.planner.recompute import PRICED
 from moefold.run import Run
+from moefold.training.machine import HOST_BYTES
 
 GIB = 2**30
+
+
+def settle_recompute(run: Run, world: World) -> Run:
+    """Return the run with the kinds that are made again, or leave, in place of ``auto``.
+
+    Raises:
+        ValueError: where nothing fits the limit, with what it would take.
+    """
+    if not isinstance(run.layout.recompute, Auto):
+        return run
+    keeping = on_first(lambda: keeping_within(run, cluster_of(world)), world.on_host)
+    return settled(run, keeping)
+
+
+def cluster_of(world: World) -> Cluster:
+    """Return the ranks' devices as a plan takes them; processes of a CPU share its memory."""
+    if world.device.type == "cuda":
+        found = sold_as(torch.cuda.get_device_name(world.device)) or device(PRICED)
+        room = torch.cuda.get_device_properties(world.device).total_memory
+        return Cluster(resized(found, room), world.size, min(8, world.size), found.domain)
+    return Cluster(processor(1e11, 1e10, HOST_BYTES // world.size), world.size, 1, 1)
 
 
 class OutOfMemory(RuntimeError):
