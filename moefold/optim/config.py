@@ -48,7 +48,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 class LrSchedule(Record):
-    """A curve of the learning rate: a linear warm-up, then what the subclass says.
+    """A curve of the learning rate: a linear warm-up, then the peak, or what the subclass says.
 
     The curve belongs to the steps 0 .. total_steps - 1. Warm-up rises from 1/(w+1) at step 0 and
     the peak, 1, is at step w; the end value belongs to step ``total_steps``, the first one not
@@ -66,9 +66,9 @@ class LrSchedule(Record):
             return (step + 1) / (warmup + 1)
         return self.after_warmup(min(step, total_steps) - warmup, total_steps - warmup)
 
-    @abstractmethod
     def after_warmup(self, step: int, steps: int) -> float:
         """Return the factor ``step`` steps after warm-up, 0 <= step <= steps."""
+        return 1.0
 
     def rules(self) -> Iterator[Violation]:
         """The warm-up is a length of the run."""
@@ -86,10 +86,6 @@ class Constant(LrSchedule):
     """The peak rate until the end."""
 
     kind: Literal["constant"] = "constant"
-
-    def after_warmup(self, step: int, steps: int) -> float:
-        """Return 1."""
-        return 1.0
 
 
 @LR_SCHEDULE.register
@@ -134,10 +130,6 @@ class Wsd(LrSchedule):
         if step < span_steps(self.warmup, total_steps) or into <= 0:
             return super().factor(step, total_steps)
         return _fall(self.shape, self.final, into, decay)
-
-    def after_warmup(self, step: int, steps: int) -> float:
-        """Return 1: the stable part."""
-        return 1.0
 
     def rules(self) -> Iterator[Violation]:
         """Both ends are lengths of the run."""
