@@ -43,16 +43,6 @@ BEFORE = {
 """Which roles may stand before each; nothing stands before the first."""
 
 
-class Example(NamedTuple):
-    """A conversation, of which the answers from message ``first`` on are trained."""
-
-    messages: Sequence[Message]
-    first: int
-    tools: Sequence[Any] | None
-    more: Mapping[str, Any]
-    """What else the template is given."""
-
-
 class Written(NamedTuple):
     """An example's text: rendered, and after it what is a completion as a whole."""
 
@@ -158,8 +148,7 @@ class ConversationReader(FileReader):
                 raise BadDocument("example without an answer", "its completion is no text")
             begin = tokenizer.files.special().get("bos_token", "")
             return Written(Rendered(begin + prompt, ()), completion + tokenizer.end)
-        said = example_of(example, self._answers == "last")
-        return Written(template.answers(said.messages, said.tools, said.first, **said.more))
+        return Written(rendered(example, template, self._answers == "last"))
 
     def _encode(
         self,
@@ -246,11 +235,12 @@ def chat_template(tokenizer: Tokenizer, tools: bool = False, **how: Any) -> Chat
     return ChatTemplate(text, tokenizer.files.special(), source, **how)
 
 
-def example_of(found: Mapping[str, Any], last: bool = False) -> Example:
-    """Return the conversation of an example; with ``last`` its last answer alone is trained.
+def rendered(found: Mapping[str, Any], template: ChatTemplate, last: bool) -> Rendered:
+    """Return an example's conversation as text; with ``last`` its last answer alone is trained.
 
     Raises:
-        BadDocument: where it is none: no answer, roles out of order, another form.
+        BadDocument: where it is none: no answer, roles out of order, another form; or where the
+            template fails on it.
     """
     first = 0
     if "messages" in found:
@@ -286,7 +276,7 @@ def example_of(found: Mapping[str, Any], last: bool = False) -> Example:
             raise BadDocument("tools are no JSON", str(error)) from error
     if not isinstance(tools, list | None) or not isinstance(more, dict | None):
         raise BadDocument("no conversation", "tools are no list, or chat_template_kwargs no object")
-    return Example(messages, first, tools or None, more or {})
+    return template.answers(messages, tools or None, first, **(more or {}))
 
 
 def check_roles(messages: Sequence[Message]) -> None:
