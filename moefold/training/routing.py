@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moefold.checkpoint.folder import step_name
 from moefold.data.batch import MicroBatch
 from moefold.files import make_folder
 from moefold.layers.flow import Flow
@@ -37,11 +38,6 @@ from moefold.training.routing_trace import RoutingError, recording, step_files
 FILE = "{}-of-{}.safetensors"
 ABSENT = -(1 << 31)
 """What stands where nothing was read."""
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Return where the choices of a step are, counted from 0."""
-    return folder / f"step-{step:08d}"
 
 
 def _tokens(flows: Sequence[Flow]) -> tuple[Tensor, Tensor]:
@@ -81,7 +77,7 @@ class ChoiceWriter:
         world, model = self._placed.world, self._placed.model
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
-        folder = step_folder(self._folder, model.recipe.step)
+        folder = self._folder / step_name(model.recipe.step)
         make_folder(folder)
         for path in folder.glob(FILE.format("*", "*")):
             if not path.match(FILE.format("*", world.size)):
@@ -109,7 +105,7 @@ class ChoiceReader:
         Raises:
             RoutingError: where not all of them are there, or they are of other tokens or layers.
         """
-        folder, (token_N, id_N) = step_folder(self._folder, self._recipe.step), _tokens(flows)
+        folder, (token_N, id_N) = self._folder / step_name(self._recipe.step), _tokens(flows)
         places = {key: record.router.places for key, record in self._layers.items()}
         empty = torch.full((len(token_N), 1), ABSENT, dtype=torch.int32)
         self._chosen = {key: empty.repeat(1, number) for key, number in places.items()}
