@@ -69,11 +69,11 @@ class RankZeroRunner:
 
     Args:
         world: the ranks.
-        calls: what all ranks do together, by name; arguments are small data that JSON can hold.
+        job: has the methods that all ranks carry out; arguments are small data that JSON can hold.
     """
 
-    def __init__(self, world: World, calls: dict[str, Callable[..., Any]]) -> None:
-        self._ranks, self._calls = world.on_host, calls
+    def __init__(self, world: World, job: JobView) -> None:
+        self._ranks, self._job = world.on_host, job
         self._leads = False
 
     @property
@@ -81,13 +81,13 @@ class RankZeroRunner:
         """Whether this rank is the one that tells."""
         return self._ranks.index == 0
 
-    def call(self, name: str, *args: Any, **how: Any) -> Any:
-        """Make a call on all ranks: on rank 0's word inside ``lead``, else all come here alike."""
+    def call(self, method: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """Run a method on all ranks: by rank 0's word inside ``lead``, else all come here alike."""
         leads, self._leads = self._leads, False
         try:
             if leads:
-                told_by_first({"call": name, "args": args, "how": how}, self._ranks)
-            return self._calls[name](*args, **how)
+                told_by_first({"call": method.__name__, "args": args, "how": how}, self._ranks)
+            return method(self._job, *args, **how)
         finally:
             self._leads = leads
 
@@ -105,7 +105,7 @@ class RankZeroRunner:
             if "answer" in said:
                 return said["answer"]
             with suppress(SaveError):  # Rank 0 had it too, and says what comes of it.
-                self._calls[said["call"]](*said["args"], **said["how"])
+                getattr(self._job, said["call"])(*said["args"], **said["how"])
         leads, self._leads = self._leads, True
         try:
             function()

@@ -60,7 +60,6 @@ FORMAT = 1
 _log = logging.getLogger("moefold.training")
 P = ParamSpec("P")
 R = TypeVar("R")
-_TOGETHER: dict[str, Callable[..., Any]] = {}
 
 
 class Interrupted(Exception):
@@ -74,11 +73,10 @@ def together(
 
     What it is given must be small data that JSON can hold.
     """
-    _TOGETHER[method.__name__] = method
 
     @wraps(method)
     def called(self: "Trainer", *args: P.args, **how: P.kwargs) -> R:
-        return self._rank_zero.call(method.__name__, *args, **how)
+        return self._rank_zero.call(method, *args, **how)
 
     return called
 
@@ -133,8 +131,7 @@ class Trainer:
         # What was asked of this rank, and what all ranks have been told.
         self._asked: str | None = None
         self._stops: str | None = None
-        calls = {name: partial(method, self) for name, method in _TOGETHER.items()}
-        self._rank_zero = RankZeroRunner(world, calls)
+        self._rank_zero = RankZeroRunner(world, self)
         self.parts = parts_from_outside(run)
         prepare_products(run, self.device)
         self.lock = FolderLock(self.folder, run.name)

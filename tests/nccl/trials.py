@@ -91,10 +91,19 @@ def agree(rank: int, sizes: str) -> None:
     world = open_world(sizes, "meta")
     demand_same({"seed": 1}, world.on_host)
     assert on_first(lambda: "word", world.on_host) == "word"
-    done: list[str] = []
-    runner = RankZeroRunner(world, {"save": lambda name: done.append(name)})
-    said = runner.lead(lambda: runner.call("save", "a"), lambda: "answer")
-    assert (said, done) == ("answer", ["a"])
+    runner = RankZeroRunner(world, job := Noted())
+    said = runner.lead(lambda: runner.call(Noted.save, "a"), lambda: "answer")
+    assert (said, job.done) == ("answer", ["a"])
+
+
+class Noted:
+    """A job whose saves are noted."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def save(self, name: str) -> None:
+        self.done.append(name)
 
 
 def save(rank: int, sizes: str, folder: str) -> None:
