@@ -80,11 +80,6 @@ def advance_momentum_(
         out.copy_(momentum)
 
 
-def apply_update_(weight: Tensor, update: Tensor, rule: Muon, *, lr: float, size: float) -> None:
-    """Decay ``weight`` and take the step ``lr * size * update``, in place. Elementwise."""
-    weight.mul_(1 - lr * rule.weight_decay).add_(update, alpha=-lr * size)
-
-
 def choose_arithmetic(
     setting: str, weight: Tensor, shape: Sequence[int] | None = None
 ) -> torch.dtype:
@@ -171,10 +166,11 @@ class MuonOptimizer(Optimizer):
             updates = orthogonalise(stack_Nmn, self.rule.ns_steps, dtype)
             for part, update in zip(batch, updates.split([len(x) for x in batch]), strict=True):
                 part.copy_(update)
+        lr = self.rule.lr * lr_factor
         for name, update in self._wholes.scatter(matrices, grads).items():
             size = update_scale(self.rule.scale, *self._wholes.shapes[name][-2:])
-            lr = self.rule.lr * lr_factor
-            apply_update_(self.params[name], update, self.rule, lr=lr, size=size)
+            weight = self.params[name].mul_(1 - lr * self.rule.weight_decay)
+            weight.add_(update, alpha=-lr * size)
         self._rest.step(scale, lr_factor)
 
     def state(self) -> dict[str, Tensor]:

@@ -249,13 +249,12 @@ def start_values(run: Run, decoder: Decoder, data: ShardedState, replaced: bool)
 
     ``replaced``: others are put in their place at once, so that no folder is read.
     """
-    source = run.model
+    source, begin = run.model, partial(start_value, decoder, run.seed)
     if replaced or not isinstance(source, Folder):
-        data.fill(partial(start_value, decoder, run.seed))
+        data.fill(begin)
         return ()
     opened = import_folder(source.path, reading=source.reading())
     with opened as imported, _first_adapter(run.adapter, imported) as first:
-        begin = partial(start_value, decoder, run.seed)
         adapters = begin if first is None else lambda piece: piece.of(first[piece.name])
         fill_from(imported, data, adapters)
     return imported.left_out
