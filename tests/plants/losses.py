@@ -83,7 +83,7 @@ PLANTS = (
         "b77",
         "scores of another temperature are read",
         CPU + "test_b77_scores_are_stored_once_and_read_by_each_step",
-        "training/losses/top_k.py",
+        "training/losses/distill.py",
         '        "temperature": record.temperature,\n    }',
         "    }",
     ),

@@ -74,7 +74,7 @@ class Distill(LossRecord):
     written before the first step where nothing is there; none: the teacher stays and says all."""
     top_k: Size = 64
 
-    owner = "moefold.training.losses.top_k:distillation"
+    owner = "moefold.training.losses.distill:distillation"
 
     def reading(self) -> Reading:
         """Return what the teacher's folder says, of which the next token alone is asked.

@@ -1,31 +1,50 @@
 """Distillation: a model learns the distribution that another one has of each label.
 
-T rows here, D hidden of the teacher. The teacher is a model in the run's layout whose forward runs
-before the step's; what is kept of it until the loss are its last normed rows.
+T rows here, P rows of the tensor group, D hidden of the teacher, W = 2 K + 1 numbers a row, as
+:func:`moefold.layers.divergence.top_probabilities` gives them.
+
+The teacher is a model in the run's layout whose forward runs before the step's; what is kept of it
+until the loss are its last normed rows. Or its K largest probabilities of each label are stored:
+rows of labels stand in files of fp32 numbers, one file a data rank, segment after segment;
+``index.json`` says what was scored, and in which file and at which row a segment begins.
 """
 
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moefold.convert.importer import import_folder
-from moefold.data.batch import MicroBatch
+from moefold.comm.agree import on_first
+from moefold.comm.collectives import gather_objects, sum_
+from moefold.convert.adapter import identity
+from moefold.convert.importer import base_shapes, import_folder
+from moefold.data.batch import IGNORED, MicroBatch
 from moefold.data.config import DataError
 from moefold.data.tokenizer import Tokenizer, from_path
+from moefold.files import read_json, write_json
 from moefold.kernels.operand import Operand
-from moefold.layers.divergence import divergence_and_gradients, whole
+from moefold.layers.divergence import divergence_and_gradients, top, top_probabilities, whole
 from moefold.layers.flow import Flow
 from moefold.model.config import Decoder
 from moefold.model.init import initialise
 from moefold.parallel.apply import ModelParts, build, flow_of
 from moefold.parallel.data.sharding import ShardedState
-from moefold.parallel.pipeline.score import forward, head_here
+from moefold.parallel.pipeline.score import forward, head_here, score
 from moefold.spec.tuning import freeze, trainable
-from moefold.training.losses.base import Objective
+from moefold.training.losses.base import Objective, segments
 from moefold.training.losses.config import Distill
 from moefold.training.model_checkpoint import fill_from
+
+INDEX = "index.json"
+
+
+def distillation(record: Distill) -> "Distillation":
+    """Return the loss of a record."""
+    return (Distillation if record.stored is None else TopKDistillation)(record)
 
 
 class Distillation(Objective):
@@ -83,6 +102,112 @@ class Distillation(Objective):
             return divergence_and_gradients(x_TD, head, flow, **how)
 
 
+class TopKDistillation(Distillation):
+    """The teacher is there until its scores are; then these are read."""
+
+    _folder: Path | None = None
+    """Where they are; none: the teacher is asked in each step."""
+
+    def opened(self, job: Any) -> Self:
+        """Read what is stored, or let the teacher score each label of the training data.
+
+        Raises:
+            DataError: where what is there was scored otherwise than the run asks for.
+        """
+        folder, ranks = Path(self.record.stored or ""), job.world.on_host
+        asked = on_first(partial(_asked, self.record, job), ranks)
+        if not on_first((folder / INDEX).is_file, ranks):
+            super().opened(job)
+            on_first(partial(folder.mkdir, parents=True, exist_ok=True), ranks)
+            index = {"of": asked, "begins": self._scored(job, folder)}
+            on_first(partial(write_json, folder / INDEX, index), ranks)
+            del self.teacher
+        index = on_first(partial(read_json, folder / INDEX), ranks)
+        for name, wanted in asked.items():
+            if (found := index["of"].get(name)) != wanted:
+                raise DataError(
+                    f"{folder}: was scored with {name} {found!r}, and this run has {wanted!r}; "
+                    "name another folder as train.loss.stored, and the teacher scores anew"
+                )
+        self._folder, self._begins = folder, index["begins"]
+        self._files: dict[int, np.ndarray] = {}
+        return self
+
+    def trial(self, placed: ModelParts, subject: Any) -> Objective:
+        """Return the loss with a teacher that is asked in each step, of a small vocabulary."""
+        self.record = self.record.model_copy(update={"top_k": max(2, subject.decoder.vocab // 8)})
+        return super().trial(placed, subject)
+
+    def __call__(
+        self, x_TD: Tensor, head: Operand, flow: Flow, *, scale: float | Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed divergence, and its gradient."""
+        how = {"temperature": self.record.temperature, "scale": scale, "chunk": chunk}
+        return divergence_and_gradients(x_TD, head, flow, compare=top(flow.known), **how)
+
+    def told(self, placed: ModelParts, batch: MicroBatch, flow: Flow, chunk: int) -> Tensor | None:
+        """Return the scores [P, W]."""
+        if self._folder is None:
+            return self._said(self.asked(batch), chunk)
+        if not any(one.scores for one in placed.chunks):
+            return None
+        told_TW = torch.from_numpy(self._read(batch)).to(placed.world.device)
+        return told_TW[flow.whole.rows.place_T]
+
+    def _said(self, flow: Flow, chunk: int) -> Tensor | None:
+        """Let the teacher score a micro-batch."""
+        how = {"k": self.record.top_k, "temperature": self.record.temperature}
+        return score(self.teacher, flow, partial(top_probabilities, **how), chunk)
+
+    def _scored(self, job: Any, folder: Path) -> dict[str, tuple[int, int]]:
+        """Write a file a data rank; return in which file and at which row each segment begins."""
+        found: dict[str, tuple[int, int]] = {}
+        spot, count = job.world.attention, 0
+        with ExitStack() as stack:
+            file = None
+            if any(one.scores for one in job.placed.chunks) and spot.tp == spot.cp == 0:
+                file = stack.enter_context(_file(folder, spot.dp).open("wb"))
+            for batch in job.loader.everything(held_out=False):
+                flow = self.asked(batch)
+                told_PW = self._said(flow, job.run.train.loss_chunk)
+                if told_PW is None:
+                    continue
+                told_TW = told_PW.new_zeros(batch.rows, told_PW.shape[1])
+                told_TW[flow.whole.rows.place_T] = told_PW
+                told_TW = sum_(told_TW, job.world.group("cp")).float().cpu()
+                if file is None:
+                    continue
+                for key, rows in segments(batch):
+                    label_TW = told_TW[rows][batch.labels_T[rows] != IGNORED]
+                    found[key] = spot.dp, count
+                    count += len(label_TW)
+                    file.write(label_TW.numpy().tobytes())
+        parts = gather_objects(found, job.world.on_host)
+        return {key: begin for part in parts for key, begin in part.items()}
+
+    def _read(self, batch: MicroBatch) -> np.ndarray:
+        """Return what is stored of a micro-batch's rows [T, W]; nothing of those without a label.
+
+        Raises:
+            DataError: where a segment was not scored.
+        """
+        assert self._folder is not None
+        told_TW = np.zeros((batch.rows, 2 * self.record.top_k + 1), np.float32)
+        for (key, rows), origin in zip(segments(batch), batch.sources, strict=True):
+            if key not in self._begins:
+                raise DataError(
+                    f"{self._folder}: document {origin.document} of {origin.name} was not scored; "
+                    "name another folder as train.loss.stored, and the teacher scores anew"
+                )
+            dp, first = self._begins[key]
+            if dp not in self._files:
+                said = np.memmap(_file(self._folder, dp), np.float32, "r")
+                self._files[dp] = said.reshape(-1, told_TW.shape[1])
+            places = np.flatnonzero(batch.labels_T[rows] != IGNORED) + rows.start
+            told_TW[places] = self._files[dp][first : first + len(places)]
+        return told_TW
+
+
 def _frozen(decoder: Decoder) -> Decoder:
     return freeze(trainable(decoder), ("*",))
 
@@ -97,3 +222,20 @@ def demand_same_tokens(folder: Path, own: Tokenizer) -> None:
             f"{folder}: its token {number} is {theirs!r} and the model's {ours!r}: a teacher needs "
             "the model's tokenizer; name its folder as data.tokenizer"
         )
+
+
+def _file(folder: Path, dp: int) -> Path:
+    return folder / f"{dp}.rows"
+
+
+def _asked(record: Distill, job: Any) -> dict[str, Any]:
+    """Return what tells scores from others."""
+    with import_folder(record.teacher, reading=record.reading()) as found:
+        teacher = identity(base_shapes(found.tensors.targets), found.tensors.part)
+    return {
+        "teacher": teacher,
+        "tokenizer": job.tokenizer.fingerprint,
+        "seq": job.run.data.seq,
+        "top_k": record.top_k,
+        "temperature": record.temperature,
+    }
