@@ -11,10 +11,9 @@ from moefold.config.plugins import import_plugins
 from moefold.convert.importer import import_folder
 from moefold.data.conversations import chat_template
 from moefold.data.tokenizer import Tokenizer, from_path
-from moefold.model.config import Decoder
 from moefold.model.decoder import DecoderModel
 from moefold.model.families.peft import base_of, is_hub_folder
-from moefold.model.generate import NextLogits, generate, stream
+from moefold.model.generate import generate, stream
 from moefold.model.rows import Continued
 from moefold.training.distributed import device_kind
 from moefold.training.model_checkpoint import StoredModel, fill
@@ -26,10 +25,9 @@ UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model with its tokenizer, and how it is sampled."""
+    """A model with its tokenizer, and how it is sampled. No cache is kept across prompts."""
 
     path: Path
-    decoder: Decoder
     model: DecoderModel
     tokenizer: Tokenizer
     window: int | None
@@ -44,7 +42,7 @@ class Speaker:
         Raises:
             CheckpointError: where it has no tokenizer.
         """
-        path, device = Path(source), device_kind()
+        path, device, step = Path(source), device_kind(), None
         if is_hub_folder(path):
             import_plugins(uses)
             at = path if (path / "tokenizer.json").is_file() else base_of(path)
@@ -53,14 +51,19 @@ class Speaker:
             with import_folder(path) as found:
                 model = DecoderModel(found.decoder, "fp32", device=device)
                 fill(model, found.tensors)
-            decoder = found.decoder
-            return cls(path, decoder, model, _demanded(path, tokenizer), decoder.context)
-        with StoredModel.open(path, uses) as stored:
-            tokenizer = _demanded(stored.path, stored.tokenizer)
-            model, meta = stored.model(device=device), stored.meta
-        window = (meta.get("run") or {}).get("data", {}).get("seq") or stored.decoder.context
-        step = meta.get("progress", {}).get("step")
-        return cls(stored.path, stored.decoder, model, tokenizer, window, step)
+            window = found.decoder.context
+        else:
+            with StoredModel.open(path, uses) as stored:
+                path, tokenizer, meta = stored.path, stored.tokenizer, stored.meta
+                model = stored.model(device=device)
+            window = (meta.get("run") or {}).get("data", {}).get("seq") or stored.decoder.context
+            step = meta.get("progress", {}).get("step")
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{path} holds no tokenizer, so text means nothing to it; import it from a folder "
+                "that has one"
+            )
+        return cls(path, model, tokenizer, window, step)
 
     def settings(self, **asked: Any) -> dict[str, Any]:
         """Return how tokens are drawn: as asked for, else as the folder says, else as usual."""
@@ -82,7 +85,7 @@ class Speaker:
 
     def write(self, prompts: Sequence[Sequence[int]], tokens: int, **how: Any) -> list[list[int]]:
         """Return what follows each prompt, all of them in one pass a token."""
-        return generate(self._logits(), prompts, tokens, **self.settings(**how))
+        return generate(Continued(self.model), prompts, tokens, **self.settings(**how))
 
     def answer(
         self, messages: Sequence[Mapping[str, Any]], tokens: int, **how: Any
@@ -90,23 +93,10 @@ class Speaker:
         """Yield the next answer of a conversation, piece by piece of whole characters."""
         ids, shown = list[int](), ""
         prompt = [self.prompt(messages)]
-        for written in stream(self._logits(), prompt, tokens, **self.settings(**how)):
+        for written in stream(Continued(self.model), prompt, tokens, **self.settings(**how)):
             ids += written.values()
             text = self.tokenizer.decode(ids)
             if not text.endswith(UNFINISHED):
                 yield text[len(shown) :]
                 shown = text
         yield self.tokenizer.decode(ids)[len(shown) :]
-
-    def _logits(self) -> NextLogits:
-        """Return the model with a cache of its own: none is kept across prompts."""
-        return Continued(self.model)
-
-
-def _demanded(path: Path, tokenizer: Tokenizer | None) -> Tokenizer:
-    if tokenizer is None:
-        raise CheckpointError(
-            f"{path} holds no tokenizer, so text means nothing to it; import it from a folder that "
-            "has one"
-        )
-    return tokenizer
