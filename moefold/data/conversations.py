@@ -111,11 +111,12 @@ class ConversationReader(FileReader):
 
     def coded(self, tokenizer: Tokenizer, seq: int, skipped: Skipped) -> Iterator[list[Coded]]:
         """Yield conversations as tokens, in groups."""
-        template = chat_template(tokenizer)
+        templates = [chat_template(tokenizer, tools) for tools in (False, True)]
         batch: list[tuple[str, bytes, tuple[Written, ...]]] = []
         for name, example in self.examples(skipped):
             try:
                 said = json.dumps(example, sort_keys=True, ensure_ascii=False).encode()
+                template = templates[bool(example.get("tools"))]
                 written = self._texts(example, template, tokenizer)
             except UnicodeEncodeError as error:
                 self.refuse(name, "broken text", f"{error.reason}", skipped)

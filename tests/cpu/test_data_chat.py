@@ -110,6 +110,19 @@ def test_b70_ids_and_masks_are_those_of_transformers(tmp_path: Path, family: str
     assert refused["count"] == EACH - len(kept)
 
 
+def test_of_several_templates_examples_with_tools_have_the_one_for_tools(tmp_path: Path) -> None:
+    """As transformers chooses."""
+    named = {"default": CHATML, "tool_use": "{{ tools | tojson }}\n" + CHATML}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    folder = write_chat_folder(tmp_path / "model", None, chat_template=listed)
+    plain = {"messages": conversation(Random(1))}
+    examples = [plain, plain | {"tools": [{"name": "clock"}]}]
+    expected = theirs(folder, examples)
+    assert expected[0] != expected[1]
+    lines = write_lines(tmp_path / "chats.jsonl", examples)
+    assert documents(prepared_from(tmp_path, folder, lines)) == expected
+
+
 def chats(folder: Path, examples: Sequence[dict[str, Any]], template: str | None = CHATML) -> Path:
     """Write a ChatML folder and a file of examples; return the latter."""
     write_chat_folder(folder / "model", template)
