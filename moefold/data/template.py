@@ -160,32 +160,26 @@ class ChatTemplate:
         whole = self.render(messages, tools, **more)
         if _OPEN in str(messages) or _CLOSE in str(messages):
             raise BadDocument("broken text", "a noncharacter, U+FDD0 or U+FDD1")
+
+        def begin(number: int) -> int:
+            """Return where the answer of message ``number`` begins, behind its header."""
+            before = self.render(messages[:number], tools, prompt=True, **more).text
+            self._demand(whole.text, before, number)
+            return len(before)
+
         if whole.marked:
-            begun = len(self._begin(whole.text, messages, tools, first, more)) if first else 0
+            begun = begin(first) if first else 0
             return whole._replace(spans=tuple(s for s in whole.spans if s[0] >= begun))
         spans = []
         for number in range(first, len(messages)):
             if messages[number]["role"] == ANSWER:
-                begun = len(self._begin(whole.text, messages, tools, number, more))
+                begun = begin(number)
                 until = self.render(messages[: number + 1], tools, **more).text
                 if number + 1 == len(messages):
                     until = whole.text
                 self._demand(whole.text, until, number)
                 spans.append((begun, len(until)))
         return Rendered(whole.text, tuple(spans))
-
-    def _begin(
-        self,
-        whole: str,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        number: int,
-        more: Mapping[str, Any],
-    ) -> str:
-        """Return the text before the answer of message ``number``, with the answer's beginning."""
-        before = self.render(messages[:number], tools, prompt=True, **more).text
-        self._demand(whole, before, number)
-        return before
 
     def _demand(self, whole: str, part: str, number: int) -> None:
         """Refuse a part of a conversation that is not how the whole of it begins."""
