@@ -18,6 +18,8 @@ from moefold.optim.config import AdamW, AdamWRule
 from moefold.optim.moments import Bf16Moment, ElementRun, Fp8Moment, MomentGroups, settle
 
 FUSED_DEVICES = ("cpu", "cuda")
+AlikeTensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+"""Parameters that are treated alike, their gradients, and both moments."""
 
 
 class AdamWUpdate(NamedTuple):
@@ -140,6 +142,12 @@ class AdamWOptimizer(Optimizer):
         grads = self._gradients(scale)
         for count in self._steps.values():
             count += 1
+
+        def update(tensors: AlikeTensors, fused: bool, decayed: bool, step: int) -> None:
+            decay, rate = self.rule.weight_decay if decayed else 0.0, self.rule.lr * lr_factor
+            made = AdamWUpdate(*tensors, self.rule, step, rate, decay, scale)
+            (adamw_fused_ if fused else adamw_reference_)(made)
+
         groups: dict[tuple, list[str]] = defaultdict(list)
         for name in self._moments:
             key = self.params[name].device, *self._alike(name)
@@ -147,7 +155,7 @@ class AdamWOptimizer(Optimizer):
         for (_, *alike), group in groups.items():
             first, second = ([self._moments[n][k] for n in group] for k in (0, 1))
             tensors = [self.params[n] for n in group], [grads[n] for n in group], first, second
-            self._update(tensors, alike, scale, lr_factor)
+            update(tensors, *alike)
         narrow = self.narrow.items()
         for name, moments in narrow:
             flat, grad = self.params[name].view(-1), grads[name].reshape(-1)
@@ -155,7 +163,7 @@ class AdamWOptimizer(Optimizer):
             for start, stop in self._run(name).chunks():
                 wide = [one.read(start, stop).to(state_dtype(flat)) for one in moments]
                 tensors = [flat[start:stop]], [grad[start:stop]], wide[:1], wide[1:]
-                self._update(tensors, alike, scale, lr_factor)
+                update(tensors, *alike)
                 for one, values in zip(moments, wide, strict=True):
                     one.write(start, stop, values)
         if self._groups is not None:
@@ -165,19 +173,6 @@ class AdamWOptimizer(Optimizer):
     def _alike(self, name: str) -> tuple[bool, bool, int]:
         """Return what tells how a parameter is updated."""
         return name in self._fused, name in self._decayed, int(self._steps[name])
-
-    def _update(
-        self,
-        tensors: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]],
-        alike: Sequence,
-        scale: float,
-        lr_factor: float,
-    ) -> None:
-        """Update parameters, given with gradients and both moments, that are treated alike."""
-        fused, decayed, step = alike
-        decay = self.rule.weight_decay if decayed else 0.0
-        update = AdamWUpdate(*tensors, self.rule, step, self.rule.lr * lr_factor, decay, scale)
-        (adamw_fused_ if fused else adamw_reference_)(update)
 
     def _run(self, name: str) -> ElementRun:
         """Return where a parameter's elements here stand in its tensor."""
