@@ -28,7 +28,7 @@ SMALL_CHANGE = 64
 """Layers that are moved one by one to mend a layout; beyond, it is balanced anew."""
 
 Way = Literal["round", "v"]
-"""How virtual stages go over ranks: always from first to last, or there and back."""
+"""How virtual stages go over ranks: always from first to last, or there and back, as a V."""
 
 
 class Place(NamedTuple):
@@ -71,7 +71,7 @@ class Stages:
         how many layers' time those two take besides theirs, where ranks are to take equally long.
         """
         count = pp * vpp
-        rank = [_rank(k, pp, way) for k in range(count)]
+        rank = [home(k, pp, way) for k in range(count)]
         # Where the ends weigh, no stage need have as many as others, and they come last by that.
         each, more = (0, layers) if any(ends) else divmod(layers, count)
         last = () if any(ends) else (0, count - 1)
@@ -126,7 +126,7 @@ class Stages:
             raise ValueError(f"{len(self.letters)} stages cannot be dealt out to pp{pp} evenly")
         dealt: list[list[tuple[Place, ...]]] = [[] for _ in range(pp)]
         for k, stage in enumerate(self.places()):
-            dealt[_rank(k, pp, way)].append(stage)
+            dealt[home(k, pp, way)].append(stage)
         return tuple(tuple(stages) for stages in dealt)
 
     def faults(
@@ -186,7 +186,7 @@ class Stages:
         return Stages.balanced(count, 1, len(mixtures), multi_token)
 
 
-def _rank(stage: int, pp: int, way: Way) -> int:
+def home(stage: int, pp: int, way: Way) -> int:
     """Return the rank that holds a stage; on the way back, ranks come from last to first."""
     turn, at = divmod(stage, pp)
     return pp - 1 - at if way == "v" and turn % 2 else at

@@ -24,7 +24,6 @@ from moefold.schedule.config import (
     Merged,
     OneFOneB,
     Schedule,
-    Vee,
     tabulate,
 )
 from moefold.schedule.table import Table
@@ -263,7 +262,7 @@ class Layout(Record):
     @property
     def way(self) -> Way:
         """The way in which stages are dealt out to the ranks of the pipeline."""
-        return "v" if isinstance(self.schedule, Vee) else "round"
+        return self._ordered_by.way
 
     @property
     def split(self) -> Sizes:

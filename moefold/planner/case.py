@@ -22,7 +22,7 @@ from moefold.model.config import Block, Decoder
 from moefold.optim.config import AdamW, Optim
 from moefold.planner.hardware import Cluster
 from moefold.planner.remember import remembered
-from moefold.schedule.config import GPipe, Schedule, Vee, tabulate
+from moefold.schedule.config import GPipe, Schedule, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import needs
@@ -301,11 +301,6 @@ class Case:
         """Number of multi-token prediction layers, as the stages have them."""
         return sum(stage.count("m") for stage in self.stages.letters)
 
-    @property
-    def way(self) -> Way:
-        """How the schedule lays virtual stages over ranks."""
-        return "v" if isinstance(self.schedule, Vee) else "round"
-
     @cached_property
     def table(self) -> Table:
         """The schedule's table, as training executes it."""
@@ -328,7 +323,7 @@ class Case:
 
     @cached_property
     def _contents(self) -> Contents:
-        return contents(self.decoder, self.stages, self.sizes.pp, self.way)
+        return contents(self.decoder, self.stages, self.sizes.pp, self.schedule.way)
 
 
 @remembered(512)

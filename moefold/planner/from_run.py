@@ -14,7 +14,7 @@ from moefold.config.base import Record
 from moefold.kernels.quantise.config import Quantise
 from moefold.layers.config import Auto, Context, Full, Kind, Offload, Offloaded, Selective, faster
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.pipeline import Stages, Way
+from moefold.mesh.pipeline import Stages
 from moefold.model.config import Decoder, MultiToken
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom, Foreign
 from moefold.parallel.config import Layout
@@ -47,7 +47,6 @@ from moefold.schedule.config import (
     Merged,
     OneFOneB,
     Schedule,
-    Vee,
 )
 from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
@@ -155,8 +154,8 @@ class Choice:
         overlaps, stages = replace(task.software.overlaps, ep=self.paired), self.stages
         ours = task.software.stack == "moefold"
         if stages is None:
-            way: Way = "v" if isinstance(self.schedule, Vee) else "round"
-            stages = balanced(self.sizes.pp, self.sizes.vpp, *main_layers(task.decoder), way)
+            layers, way = main_layers(task.decoder), self.schedule.way
+            stages = balanced(self.sizes.pp, self.sizes.vpp, *layers, way)
         return Case(
             decoder=in_format(task.decoder, self.recipe) if ours else task.decoder,
             seq=task.seq,

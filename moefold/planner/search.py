@@ -243,7 +243,7 @@ class Search:
             return
         each = [sum(span) for span in took.ranks]
         held = [one.number for one in case.held]
-        home = 0 if case.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
+        home = 0 if case.schedule.way == "v" and sizes.vpp % 2 == 0 else sizes.pp - 1
         plain = [each[rank] / n for rank, n in enumerate(held) if n and rank != home]
         if not plain:
             return
@@ -251,7 +251,7 @@ class Search:
         last = round((each[home] - held[home] * layer) / layer, 1)
         first = 0.0 if home == 0 else round((each[0] - held[0] * layer) / layer, 1)
         layers, more = self.foldings.layers, self.task.multi_token
-        made = balanced(sizes.pp, sizes.vpp, layers, more, case.way, (first, last))
+        made = balanced(sizes.pp, sizes.vpp, layers, more, case.schedule.way, (first, last))
         yield made
         moved = apart(made) if moves else None
         if moved is not None:

@@ -5,13 +5,14 @@ rank, m micro-batches per step and data rank.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from moefold.config.base import Record
 from moefold.config.errors import RunError, Violation
 from moefold.config.slot import Slot, build
+from moefold.mesh.pipeline import Way
 from moefold.schedule.table import Table
 
 SCHEDULE = Slot("pipeline schedule")
@@ -19,6 +20,9 @@ SCHEDULE = Slot("pipeline schedule")
 
 class Schedule(Record):
     """A pipeline schedule; its owner is ``table(record, p, v, m) -> Table``."""
+
+    way: ClassVar[Way] = "round"
+    """How it lays a rank's chunks over the ranks."""
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Yield what is outside the schedule's domain, paths ``vpp``, ``micro_batches``, ``group``.
@@ -62,6 +66,8 @@ def _fills(m: int, p: int, group: int) -> bool:
 
 class Vee(Schedule):
     """A schedule whose chunks lie in the shape of a V: down the ranks, and back up."""
+
+    way = "v"
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Two chunks, and micro-batches enough to fill both directions."""

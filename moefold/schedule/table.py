@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from moefold.mesh.pipeline import Way, home
+
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward of inputs and weights; backward of inputs alone; of weights alone."""
-Placement = Literal["loop", "vee"]
-"""How stages lie on ranks. loop: down the ranks, v times; vee: down and back up (v = 2)."""
 
 
 class Action(NamedTuple):
@@ -64,7 +64,7 @@ class Table:
     lines: tuple[Line, ...]
     chunks: int
     micro_batches: int
-    placement: Placement = "loop"
+    way: Way = "round"
 
     @property
     def ranks(self) -> int:
@@ -88,14 +88,12 @@ class Table:
 
     def stage(self, rank: int, chunk: int) -> int:
         """Return the stage that a chunk of a rank is."""
-        turned = self.placement == "vee" and chunk % 2 == 1
-        return chunk * self.ranks + (self.ranks - 1 - rank if turned else rank)
+        start = chunk * self.ranks
+        return start + self.home(start + rank)  # a turn is its own inverse
 
     def home(self, stage: int) -> int:
         """Return the rank on which a stage lies."""
-        chunk, place = divmod(stage, self.ranks)
-        turned = self.placement == "vee" and chunk % 2 == 1
-        return self.ranks - 1 - place if turned else place
+        return home(stage, self.ranks, self.way)
 
     def needs(self, rank: int, action: Action) -> tuple[ActionResult, ...]:
         """Return what must be there before an action starts, own results included."""

@@ -19,7 +19,7 @@ def zb_v(record: ZeroBubbleV, p: int, v: int, m: int) -> Table:
     the last rank starts late. In flight: 2 p chunks on every rank, what 1F1B keeps on rank 0.
     """
     lines = tuple(_zb_v_line(rank, p, m) for rank in range(p))
-    return Table(lines, chunks=2, micro_batches=m, placement="vee")
+    return Table(lines, chunks=2, micro_batches=m, way=record.way)
 
 
 def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
@@ -30,7 +30,7 @@ def dualpipe_v(record: DualPipeV, p: int, v: int, m: int) -> Table:
     FB is the time of a pair. In flight: 2 p + 1 chunks on every rank.
     """
     lines = tuple(_dualpipe_v_line(rank, p, m) for rank in range(p))
-    return Table(lines, chunks=2, micro_batches=m, placement="vee")
+    return Table(lines, chunks=2, micro_batches=m, way=record.way)
 
 
 class LineBuilder:

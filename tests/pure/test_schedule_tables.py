@@ -109,7 +109,7 @@ def test_merged_pairs_all_but_the_warm_up(sizes: Sizes) -> None:
 
 def test_stages_of_a_v_lie_down_and_back_up() -> None:
     lines = ((Action("F", 0, 0),),) * 3
-    table = Table(lines, chunks=2, micro_batches=1, placement="vee")
+    table = Table(lines, chunks=2, micro_batches=1, way="v")
     assert [table.home(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     loop = Table(lines, chunks=2, micro_batches=1)
     assert [loop.home(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
