@@ -9,10 +9,11 @@ Micro-batches go through several chunks in groups of g >= p: a group through chu
 through chunk 1, and so on (interleaved 1F1B, arXiv 2104.04473).
 """
 
+import itertools
 from collections import deque
 
 from moefold.schedule.config import GPipe, Interleaved, Merged, OneFOneB, ZeroBubbleH1
-from moefold.schedule.table import Action, Line, Pair, Step, Table
+from moefold.schedule.table import Action, Line, Pair, Table
 
 
 def gpipe(record: GPipe, p: int, v: int, m: int) -> Table:
@@ -32,7 +33,7 @@ def one_f_one_b(record: OneFOneB, p: int, v: int, m: int) -> Table:
     The earliest backward that can run, runs. Bubble (p - 1)(F + B), as GPipe's; rank r keeps
     min(m, p - r) micro-batches in flight.
     """
-    return Table(tuple(_steady_1f1b(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
+    return Table(tuple(_steady(p - rank - 1, 1, m, m) for rank in range(p)), 1, m)
 
 
 def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
@@ -46,17 +47,7 @@ def interleaved(record: Interleaved, p: int, v: int, m: int) -> Table:
     # A chunk's output goes round all ranks before the rank sees the first gradient: two forwards
     # per rank below it. A single chunk sees it sooner.
     ahead = [p - r - 1 if v == 1 else 2 * (p - r - 1) + (v - 1) * group for r in range(p)]
-    return Table(tuple(_steady_1f1b(count, v, m, group) for count in ahead), v, m)
-
-
-def _steady_1f1b(ahead: int, v: int, m: int, group: int) -> Line:
-    """Return a line with ``ahead`` forwards before the first backward, then one of each in turn."""
-    forward, backward = _forwards(v, m, group), _backwards(v, m, group)
-    ahead = min(ahead, m * v)
-    line = forward[:ahead]  # 1. warm-up
-    for following, ended in zip(forward[ahead:], backward, strict=False):  # 2. steady
-        line += [following, ended]
-    return (*line, *backward[m * v - ahead :])  # 3. drain
+    return Table(tuple(_steady(count, v, m, group) for count in ahead), v, m)
 
 
 def merged(record: Merged, p: int, v: int, m: int) -> Table:
@@ -70,15 +61,18 @@ def merged(record: Merged, p: int, v: int, m: int) -> Table:
     enough.
     """
     group = record.grouped(p, m)
-    return Table(tuple(_pairs(2 * (p - r - 1), v, m, group) for r in range(p)), v, m)
+    ahead = [2 * (p - r - 1) + (v - 1) * group + 1 for r in range(p)]
+    return Table(tuple(_steady(count, v, m, group, paired=True) for count in ahead), v, m)
 
 
-def _pairs(below: int, v: int, m: int, group: int) -> Line:
+def _steady(ahead: int, v: int, m: int, group: int, paired: bool = False) -> Line:
+    """Return a line with ``ahead`` forwards before the first backward, then one of each, in turn or
+    ``paired``."""
     forward, backward = _forwards(v, m, group), _backwards(v, m, group)
-    ahead = min(below + (v - 1) * group + 1, m * v)
-    warm_up: list[Step] = [*forward[:ahead]]
-    steady = [Pair(*both) for both in zip(forward[ahead:], backward, strict=False)]
-    return (*warm_up, *steady, *backward[m * v - ahead :])
+    ahead = min(ahead, m * v)
+    both = zip(forward[ahead:], backward, strict=False)
+    steady = itertools.starmap(Pair, both) if paired else itertools.chain.from_iterable(both)
+    return (*forward[:ahead], *steady, *backward[m * v - ahead :])  # warm-up, steady, drain
 
 
 def zb_h1(record: ZeroBubbleH1, p: int, v: int, m: int) -> Table:
