@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from moefold.data.config import PythonStdlib
 from moefold.finetune import STAND_IN
 from moefold.layers.config import Selective
-from moefold.mesh.config import Sizes
 from moefold.model.config import Decoder
 from moefold.model.families.folder import Folder
 from moefold.planner.case import kinds
 from moefold.planner.memory_kept import kept, kept_bytes
 from moefold.run import Run
-from moefold.spec.layer import Modules, Saved, Shape
+from moefold.spec.layer import Modules, Shape
 
 
 def notes(run: Run) -> tuple[str, ...]:
@@ -33,29 +32,22 @@ def _idle_recompute(run: Run, decoder: Decoder) -> Iterator[str]:
     record, sizes = run.layout.recompute, run.layout.split
     if not isinstance(record, Selective):
         return
+    # For a micro-batch of one row on each tensor rank.
+    shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
     try:
-        here = _layers(decoder, sizes)
+        here = [kept(block, shape) for block in kinds(decoder)[0]]
     except ValueError:  # a kind of layer from outside: what it keeps is not known
         return
     every: Modules = frozenset(record.modules)
     axes = {"tp": sizes.tp, "ep": sizes.ep, "etp": sizes.etp}
     split = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1)
     for name in dict.fromkeys(record.modules):
-        if not _saves(here, every - {name}, every):
+        without = every - {name}
+        if all(kept_bytes(parts, every) >= kept_bytes(parts, without) for parts in here):
             yield (
                 f"layout.recompute: {name} saves no memory, they keep nothing of their own "
                 f"{f'under {split}' if split else 'beside the others'}; leave it out"
             )
-
-
-def _layers(decoder: Decoder, sizes: Sizes) -> list[tuple[Saved, ...]]:
-    """Return what each kind of layer keeps for a micro-batch of one row on each tensor rank."""
-    shape = Shape(decoder.hidden, rows=1, tp=sizes.tp, etp=sizes.etp, ep=sizes.ep)
-    return [kept(block, shape) for block in kinds(decoder)[0]]
-
-
-def _saves(layers: list[tuple[Saved, ...]], without: Modules, with_it: Modules) -> bool:
-    return any(kept_bytes(parts, with_it) < kept_bytes(parts, without) for parts in layers)
 
 
 def _beyond_context(seq: int, decoder: Decoder) -> Iterator[str]:
