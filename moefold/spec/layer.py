@@ -430,10 +430,10 @@ def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def small_heads(heads: int, by: Sizes, wanted: int = 2) -> int:
+def small_heads(heads: int, by: Sizes) -> int:
     """Return few heads that tp divides, and tp * cp where it divides the given ones.
 
     Context ranks may share heads that tensor ranks share already.
     """
-    few = rounded_up(min(heads, wanted), gcd(by.tp * by.cp, heads))
+    few = rounded_up(min(heads, 2), gcd(by.tp * by.cp, heads))
     return rounded_up(few, by.tp)
