@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from moefold.config.errors import RunError
 from moefold.mesh.config import ORDERS, Order, Sizes
-from moefold.mesh.grid import Grid, Offsets, shifted
+from moefold.mesh.grid import Grid, Offsets, Runs, offsets_of, shifted
 from moefold.mesh.legality import folding_violations
 
 Ranks = tuple[int, ...]
@@ -19,6 +19,13 @@ class Kind(NamedTuple):
     grid: str
     axes: tuple[str, ...]
     purpose: str
+    ends: bool = False
+    """Whether only the first and the last rank of those are in it."""
+
+    def runs(self, grid: Grid) -> Runs:
+        """Return how its groups lie in their grid: equal for kinds of the same groups."""
+        runs = grid.runs(self.axes)
+        return tuple((stride * (size - 1), 2) for stride, size in runs) if self.ends else runs
 
 
 ATTENTION, EXPERTS = "attention", "experts"
@@ -41,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "tp_ep_pp": Kind(EXPERTS, ("etp", "ep", "pp"), "one copy of expert weights"),
     "stage": Kind(ATTENTION, ("tp", "cp", "dp"), "all ranks of one stage"),
     "world": Kind(ATTENTION, ("tp", "cp", "dp", "pp"), "all ranks"),
-    EMBEDDING: Kind(ATTENTION, ("pp",), "first and last stage"),
+    EMBEDDING: Kind(ATTENTION, ("pp",), "first and last stage", ends=True),
 }
 """Every kind of group by its name. ``tp_ep`` runs over the experts' own tensor axis, etp."""
 
@@ -140,10 +147,7 @@ class Folding:
         if found is None:
             raise ValueError(f"no kind of group is called {kind!r}; there are {', '.join(KINDS)}")
         grid = self.attention if found.grid == ATTENTION else self.experts
-        if kind != EMBEDDING or self.sizes.pp == 1:
-            return grid, found.axes, grid.offsets(found.axes)
-        last = (self.sizes.pp - 1) * grid.strides["pp"]
-        return grid, found.axes, range(0, 2 * last, last)
+        return grid, found.axes, offsets_of(found.runs(grid))
 
     def _inside(self, rank: int) -> int:
         if not 0 <= rank < self.world:

@@ -1,6 +1,6 @@
 """A numbering of ranks by named axes, the fastest first: strides, coordinates, offsets."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -9,6 +9,8 @@ from operator import mul
 
 Offsets = range | tuple[int, ...]
 """Ascending, from 0; a range wherever they are evenly spaced, so that equal ones are equal."""
+Runs = tuple[tuple[int, int], ...]
+"""Strides and sizes of what offsets run over, the smallest first, with neighbours joined."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +59,21 @@ class Grid:
                 raise ValueError(f"{axis} {at}: this axis runs from 0 to {self.sizes[axis] - 1}")
         return sum(at * self.strides[axis] for axis, at in coordinates.items())
 
+    def runs(self, axes: Collection[str]) -> Runs:
+        """Return what the ranks at which every axis but ``axes`` is 0 run over."""
+        found: list[tuple[int, int]] = []
+        for axis, size in self.axes:
+            if axis in axes and size > 1:
+                stride, last = self.strides[axis], found[-1] if found else (0, 0)
+                if last[0] * last[1] == stride:
+                    found[-1] = last[0], last[1] * size
+                else:
+                    found.append((stride, size))
+        return tuple(found)
+
     def offsets(self, axes: Collection[str]) -> Offsets:
         """Return the ranks at which every axis but ``axes`` is 0, ascending."""
-        found: Sequence[int] = range(1)
-        for axis, size in self.axes:
-            if axis not in axes or size == 1:
-                continue
-            stride = self.strides[axis]
-            if len(found) == 1:
-                found = range(0, stride * size, stride)
-            elif isinstance(found, range) and found.step * len(found) == stride:
-                found = range(0, stride * size, found.step)
-            else:
-                found = [high + low for high in range(0, stride * size, stride) for low in found]
-        return found if isinstance(found, range) else tuple(found)
+        return offsets_of(self.runs(axes))
 
     def starts(self, axes: Collection[str]) -> Offsets:
         """Return the smallest rank of every group over ``axes``, ascending."""
@@ -79,6 +82,17 @@ class Grid:
     def start(self, rank: int, axes: Collection[str]) -> int:
         """Return the smallest rank of the group over ``axes`` that a rank is in."""
         return rank - sum(self.coordinate(rank, axis) * self.strides[axis] for axis in axes)
+
+
+def offsets_of(runs: Runs) -> Offsets:
+    """Return the offsets that runs make."""
+    if len(runs) < 2:
+        stride, size = runs[0] if runs else (1, 1)
+        return range(0, stride * size, stride)
+    found = [0]
+    for stride, size in runs:
+        found = [high + low for high in range(0, stride * size, stride) for low in found]
+    return tuple(found)
 
 
 def shifted(offsets: Offsets, start: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
-from moefold.mesh.folding import ATTENTION, EMBEDDING, KINDS
+from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import Case, kinds, main_layers, settled
 from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes
@@ -214,27 +214,9 @@ def overheads(case: Case) -> float:
 
 @remembered(1 << 12)
 def communicators(attention: Grid, experts: Grid) -> int:
-    """Return how many different groups of several ranks a rank of two grids is in.
-
-    Without making them: groups are the same where the axes that they run over are, written as
-    strides and sizes with neighbouring axes joined.
-    """
-    found = set[tuple[tuple[int, int], ...]]()
-    for kind, (name, axes, _) in KINDS.items():
-        grid = attention if name == ATTENTION else experts
-        group: list[tuple[int, int]] = []
-        for axis, size in grid.axes:
-            if axis not in axes or size == 1:
-                continue
-            stride, last = grid.strides[axis], group[-1] if group else (0, 0)
-            if kind == EMBEDDING:
-                group = [(stride * (size - 1), 2)]
-            elif last[0] * last[1] == stride:
-                group[-1] = last[0], last[1] * size
-            else:
-                group.append((stride, size))
-        found.add(tuple(group))
-    return len(found - {()})
+    """Return how many different groups of several ranks a rank of two grids is in."""
+    grids = {ATTENTION: attention, EXPERTS: experts}
+    return len({kind.runs(grids[kind.grid]) for kind in KINDS.values()} - {()})
 
 
 # ----------------------------------------------------------------------------- stages
