@@ -9,20 +9,19 @@ published figures).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moefold.model.config import Block, Decoder
 from moefold.spec.decoder import (
     LORA_A,
     LORA_B,
+    block_weights,
     embedding,
     halves,
     head,
-    join_weights,
-    norms_of,
     with_adapters,
 )
-from moefold.spec.layer import Attention, Scan
+from moefold.spec.layer import Attention, Scan, described
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,8 @@ def count(decoder: Decoder) -> Counts:
     for block, repeat in blocks:
         found = _block(block, hidden)
         if block.multi_token is not None:
-            join = [(w.elements, w.frozen) for w in join_weights(hidden, 0, block)]
-            size, still = sum(n for n, _ in join), sum(n for n, frozen in join if frozen)
-            joined = PartCounts(size, 0, size + matrix, still + matrix * fixed)
-            found = {"multi_token": sum(found.values(), joined)}
+            read = PartCounts(0, 0, matrix, matrix * fixed)
+            found = {"multi_token": sum(found.values(), read)}
         for name, part in found.items():
             parts[name] = parts.get(name, PartCounts()) + part.times(repeat)
         for _, spec in halves(block):
@@ -128,24 +125,19 @@ def count(decoder: Decoder) -> Counts:
 
 def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     """Count a block by what its weights are counted under."""
-    found: dict[str, PartCounts] = {}
+    found, routing = dict[str, PartCounts](), described(block.ffn).routing
+    names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]
     for name, spec in halves(block):
-        at, norms = spec.prefix or name, PartCounts(hidden * len(norms_of(block, name)))
-        found["norms"] = found.get("norms", PartCounts()) + norms
         operations = [one for one in spec.operations(hidden) if not one.wide]
-        read = (name for one in operations for m in one.matmuls for name in m.weights)
-        multiplied = {f"{at}.{name}" for name in read}
-        multiplied |= {name + end for name in multiplied for end in (LORA_A, LORA_B)}
-        routing = spec.routing
-        own = (replace(weight, name=f"{at}.{weight.name}") for weight in spec.weights(hidden))
-        for weight in with_adapters(own, block.adapters):
-            size = used = weight.elements
-            if weight.expert and routing is not None:
-                used = size // routing.experts * routing.top_k
-            # The convention takes the norm of a latent, alone among norms, for one product.
-            counted = weight.name in multiplied or weight.latent
-            multiplied_here = used if counted else 0
-            fixed = multiplied_here * (weight.name in block.frozen)
-            part = PartCounts(size, size - used, multiplied_here, fixed)
-            found[weight.counted] = found.get(weight.counted, PartCounts()) + part
+        read = (weight for one in operations for m in one.matmuls for weight in m.weights)
+        names += (f"layers.0.{spec.prefix or name}.{weight}" for weight in read)
+    multiplied = {name + end for name in names for end in ("", LORA_A, LORA_B)}
+    for weight in block_weights(block, hidden, 0):
+        size = used = weight.elements
+        if weight.expert and routing is not None:
+            used = size // routing.experts * routing.top_k
+        # The convention takes the norm of a latent, alone among norms, for one product.
+        counted = used if weight.name in multiplied or weight.latent else 0
+        part = PartCounts(size, size - used, counted, counted * weight.frozen)
+        found[weight.counted] = found.get(weight.counted, PartCounts()) + part
     return found

@@ -160,7 +160,7 @@ def part_weights(decoder: Decoder, part: Part) -> tuple[Weight, ...]:
     """Return the parameters of a part."""
     if isinstance(part, int):
         block = kinds(decoder)[0][part]
-        found = block_weights(block, decoder.hidden, part)
+        found = tuple(block_weights(block, decoder.hidden, part))
         return with_codes(found, block, f"layers.{part}.")
     if part == "norm":
         return (last_norm(decoder),)

@@ -130,21 +130,20 @@ def model_weights(decoder: Decoder) -> tuple[Weight, ...]:
     Raises:
         ValueError: where a layer from outside describes nothing.
     """
-    blocks = enumerate(decoder.blocks)
-    layers = (w for i, block in blocks for w in block_weights(block, decoder.hidden, i))
-    rest = () if decoder.tied else with_adapters((head(decoder),), decoder.adapters)
-    return (embedding(decoder), *layers, last_norm(decoder), *rest)
+    for block in decoder.blocks:
+        for record in (block.attention, block.ffn):
+            described(record)
+    return tuple(known_weights(decoder))
 
 
 def known_weights(decoder: Decoder) -> Iterator[Weight]:
     """Yield the parameters of a model without those of layers that describe nothing."""
-    yield from (embedding(decoder), last_norm(decoder))
-    yield from with_adapters((head(decoder),), decoder.adapters)
+    yield embedding(decoder)
     for number, block in enumerate(decoder.blocks):
-        for name, record in (("attention", block.attention), ("ffn", block.ffn)):
-            if isinstance(record, LayerSpec):
-                yield from _half_weights(name, record, decoder.hidden, number, block)
-        yield from join_weights(decoder.hidden, number, block)
+        yield from block_weights(block, decoder.hidden, number)
+    yield last_norm(decoder)
+    if not decoder.tied:
+        yield from with_adapters((head(decoder),), decoder.adapters)
 
 
 def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
@@ -159,40 +158,26 @@ def halves(block: Block) -> Iterator[tuple[str, LayerSpec]]:
             yield name, spec
 
 
-def block_weights(block: Block, hidden: int, layer: int) -> tuple[Weight, ...]:
-    """Return the parameters of one block; a half that is not there has no norms."""
-    found: list[Weight] = []
-    for name, spec in halves(block):
-        found += _half_weights(name, spec, hidden, layer, block)
-    return (*found, *join_weights(hidden, layer, block))
+def block_weights(block: Block, hidden: int, layer: int) -> Iterator[Weight]:
+    """Yield the parameters of one block, the norms of a half first; a half that is not there has
+    none, and one that describes nothing is left out.
 
-
-def _half_weights(
-    name: str, spec: LayerSpec, hidden: int, layer: int, block: Block
-) -> Iterator[Weight]:
-    """Yield the parameters of one half by their global names, its norms first."""
-    half = spec.prefix or name
-    own = (replace(weight, name=f"{half}.{weight.name}") for weight in spec.weights(hidden))
-    norms = (norm(f"{one}.weight", hidden) for one in norms_of(block, name))
-    yield from _named((*norms, *own), layer, block)
-
-
-def _named(weights: Iterable[Weight], layer: int, block: Block) -> Iterator[Weight]:
-    """Yield weights of a block, with their adapters, by their global names."""
-    for weight in with_adapters(weights, block.adapters):
+    A block of a further token joins two inputs besides (arXiv 2412.19437, section 2.2), on each
+    tensor rank its own rows.
+    """
+    found = list[Weight]()
+    for name, spec in (("attention", block.attention), ("ffn", block.ffn)):
+        if isinstance(spec, LayerSpec) and not spec.absent:
+            found += (norm(f"{one}.weight", hidden) for one in norms_of(block, name))
+            half = spec.prefix or name
+            found += (replace(w, name=f"{half}.{w.name}") for w in spec.weights(hidden))
+    if block.multi_token is not None:
+        found += (norm(f"{one}_norm.weight", hidden) for one in ("embed", "row"))
+        found.append(Weight("join.weight", (hidden, 2 * hidden), counted="multi_token"))
+        found.append(norm("norm.weight", hidden))
+    for weight in with_adapters(found, block.adapters):
         name = f"layers.{layer}.{weight.name}"
         yield replace(weight, name=name, frozen=weight.name in block.frozen)
-
-
-def join_weights(hidden: int, layer: int, block: Block) -> Iterator[Weight]:
-    """Yield what a block of a further token has besides (arXiv 2412.19437, section 2.2).
-
-    Each tensor rank joins its own rows.
-    """
-    if block.multi_token is not None:
-        first, second, last = (norm(f"{one}norm.weight", hidden) for one in ("embed_", "row_", ""))
-        join = Weight("join.weight", (hidden, 2 * hidden), counted="multi_token")
-        yield from _named((first, second, join, last), layer, block)
 
 
 def norms_of(block: Block, half: str) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def place_weights(case: Case, place: Place) -> tuple[Weight, ...]:
     decoder = case.decoder
     if place.kind in ("layer", "multi_token"):
         number = place.index + decoder.layers * (place.kind == "multi_token")
-        return block_weights(decoder.blocks[number], decoder.hidden, number)
+        return tuple(block_weights(decoder.blocks[number], decoder.hidden, number))
     return (last_norm(decoder),) if place.kind == "loss" else ()
 
 
