@@ -10,6 +10,7 @@ published figures).
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 from moefold.model.config import Block, Decoder
 from moefold.spec.decoder import (
@@ -38,12 +39,11 @@ class PartCounts:
     """Of those, the ones without a gradient: backward has one product of them and not two."""
 
     def __add__(self, other: "PartCounts") -> "PartCounts":
-        mine, theirs = vars(self), vars(other)
-        return PartCounts(**{name: mine[name] + theirs[name] for name in mine})
+        return PartCounts(*map(add, vars(self).values(), vars(other).values()))
 
     def times(self, number: int) -> "PartCounts":
         """Return the counts of so many equal parts."""
-        return PartCounts(**{name: value * number for name, value in vars(self).items()})
+        return PartCounts(*(value * number for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,8 @@ def _block(block: Block, hidden: int) -> dict[str, PartCounts]:
     found, routing = dict[str, PartCounts](), described(block.ffn).routing
     names = [f"layers.0.{one}.weight" for one in ("embed_norm", "row_norm", "join", "norm")]
     for name, spec in halves(block):
-        operations = [one for one in spec.operations(hidden) if not one.wide]
-        read = (weight for one in operations for m in one.matmuls for weight in m.weights)
-        names += (f"layers.0.{spec.prefix or name}.{weight}" for weight in read)
+        read = (w for one, _, ws in spec.products(hidden) if not one.wide for w in ws)
+        names += (f"layers.0.{spec.prefix or name}.{weight.name}" for weight in read)
     multiplied = {name + end for name in names for end in ("", LORA_A, LORA_B)}
     for weight in block_weights(block, hidden, 0):
         size = used = weight.elements

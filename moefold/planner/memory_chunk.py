@@ -74,7 +74,8 @@ class ChunkSizes:
 
     def _made(self, held: Held, order: tuple[int, ...]) -> ChunkBytes:
         shape, logits = self.shape, self._logits()
-        layers = [(self._layer(kind), count) for kind, count in held.layers]
+        how = shape, self.stack, self.recipe, self.keeping
+        layers = [(_layer(self.blocks[kind], *how), count) for kind, count in held.layers]
         widest = (max((one[i] for one, _ in layers), default=0.0) for i in range(3))
         layer, forward, backward = widest
         total = sum(one[0] * count for one, count in layers)
@@ -159,19 +160,11 @@ class ChunkSizes:
         columns = self.decoder.vocab / self.shape.tp
         return self.shape.piece * columns * (self.shape.width + 4)
 
-    def _layer(self, kind: int) -> tuple[float, float, float, float]:
-        """Return what a block keeps, what its passes work with, and what its products wait with."""
-        block = self.blocks[kind]
-        return _layer(block, self.shape, self.stack, self.recipe, self.keeping)
-
 
 def activation_width(spec: LayerSpec, shape: Shape) -> float:
     """Return the features of the activation of a feed-forward, or of routed experts, on a rank."""
-    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
-    for one in spec.operations(shape.hidden):
-        if one.name in ("ffn", "experts"):
-            return weights[one.matmuls[-1].weights[0]].matrix(shape.tp, shape.ep, shape.etp)[1]
-    return 0.0
+    found = [w for one, _, w in spec.products(shape.hidden) if one.name in ("ffn", "experts")]
+    return found[-1][0].matrix(shape.tp, shape.ep, shape.etp)[1] if found else 0.0
 
 
 @remembered(1 << 12)

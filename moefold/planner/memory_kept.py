@@ -240,12 +240,9 @@ def _products(
     spec: LayerSpec, shape: Shape, operation: str, rows: str | None = None
 ) -> list[tuple[float, float]]:
     """Return outputs and inputs of an operation's products on a rank, in their order."""
-    weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
     return [
-        weights[name].matrix(shape.tp, shape.ep, shape.etp)[:2]
-        for one in spec.operations(shape.hidden)
-        if one.name == operation
-        for matmul in one.matmuls
-        if rows in (None, matmul.rows)
-        for name in matmul.weights
+        weight.matrix(shape.tp, shape.ep, shape.etp)[:2]
+        for one, matmul, weights in spec.products(shape.hidden)
+        if one.name == operation and rows in (None, matmul.rows)
+        for weight in weights
     ]

@@ -42,10 +42,6 @@ class CodedBlock(Block):
     narrow: tuple[str, ...] = ()
     """Weights that are read as codes, by their names within the block."""
 
-    def narrow_all(self, weights: tuple[str, ...]) -> bool:
-        """Return whether all of some weights are read so."""
-        return set(weights) <= set(self.narrow)
-
 
 @dataclass(frozen=True)
 class CodedWeight(Weight):
@@ -101,16 +97,14 @@ def products(block: Block, shape: Shape) -> list[tuple[str, WeightProduct]]:
     """Return the products of a block with the names of their weights, which some read twice."""
     found = list[tuple[str, WeightProduct]]()
     for half, spec in halves(block):
-        weights = {weight.name: weight for weight in spec.weights(shape.hidden)}
-        for operation in spec.operations(shape.hidden):
-            for matmul in operation.matmuls:
-                rows, runs = rows_of(matmul.rows, spec, shape), 1
-                if matmul.rows == "routed" and isinstance(block, CodedBlock):
-                    runs = _runs(spec, shape, block.codes)
-                for name in matmul.weights:
-                    outputs, inputs, _ = weights[name].matrix(shape.tp, shape.ep, shape.etp)
-                    one = WeightProduct(weights[name], rows, runs, outputs, inputs)
-                    found.append((f"{spec.prefix or half}.{name}", one))
+        for _, matmul, weights in spec.products(shape.hidden):
+            rows, runs = rows_of(matmul.rows, spec, shape), 1
+            if matmul.rows == "routed" and isinstance(block, CodedBlock):
+                runs = _runs(spec, shape, block.codes)
+            for weight in weights:
+                outputs, inputs, _ = weight.matrix(shape.tp, shape.ep, shape.etp)
+                one = WeightProduct(weight, rows, runs, outputs, inputs)
+                found.append((f"{spec.prefix or half}.{weight.name}", one))
     return found
 
 
@@ -188,7 +182,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
     gone = {
         part.name.replace(".gathered", "_norm.output")
         for part in parts
-        if part.operand and block.narrow_all(part.operand) and part.beside is None
+        if part.operand and set(part.operand) <= {*block.narrow} and part.beside is None
     }
     for part in parts:
         narrow = [name for name in part.operand if name in block.narrow]

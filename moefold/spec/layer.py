@@ -352,6 +352,13 @@ class LayerSpec(Record):
         """Yield what a forward saves for backward, the input of the half's norm apart."""
         raise _undescribed(self)
 
+    def products(self, hidden: int) -> Iterator[tuple[Operation, Matmul, tuple[Weight, ...]]]:
+        """Yield matrix products, each with its operation and the weights that it reads."""
+        weights = {weight.name: weight for weight in self.weights(hidden)}
+        for operation in self.operations(hidden):
+            for matmul in operation.matmuls:
+                yield operation, matmul, tuple(weights[name] for name in matmul.weights)
+
     @property
     def routing(self) -> RoutingSpec | None:
         """What its router does; None without experts."""

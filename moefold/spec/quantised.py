@@ -48,11 +48,10 @@ def _products(decoder: Decoder) -> Iterator[tuple[str, Weight, Rows]]:
     for number, block in enumerate(decoder.blocks):
         for half, spec in halves(block):
             at = f"layers.{number}.{spec.prefix or half}."
-            weights = {weight.name: weight for weight in spec.weights(decoder.hidden)}
-            for operation in spec.operations(decoder.hidden):
-                for matmul in operation.matmuls if not operation.wide else ():
-                    for name in (n for n in matmul.weights if not weights[n].stacked):
-                        yield at + name, weights[name], matmul.rows
+            for operation, matmul, weights in spec.products(decoder.hidden):
+                for weight in weights:
+                    if not (operation.wide or weight.stacked):
+                        yield at + weight.name, weight, matmul.rows
 
 
 class _Cuts(NamedTuple):
