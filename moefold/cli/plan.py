@@ -20,7 +20,7 @@ from moefold.files import write_text
 from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.answer import plan as planned
 from moefold.planner.from_run import LOAD
-from moefold.planner.goodput import DAY, Price, bill, goodput
+from moefold.planner.goodput import DAY, Price
 from moefold.planner.page import facts, page
 from moefold.training import words
 
@@ -270,10 +270,9 @@ def _marks(found: Plan) -> Iterator[Text]:
 
 def _long(found: Plan, tokens: float) -> Iterator[Text]:
     """Yield what a long run of the fastest layout costs."""
-    best, task = found.best, found.task
+    best = found.best
     assert best is not None
-    expected = goodput(task.cluster.devices, found.faults)
-    cost = bill(task, best.tokens_per_s * expected.ettr, tokens, found.price)
+    expected, cost = found.expected, found.bill(best, tokens)
     days = f"{cost.days:,.1f} days" if cost.days >= 1 else words.clock(cost.days * DAY)
     money = "" if cost.cost is None else f", {cost.cost:,.0f} in money"
     yield Text.assemble(

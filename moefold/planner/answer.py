@@ -25,7 +25,7 @@ from moefold.planner.from_run import (
     of_run,
     published_layouts,
 )
-from moefold.planner.goodput import Faults, Price
+from moefold.planner.goodput import Bill, Faults, Goodput, Price, bill, goodput
 from moefold.planner.hardware import Cluster, resized
 from moefold.planner.hardware import cluster as cluster_of
 from moefold.planner.memory import Memory, fullest, stage_of
@@ -171,6 +171,15 @@ class Plan:
         """What there is to look at closely: the given layout, or else the best."""
         return self.given or self.best
 
+    @property
+    def expected(self) -> Goodput:
+        """What the cluster can expect of failures."""
+        return goodput(self.task.cluster.devices, self.faults)
+
+    def bill(self, layout: PlannedLayout, tokens: float) -> Bill:
+        """Return what training on so many tokens costs in a layout, failures counted."""
+        return bill(self.task, layout.tokens_per_s * self.expected.ettr, tokens, self.price)
+
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """What to change next in the given layout (or the best), the most useful first."""
@@ -222,7 +231,7 @@ def plan(
         given=given,
         given_problem=problem,
         layouts=best,
-        today=_today(task, search),
+        today=None if task.foreign else next(iter(_found(search, today(task))), None),
         same_format=tuple(same),
         published=tuple(_published(task)),
         faults=faults or Faults(),
@@ -268,12 +277,6 @@ def _given(task: TrainingTask, choice: Choice | None) -> tuple[PlannedLayout | N
 
 def _found(search: Search, space: Space, top: int = 1) -> tuple[PlannedLayout, ...]:
     return tuple(PlannedLayout(one.choice, one.case, "search") for one in search.best(space, top))
-
-
-def _today(task: TrainingTask, search: Search) -> PlannedLayout | None:
-    if task.foreign:
-        return None
-    return next(iter(_found(search, today(task))), None)
 
 
 def _published(task: TrainingTask) -> list[PlannedLayout]:

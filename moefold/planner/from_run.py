@@ -297,14 +297,13 @@ def settled(run: Run, keeping: Keeping) -> Run:
     if again and record is None:
         record = Selective.model_validate({"modules": sorted(again)})
     update: dict[str, Any] = {"recompute": record}
-    to: dict[str, Any] = {"in_flight": keeping.in_flight}
+    to: dict[str, Any] = {}
     if auto.host and keeping.offload:
-        update["offload"] = {**to, "host": {"modules": sorted(keeping.offload)}}
+        to["host"] = {"modules": sorted(keeping.offload)}
     if auto.disk and keeping.disk:
-        disk = {"modules": sorted(keeping.disk), "folder": auto.disk}
-        update["offload"] = {**to, "disk": disk}
-    if "offload" in update:
-        update["offload"] = Offload.model_validate(update["offload"])
+        to["disk"] = {"modules": sorted(keeping.disk), "folder": auto.disk}
+    if to:
+        update["offload"] = Offload.model_validate({"in_flight": keeping.in_flight, **to})
     return run.model_copy(update={"layout": layout.model_copy(update=update)})
 
 

@@ -112,10 +112,10 @@ class Split(NamedTuple):
         if self.stack == "moefold" and not (weight.product and copied):
             # Read as the master is: gathered where that is shared.
             copied = numbers.master_bytes if self.zero in (1, 2) and ranks > 1 else 0
-        record = weight.codes if isinstance(weight, CodedWeight) else None
-        codes, past = self._codes(weight, local), 0
+        record, past = None, 0
         if isinstance(weight, CodedWeight):
-            past = history_bytes(weight)
+            record, past = weight.codes, history_bytes(weight)
+        codes = self._codes(weight, local)
         if weight.frozen:
             narrow = weight.narrow and numbers.weight_bytes
             wide = numbers.weight_bytes if narrow else numbers.master_bytes

@@ -12,7 +12,7 @@ from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.case import evened
 from moefold.planner.from_run import TrainingTask
-from moefold.planner.goodput import bill, curve, goodput
+from moefold.planner.goodput import curve
 from moefold.planner.memory import memory, shortened, totals
 from moefold.planner.time import estimate
 from moefold.schedule.simulate import Costs, Span, simulate
@@ -33,7 +33,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
     """Return a plan as an object that JSON can hold. Times in seconds, memory in GB."""
     task, best = plan.task, plan.best
     cluster, device, software = task.cluster, task.cluster.device, task.software
-    expected = goodput(cluster.devices, plan.faults)
+    expected = plan.expected
     return {
         "run": task.name,
         "cluster": {
@@ -74,9 +74,7 @@ def facts(plan: Plan, tokens: float) -> dict[str, Any]:
             "lost": expected.lost,
             **vars(plan.faults),
         },
-        "whole_run": vars(
-            bill(task, best.tokens_per_s * expected.ettr, tokens, plan.price)
-        ) if best and expected.ettr else None,
+        "whole_run": vars(plan.bill(best, tokens)) if best and expected.ettr else None,
     }  # fmt: skip
 
 

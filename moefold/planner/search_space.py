@@ -175,8 +175,7 @@ class Foldings:
 def _sizes(model: ModelNeeds, axis: str, world: int) -> tuple[int, ...]:
     """Return the sizes of an axis that a model allows, among the divisors of a world."""
     asked = [need.number for need in model.needs if need.axis == axis]
-    legal = math.gcd(*asked) if asked else (1 if axis in ("ep", "etp") else world)
-    return tuple(size for size in divisors(world) if legal % size == 0)
+    return tuple(divisors(math.gcd(world, *asked))) if asked or axis in ("tp", "cp") else (1,)
 
 
 def apart(stages: Stages) -> Stages | None:

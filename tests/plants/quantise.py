@@ -595,8 +595,8 @@ PLANTS = (
         "histories of scales are forgotten",
         STATE,
         "planner/memory_state.py",
-        "past = history_bytes(weight)",
-        "past = 0 * history_bytes(weight)",
+        "weight.codes, history_bytes(weight)",
+        "weight.codes, 0 * history_bytes(weight)",
     ),
     Plant(
         "b56",
