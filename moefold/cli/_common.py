@@ -32,6 +32,12 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", metavar="SIZES", help=said)
 
 
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """Return a run's overrides, with ``--layout`` as the last where it is given."""
+    sizes = [] if args.layout is None else [f"layout.sizes={json.dumps(args.layout)}"]
+    return [*args.overrides, *sizes]
+
+
 def add_world(parser: argparse.ArgumentParser) -> None:
     """Add ``--world``, the number of ranks that a layout is laid over."""
     said = "ranks (default: the fewest that fit)"

@@ -9,13 +9,19 @@ bytes that its ranks hold after each action of the second, by part, as planned a
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from moefold.cli._common import add_json, add_layout, add_world, plain_table, print_json
+from moefold.cli._common import (
+    add_json,
+    add_layout,
+    add_world,
+    overrides_of,
+    plain_table,
+    print_json,
+)
 from moefold.files import demand_writable
 from moefold.planner.hardware import usual_file
 from moefold.run import load_run
@@ -75,10 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _memory(args: argparse.Namespace) -> int:
     """Show what ranks hold after each action of a step."""
-    source, *overrides = args.sources or RUNS[:1]
-    if args.layout is not None:
-        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
-    run = load_run(source, overrides)
+    source, *given = args.sources or RUNS[:1]
+    run = load_run(source, [*given, *overrides_of(args)])
     world = run.layout.split.smallest_world if args.world is None else args.world
     picture = None if args.picture is None else Path(args.picture)
     if picture is not None:

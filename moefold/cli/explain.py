@@ -29,6 +29,7 @@ from moefold.cli._common import (
     add_layout,
     add_run,
     add_world,
+    overrides_of,
     plain_table,
     print_json,
 )
@@ -116,22 +117,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> Loaded[Run]:
     """Load the run, with a layout that is asked for even where the model does not allow it."""
-    overrides = list(args.overrides)
-    if args.layout is None:
-        return loaded_run(args.source, overrides)
-    asked = f"layout.sizes={json.dumps(args.layout)}"
+    asked = overrides_of(args)
     try:
-        return loaded_run(args.source, [*overrides, asked])
+        return loaded_run(args.source, asked)
     except RunError as error:
-        if any(item.path not in FITTING or item.id != "relation" for item in error.violations):
+        if args.layout is None or any(
+            item.path not in FITTING or item.id != "relation" for item in error.violations
+        ):
             raise
         layout = error.data["layout"]
     Sizes.parse(layout["sizes"])
     fitting = (f"{dotted(path)}={value}" for path, value in FITTING.items())
-    loaded = loaded_run(args.source, [*overrides, *fitting])
+    loaded = loaded_run(args.source, [*args.overrides, *fitting])
     kept = {str(path[-1]): layout[path[-1]] for path in FITTING if path[-1] in layout}
     record = loaded.record.layout.model_copy(update=kept)
-    origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked)}
+    origins = {**loaded.origins, ("layout", "sizes"): Origin("override", asked[-1])}
     run = loaded.record.model_copy(update={"layout": record})
     return replace(loaded, record=run, origins=origins)
 

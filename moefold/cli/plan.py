@@ -6,7 +6,6 @@ docs/plan.md says how to read it and how far to trust it.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moefold.cli._common import add_json, add_layout, add_run, plain_table, print_json
+from moefold.cli._common import add_json, add_layout, add_run, overrides_of, plain_table, print_json
 from moefold.files import write_text
 from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.answer import plan as planned
@@ -57,9 +56,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; return its exit status."""
-    overrides = list(args.overrides)
-    if args.layout is not None:
-        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
     found = planned(
         args.source,
         args.cluster,
@@ -68,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         load=args.load,
         memory_gb=args.memory,
         price=Price(args.price),
-        overrides=overrides,
+        overrides=overrides_of(args),
     )
     tokens = args.tokens or found.task.tokens or TRILLION
     if args.html:

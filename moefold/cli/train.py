@@ -11,7 +11,6 @@ exit status:
 """
 
 import argparse
-import json
 import os
 import tempfile
 from io import StringIO
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from moefold.checkpoint.folder import newest
-from moefold.cli._common import add_json, add_layout, add_run, print_json
+from moefold.cli._common import add_json, add_layout, add_run, overrides_of, print_json
 from moefold.comm.environment import Spot, environment
 from moefold.config.load import load
 from moefold.files import free_folder, remove_empty
@@ -148,12 +147,10 @@ def _demand_memory(run: Run, world: int) -> None:
 
 def asked_run(args: argparse.Namespace) -> Run:
     """Return the run that is asked for; without RUN the one whose folder is given."""
-    overrides, source = list(args.overrides), args.source
+    overrides, source = overrides_of(args), args.source
     if source is not None and "=" in source and not Path(source).exists():
         overrides.insert(0, source)  # it stands where RUN would
         source = None
-    if args.layout is not None:
-        overrides.append(f"layout.sizes={json.dumps(args.layout)}")
     if source is not None:
         return load_run(source, overrides)
     if args.folder is None:
