@@ -132,25 +132,21 @@ def nearest_sizes(
     for axis in SPLIT:
         legal = _choices(axis, model, deepest)
         if world is not None:
-            legal = [d for d in divisors(world) if d in legal or legal is ANY]
-            legal = [d for d in legal if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
+            fitting = [d for d in divisors(world) if legal is None or d in legal]
+            legal = [d for d in fitting if world % Sizes(**chosen, **{axis: d}).smallest_world == 0]
         one = asked[axis]
         # The nearest by ratio, the smaller of two.
-        chosen[axis] = min(legal, key=lambda d: (max(d / one, one / d), d), default=one)
+        chosen[axis] = min(legal or (), key=lambda d: (max(d / one, one / d), d), default=one)
     virtual = sizes.vpp if most is None else min(sizes.vpp, most // chosen["pp"])
     return Sizes(**chosen, vpp=1 if chosen["pp"] == 1 else virtual)
 
 
-ANY: Sequence[int] = ()
-"""Stands for every size, where nothing bounds an axis."""
-
-
-def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[int]:
-    """Return the sizes of an axis that a model allows."""
+def _choices(axis: str, model: ModelNeeds | None, most: int | None) -> Sequence[int] | None:
+    """Return the sizes of an axis that a model allows; None is every one."""
     if axis == "pp":
-        return ANY if most is None else range(1, most + 1)
+        return None if most is None else range(1, most + 1)
     sizes = [need.number for need in model.needs if need.axis == axis] if model else []
-    return divisors(math.gcd(*sizes)) if sizes else ANY
+    return divisors(math.gcd(*sizes)) if sizes else None
 
 
 def divisors(number: int) -> list[int]:
