@@ -72,9 +72,8 @@ def best_interval(stall_s: float, rate: float) -> float:
     return math.sqrt(2 * stall_s / rate) if rate else math.inf
 
 
-def goodput(devices: int, faults: Faults | None = None) -> Goodput:
+def goodput(devices: int, faults: Faults = Faults()) -> Goodput:
     """Return what so many devices can expect, that stop together when one fails."""
-    faults = faults or Faults()
     rate = faults.rate(devices)
     every = best_interval(faults.stall_s, rate)
     saving = faults.stall_s / every if every else 0.0
@@ -134,7 +133,7 @@ def curve(
     task: TrainingTask,
     choice: Choice,
     kind: Literal["strong", "weak"],
-    faults: Faults | None = None,
+    faults: Faults = Faults(),
 ) -> list[Point]:
     """Return a layout's points, from the fewest devices that it fits on, doubled up to the most."""
     points, devices = list[Point](), choice.sizes.smallest_world
@@ -154,11 +153,8 @@ def curve(
     return points
 
 
-def bill(
-    task: TrainingTask, tokens_per_s: float, tokens: float, price: Price | None = None
-) -> Bill:
+def bill(task: TrainingTask, tokens_per_s: float, tokens: float, price: Price = Price()) -> Bill:
     """Return what training on so many tokens costs at a speed."""
-    price = price or Price()
     seconds = tokens / tokens_per_s
     hours = seconds / 3600 * task.cluster.devices
     watts = task.cluster.device.watts * (1 + HOST_WATTS) * price.pue
