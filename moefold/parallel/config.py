@@ -181,7 +181,7 @@ class Layout(Record):
         if sizes.pp == 1:
             return
         each = [m for m in range(1, micro_batches + 1) if micro_batches % m == 0]
-        tried = [list(self._ordered_by.violations(sizes.pp, sizes.vpp, m)) for m in each]
+        tried = [list(self.ordered_by.violations(sizes.pp, sizes.vpp, m)) for m in each]
         broken = [[v for v in found if v.path == ("micro_batches",)] for found in tried]
         if broken and all(broken):
             yield from broken[-1]
@@ -218,7 +218,7 @@ class Layout(Record):
     def _schedule_violations(self) -> Iterator[Violation]:
         """Yield where sizes are outside the schedule's domain, whatever the step."""
         sizes = self.split
-        for found in self._ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
+        for found in self.ordered_by.violations(sizes.pp, sizes.vpp, 2 * sizes.pp):
             if found.path == ("vpp",) and sizes.pp == 1:
                 rule = f"{found.rule}, and without a pipeline there are none"
                 yield Violation(("schedule",), self.schedule, rule, None)
@@ -229,7 +229,7 @@ class Layout(Record):
                 yield found.under("schedule")
 
     @property
-    def _ordered_by(self) -> Schedule:
+    def ordered_by(self) -> Schedule:
         """The schedule: 1f1b, or interleaved with virtual stages, where none is named."""
         chosen = self.schedule or (Interleaved() if self.split.vpp > 1 else OneFOneB())
         assert isinstance(chosen, Schedule)
@@ -251,7 +251,7 @@ class Layout(Record):
             RunError: outside the schedule's domain, with the nearest legal values.
         """
         sizes = self.split
-        return tabulate(self._ordered_by, sizes.pp, sizes.vpp, micro_batches)
+        return tabulate(self.ordered_by, sizes.pp, sizes.vpp, micro_batches)
 
     def stages_of(self, layers: int, multi_token: int = 0) -> Stages:
         """Return what each stage holds of a model with so many layers, and of further tokens."""
@@ -262,7 +262,7 @@ class Layout(Record):
     @property
     def way(self) -> Way:
         """The way in which stages are dealt out to the ranks of the pipeline."""
-        return self._ordered_by.way
+        return self.ordered_by.way
 
     @property
     def split(self) -> Sizes:

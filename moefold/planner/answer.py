@@ -347,23 +347,20 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     if keeping.state_step is not None:
         at = {"at": "disk", "folder": "./scratch"} if keeping.state_on_disk else {"at": "host"}
         said["state"] = {**at, "step": keeping.state_step, "share": keeping.optimizer_offload}
-    if keeping.offload:
-        host: dict[str, Any] = {"modules": sorted(keeping.offload)}
-        said["offload"] = {"host": host | _unless_all(keeping.offload_share)}
-    if keeping.disk:
-        disk: dict[str, Any] = {"modules": sorted(keeping.disk), "folder": "./scratch"}
-        both = said.setdefault("offload", {})
-        both["disk"] = disk | _unless_all(keeping.disk_share)
+    away = dict[str, Any]()
+    for name, modules, share, to in (
+        ("host", keeping.offload, keeping.offload_share, {}),
+        ("disk", keeping.disk, keeping.disk_share, {"folder": "./scratch"}),
+    ):
+        if modules:
+            part = {} if share == 1 else {"share": share}
+            away[name] = {"modules": sorted(modules), **to, **part}
     if keeping.page:
-        paged = {"page": keeping.page, "load": keeping.page_load, "spill": keeping.spill}
-        said.setdefault("offload", {})["pages"] = paged
+        away["pages"] = {"page": keeping.page, "load": keeping.page_load, "spill": keeping.spill}
+    said |= {"offload": away} if away else {}
     train: dict[str, Any] = {"batch": layout.case.batch, "micro_batch": choice.micro_batch}
     record = layout.case.decoder.quantise
     train["precision"] = choice.recipe if record is None else "bf16"
     if record is not None:
         train["quantise"] = to_dict(record) | {"rows": layout.rows}
     return {"train": train, "layout": said}
-
-
-def _unless_all(share: float) -> dict[str, float]:
-    return {} if share == 1 else {"share": share}

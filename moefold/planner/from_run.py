@@ -43,7 +43,6 @@ from moefold.run import Run
 from moefold.schedule.config import (
     SCHEDULE,
     DualPipeV,
-    Interleaved,
     Merged,
     OneFOneB,
     Schedule,
@@ -314,13 +313,12 @@ def choice_of(layout: Layout, micro_batch: int, precision: Recipe) -> Choice:
         ValueError: where the planner does not know a record of it.
     """
     sizes = layout.split
-    schedule = layout.schedule or (Interleaved() if sizes.vpp > 1 else OneFOneB())
     context = layout.context
     if not isinstance(context, Context):
         raise ValueError(f"context {type(context).__name__} is not planned: no kind of Context")
     return Choice(
         sizes=sizes,
-        schedule=cast("Schedule", schedule),
+        schedule=layout.ordered_by,
         micro_batch=micro_batch,
         dispatch=_known(layout.dispatch),
         recipe=precision,
