@@ -22,8 +22,7 @@ from moefold.model.families import custom, folder, registry
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
-from moefold.spec.decoder import needs
-from moefold.spec.logits import clip_violations
+from moefold.spec.decoder import clip_violations, needs
 from moefold.spec.quantised import cut_violations, moment_violations, quantise_violations
 from moefold.spec.tuning import tuned, tuning_violations
 from moefold.training.config import ADAPTER, Train

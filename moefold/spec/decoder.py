@@ -1,15 +1,18 @@
-"""What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes."""
+"""What follows for a whole decoder from the descriptions of its layers: parameters, legal sizes,
+and which weights the logits of attention can be clipped by."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moefold.config.base import Record
+from moefold.config.errors import Violation
 from moefold.model.config import Block, Decoder, LowRank, MultiToken, patterns
 from moefold.spec.layer import (
     NORMS,
     NOTHING,
     STATISTIC,
+    Attention,
     LayerSpec,
     Saved,
     Shape,
@@ -267,6 +270,35 @@ def low_rank(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         Weight(weight.name + LORA_A, shape_a, a_cuts, **usual),
         Weight(weight.name + LORA_B, shape_b, b_cuts, **usual),
     )
+
+
+def rows_of_heads(decoder: Decoder) -> dict[str, int]:
+    """Return the number of heads of each weight that tensor ranks cut by its heads' rows."""
+    found = dict[str, int]()
+    for weight in known_weights(decoder):
+        by_rows = [units for dim, units in weight.cuts if dim == 0 and units.heads]
+        found |= {weight.name: by_rows[0].number} if by_rows else {}
+    return found
+
+
+def clip_violations(decoder: Decoder, given: Record) -> Iterator[Violation]:
+    """Yield why the logits of a decoder do not follow weights that are trained."""
+    for number, block in enumerate(decoder.blocks):
+        spec = block.attention
+        if not isinstance(spec, LayerSpec):
+            continue
+        if not any(isinstance(one.core, Attention) for one in spec.operations(decoder.hidden)):
+            continue
+        names = [f"attention.{rows.weight}" for rows in spec.logits]
+        adapted = {adapter.weight for adapter in block.adapters}
+        if not names:
+            rule = f"must be off: layer {number} norms queries and keys, whatever their weights"
+        elif any(name in block.frozen or name in adapted for name in names):
+            rule = f"must be off: queries or keys of layer {number} are frozen"
+        else:
+            continue
+        yield Violation(("qk_clip",), given, rule, None)
+        return
 
 
 def with_multi_token(decoder: Decoder, losses: Sequence[MultiToken]) -> Decoder:

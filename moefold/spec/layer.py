@@ -11,7 +11,7 @@ dispatch, D hidden features.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd, lcm, prod
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from moefold.config.base import Record
 from moefold.config.errors import Violation
@@ -327,6 +327,20 @@ class Shape:
         return self.room or round(self.rows * top_k * self.etp * self.load)
 
 
+Side = Literal["query", "key", "alone"]
+"""What rows of a weight make: part of a query or key, or of a query whose key all heads share."""
+
+
+class LogitRows(NamedTuple):
+    """A weight or bias whose rows scale logits, head by head."""
+
+    weight: str
+    """Named within the layer."""
+    heads: int
+    parts: tuple[tuple[int, Side | None], ...]
+    """Of each head so many rows of a side, one part after the other; None leaves logits alone."""
+
+
 class LayerSpec(Record):
     """One half of a block, attention or feed-forward: the base of every kind of layer."""
 
@@ -365,8 +379,8 @@ class LayerSpec(Record):
         return None
 
     @property
-    def logits(self) -> tuple[Any, ...]:
-        """Weights that attention's logits grow with (:class:`moefold.spec.logits.LogitRows`)."""
+    def logits(self) -> tuple[LogitRows, ...]:
+        """Weights that attention's logits grow with."""
         return ()
 
     @property

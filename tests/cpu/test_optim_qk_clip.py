@@ -22,7 +22,7 @@ from moefold.parallel.config import Layout
 from moefold.parallel.data.sharding import ShardedState
 from moefold.proof.attentions import GQA
 from moefold.proof.subjects import DENSE, decoder
-from moefold.spec.logits import clip_violations
+from moefold.spec.decoder import clip_violations
 from tests.cpu.routing import flow_of, rows_of
 
 LENGTHS = (7, 4, 4, 9)

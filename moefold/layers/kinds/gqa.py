@@ -17,6 +17,7 @@ from moefold.spec.layer import (
     STATISTIC,
     Attention,
     LayerSpec,
+    LogitRows,
     Matmul,
     Operation,
     Saved,
@@ -27,7 +28,6 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.logits import LogitRows
 from moefold.spec.parts import saved_attention, saved_norm
 
 

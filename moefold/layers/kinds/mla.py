@@ -16,6 +16,7 @@ from moefold.spec.layer import (
     UP,
     Attention,
     LayerSpec,
+    LogitRows,
     Matmul,
     Operation,
     Saved,
@@ -26,7 +27,6 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.logits import LogitRows
 from moefold.spec.parts import saved_attention, saved_norm
 
 

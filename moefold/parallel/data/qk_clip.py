@@ -17,8 +17,7 @@ from moefold.comm.collectives import max_
 from moefold.optim.base import Optimizer
 from moefold.optim.config import QkClip
 from moefold.parallel.apply import ModelParts
-from moefold.spec.layer import LayerSpec
-from moefold.spec.logits import LogitRows, Side
+from moefold.spec.layer import LayerSpec, LogitRows, Side
 
 
 class _Watched(NamedTuple):

@@ -38,7 +38,7 @@ from moefold.parallel.data.offload import (
     units_away,
 )
 from moefold.parallel.data.qk_clip import ClippedOptimizer
-from moefold.spec.logits import rows_of_heads
+from moefold.spec.decoder import rows_of_heads
 
 TABLE = f"{EMBEDDING}.weight"
 
