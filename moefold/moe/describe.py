@@ -164,7 +164,7 @@ class MoeSpec(LayerSpec):
         if self.shared is not None:
             read += ["shared.w_in"] if shape.tp == 1 else []
             read += ["shared.gate.weight"] if self.shared.gate else []
-        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, tuple(read))
+        yield from saved_norm("ffn_norm", shape.hidden, shape, tuple(read))
         yield from self._saved_routing(shape)
         inner = self.inner or shape.hidden
         rows_in = received * inner * shape.width

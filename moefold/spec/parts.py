@@ -23,7 +23,6 @@ from moefold.spec.layer import (
 
 def saved_norm(
     name: str,
-    rows: int,
     width: int,
     shape: Shape,
     operand: tuple[str, ...],
@@ -31,8 +30,9 @@ def saved_norm(
     again: Modules = NOTHING,
 ) -> Iterator[Saved]:
     """Yield a norm's statistic and its output: read by weights, or ``only`` to start again."""
-    yield Saved(f"{name}.statistic", rows * STATISTIC, module="norms")
-    output = Saved(f"{name}.output", rows * width * shape.width, NORMS, only, module="norms")
+    yield Saved(f"{name}.statistic", shape.rows * STATISTIC, module="norms")
+    size = shape.rows * width * shape.width
+    output = Saved(f"{name}.output", size, NORMS, only, module="norms")
     beside = replace(output, only=again) if again else None
     yield output if only else replace(output, operand=operand, beside=beside)
 
@@ -60,8 +60,7 @@ def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -
     yield replace(part, beside=None if shape.exchanged else replace(part, dropped=CORE, operand=()))
     yield Saved("attended.statistic", rows * heads * STATISTIC, CORE, module="attention")
     if shape.exchanged:
-        size = rows * heads * core.v_dim * width
-        yield Saved("attended.moved", size, CORE, module="attention")
+        yield Saved("attended.moved", attended, CORE, module="attention")
 
 
 def saved_feed_forward(

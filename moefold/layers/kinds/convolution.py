@@ -56,7 +56,7 @@ class ShortConvolution(LayerSpec):
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed rows of the tensor group, gates and rows, and the mixed rows."""
         only = GATHER if shape.tp > 1 else NOTHING
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, ("w_in",), only)
+        yield from saved_norm("attention_norm", shape.hidden, shape, ("w_in",), only)
         if shape.tp > 1:
             size = shape.piece * shape.hidden * shape.width
             yield Saved("attention.gathered", size, GATHER, module="attention", operand=("w_in",))

@@ -146,7 +146,7 @@ class DeltaNet(LayerSpec):
         only = GATHER if shape.tp > 1 else NOTHING
         given = list(self._projections())
         read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, read, only)
+        yield from saved_norm("attention_norm", shape.hidden, shape, read, only)
         rows, width = shape.piece, shape.width
         if shape.tp > 1:
             size = rows * shape.hidden * width

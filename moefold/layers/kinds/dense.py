@@ -97,7 +97,7 @@ class Dense(LayerSpec):
         read, only = ("w_in",), gathered | again if gathered else NOTHING
         if self.latent is not None:
             read, only = ("down.weight",), NOTHING
-        yield from saved_norm("ffn_norm", shape.rows, shape.hidden, shape, read, only, again)
+        yield from saved_norm("ffn_norm", shape.hidden, shape, read, only, again)
         if self.latent is not None:
             size = shape.rows * self.latent * shape.width
             part = Saved("ffn.latent", size, again, gathered, module="ffn")

@@ -162,7 +162,7 @@ class Gqa(LayerSpec):
         # Rows that a tensor group gathers are kept in place of the norm's output.
         only = GATHER if shape.tp > 1 else NOTHING
         read = ("q.weight", "k.weight", "v.weight", *(["out_gate.weight"] if self.gate else []))
-        yield from saved_norm("attention_norm", shape.rows, shape.hidden, shape, read, only)
+        yield from saved_norm("attention_norm", shape.hidden, shape, read, only)
         if shape.tp > 1:
             size = shape.piece * shape.hidden * shape.width
             yield Saved("attention.gathered", size, GATHER, module="attention", operand=read)

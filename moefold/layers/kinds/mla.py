@@ -130,9 +130,7 @@ class Mla(LayerSpec):
             again = UP
         if self.gate and shape.tp == 1:
             down.append("out_gate.weight")
-        yield from saved_norm(
-            "attention_norm", shape.rows, shape.hidden, shape, (*down,), again=again
-        )
+        yield from saved_norm("attention_norm", shape.hidden, shape, (*down,), again=again)
         latents = {"kv_down": self.kv_rank + self.rope_dim, "q_down": self.q_rank}
         for name, rank in latents.items():
             if rank is not None:
@@ -152,7 +150,7 @@ class Mla(LayerSpec):
         for name, rank in (("q", self.q_rank), ("kv", self.kv_rank)):
             if rank is not None:
                 up = (f"{name}_up.weight",)
-                yield from saved_norm(f"{name}_norm", shape.rows, rank, shape, up, only, UP)
+                yield from saved_norm(f"{name}_norm", rank, shape, up, only, UP)
         if shape.tp > 1:
             gate = ("out_gate.weight",) if self.gate else ()
             read = list[tuple[int, tuple[str, ...]]]()
