@@ -108,7 +108,7 @@ def _run_file(found: Plan) -> Iterator[Text]:
     yield Text.assemble(
         ("\nin a run file", "bold"),
         f"  the fastest that training executes: {_three(today.step_time_s)} s a step, "
-        f"{today.memory_gb:,.1f} of {_room(today):.1f} GB",
+        f"{today.memory_gb:,.1f} of {today.room_gb:.1f} GB",
     )
     yield Text(yaml.safe_dump(fragment(today), sort_keys=False).rstrip())
 
@@ -125,7 +125,7 @@ def _given(found: Plan) -> Iterator[Text | Table]:
         yield Text.assemble(
             (f"\ngiven: {given.layout}", "bold"),
             ("  does not fit: ", "bold red"),
-            f"{given.memory_gb:,.1f} GB on its fullest device, of {_room(given):.1f}",
+            f"{given.memory_gb:,.1f} GB on its fullest device, of {given.room_gb:.1f}",
         )
 
 
@@ -159,7 +159,7 @@ def _close(layout: PlannedLayout, name: str) -> Iterator[Text | Table]:
         f"  {_three(layout.step_time_s)} s a step ±{layout.time.uncertainty:.0%}, "
         f"{_three(layout.tflops_per_gpu)} TFLOP/s each, "
         f"{words.count(layout.tokens_per_s)} tokens/s; {layout.memory_gb:,.1f} of "
-        f"{_room(layout):.1f} GB on pipeline rank {layout.memory.rank}: ",
+        f"{layout.room_gb:.1f} GB on pipeline rank {layout.memory.rank}: ",
         (f"{wall}, {margin}{sure}", style),
         f"; bound by {layout.binds}",
     )
@@ -191,11 +191,6 @@ def _bars(title: str, parts: dict[str, float], form: Callable[[float], str]) -> 
 def _three(value: float) -> str:
     """Write a figure in three digits."""
     return f"{value:#,.3g}".rstrip(".") if value < 1e3 else f"{value:,.0f}"
-
-
-def _room(layout: PlannedLayout) -> float:
-    """Return what a device can allocate, in GB."""
-    return layout.case.cluster.device.memory_bytes / GB
 
 
 def _policies(layout: PlannedLayout) -> str:

@@ -91,9 +91,14 @@ class PlannedLayout:
         return self.memory.total / GB
 
     @property
+    def room_gb(self) -> float:
+        """What a device can allocate, in the same."""
+        return self.case.cluster.device.memory_bytes / GB
+
+    @property
     def margin_gb(self) -> float:
         """What the fullest device has left; below zero where it does not fit."""
-        return self.case.cluster.device.memory_bytes / GB - self.memory_gb
+        return self.room_gb - self.memory_gb
 
     @property
     def fits(self) -> bool:

@@ -40,13 +40,7 @@ from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import Place, cheapest, demand_room
 from moefold.planner.remember import remembered
 from moefold.run import Run
-from moefold.schedule.config import (
-    SCHEDULE,
-    DualPipeV,
-    Merged,
-    OneFOneB,
-    Schedule,
-)
+from moefold.schedule.config import SCHEDULE, DualPipeV, Merged, OneFOneB, Schedule
 from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import LayerSpec

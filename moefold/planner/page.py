@@ -152,7 +152,7 @@ def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
     folding = case.folding
     return {
         **_layout(one),
-        "capacity_gb": case.cluster.device.memory_bytes / GB,
+        "capacity_gb": one.room_gb,
         "walls": {wall: took / one.step_time_s for wall, took in one.time.walls.items()},
         "grids": {
             "attention": _grid(folding.attention, ("tp", "cp", "dp", "pp")),
