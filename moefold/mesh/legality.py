@@ -22,7 +22,7 @@ def folding_violations(sizes: Sizes, world: int, order: Order = ORDERS[0]) -> li
 
 def size_violations(
     sizes: Sizes,
-    model: ModelNeeds | None = None,
+    model: ModelNeeds,
     world: int | None = None,
     order: Order = ORDERS[0],
     stages: str | None = None,
@@ -31,12 +31,12 @@ def size_violations(
 
     Args:
         sizes: what is asked.
-        model: what the model asks, where one is meant.
+        model: what the model asks.
         world: number of ranks, where it is fixed.
         order: order of ranks.
         stages: pipeline layout as text; balanced where there is none.
     """
-    most = None if model is None else max(model.layers, _stage_count(stages))
+    most = max(model.layers, _stage_count(stages))
     fits = world is not None and world > 0 and world % sizes.smallest_world == 0
     mended = nearest_sizes(sizes, model, world if fits else None, most)
     broken = size_rules(sizes, model, most)
@@ -57,15 +57,14 @@ def _stage_count(stages: str | None) -> int:
         return 0
 
 
-def size_rules(sizes: Sizes, model: ModelNeeds | None = None, most: int | None = None) -> list[str]:
+def size_rules(sizes: Sizes, model: ModelNeeds, most: int) -> list[str]:
     """Return the rules that sizes break; ``most`` bounds the number of stages, ``pp * vpp``."""
     found = []
     if sizes.vpp > 1 and sizes.pp == 1:
         found.append("vpp needs pp2 or more: virtual stages are parts of a pipeline")
     asked = dict(sizes)
-    if model is not None:
-        found += [need.rule for need in model.needs if need.number % asked[need.axis]]
-    if most is not None and sizes.pp * sizes.vpp > most:
+    found += [need.rule for need in model.needs if need.number % asked[need.axis]]
+    if sizes.pp * sizes.vpp > most:
         found.append(
             f"pp * vpp ({sizes.pp * sizes.vpp}) is at most {most}: the number of layers, or of "
             "the stages that layout.stages names"
@@ -101,7 +100,7 @@ def order_violations(sizes: Sizes, order: Order) -> Iterator[Violation]:
     yield Violation(("order",), order, rule, ORDERS[0])
 
 
-def stage_violations(text: str, sizes: Sizes, model: ModelNeeds | None) -> Iterator[Violation]:
+def stage_violations(text: str, sizes: Sizes, model: ModelNeeds) -> Iterator[Violation]:
     """Yield what is wrong with a pipeline layout for sizes and a model."""
     try:
         stages = Stages.parse(text)
@@ -109,13 +108,11 @@ def stage_violations(text: str, sizes: Sizes, model: ModelNeeds | None) -> Itera
         yield Violation(("stages",), text, str(error), None)
         return
     count = sizes.pp * sizes.vpp
-    ahead = 0 if model is None else model.multi_token
-    faults = stages.faults(count, None if model is None else model.mixtures, ahead)
+    faults = stages.faults(count, model.mixtures, model.multi_token)
     if stages.letters[-1].count("m") < "".join(stages.letters).count("m"):
         faults.append("every m stands in the last stage, with L")
     if faults:
-        mixtures = (True,) * stages.layers if model is None else model.mixtures
-        near = stages.nearest(count, mixtures, ahead).text
+        near = stages.nearest(count, model.mixtures, model.multi_token).text
         yield from (Violation(("stages",), text, rule, near) for rule in faults)
 
 

@@ -129,9 +129,7 @@ class Stages:
             dealt[home(k, pp, way)].append(stage)
         return tuple(tuple(stages) for stages in dealt)
 
-    def faults(
-        self, count: int, mixtures: Sequence[bool] | None = None, multi_token: int = 0
-    ) -> list[str]:
+    def faults(self, count: int, mixtures: Sequence[bool], multi_token: int = 0) -> list[str]:
         """Return the rules that the layout breaks.
 
         Args:
@@ -147,8 +145,6 @@ class Stages:
             found.append("one E, then layers, then any m, then one L")
         elif not (self.letters[0].startswith("E") and self.letters[-1].endswith("L")):
             found.append("E stands in the first stage and L in the last")
-        if mixtures is None:
-            return found
         if self.layers != len(mixtures):
             found.append(
                 f"as many layers as the model ({len(mixtures)}), and these are {self.layers}"
