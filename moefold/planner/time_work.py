@@ -228,13 +228,8 @@ def _permute(spec: LayerSpec, share: RankShare) -> Parts:
     routing = spec.routing
     if routing is None:
         return {}
-    copied = (
-        share.rows("routed")
-        * (routing.width or share.hidden)
-        * BF16
-        * 2
-        * (2 if share.fused else 4)
-    )
+    passes = 4 if share.fused else 8
+    copied = share.rows("routed") * (routing.width or share.hidden) * BF16 * passes
     return {"permute": Work((), (), copied, copied, 8 if share.fused else 20)}
 
 
