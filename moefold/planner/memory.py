@@ -233,9 +233,9 @@ class Stage(NamedTuple):
     """What the products of each chunk's weights wait with."""
     there: float
     """Bytes of gradients that are there before any backward: those of the head."""
-    coming: float = 0.0
+    coming: float
     """What of the state comes to the device for its update, at most."""
-    passes: tuple[int, ...] = ()
+    passes: tuple[int, ...]
     """How many passes of each chunk have graphs, whose memory lasts."""
 
     def there_before(self, step: Running) -> tuple[float, float]:

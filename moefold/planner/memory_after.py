@@ -26,7 +26,7 @@ class After(NamedTuple):
     operands: float
     """What products of weights wait with."""
     gradients: float
-    away: tuple[float, float] = (0.0, 0.0)
+    away: tuple[float, float]
     """Activations on the host and on disk."""
 
     @property

@@ -27,11 +27,11 @@ class ChunkBytes(NamedTuple):
     """Kept by its fullest layer."""
     coming: float
     """Gradients that come with its first backward."""
-    away: tuple[float, float] = (0.0, 0.0)
+    away: tuple[float, float]
     """What lies on the host and on disk between its forward and its backward."""
-    ahead: float = 0.0
+    ahead: float
     """Of that what is fetched before its backward begins."""
-    moving: float = 0.0
+    moving: float
     """Of that what is on the device at most, on its way out or back."""
 
 
@@ -104,8 +104,8 @@ class ChunkSizes:
             forward = max(forward, self.loss_rows * columns * self.logit)
         away, ahead, moving = self._leaving(held, order)
         kept = (total - sum(away)) * (1 + self.graphs)
-        made = ChunkBytes(kept, waiting, forward, backward, layer, self._gradients(held))
-        return made._replace(away=away, ahead=ahead, moving=moving)
+        coming = self._gradients(held)
+        return ChunkBytes(kept, waiting, forward, backward, layer, coming, away, ahead, moving)
 
     def _leaving(
         self, held: Held, order: tuple[int, ...]
