@@ -124,7 +124,7 @@ def _runs(spec: LayerSpec, shape: Shape, record: Quantise) -> int:
     return max(spec.routing.experts // shape.ep, 1) * micro_batches
 
 
-def code_bytes(record: Quantise, features: float, rows: int, runs: int = 1) -> int:
+def code_bytes(record: Quantise, features: float, rows: int, runs: int) -> int:
     """Return the bytes of codes along rows [features, rows], and of their scales."""
     length = record.block or record.length
     each = MATRIX_SCALE.get(record.kind, 0)
@@ -206,7 +206,7 @@ def coded_saved(block: Block, shape: Shape) -> Iterator[Saved]:
             yield replace(part, operand=others)
         elif part.beside is not None:
             yield part.beside
-        yield _codes(part.name, narrow, known[narrow[0]], record, shape)
+        yield _codes(part.name, narrow, known[narrow[0]], record)
 
 
 @dataclass(frozen=True)
@@ -229,9 +229,7 @@ def _hidden(part: Saved, block: CodedBlock, known: Mapping[str, WeightProduct]) 
     return replace(part, bytes=round(size))
 
 
-def _codes(
-    name: str, weights: list[str], product: WeightProduct, record: Quantise, shape: Shape
-) -> Saved:
+def _codes(name: str, weights: list[str], product: WeightProduct, record: Quantise) -> Saved:
     """Return the codes of the rows that weights read."""
     size = code_bytes(record, product.inputs, product.rows, product.runs)
     path = weights[0].split(".")

@@ -116,19 +116,12 @@ class _Cuts(NamedTuple):
 
     def nearest(self, sizes: Sizes, model: ModelNeeds, seq: int) -> Sizes:
         """Return the legal sizes with the least change by ratio."""
-        axes: tuple[str, ...] = "tp", "cp", "ep", "etp"
-        most = {axis: 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis)) for axis in axes}
-        kept = {
-            axis: [
-                size
-                for size in range(1, most[axis] + 1)
-                if not any(u.number % size for u in (*model.needs, *self.units) if u.axis == axis)
-            ]
-            for axis in axes
-        }
-        tried: Iterator[dict[str, int]] = (
-            dict(zip(axes, one, strict=True)) for one in product(*kept.values())
-        )
+        axes, kept = ("tp", "cp", "ep", "etp"), list[list[int]]()
+        for axis in axes:
+            most = 2 * max(sizes.tp * sizes.cp, getattr(sizes, axis))
+            shared = [u.number for u in (*model.needs, *self.units) if u.axis == axis]
+            kept.append([n for n in range(1, most + 1) if not any(m % n for m in shared)])
+        tried = (dict(zip(axes, one, strict=True)) for one in product(*kept))
         found = (sizes.model_copy(update=one) for one in tried)
         legal = (one for one in found if not any(self.broken(one, seq)))
 
