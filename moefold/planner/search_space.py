@@ -20,7 +20,7 @@ from moefold.schedule.config import (
     ZeroBubbleH1,
     ZeroBubbleV,
 )
-from moefold.spec.decoder import ModelNeeds, halves, has_routing, needs
+from moefold.spec.decoder import halves, has_routing, needs
 
 SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
@@ -152,7 +152,11 @@ class Foldings:
     def of(cls, task: TrainingTask) -> "Foldings":
         """Return the legal sizes of a task; ``spec.decoder`` states what a model asks."""
         model, world = needs(task.decoder, task.seq), task.cluster.devices
-        sizes = {axis: _sizes(model, axis, world) for axis in ("tp", "cp", "ep", "etp")}
+        sizes = dict[str, tuple[int, ...]]()
+        for axis in ("tp", "cp", "ep", "etp"):
+            asked = [need.number for need in model.needs if need.axis == axis]
+            known = asked or axis in ("tp", "cp")
+            sizes[axis] = tuple(divisors(math.gcd(world, *asked))) if known else (1,)
         pp = tuple(size for size in divisors(world) if size <= model.layers)
         return cls(world, model.layers, **sizes, pp=pp)
 
@@ -170,12 +174,6 @@ class Foldings:
         """Return every pp that goes with the other axes."""
         least = math.lcm(tp * cp, ep * etp)
         return [pp for pp in self.pp if self.world % (least * pp) == 0]
-
-
-def _sizes(model: ModelNeeds, axis: str, world: int) -> tuple[int, ...]:
-    """Return the sizes of an axis that a model allows, among the divisors of a world."""
-    asked = [need.number for need in model.needs if need.axis == axis]
-    return tuple(divisors(math.gcd(world, *asked))) if asked or axis in ("tp", "cp") else (1,)
 
 
 def apart(stages: Stages) -> Stages | None:
