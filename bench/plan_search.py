@@ -62,7 +62,7 @@ class Searched:
         choice, keeping = one.choice, one.choice.keeping
         said = [
             choice.recipe, f"micro-batch {choice.micro_batch}", f"zero {keeping.zero}",
-            choice.schedule_kind, one.case.dispatch,
+            choice.schedule.name, one.case.dispatch,
             *sorted(f"recompute {name}" for name in keeping.recompute),
             *sorted(f"offload {name}" for name in keeping.offload),
             *(["optimizer on the host"] if keeping.optimizer_offload else []),

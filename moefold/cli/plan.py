@@ -196,8 +196,8 @@ def _three(value: float) -> str:
 def _policies(layout: PlannedLayout) -> str:
     choice, keeping = layout.choice, layout.choice.keeping
     said = [f"micro-batch {choice.micro_batch}", choice.recipe, f"zero {keeping.zero}"]
-    if choice.sizes.pp > 1 or choice.paired:
-        said.append(choice.schedule_kind)
+    if choice.sizes.pp > 1 or choice.schedule.paired:
+        said.append(choice.schedule.name)
     if choice.sizes.ep * choice.sizes.etp > 1:
         said.append(choice.dispatch)
     if choice.graphs != "none":

@@ -17,15 +17,7 @@ from moefold.mesh.config import ORDERS, Order, Sizes, SizesText, StagesText
 from moefold.mesh.legality import size_violations
 from moefold.mesh.pipeline import Stages, Way
 from moefold.moe.dispatch.config import DISPATCH, AllToAll, Clones, Dispatch, FixedRoom, Foreign
-from moefold.schedule.config import (
-    SCHEDULE,
-    DualPipeV,
-    Interleaved,
-    Merged,
-    OneFOneB,
-    Schedule,
-    tabulate,
-)
+from moefold.schedule.config import SCHEDULE, Interleaved, OneFOneB, Schedule, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.decoder import ModelNeeds
 
@@ -144,7 +136,7 @@ class Layout(Record):
         leaves |= isinstance(again, Auto) and bool(again.host or again.disk)
         sends = sizes.ep * sizes.etp > 1 and not isinstance(self.dispatch, FixedRoom)
         draws = any(spec.draws for spec in model.specs)
-        pairs = isinstance(self.schedule, Merged | DualPipeV)
+        pairs = self.ordered_by.paired
         broken = (
             ("activations stay on the device where passes are graphs", leaves, "none"),
             ("state stays on the device where passes are graphs", self.state.away, "none"),

@@ -332,8 +332,8 @@ def fragment(layout: PlannedLayout) -> dict[str, Any]:
     said: dict[str, Any] = {"sizes": choice.sizes.text}
     if choice.stages is not None:
         said["stages"] = choice.stages.text
-    if choice.sizes.pp > 1 or choice.paired:
-        said["schedule"] = {"kind": choice.schedule_kind}
+    if choice.sizes.pp > 1 or choice.schedule.paired:
+        said["schedule"] = {"kind": choice.schedule.name}
     said["zero"] = keeping.zero
     if choice.sizes.ep * choice.sizes.etp > 1:
         each = choice.sizes.ep // layout.case.expert_domains

@@ -40,7 +40,7 @@ from moefold.planner.published import PublishedModel
 from moefold.planner.recompute import Place, cheapest, demand_room
 from moefold.planner.remember import remembered
 from moefold.run import Run
-from moefold.schedule.config import SCHEDULE, DualPipeV, Merged, OneFOneB, Schedule
+from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
 from moefold.spec.layer import LayerSpec
@@ -58,8 +58,6 @@ UNMEASURED = (
     "software, and a trace of its step has more kernels than are counted (docs/plan.md)"
 )
 NCCL_EP = "no rate of NCCL EP is published: its exchanges are planned at HybridEP's"
-PAIRED = (Merged, DualPipeV)
-"""Schedules that run one micro-batch's exchanges beside another's computing."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +117,10 @@ class Choice:
     """CUDA graphs, as a run file has them."""
 
     @property
-    def paired(self) -> bool:
-        """Whether exchanges run beside computing."""
-        return isinstance(self.schedule, PAIRED)
-
-    @property
     def folding(self) -> tuple[int, ...]:
         """The sizes without virtual stages: what tells one layout from another in a list."""
         sizes = self.sizes
         return sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp
-
-    @property
-    def schedule_kind(self) -> str:
-        """The schedule by its name in a run file."""
-        return type(self.schedule).model_fields["kind"].default
 
     def case(self, task: TrainingTask) -> Case:
         """Return the step of a task in this layout.
@@ -144,7 +132,7 @@ class Choice:
         numbers = replace(
             task.numbers, recipe=self.recipe, weight_bytes=0 if wide else task.numbers.weight_bytes
         )
-        overlaps, stages = replace(task.software.overlaps, ep=self.paired), self.stages
+        overlaps, stages = replace(task.software.overlaps, ep=self.schedule.paired), self.stages
         ours = task.software.stack == "moefold"
         if stages is None:
             layers, way = main_layers(task.decoder), self.schedule.way

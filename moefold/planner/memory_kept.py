@@ -21,7 +21,6 @@ from moefold.model.config import Block
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom
 from moefold.planner.case import Case
 from moefold.planner.remember import remembered
-from moefold.schedule.config import DualPipeV, Merged
 from moefold.spec.codes import coded_saved, gradient_bytes, products
 from moefold.spec.decoder import halves, norms_of
 from moefold.spec.layer import (
@@ -73,7 +72,7 @@ def shape_of(case: Case) -> Shape:
         sizes.ep,
         None if fixed is None else fixed.arriving(sizes),
         0 if fixed is None else fixed.places(sizes),
-        isinstance(case.schedule, (Merged, DualPipeV)) or case.graphs_of_parts,
+        case.schedule.paired or case.graphs_of_parts,
         case.clones,
     )
 

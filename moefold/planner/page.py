@@ -97,7 +97,7 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "sizes": {**dict(choice.sizes), "dp": case.folding.dp, "edp": case.folding.edp},
         "micro_batch": choice.micro_batch,
         "micro_batches": case.micro_batches,
-        "schedule": choice.schedule_kind,
+        "schedule": choice.schedule.name,
         "stages": case.stages.text,
         "precision": choice.recipe,
         "dispatch": case.dispatch,

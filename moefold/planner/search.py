@@ -19,7 +19,7 @@ from moefold.mesh.config import Sizes
 from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Dispatcher, Held, Keeping, Recipe, kinds
 from moefold.planner.foreign import Nothing, block
-from moefold.planner.from_run import PAIRED, RESERVE, Choice, TrainingTask, balanced
+from moefold.planner.from_run import RESERVE, Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
@@ -211,7 +211,7 @@ class Search:
             ranks = [slowest] + [(work - slowest) / (pp - 1)] * (pp - 1) if pp > 1 else [work]
             outside = self._fixed(grids, depth.on_host) + self._shared(depth)
             for schedule in space.schedules:
-                if isinstance(schedule, PAIRED) != paired and dispatch != "local":
+                if schedule.paired != paired and dispatch != "local":
                     continue
                 for vpp in self._virtual(schedule, pp, m):
                     sizes = grids.sizes(pp, vpp)
@@ -437,4 +437,4 @@ class Search:
 
 def _sides(space: Space) -> list[bool]:
     """Return whether schedules run exchanges beside computing: no, yes, or some of them."""
-    return sorted({isinstance(schedule, PAIRED) for schedule in space.schedules})
+    return sorted({schedule.paired for schedule in space.schedules})

@@ -84,8 +84,8 @@ def _neighbours(task: TrainingTask, choice: Choice) -> Iterator[tuple[str, Choic
                 yield f"{axis} {now} → {size}", replace(bare, sizes=sizes)
     for schedule in SCHEDULES:
         other = replace(bare, schedule=schedule)
-        if other.schedule_kind != choice.schedule_kind:
-            yield f"schedule {other.schedule_kind}", other
+        if other.schedule.name != choice.schedule.name:
+            yield f"schedule {other.schedule.name}", other
     for dispatch in space.dispatchers if choice.sizes.ep > 1 else ():
         if dispatch != choice.dispatch:
             yield f"dispatch {dispatch}", replace(choice, dispatch=dispatch)

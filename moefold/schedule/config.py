@@ -23,6 +23,13 @@ class Schedule(Record):
 
     way: ClassVar[Way] = "round"
     """How it lays a rank's chunks over the ranks."""
+    paired: ClassVar[bool] = False
+    """Whether it runs one micro-batch's exchanges beside another's computing."""
+
+    @property
+    def name(self) -> str:
+        """Its name in a run file."""
+        return type(self).model_fields["kind"].default
 
     def violations(self, p: int, v: int, m: int) -> Iterator[Violation]:
         """Yield what is outside the schedule's domain, paths ``vpp``, ``micro_batches``, ``group``.
@@ -129,6 +136,7 @@ class DualPipeV(Vee):
     """Two chunks in a V, forwards beside backwards. v = 2, m >= 2 p."""
 
     kind: Literal["dualpipe_v"] = "dualpipe_v"
+    paired = True
     owner = "moefold.schedule.v_shape:dualpipe_v"
 
 
@@ -137,6 +145,7 @@ class Merged(Grouped):
     """1F1B whose forwards run beside backwards; with v > 1, m fills groups. Any p, 1 too."""
 
     kind: Literal["merged"] = "merged"
+    paired = True
     owner = "moefold.schedule.one_f_one_b:merged"
 
 
@@ -150,6 +159,6 @@ def tabulate(schedule: Schedule, p: int, v: int, m: int) -> Table:
     wrong = [Violation((name,), size, "is at least 1", 1) for name, size in named if size < 1]
     wrong = wrong or list(schedule.violations(p, v, m))
     if wrong:
-        kind = type(schedule).model_fields["kind"].default
-        raise RunError(wrong, source=f"schedule {kind} with pp{p} vpp{v}, {m} micro-batches")
+        said = f"schedule {schedule.name} with pp{p} vpp{v}, {m} micro-batches"
+        raise RunError(wrong, source=said)
     return build(schedule, p, v, m)

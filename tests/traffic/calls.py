@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from moefold.mesh.pipeline import Place
 from moefold.model.config import Block
 from moefold.planner.case import Case
-from moefold.schedule.config import DualPipeV, Merged
 from moefold.schedule.table import Pair
 from moefold.spec.decoder import block_weights, last_norm
 from moefold.spec.layer import Weight
@@ -124,7 +123,7 @@ def runs(case: Case, *modules: str) -> int:
 
 def paired(case: Case) -> bool:
     """Return whether any rank runs a forward beside a backward, exchanges in own groups."""
-    if not isinstance(case.schedule, Merged | DualPipeV):
+    if not case.schedule.paired:
         return False
     return any(isinstance(step, Pair) for line in case.table.lines for step in line)
 
