@@ -59,7 +59,9 @@ def shape_of(case: Case) -> Shape:
     sizes, width = case.sizes, 4 if case.numbers.recipe == "fp32" else 2
     # NCCL EP has room for all rows of all ranks, filled or not.
     load = float(sizes.ep) if case.dispatch == "nccl_ep" else case.load
-    fixed = _fixed(case)
+    record, fixed = DISPATCH.kinds[case.dispatch], None
+    if case.max_rows is not None and issubclass(record, FixedRoom):
+        fixed = record.model_validate({"max_rows": case.max_rows})
     return Shape(
         case.decoder.hidden,
         case.rows,
@@ -75,14 +77,6 @@ def shape_of(case: Case) -> Shape:
         case.schedule.paired or case.graphs_of_parts,
         case.clones,
     )
-
-
-def _fixed(case: Case) -> FixedRoom | None:
-    """Return a case's dispatch of fixed shapes; None where it has another."""
-    record = DISPATCH.kinds[case.dispatch]
-    if case.max_rows is None or not issubclass(record, FixedRoom):
-        return None
-    return record.model_validate({"max_rows": case.max_rows})
 
 
 @remembered(1 << 12)
