@@ -70,27 +70,26 @@ class Space:
 
 def everything(task: TrainingTask) -> Space:
     """Return all that can be planned for a task on its device."""
-    recomputes = tuple(_recomputes(task))
-    return Space(
+    space = replace(
+        today(task),
         recipes=formats(task.cluster.device, task.numbers.recipe),
-        recomputes=recomputes,
-        offloads=(frozenset(), frozenset(("experts",))) if task.cluster.device.host_bandwidth
-        else (frozenset(),),
-        optimizer_offloads=(0.0, 1.0) if task.cluster.device.host_bandwidth else (0.0,),
-        micro_batches=micro_batches(task),
-    )  # fmt: skip
+        dispatchers=SENDING,
+        apart=True,
+    )
+    if not task.cluster.device.host_bandwidth:
+        return space
+    experts: Modules = frozenset(("experts",))
+    return replace(space, offloads=(frozenset(), experts), optimizer_offloads=(0.0, 1.0))
 
 
 def today(task: TrainingTask) -> Space:
     """Return what training executes of it by itself, in the run's own number format."""
-    space = everything(task)
-    known = tuple(name for name in SENDING if name not in OTHERS)
-    return replace(
-        space,
+    most = max(1, MOST_ROWS // task.seq)
+    return Space(
         recipes=(task.numbers.recipe,),
-        dispatchers=known,
-        offloads=(frozenset(),),
-        optimizer_offloads=(0.0,),
+        dispatchers=tuple(name for name in SENDING if name not in OTHERS),
+        recomputes=tuple(_recomputes(task)),
+        micro_batches=tuple(size for size in divisors(task.batch) if size <= most),
         apart=False,
     )
 
@@ -107,12 +106,6 @@ def formats(device: Device, asked: Recipe) -> tuple[Recipe, ...]:
     elif "fp8" in known:
         found += ("fp8_block", "fp8_tensor")
     return tuple(found or ["fp32"])
-
-
-def micro_batches(task: TrainingTask) -> tuple[int, ...]:
-    """Return the divisors of the batch up to a number of tokens."""
-    most = max(1, MOST_ROWS // task.seq)
-    return tuple(size for size in divisors(task.batch) if size <= most)
 
 
 def _recomputes(task: TrainingTask) -> Iterator[Modules]:
