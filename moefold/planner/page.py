@@ -11,7 +11,6 @@ from typing import Any, Literal
 from moefold.mesh.grid import Grid
 from moefold.planner.answer import GB, Plan, PlannedLayout, fragment
 from moefold.planner.case import evened
-from moefold.planner.from_run import TrainingTask
 from moefold.planner.goodput import curve
 from moefold.planner.memory import memory, shortened, totals
 from moefold.planner.time import estimate
@@ -142,12 +141,12 @@ def drawn(plan: Plan, tokens: float) -> dict[str, Any]:
     if plan.today and plan.today.choice not in [one.choice for one in close.values() if one]:
         close["fastest today"] = plan.today
     return facts(plan, tokens) | {
-        "close": {name: _close(plan.task, one) for name, one in close.items() if one},
+        "close": {name: _close(one) for name, one in close.items() if one},
         "scaling": _scaling(plan),
     }
 
 
-def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
+def _close(one: PlannedLayout) -> dict[str, Any]:
     case = one.case
     folding = case.folding
     return {
@@ -165,7 +164,7 @@ def _close(task: TrainingTask, one: PlannedLayout) -> dict[str, Any]:
         ],
         "memory_line": _line(one),
         "timeline": _timeline(one),
-        "imbalance": list(_imbalance(task, one)),
+        "imbalance": list(_imbalance(one)),
     }
 
 
@@ -245,8 +244,7 @@ def _transfers(table: Table) -> int:
     return sum(reader is not None and reader != rank for rank, reader in readers)
 
 
-def _imbalance(task: TrainingTask, one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
-    room = task.cluster.device.memory_bytes
+def _imbalance(one: PlannedLayout) -> Iterator[dict[str, float | bool]]:
     for load in LOADS:
         case = replace(one.case, load=evened(load, one.case.clones))
         needed = max(totals(case))
@@ -254,7 +252,7 @@ def _imbalance(task: TrainingTask, one: PlannedLayout) -> Iterator[dict[str, flo
             "load": load,
             "step_time_s": estimate(case).seconds,
             "memory_gb": needed / GB,
-            "fits": needed <= room,
+            "fits": needed <= case.cluster.device.memory_bytes,
         }
 
 
