@@ -61,18 +61,13 @@ written along rows and along columns."""
 SENT_BYTES = 1 + 1 / 32
 """Bytes per element of rows that travel as codes: 128 share a scale in fp32, 32 one of a byte."""
 RECOMPUTED: Mapping[str, Mapping[str, float]] = {
-    "norms": {"norms": 1},
     "attention": {"attention": 1, "mla_up": 1, "core": 1},
-    "mla_up": {"mla_up": 1},
-    "ffn": {"ffn": 1},
-    "shared": {"shared": 1},
     "experts": {"experts": 2 / 3},
-    "permute": {"permute": 1},
     "moe": {"router": 1, "permute": 1, "experts": 1, "moe_act": 1, "latent": 1},
-    "moe_act": {"moe_act": 1},
 }
-"""The parts of the work that each module of a recompute policy repeats, and how much of each:
-of experts only the product into their width, two of three matrices; ``block`` is all."""
+"""The parts of the work that modules of a recompute policy repeat, and how much of each: of experts
+only the product into their width, two of three matrices; others repeat the part of their name, and
+``block`` all."""
 NARROW_LAUNCHES = 1.5
 """Further launches per product of a narrow recipe: quantising, and its scales."""
 SM_COST = 0.2
@@ -264,7 +259,7 @@ def _repeated(plain: Time, parts: Mapping[str, Time], recompute: frozenset[str])
     """Return a time with the parts of the work that backward computes again."""
     shares = dict.fromkeys(parts, 1.0 if "block" in recompute else 0.0)
     for module in recompute:
-        for name, share in RECOMPUTED.get(module, {}).items():
+        for name, share in RECOMPUTED.get(module, {module: 1}).items():
             shares[name] = max(shares.get(name, 0.0), share)
     again = [(one, shares[name]) for name, one in parts.items() if shares[name]]
     seconds = sum(share * sum(one.forward.values()) for one, share in again)
