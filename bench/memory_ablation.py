@@ -19,8 +19,7 @@ from moefold.mesh.pipeline import Stages
 from moefold.planner.case import Case, Keeping, Recipe, Stack
 from moefold.planner.from_run import Choice, of_model
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import memory
-from moefold.planner.memory_after import after_each
+from moefold.planner.memory import after_each, memory
 from moefold.planner.published import model
 from moefold.run import Run, load_run
 from moefold.schedule.config import Interleaved

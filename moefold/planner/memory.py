@@ -3,7 +3,8 @@
 State lasts; activations of a chunk live from its forward to its backward; what a pass works with
 comes and goes. Ranks of one stage differ only in their experts' load, so that one rank per pipeline
 rank is planned: the one whose experts get the most rows. A table repeats itself, so that of its
-thousands of steps few differ, and of those fewer can be the fullest.
+thousands of steps few differ, and of those fewer can be the fullest. What is there after each step,
+activations row by row, is for those who hold a plan against a run.
 """
 
 from collections import Counter
@@ -14,13 +15,14 @@ from math import inf
 from operator import add, mul
 from typing import NamedTuple
 
+from moefold.layers.config import leaving
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS
 from moefold.mesh.grid import Grid
-from moefold.planner.case import Case, kinds, main_layers, settled
-from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes
+from moefold.planner.case import Case, Held, kinds, main_layers, settled
+from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes, departing
 from moefold.planner.memory_graphs import in_flight, pass_bytes, row_bytes
-from moefold.planner.memory_kept import shape_of
-from moefold.planner.memory_pages import ChunkBlocks, page_bytes, pages
+from moefold.planner.memory_kept import layer_kept, shape_of
+from moefold.planner.memory_pages import ChunkBlocks, here, page_bytes, pages
 from moefold.planner.memory_state import Split, State
 from moefold.planner.memory_steps import Running, fullest_steps, steps_of
 from moefold.planner.remember import remembered
@@ -240,11 +242,11 @@ class Stage(NamedTuple):
 
     def there_before(self, step: Running) -> tuple[float, float]:
         """Return the activations before a step, and what products of weights wait with."""
-        here = sum(map(mul, step.kept, self.kept))
+        alive = sum(map(mul, step.kept, self.kept))
         waiting = sum(map(mul, step.waiting, self.waiting))
         if step.backward is not None and step.frees:
-            here += self.chunks[step.backward].ahead
-        return here, waiting
+            alive += self.chunks[step.backward].ahead
+        return alive, waiting
 
     def away_during(self, step: Running) -> tuple[float, float]:
         """Return the activations on the host and on disk, at most, while a step runs."""
@@ -335,8 +337,8 @@ def stage_of(case: Case, rank: int, sizes: ChunkSizes | None = None) -> Stage:
     chunks = [sizes.of(*one) for one in zip(held, orders(case, rank), strict=True)]
     state = sizes.states.held(case.held[rank])
     if case.keeping.page:
-        here, away = page_bytes(*pages_of(case, rank), case.keeping.page)
-        state = replace(state, pages=here, away_pages=away)
+        on_device, on_host = page_bytes(*pages_of(case, rank), case.keeping.page)
+        state = replace(state, pages=on_device, away_pages=on_host)
     state, chunks, passes = with_graphs(case, rank, state, chunks)
     there = state.gradients - sum(chunk.coming for chunk in chunks)
     kept, waiting = [one.kept for one in chunks], [one.waiting for one in chunks]
@@ -368,3 +370,73 @@ def with_graphs(
     ]
     graphs = sum(count * size for count, (size, _) in zip(passes, sizes, strict=True))
     return replace(state, graphs=graphs), left, passes
+
+
+# ----------------------------------------------------------------------------- after each step
+
+
+FETCHED = "fetched"
+"""The row of what is on its way back to the next step's backward from host and disk."""
+ENDS = "ends"
+"""The row of what is kept beside layers: between the last of them and the loss, above all."""
+
+
+class After(NamedTuple):
+    """Bytes after a step."""
+
+    rows: dict[str, float]
+    """Activations by the rows that layers keep, ``fetched`` and ``ends``."""
+    operands: float
+    """What products of weights wait with."""
+    gradients: float
+    away: tuple[float, float]
+    """Activations on the host and on disk."""
+
+    @property
+    def activations(self) -> float:
+        """Those of all rows."""
+        return sum(self.rows.values())
+
+
+def after_each(case: Case, rank: int) -> Iterator[After]:
+    """Yield what is there after each step of a rank's line."""
+    stage, held = stage_of(case, rank), case.chunks[rank]
+    given = zip(held, orders(case, rank), stage.kept, strict=True)
+    rows = [_rows(case, *one) for one in given]
+    steps = list(steps_of(case.table.lines[rank], case.sizes.vpp))
+    nothing = (0,) * len(rows)
+    # What is there after a step is there before the next one, and nothing after the last.
+    begun = frozenset(range(len(rows)))
+    last = Running(None, None, "", nothing, nothing, begun)
+    for step in [*steps[1:], last]:
+        found = Counter[str]()
+        for number, row in zip(step.kept, rows, strict=True):
+            found.update({name: size * number for name, size in row.items()})
+        made, away = dict[str, float](found), stage.away(step.kept)
+        if step.backward is not None and step.frees and stage.chunks[step.backward].ahead:
+            made[FETCHED] = stage.chunks[step.backward].ahead
+        coming = sum(stage.chunks[number].coming for number in step.begun)
+        operands = stage.there_before(step)[1]
+        yield After(made, operands, stage.there + coming, away)
+
+
+def _rows(case: Case, held: Held, order: tuple[int, ...], whole: float) -> Counter[str]:
+    """Return what a chunk keeps of a micro-batch, by row; ``whole`` bytes in all.
+
+    Layers are in ``order`` if any leave.
+    """
+    found, (blocks, _), keeping = Counter[str](), kinds(case.decoder), case.keeping
+    for kind, count in held.layers:
+        for part in layer_kept(case, blocks[kind]):
+            if part.stays(keeping.recompute):
+                found[part.name] += here(part, keeping).bytes * count
+    for kind in order[: leaving(keeping.spill, len(order), held.loss)]:
+        for part in layer_kept(case, blocks[kind]):
+            if part.stays(keeping.recompute) and part.rows and part.saved:
+                found[part.name] += here(part, keeping).bytes
+    for to, share in enumerate((keeping.offload_share, keeping.disk_share)):
+        for kind in order[: leaving(share, len(order), held.loss)]:
+            for part in departing(layer_kept(case, blocks[kind]), keeping)[to]:
+                found[part.name] -= part.bytes
+    found[ENDS] = round(whole) - found.total()
+    return found

@@ -21,8 +21,7 @@ from moefold.parallel.pipeline.p2p import messages_after, plan
 from moefold.planner.case import Case
 from moefold.planner.from_run import of_run, settled
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import fullest, stage_of
-from moefold.planner.memory_after import after_each
+from moefold.planner.memory import after_each, fullest, stage_of
 from moefold.run import Run, demand_fit
 from moefold.training.machine import HOST_BYTES
 from moefold.training.step import gradients

@@ -24,8 +24,7 @@ from moefold.parallel.data.sharding import ShardedState
 from moefold.parallel.pipeline.p2p import messages_after, plan
 from moefold.planner.case import Case, Keeping, Numbers, offloaded, recomputed
 from moefold.planner.hardware import Cluster, processor
-from moefold.planner.memory import memory
-from moefold.planner.memory_after import after_each
+from moefold.planner.memory import after_each, memory
 from moefold.spec.decoder import with_multi_token
 from moefold.training.weigh import weigh
 from tests.cpu.alive import HIDDEN

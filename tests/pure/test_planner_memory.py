@@ -18,8 +18,7 @@ from moefold.moe.config import Moe, Router, Shared
 from moefold.planner.case import Case, Keeping, Numbers, Software
 from moefold.planner.foreign import Mamba2, Nothing, PlainMoe, block
 from moefold.planner.hardware import cluster
-from moefold.planner.memory import Memory, fullest, memory, stage_of, totals
-from moefold.planner.memory_after import after_each
+from moefold.planner.memory import Memory, after_each, fullest, memory, stage_of, totals
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, State, states_of
 from moefold.planner.search_space import SCHEDULES
