@@ -19,6 +19,7 @@ from moefold.layers.config import leaving
 from moefold.mesh.folding import ATTENTION, EXPERTS, KINDS
 from moefold.mesh.grid import Grid
 from moefold.planner.case import Case, Held, kinds, main_layers, settled
+from moefold.planner.hardware import Device
 from moefold.planner.memory_chunk import ChunkBytes, ChunkSizes, departing
 from moefold.planner.memory_graphs import in_flight, pass_bytes, row_bytes
 from moefold.planner.memory_kept import layer_kept, shape_of
@@ -149,7 +150,7 @@ def _memory(case: Case, rank: int) -> Memory:
         for step, running in zip(line, steps_of(line, case.sizes.vpp), strict=True)
     ]
     moments.append(Moment("step", 0.0, 0.0, stage.coming, stage.state.gradients))
-    software = software_of(case)
+    software = software_of(case.cluster.device)
     tier = "disk" if case.keeping.state_on_disk else "host"
     return Memory(rank, stage.state, overheads(case), software.fragments, tuple(moments), tier)
 
@@ -160,7 +161,8 @@ def totals(case: Case, room: float = inf) -> Iterator[float]:
     Only steps that can be the fullest are looked at, those with the most chunks first, and of a
     rank for which there is no room only as many as show it.
     """
-    chunks, fragments, outside = _chunks_of(case), software_of(case).fragments, overheads(case)
+    chunks, outside = _chunks_of(case), overheads(case)
+    fragments = software_of(case.cluster.device).fragments
     m = settled(case.schedule, case.sizes.pp, case.micro_batches)
     running = fullest_steps(case.schedule, case.sizes.pp, case.sizes.vpp, m)
     for rank, steps in enumerate(running):
@@ -202,14 +204,14 @@ def shortened(case: Case) -> Case:
     return replace(case, batch=case.folding.dp * case.micro_batch * m)
 
 
-def software_of(case: Case) -> Overheads:
-    """Return what software takes beside tensors on a case's devices."""
-    return CPU if case.cluster.device.link_bandwidth == 0 else GPU
+def software_of(device: Device) -> Overheads:
+    """Return what software takes beside tensors on a device."""
+    return CPU if device.link_bandwidth == 0 else GPU
 
 
 def overheads(case: Case) -> float:
     """Return what software takes outside the allocator; groups of the same ranks are one."""
-    software, folding = software_of(case), case.folding
+    software, folding = software_of(case.cluster.device), case.folding
     groups = communicators(folding.attention, folding.experts)
     return software.context + groups * software.communicator
 
@@ -293,13 +295,12 @@ _chunks = remembered(1 << 12)(ChunkSizes)
 
 
 def _chunks_of(case: Case) -> ChunkSizes:
-    software = case.software
+    software, beside = case.software, software_of(case.cluster.device)
     again = software.cuda_graphs != "none" and software.stack != "moefold"
-    graphs = software_of(case).graphs if again else 0.0
-    split, rows = Split.of(case), case.software.loss_chunk
-    shape = shape_of(case)
+    graphs = beside.graphs if again else 0.0
+    split, rows, shape = Split.of(case), software.loss_chunk, shape_of(case)
     # A CPU has logits and their logarithms in fp32; kernels of GPUs make the gradient of logits.
-    logit = 8 if software_of(case) is CPU else shape.width
+    logit = 8 if beside is CPU else shape.width
     return _chunks(case.decoder, shape, split, case.keeping, graphs, rows, logit)
 
 

@@ -182,7 +182,7 @@ class Search:
 
     def depths(self, space: Space, grids: Grids, room: float) -> Iterator[tuple[float, int, Depth]]:
         """Yield every depth of pipeline with what it can keep, where it could fit."""
-        software = software_of(self._sample(grids, Keeping()))
+        software = software_of(self.task.cluster.device)
         options = self._options(space, grids)
         tensors = (room - software.context) / (1 + software.fragments)
         for pp in self.foldings.pipelines(grids.tp, grids.cp, grids.ep, grids.etp):
