@@ -26,7 +26,7 @@ from moefold.schedule.config import GPipe, Schedule, tabulate
 from moefold.schedule.table import Table
 from moefold.spec.codes import coded_blocks
 from moefold.spec.decoder import needs
-from moefold.spec.layer import Module
+from moefold.spec.layer import NOTHING, RING, Module, Modules
 
 Recipe = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 """What products are computed in; all but ``fp32`` keep what is no product in bfloat16."""
@@ -37,12 +37,9 @@ Dispatcher = Literal[
 """How rows reach their experts, by the kinds of ``moe.config``. ``deep_ep``, ``hybrid_ep`` and
 ``nccl_ep`` are libraries, which send as ``two_level`` does; the last receives into room for all
 rows of all ranks."""
-RING = Ring()
-"""How attention sees the rows of other context ranks unless stated."""
 Graphs = Literal["none", "partial", "experts", "full"]
 """CUDA graphs: none, of all but dispatch, experts and combine, of experts too, or of the whole
 iteration."""
-MODULES = frozenset(get_args(Module))
 Stack = Literal["moefold", "megatron", "automodel", "torchtitan", "deepseek"]
 """Software whose way of keeping, sending and launching is planned."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -80,12 +77,12 @@ class Keeping:
     """0 nothing, 1 master weights and moments, 2 gradients too, 3 weights too."""
     zero_ranks: int | None = None
     """How many neighbours share what ``zero`` divides; None is all copies."""
-    recompute: frozenset[Module] = frozenset()
-    offload: frozenset[Module] = frozenset()
+    recompute: Modules = NOTHING
+    offload: Modules = NOTHING
     """Modules whose activations go to the host between forward and backward."""
     offload_share: float = 1.0
     """Share of the layers of a chunk from which they go, the last one apart."""
-    disk: frozenset[Module] = frozenset()
+    disk: Modules = NOTHING
     """Modules whose activations go to a file."""
     disk_share: float = 1.0
     in_flight: int = 2
@@ -109,7 +106,7 @@ class Keeping:
         for name, modules in (
             ("recompute", self.recompute), ("offload", self.offload), ("disk", self.disk)
         ):  # fmt: skip
-            unknown = sorted(modules - MODULES)
+            unknown = sorted(modules - {*get_args(Module)})
             if unknown:
                 raise ValueError(f"{name} {unknown}: among {', '.join(get_args(Module))}")
         for name in ("offload_share", "disk_share", "spill", "optimizer_offload"):
@@ -345,14 +342,14 @@ def settled(schedule: Schedule, p: int, m: int) -> int:
     return full + (m - full) % period
 
 
-def recomputed(record: Record | None) -> frozenset[Module]:
+def recomputed(record: Record | None) -> Modules:
     """Return what a run file's recompute record recomputes.
 
     Raises:
         ValueError: where the planner does not know the record.
     """
     if record is None:
-        return frozenset()
+        return NOTHING
     if isinstance(record, Full):
         return frozenset(("block",))
     if isinstance(record, Selective):

@@ -19,7 +19,6 @@ from moefold.model.config import Decoder, MultiToken
 from moefold.moe.dispatch.config import DISPATCH, FixedRoom, Foreign
 from moefold.parallel.config import Layout
 from moefold.planner.case import (
-    RING,
     Case,
     Dispatcher,
     Graphs,
@@ -43,7 +42,7 @@ from moefold.run import Run
 from moefold.schedule.config import SCHEDULE, OneFOneB, Schedule
 from moefold.spec.codes import coded
 from moefold.spec.decoder import with_multi_token
-from moefold.spec.layer import LayerSpec
+from moefold.spec.layer import RING, LayerSpec
 
 LOAD = 1.2
 """Rows of the fullest expert rank over the mean where none is stated: between forced balance, 1,

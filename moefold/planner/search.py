@@ -23,14 +23,7 @@ from moefold.planner.from_run import RESERVE, Choice, TrainingTask, balanced
 from moefold.planner.memory import peak_within, software_of
 from moefold.planner.memory_kept import layer_kept
 from moefold.planner.memory_state import Split, states_of
-from moefold.planner.search_space import (
-    SCHEDULES,
-    VIRTUAL,
-    Foldings,
-    Modules,
-    Space,
-    apart,
-)
+from moefold.planner.search_space import SCHEDULES, VIRTUAL, Foldings, Space, apart
 from moefold.planner.time import (
     HOST_ADAM,
     MicroBatchTime,
@@ -54,7 +47,7 @@ from moefold.planner.time_layer import (
 from moefold.planner.time_work import PERMUTING, RankShare
 from moefold.schedule.config import Interleaved, OneFOneB, Schedule, Vee, ZeroBubbleH1
 from moefold.spec.decoder import has_routing, model_weights
-from moefold.spec.layer import described
+from moefold.spec.layer import Modules, described
 
 SLACK = 1.1
 """How much fuller balanced stages may be than those whose ranks take equally long."""

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 from moefold.mesh.legality import divisors
 from moefold.mesh.pipeline import LAYERS, Stages
-from moefold.planner.case import Dispatcher, Module, Recipe
+from moefold.planner.case import Dispatcher, Recipe
 from moefold.planner.from_run import OTHERS, TrainingTask
 from moefold.planner.hardware import Device
 from moefold.schedule.config import (
@@ -21,6 +21,7 @@ from moefold.schedule.config import (
     ZeroBubbleV,
 )
 from moefold.spec.decoder import halves, has_routing, needs
+from moefold.spec.layer import NOTHING, Module, Modules
 
 SCHEDULES: tuple[Schedule, ...] = (
     OneFOneB(), Interleaved(), Merged(), ZeroBubbleH1(), ZeroBubbleV(), DualPipeV()
@@ -36,8 +37,6 @@ MOST_ROWS = 32768
 VIRTUAL = 16
 """The most virtual stages per rank that are tried."""
 
-Modules = frozenset[Module]
-
 
 @dataclass(frozen=True)
 class Space:
@@ -46,8 +45,8 @@ class Space:
     recipes: tuple[Recipe, ...]
     schedules: tuple[Schedule, ...] = SCHEDULES
     dispatchers: tuple[Dispatcher, ...] = SENDING
-    recomputes: tuple[Modules, ...] = (frozenset(),)
-    offloads: tuple[Modules, ...] = (frozenset(),)
+    recomputes: tuple[Modules, ...] = (NOTHING,)
+    offloads: tuple[Modules, ...] = (NOTHING,)
     optimizer_offloads: tuple[float, ...] = (0.0,)
     micro_batches: tuple[int, ...] = (1,)
     apart: bool = True
@@ -79,7 +78,7 @@ def everything(task: TrainingTask) -> Space:
     if not task.cluster.device.host_bandwidth:
         return space
     experts: Modules = frozenset(("experts",))
-    return replace(space, offloads=(frozenset(), experts), optimizer_offloads=(0.0, 1.0))
+    return replace(space, offloads=(NOTHING, experts), optimizer_offloads=(0.0, 1.0))
 
 
 def today(task: TrainingTask) -> Space:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moefold.config.base import Record
 from moefold.layers.config import Context
 from moefold.model.config import Block
-from moefold.planner.case import RING, Case, Software
+from moefold.planner.case import Case, Software
 from moefold.planner.curves import (
     Constants,
     Rates,
@@ -35,7 +35,7 @@ from moefold.planner.time_work import (
     offload_bytes,
 )
 from moefold.spec.decoder import halves, norms_of
-from moefold.spec.layer import STATISTIC, Attention, RoutingSpec, described
+from moefold.spec.layer import RING, STATISTIC, Attention, RoutingSpec, described
 
 PARTS: tuple[str, ...] = (
     "attention", "experts", "dense", "head", "memory", "quantise", "launch", "recompute",
