@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from operator import mul
 
 Offsets = range | tuple[int, ...]
@@ -34,11 +33,6 @@ class Grid:
         """Distance between ranks that differ by one in an axis and in nothing else."""
         steps = accumulate(self.sizes.values(), mul, initial=1)
         return dict(zip(self.sizes, steps, strict=False))
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return prod(self.sizes.values())
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return where a rank stands on one axis."""
