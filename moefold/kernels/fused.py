@@ -35,6 +35,9 @@ except ImportError as error:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 """Of rows, and of their numbers, that own kernels take; fp64 goes the plain way."""
+ROW_BLOCK = 2048
+"""Elements of a block of rows that are moved: of 2 bytes each, two loads of 16 bytes in each of 128
+threads."""
 _FORCED: ContextVar[bool | None] = ContextVar("forced", default=None)
 
 
@@ -113,6 +116,13 @@ class Op:
 def blocks(length: int, block: int) -> int:
     """Return how many blocks cover a length."""
     return -(-length // block)
+
+
+def row_blocks(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the grid, and a block's rows and columns: whole rows where they are short."""
+    columns = min(power_of_2(width), ROW_BLOCK)
+    block = ROW_BLOCK // columns, columns
+    return (blocks(rows, block[0]), blocks(width, columns)), block
 
 
 def power_of_2(least: int) -> int:

@@ -5,10 +5,7 @@ Names as in :mod:`moefold.kernels.pages.ring`.
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
-
-BLOCK = 2048
-"""Elements of a program's block."""
+from moefold.kernels.fused import Op, jit, row_blocks, tl
 
 
 @jit
@@ -56,53 +53,40 @@ def pages_to_pages(
     rows, width = page_M.shape[0] * page, rows_SD.shape[1]
     if rows * width == 0:
         return
-    columns = min(power_of_2(width), BLOCK)
-    grid, block = (blocks(rows, BLOCK // columns), blocks(width, columns)), (BLOCK // columns,)
+    grid, block = row_blocks(rows, width)
     numbers = [one.shape[0] // page - 1 for one in (rows_SD, into_SD)]
-    given = rows_SD, into_SD, page_M, into_M, count_1, *numbers, width, page
-    _copy[grid](*given, *block, columns)
+    _copy[grid](rows_SD, into_SD, page_M, into_M, count_1, *numbers, width, page, *block)
 
 
 def rows_to_pages(
     x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int
 ) -> None:
     """Copy the first rows, as many as count, into their pages of ``rows_SD``."""
-    if x_RD.numel():
-        _launch(x_RD.contiguous(), page_M, count_1, rows_SD, page, True)
+    _launch(x_RD.contiguous(), page_M, count_1, rows_SD, page, True)
 
 
 def rows_from_pages(
     rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int
 ) -> Tensor:
     """Return ``room`` rows, the first of which are those in the pages; the rest is unspecified."""
-    x_RD = rows_SD.new_empty(room, rows_SD.shape[1])
-    if x_RD.numel():
-        _launch(x_RD, page_M, count_1, rows_SD, page, False)
+    x_RD = _room(rows_SD, page_M, count_1, room, page)
+    _launch(x_RD, page_M, count_1, rows_SD, page, False)
     return x_RD
 
 
 def _launch(
     x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int, put: bool
 ) -> None:
-    rows, width = x_RD.shape
-    columns = min(power_of_2(width), BLOCK)
-    grid, block = (blocks(rows, BLOCK // columns), blocks(width, columns)), (BLOCK // columns,)
-    number = rows_SD.shape[0] // page - 1
-    _move[grid](x_RD, rows_SD, page_M, count_1, number, width, page, put, *block, columns)
-
-
-def _nothing(x_RD: Tensor, page_M: Tensor, count_1: Tensor, rows_SD: Tensor, page: int) -> None: ...
-
-
-def _no_room(
-    rows_SD: Tensor, page_M: Tensor, into_M: Tensor, count_1: Tensor, into_SD: Tensor, page: int
-) -> None: ...
+    (rows, width), number = x_RD.shape, rows_SD.shape[0] // page - 1
+    grid, block = row_blocks(rows, width)
+    if x_RD.numel():
+        _move[grid](x_RD, rows_SD, page_M, count_1, number, width, page, put, *block)
 
 
 def _room(rows_SD: Tensor, page_M: Tensor, count_1: Tensor, room: int, page: int) -> Tensor:
     return rows_SD.new_empty(room, rows_SD.shape[1])
 
 
-copy = Op(pages_to_pages, _no_room, changes=("into_SD",))
-put = Op(rows_to_pages, _nothing, changes=("rows_SD",))
+copy = Op(pages_to_pages, lambda *given: None, changes=("into_SD",))
+put = Op(rows_to_pages, lambda *given: None, changes=("rows_SD",))
 take = Op(rows_from_pages, _room)

@@ -6,10 +6,7 @@ left as memory was. Sums go over the copies in their order, in fp32: the same bi
 
 from torch import Tensor
 
-from moefold.kernels.fused import Op, blocks, jit, power_of_2, tl
-
-BLOCK = 2048
-"""Elements of a program's block: of 2 bytes each, two loads of 16 bytes in each of 128 threads."""
+from moefold.kernels.fused import Op, jit, row_blocks, tl
 
 
 @jit
@@ -45,7 +42,7 @@ def take_rows(x_TD: Tensor, token_N: Tensor) -> Tensor:
     """Return ``x_ND`` with ``x[n] = x_TD[token_N[n]]``; rows of no token are unspecified."""
     out_ND = _taken(x_TD, token_N)
     (tokens, width), rows = x_TD.shape, token_N.shape[0]
-    grid, block = _blocks(rows, width)
+    grid, block = row_blocks(rows, width)
     if out_ND.numel():
         _take[grid](x_TD.contiguous(), token_N.contiguous(), out_ND, rows, tokens, width, *block)
     return out_ND
@@ -55,7 +52,7 @@ def add_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Return ``out_TD`` with ``out[t] = sum_k y_RD[row_TK[t, k]]``; a missing copy adds nothing."""
     out_TD = _taken(y_RD, row_TK)
     (copies, width), (tokens, top_k) = y_RD.shape, row_TK.shape
-    grid, block = _blocks(tokens, width)
+    grid, block = row_blocks(tokens, width)
     if out_TD.numel():
         y_RD, row_TK = y_RD.contiguous(), row_TK.contiguous()
         _add[grid](y_RD, row_TK, out_TD, tokens, copies, width, top_k, *block)
@@ -64,12 +61,6 @@ def add_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
 
 def _taken(x_NX: Tensor, index: Tensor) -> Tensor:
     return x_NX.new_empty(index.shape[0], x_NX.shape[1])
-
-
-def _blocks(rows: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the grid, and a block's rows and columns: whole rows where they are short."""
-    columns = min(power_of_2(width), BLOCK)
-    return (blocks(rows, BLOCK // columns), blocks(width, columns)), (BLOCK // columns, columns)
 
 
 take = Op(take_rows, _taken)
