@@ -29,11 +29,6 @@ _scatter_single: Callable[..., Any] = (
 )
 
 
-def size_of(x: Tensor) -> int:
-    """Return the bytes of a tensor's values."""
-    return x.numel() * x.element_size()
-
-
 def _begin(
     group: Group, op: str, given: Tensor, bytes_sent: int, waits: bool, label: str | None = None
 ) -> CallRecord:
@@ -102,7 +97,7 @@ def reduce_(
     if group.size == 1:
         return x
     name = "all_reduce" if op == dist.ReduceOp.SUM else "all_reduce_max"
-    record = _begin(group, name, x, 2 * (group.size - 1) * size_of(x) // group.size, True, label)
+    record = _begin(group, name, x, 2 * (group.size - 1) * x.nbytes // group.size, True, label)
     return _in_place(lambda whole: dist.all_reduce(whole, op, group=group.handle), x, group, record)
 
 
@@ -120,7 +115,7 @@ def broadcast_(tensor: Tensor, group: Group, index: int) -> Tensor:
     """Give every rank what the one at place ``index`` of the group holds, in place."""
     if group.size == 1:
         return tensor
-    sent = (group.size - 1) * size_of(tensor) if group.index == index else 0
+    sent = (group.size - 1) * tensor.nbytes if group.index == index else 0
     record, source = _begin(group, "broadcast", tensor, sent, True), group.ranks[index]
     return _in_place(
         lambda whole: dist.broadcast(whole, source, group=group.handle), tensor, group, record
@@ -135,7 +130,7 @@ def _into(
         out.copy_(x.reshape(out.shape))
         return Pending()
     gathers = op != "reduce_scatter"
-    sent = (group.size - 1) * size_of(x if gathers else out)
+    sent = (group.size - 1) * (x if gathers else out).nbytes
     record = _begin(group, op, x, sent, not asynchronous, label)
     x = x.contiguous()
     rows = x.reshape(1 if gathers else group.size, -1)
@@ -194,7 +189,7 @@ def exchange(
     assert sum(send) == x_R.shape[0], f"{sum(send)} rows are sent of {x_R.shape[0]}"
     if group.size == 1:
         return x_R
-    row = size_of(x_R) // max(1, x_R.shape[0])
+    row = x_R.nbytes // max(1, x_R.shape[0])
     record = _begin(group, op, x_R, (sum(send) - send[group.index]) * row, True, label)
     return _all_to_all(x_R, group, send, receive, record)
 
@@ -210,7 +205,7 @@ def gather_uneven(
         out = x.new_empty((sum(counts), *x.shape[1:]))
         _into("gather_rows", out, x, group, False, label)
         return out
-    record = _begin(group, "gather_rows", x, (group.size - 1) * size_of(x), True, label)
+    record = _begin(group, "gather_rows", x, (group.size - 1) * x.nbytes, True, label)
     copies = x.repeat(group.size, *[1] * (x.ndim - 1))
     return _all_to_all(copies, group, [x.shape[0]] * group.size, counts, record)
 
@@ -226,17 +221,14 @@ def scatter_uneven(
     return received.view(group.size, own, *x.shape[1:]).sum(0, dtype=x.dtype)
 
 
-def _way(group: Group, source: int, to: int) -> dist.ProcessGroup | None:
-    return group.back if to < source and group.back is not None else group.handle
-
-
 def _message(op: str, x: Tensor, source: int, to: int, group: Group) -> Pending:
     """Start to send or to receive a contiguous tensor between two ranks of the world."""
     assert source != to, "a rank does not send to itself"
-    site, sent = Site(group.recorder.label, op, group.name), size_of(x) if op == "send" else 0
+    site, sent = Site(group.recorder.label, op, group.name), x.nbytes if op == "send" else 0
     channel = f"{group.kind}:{source}>{to}"
     record = group.recorder.begin(site, channel, (source, to), x, sent, False)
-    way = _way(group, group.ranks.index(source), group.ranks.index(to))
+    back = group.ranks.index(to) < group.ranks.index(source) and group.back is not None
+    way = group.back if back else group.handle
     works = []
     if x.numel() and op == "send":
         works = [dist.isend(x, dst=to, group=way)]
@@ -265,7 +257,7 @@ def shift(given: Tensor, into: Tensor, by: int, group: Group, label: str | None 
     """
     assert by % group.size, "a rank does not send to itself"
     assert given.is_contiguous() and into.is_contiguous(), "shifted rows lie side by side"
-    record = _begin(group, "shift", given, size_of(given), False, label)
+    record = _begin(group, "shift", given, given.nbytes, False, label)
     there = group.ranks[(group.index + by) % group.size]
     back = group.ranks[(group.index - by) % group.size]
     sides = [(dist.isend, given, there), (dist.irecv, into, back)]
