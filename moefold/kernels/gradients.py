@@ -121,7 +121,4 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        def product(into: Tensor | None) -> Tensor:
-            return grad if into is None else into.add_(grad)
-
-        return ctx.sink.deliver(ctx.master, product), None, None
+        return ctx.sink.deliver(ctx.master, made(grad)), None, None

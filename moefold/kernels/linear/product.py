@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
-from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.gradients import RETURNED, GradientSink, made
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_step, wide
 
@@ -152,10 +152,6 @@ class _AddBias(Function):
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         db = None
         if ctx.needs_input_grad[1]:
-
-            def product(into_O: Tensor | None) -> Tensor:
-                summed_O = dy_TO[: ctx.n_valid].sum(0, dtype=ctx.master.dtype)
-                return summed_O if into_O is None else into_O.add_(summed_O)
-
-            db = ctx.sink.deliver(ctx.master, product)
+            summed_O = dy_TO[: ctx.n_valid].sum(0, dtype=ctx.master.dtype)
+            db = ctx.sink.deliver(ctx.master, made(summed_O))
         return dy_TO, db, None, None, None
