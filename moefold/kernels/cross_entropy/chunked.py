@@ -35,6 +35,8 @@ TILE = {"cpu": 1 << 22}
 TILE_ELSEWHERE = 1 << 27
 """Elements of one tile of the head's gradient, the only temporary of that shape: on a CPU a few
 megabytes, elsewhere as few launches as a quarter of a gigabyte allows."""
+IGNORED = -100
+"""The label of rows without one, torch's own number."""
 Combine = Callable[[Tensor], Tensor]
 """Makes the statistics [2, C] of a share of the vocabulary those of the whole."""
 
@@ -47,7 +49,6 @@ def loss_and_gradients(
     *,
     scale: float | Tensor,
     chunk: int,
-    ignored: int = -100,
     first: int = 0,
     combine: Combine | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ def loss_and_gradients(
     each, [T]. The head may be a share of the vocabulary from ``first`` on: then ``combine`` brings
     the shares' statistics together, and the gradient of ``x`` is what this share adds to it.
     """
-    value, counted_T = head.value, labels_T != ignored
+    value, counted_T = head.value, labels_T != IGNORED
     x_TD = torch.where(counted_T[:, None], x_TD, 0)
     weight_T = counted_T.to(_wide_dtype(x_TD)).mul_(scale)
     dx_TD, stats = torch.empty_like(x_TD), [weight_T.new_zeros(2, 0)]
@@ -73,11 +74,9 @@ def loss_and_gradients(
     return torch.where(counted_T, normaliser_T - picked_T, 0).sum(), dx_TD
 
 
-def cross_entropy_sum(
-    x_TD: Tensor, head: Operand, labels_T: Tensor, *, chunk: int, ignored: int = -100
-) -> Tensor:
+def cross_entropy_sum(x_TD: Tensor, head: Operand, labels_T: Tensor, *, chunk: int) -> Tensor:
     """Return the summed cross-entropy, differentiable in ``x_TD`` and the head."""
-    return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk, ignored)
+    return _CrossEntropy.apply(x_TD, head.master, head.value, labels_T, chunk)
 
 
 def _chunks(rows: int, chunk: int) -> list[slice]:
@@ -179,20 +178,14 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        master: Tensor,
-        value_VD: Tensor,
-        labels_T: Tensor,
-        chunk: int,
-        ignored: int,
+        ctx: Any, x_TD: Tensor, master: Tensor, value_VD: Tensor, labels_T: Tensor, chunk: int
     ) -> Tensor:
         ctx.save_for_backward(x_TD, value_VD, labels_T)
-        ctx.chunk, ctx.ignored, ctx.master = chunk, ignored, master
+        ctx.chunk, ctx.master = chunk, master
         total = x_TD.new_zeros((), dtype=_wide_dtype(x_TD))
         for rows in _chunks(x_TD.shape[0], chunk):
             normaliser_C, picked_C = statistics(x_TD[rows] @ value_VD.t(), labels_T[rows])
-            total += torch.where(labels_T[rows] != ignored, normaliser_C - picked_C, 0).sum()
+            total += torch.where(labels_T[rows] != IGNORED, normaliser_C - picked_C, 0).sum()
         return total
 
     @staticmethod
@@ -203,11 +196,11 @@ class _CrossEntropy(torch.autograd.Function):
         dw_VD = torch.zeros_like(ctx.master) if ctx.needs_input_grad[1] else None
         for rows in _chunks(x_TD.shape[0], ctx.chunk):
             labels_C = labels_T[rows]
-            counted_C = labels_C != ctx.ignored
+            counted_C = labels_C != IGNORED
             x_CD = torch.where(counted_C[:, None], x_TD[rows], 0)
             dlogits_CV = x_CD @ value_VD.t()
             _to_gradients(dlogits_CV, labels_C, counted_C.to(_wide_dtype(x_TD)).mul_(dloss))
             dx_TD[rows] = dlogits_CV @ value_VD
             if dw_VD is not None:
                 head_gradient(dlogits_CV, x_CD, dw_VD)
-        return dx_TD, dw_VD, None, None, None, None
+        return dx_TD, dw_VD, None, None, None
