@@ -25,7 +25,6 @@ from moefold.kernels.quantise import elements
 from moefold.kernels.quantise.config import QUANTISE
 from moefold.kernels.quantise.elements import E4M3, E5M2, E8M0, LARGEST, LARGEST_E2M1
 
-Kind = Literal["fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
 Role = Literal["rows", "gradient", "weight"]
 BLOCKS: dict[str, int | None] = {kind: record.length for kind, record in QUANTISE.kinds.items()}  # type: ignore[attr-defined]
 """Elements of a block along the summed dim; None where a matrix is one block."""
@@ -137,7 +136,7 @@ class Quantised:
         assert form.rows is not None
         scales = self.scales.to(torch.float32).to(dtype)
         parts = _blocks(values, form.rows, form.columns).mul_(scales[..., :, None, :, None])
-        return _whole(parts, self.shape)
+        return _whole(parts, *self.shape[-2:])
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the numbers that the codes stand for."""
@@ -217,15 +216,14 @@ def encode(
         return Quantised(cast(values * made.factor, form), made.block, None, form, -1, x.shape)
     assert form.rows is not None
     parts = _blocks(values, form.rows, form.columns)
-    block = parts.abs().amax((-3, -1)) if values.numel() else parts.new_zeros(_counted(parts))
-    made = scales_of(block, amax, form)
+    made = scales_of(parts.abs().amax((-3, -1)), amax, form)
     drawn = None if chance is None else _blocks(chance, form.rows, form.columns)
     codes = cast(parts * made.factor[..., :, None, :, None], form, drawn)
     if form.element is None:
-        codes = elements.pack(_whole(codes, _padded(x.shape, form.columns)))
+        codes = elements.pack(_whole(codes, x.shape[-2]))
     else:
         # Without the memory of what filled blocks.
-        codes = _whole(codes.view(torch.uint8), x.shape).contiguous().view(form.element)
+        codes = _whole(codes.view(torch.uint8), *x.shape[-2:]).contiguous().view(form.element)
     return Quantised(codes, made.block, made.matrix, form, -1, x.shape)
 
 
@@ -304,11 +302,6 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def _padded(shape: torch.Size, columns: int | None) -> torch.Size:
-    assert columns is not None
-    return torch.Size((*shape[:-1], -(-shape[-1] // columns) * columns))
-
-
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return [..., R / rows, rows, C / columns, columns]; zeros fill the last blocks."""
     below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
@@ -316,11 +309,6 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
 
 
-def _whole(parts: Tensor, shape: torch.Size) -> Tensor:
+def _whole(parts: Tensor, rows: int, columns: int | None = None) -> Tensor:
     """Return the matrices that were cut into blocks, without what filled them."""
-    return parts.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
-
-
-def _counted(parts: Tensor) -> list[int]:
-    """Return how many blocks lie down and across the matrices that were cut into them."""
-    return [*parts.shape[:-4], parts.shape[-4], parts.shape[-2]]
+    return parts.flatten(-2).flatten(-3, -2)[..., :rows, :columns]
