@@ -26,7 +26,6 @@ MAKES_NARROW: set[str] = {
     "moefold/kernels/routing/fused.py::_place",
     "moefold/kernels/routing/fused.py::count_buckets",
     "moefold/kernels/routing/fused.py::_order",
-    "moefold/kernels/scaled/products.py::_joined",
     "moefold/kernels/scaled/operands.py::along",
     "moefold/kernels/scaled/operands.py::bare",
     "moefold/kernels/scaled/deep_gemm.py::each",

@@ -33,8 +33,8 @@ def choose(asked: str, use: Use) -> Path:
     """Return what computes a product: the first back end that takes it and is tried to be right.
 
     Args:
-        asked: ``auto``, or the name of what is preferred. Sums in fp64 are emulated in any case,
-            and by ``auto`` what a CPU computes.
+        asked: ``auto``, or the name of what is preferred. Sums in fp64 and blocks of other lengths
+            than published ones are emulated in any case, and by ``auto`` what a CPU computes.
         use: the product.
 
     Raises:
@@ -46,6 +46,8 @@ def choose(asked: str, use: Use) -> Path:
     if asked == "auto" and use.device.type != "cuda":
         return Path(emulated, f"in plain torch: no kernel is for {use.device.type} by itself")
     demand(asked, use.device)
+    if not use.published:
+        return Path(emulated, "libraries have published blocks alone")
     preferred = [one for one in others if one.name == asked]
     said = []
     for one in preferred or others:
@@ -100,9 +102,8 @@ def _operands(use: Use) -> tuple[list[Quantised], Quantised, list[int]]:
         sizes = torch.randint(-6, 7, shape, generator=drawn).float()
         return (torch.randn(shape, generator=drawn) * sizes.exp2()).to(use.device)
 
-    block = None if use.published else 4
     rows, gradient, weight = (
-        format_of(use.kind, role, use.scales, block) for role in ("rows", "gradient", "weight")
+        format_of(use.kind, role, use.scales) for role in ("rows", "gradient", "weight")
     )
     if use.product == "dw":
         return [encode(numbers(72, 200), gradient)], encode(numbers(136, 200), rows).mT, [0]

@@ -14,7 +14,6 @@ from torch import Tensor
 from moefold.kernels.quantise.blocks import Quantised
 from moefold.kernels.scaled.emulated import Emulated, Use
 from moefold.kernels.scaled.operands import Joined, along, fill
-from moefold.kernels.scaled.scaled_mm import not_published
 
 MODULE = "deep_gemm"
 DEVICE = "cuda"
@@ -41,8 +40,6 @@ class DeepGemm(Emulated):
 
     def why_not(self, use: Use) -> str:
         """By product, then by what is installed."""
-        if why := not_published(use):
-            return why
         if use.kind != "fp8_block":
             return f"it has no {use.kind}"
         if use.dtype != torch.bfloat16:

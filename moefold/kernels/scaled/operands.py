@@ -45,6 +45,11 @@ def bare(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
+def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return tensors of one sort in one."""
+    return torch.cat([bare(part) for part in parts], dim).view(parts[0].dtype)
+
+
 def swizzled(scales_RB: Tensor) -> Tensor:
     """Return scales [(E,) R, B] of one byte as Blackwell's products read them, [(E,) all].
 

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from moefold.kernels.gradients import GradientSink
 from moefold.kernels.quantise.blocks import (
     BLOCKS,
-    SCALES,
     Format,
     Quantised,
     Role,
@@ -38,6 +37,7 @@ from moefold.kernels.quantise.philox import MASK, chance
 from moefold.kernels.rows import row_pieces
 from moefold.kernels.scaled.choose import Path, choose
 from moefold.kernels.scaled.emulated import Use
+from moefold.kernels.scaled.operands import cat
 from moefold.kernels.scaled.rows import RowRuns
 from moefold.kernels.swiglu.pieces import PIECE
 
@@ -94,7 +94,7 @@ class Recipe(NamedTuple):
     def use(self, product: str, grouped: bool, dtype: torch.dtype, device: torch.device) -> Use:
         """Return what ``y``, ``dx`` or ``dw`` of rows of a dtype asks of a back end."""
         published = self.block in (None, BLOCKS[self.kind])
-        rule = self.scales or SCALES[self.kind][0]
+        rule = self.form("rows").scales
         return Use(self.kind, rule, published, product, grouped, dtype, device)
 
     def path(self, product: str, grouped: bool, x: Tensor) -> Path:
@@ -176,7 +176,7 @@ class Kept(NamedTuple):
         given = [sort for sort in there if sort]
         widths = tuple(tuple(part.shape[1] for part in sort) for sort in given)
         rows = tuple(one.shape[1] for one in made)
-        return cls(tuple(map(_joined, given)), widths, rows, made[0].format)
+        return cls(tuple(cat(sort, 1) for sort in given), widths, rows, made[0].format)
 
     def runs(self) -> Iterator[Tensor | Quantised]:
         """Yield the part of each run."""
@@ -193,13 +193,6 @@ class Kept(NamedTuple):
             yield Quantised(codes, scales, after, self.format, -1, shape)
 
 
-def _joined(parts: list[Tensor], dim: int = 1) -> Tensor:
-    # Not every device joins numbers of eight bits.
-    narrow = parts[0].itemsize == 1
-    found = torch.cat([part.view(torch.uint8) if narrow else part for part in parts], dim)
-    return found.view(parts[0].dtype)
-
-
 def joined(pieces: list[Quantised]) -> Quantised:
     """Return the codes of rows that became codes some whole blocks at a time, in order."""
     first, *more = pieces
@@ -207,9 +200,9 @@ def joined(pieces: list[Quantised]) -> Quantised:
         return first
     scales = first.scales
     if first.format.columns is not None:
-        scales = _joined([one.scales for one in pieces], 0)
+        scales = cat([one.scales for one in pieces])
     shape = torch.Size((sum(one.shape[0] for one in pieces), *first.shape[1:]))
-    return replace(first, codes=_joined([p.codes for p in pieces], 0), scales=scales, shape=shape)
+    return replace(first, codes=cat([one.codes for one in pieces]), scales=scales, shape=shape)
 
 
 class Read(NamedTuple):

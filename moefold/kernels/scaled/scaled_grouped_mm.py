@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moefold.kernels.quantise.blocks import Quantised
 from moefold.kernels.scaled.emulated import Use
-from moefold.kernels.scaled.operands import Joined, along, fill, swizzled
-from moefold.kernels.scaled.scaled_mm import ScaledMm, not_published
+from moefold.kernels.scaled.operands import Joined, along, cat, fill, swizzled
+from moefold.kernels.scaled.scaled_mm import ScaledMm
 
 STEP = 32
 """Rows of ``mxfp8`` that a group is filled up to."""
@@ -34,7 +34,7 @@ class ScaledGroupedMm(ScaledMm):
 
     def why_not(self, use: Use) -> str:
         """By product and device."""
-        if why := self.missing(use.device) or not_published(use):
+        if why := self.missing(use.device):
             return why
         if not use.grouped or use.product == "dw" or use.dtype != torch.bfloat16:
             return "it has y and dx of experts' bf16 rows alone"
@@ -66,9 +66,8 @@ class ScaledGroupedMm(ScaledMm):
             cuts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             parts = [swizzled(part) for part in joined.scales.split(cuts) if len(part)]
             blocks = -(-joined.scales.shape[1] // 4) * 4
-            of_rows = torch.cat([part.view(torch.uint8) for part in parts]).view(-1, blocks)
             kind, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-            ours, theirs = of_rows.view(scales.dtype), swizzled(fill(scales, 16, 1))
+            ours, theirs = cat(parts).view(-1, blocks), swizzled(fill(scales, 16, 1))
         else:
             kind, swizzle = F.ScalingType.RowWise, F.SwizzleType.NO_SWIZZLE
             ours = joined.scales.flatten()

@@ -34,8 +34,6 @@ class ScaledMm(Emulated):
 
     def why_not(self, use: Use) -> str:
         """By device, and by its generation."""
-        if why := not_published(use):
-            return why
         if use.device.type == "cpu":
             return "" if use.kind == "fp8_tensor" else f"a CPU has no {use.kind} products"
         capability = torch.cuda.get_device_capability(use.device)
@@ -59,13 +57,6 @@ class ScaledMm(Emulated):
             output_dtype=dtype,
         )
         return y_NM[: a_NK.shape[0], : b_KM.shape[1]]
-
-
-def not_published(use: Use) -> str:
-    """Say why no library takes a product, whatever it is; empty where one may."""
-    if use.dtype == torch.float64:
-        return "sums of fp64 are the emulation's"
-    return "" if use.published else "libraries have published blocks alone"
 
 
 def _operand(x_RK: Quantised) -> tuple[Any, ...]:
