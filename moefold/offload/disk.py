@@ -8,7 +8,8 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EINVAL, EIO
 from pathlib import Path
@@ -96,7 +97,8 @@ class DiskFile:
             free = self._free.get(room)
             start = free.pop() if free else self._end
             if start == self._end and room:
-                self._demand(what, start, room, lambda: _allocate(self._fd, start, room))
+                with self._told(what, start, room):
+                    _allocate(self._fd, start, room)
                 self._end += room
             self.bytes += size
             self.peak = max(self.peak, self.bytes)
@@ -121,9 +123,8 @@ class DiskFile:
         done = 0
         while done < slot.room:
             rest, at = data[done : slot.room], slot.start + done
-            done += self._demand(
-                slot.what, at, slot.room - done, lambda r=rest, a=at: os.pwrite(self._fd, r, a)
-            )
+            with self._told(slot.what, at, slot.room - done):
+                done += os.pwrite(self._fd, rest, at)
 
     def read(self, slot: DiskSlot, into: memoryview) -> None:
         """Read ``slot.room`` bytes to an address that is a multiple of ``BLOCK``.
@@ -134,9 +135,8 @@ class DiskFile:
         done = 0
         while done < slot.room:
             rest, at = into[done : slot.room], slot.start + done
-            count = self._demand(
-                slot.what, at, slot.room - done, lambda r=rest, a=at: os.preadv(self._fd, [r], a)
-            )
+            with self._told(slot.what, at, slot.room - done):
+                count = os.preadv(self._fd, [rest], at)
             if not count:
                 raise OffloadError(
                     f"{self._where}: {done} of the {slot.room} bytes of {slot.what} are there"
@@ -148,9 +148,11 @@ class DiskFile:
                 "written; test the disk, then go on from the newest checkpoint"
             )
 
-    def _demand(self, what: str, start: int, size: int, call: Callable[[], int]) -> int:
+    @contextmanager
+    def _told(self, what: str, start: int, size: int) -> Iterator[None]:
+        """Raise an error of the system as one that says what it was about."""
         try:
-            return call()
+            yield
         except OSError as error:
             text = f"{self._where}: {size} bytes of {what} at {start}: {error.strerror}"
             raise OffloadError(text, error.errno) from error
@@ -166,10 +168,9 @@ def _without_cache(name: str, plain: int) -> int:
     return found
 
 
-def _allocate(fd: int, start: int, size: int) -> int:
+def _allocate(fd: int, start: int, size: int) -> None:
     allocate = getattr(os, "posix_fallocate", None)
     if allocate is None:
         os.truncate(fd, start + size)
     else:
         allocate(fd, start, size)
-    return size

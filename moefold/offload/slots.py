@@ -5,7 +5,6 @@ other memory than the tensors': bytes are counted apart, and the same code runs.
 """
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -81,38 +80,14 @@ class Copies:
         return made
 
 
-class OffloadSlot(ABC):
-    """A place for the bytes of one tensor."""
-
-    @abstractmethod
-    def put(self, values: Tensor) -> None:
-        """Copy bytes here from where they are; returns when they may be overwritten there."""
-
-    @abstractmethod
-    def get(self, into: Tensor) -> None:
-        """Copy what is here."""
-
-    @abstractmethod
-    def held(self) -> Tensor:
-        """Return what is here as bytes in the host's memory, to be looked at and changed."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Let what :meth:`held` returned go back to where it lies."""
-
-    @abstractmethod
-    def free(self) -> None:
-        """Give the place back."""
-
-
-class HostSlot(OffloadSlot):
-    """A place in the host's memory."""
+class HostSlot:
+    """A place for the bytes of one tensor in the host's memory."""
 
     def __init__(self, pool: HostPool, size: int) -> None:
         self._pool, self._values = pool, pool.take(size)
 
     def put(self, values: Tensor) -> None:
-        """Copy bytes here."""
+        """Copy bytes here from where they are; returns when they may be overwritten there."""
         self._values.copy_(values, non_blocking=True)
         finish(values)
 
@@ -121,18 +96,18 @@ class HostSlot(OffloadSlot):
         into.copy_(self._values, non_blocking=True)
 
     def held(self) -> Tensor:
-        """Return the place itself."""
+        """Return what is here as bytes in the host's memory, to be looked at and changed."""
         return self._values
 
     def settle(self) -> None:
-        """Do nothing: it lies where it was looked at."""
+        """Let what :meth:`held` returned go back to where it lies: it lies there."""
 
     def free(self) -> None:
         """Give the memory back."""
         self._pool.give(self._values)
 
 
-class FileSlot(OffloadSlot):
+class FileSlot:
     """A place in a file; what comes and goes passes memory of the host that is pinned."""
 
     def __init__(self, file: DiskFile, pool: HostPool, what: str, size: int) -> None:
@@ -179,6 +154,10 @@ class FileSlot(OffloadSlot):
         if self._open is not None:
             self._pool.give(self._open)
             self._open = None
+
+
+OffloadSlot = HostSlot | FileSlot
+"""A place for the bytes of one tensor."""
 
 
 def finish(tensor: Tensor) -> None:
