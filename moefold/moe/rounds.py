@@ -11,7 +11,6 @@ T rows, D hidden, K experts per token, E experts, P ranks of ``ep``, X ranks tha
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +34,6 @@ RunExperts = Callable[[Dispatched, Flow], Tensor]
 """``run(sent, flow)``: the results of the rows that came."""
 
 
-class Turns(NamedTuple):
-    """Which round sends each copy."""
-
-    round_TK: Tensor
-    """Of copies that go nowhere, any."""
-    count: int
-    """How many there are, on all ranks that exchange rows alike."""
-
-
 class Rounds:
     """The second try of a layer whose dispatcher has fixed room.
 
@@ -64,21 +54,21 @@ class Rounds:
     def run(self, tokens: RoutedTokens, experts: RunExperts, flow: Flow) -> Tensor:
         """Return the sum of each token's copies [T, D]."""
         with flow.world.recorder.module(f"{self._name}.dispatch"):
-            turns = self._turns(tokens.experts_TK, flow.world)
-        if turns.count == 1 and not flow.keeper.bounded:
+            round_TK, rounds = self._turns(tokens.experts_TK, flow.world)
+        if rounds == 1 and not flow.keeper.bounded:
             return self._round(tokens, experts, flow)
         # Products that wait would hold the rows of all rounds.
         sink = AtOnce(flow.sink) if isinstance(flow.sink, Deferred) else flow.sink
         flow = replace(flow, sink=sink)
 
         def one(x_TD: Tensor, weights_TK: Tensor, number: int) -> Tensor:
-            now_TK = turns.round_TK == number
+            now_TK = round_TK == number
             experts_TK = torch.where(now_TK, tokens.experts_TK, self._experts)
             sent = RoutedTokens(x_TD, torch.where(now_TK, weights_TK, 0), experts_TK)
             return self._round(sent, experts, flow)
 
         out_TD: Tensor | None = None
-        for number in range(turns.count):
+        for number in range(rounds):
             part_TD = checkpoint(
                 one, *tokens[:2], number, use_reentrant=False, preserve_rng_state=False
             )
@@ -94,8 +84,13 @@ class Rounds:
         with module(f"{self._name}.combine"):
             return self._way.combine(y_RD, sent.handle, tokens.no_drop, world)
 
-    def _turns(self, experts_TK: Tensor, world: World) -> Turns:
-        """Exchange counts, and lay this rank's copies into rounds."""
+    def _turns(self, experts_TK: Tensor, world: World) -> tuple[Tensor, int]:
+        """Exchange counts, and lay this rank's copies into rounds.
+
+        Returns:
+            The round that sends each copy, any of one that goes nowhere; and how many there are, on
+            all ranks that exchange rows alike.
+        """
         room, ranks = self._record.filled(world.folding.sizes), world.group("ep").size
         per_rank = self._experts // ranks
         order = sort_copies(experts_TK, self._experts)
@@ -106,4 +101,4 @@ class Rounds:
         before_P = torch.cat([before_P, before_P.new_zeros(1)])  # of copies that go nowhere
         place_TK = order.row_TK + before_P[rank_of_expert(experts_TK, per_rank)]
         (most,) = host_counts(counts_XP.sum(0).amax()[None])()
-        return Turns(place_TK.div(room, rounding_mode="floor"), max(1, -(-most // room)))
+        return place_TK.div(room, rounding_mode="floor"), max(1, -(-most // room))

@@ -24,13 +24,6 @@ Handle = tuple[Any, ...]
 Config = TypeVar("Config", bound=Record)
 
 
-class CopiedRows(NamedTuple):
-    """Rows of this rank, and what copies them in the order of experts."""
-
-    rows_TD: Tensor
-    copied: Callable[[Tensor], Tensor]
-
-
 class Dispatched(NamedTuple):
     """Rows sorted by local expert."""
 
@@ -44,8 +37,8 @@ class Dispatched(NamedTuple):
     overflow: Tensor | None = None
     """int64: by how many rows the fullest pair of ranks exceeds the stated capacity, whose rows are
     missing then; None where there is no limit."""
-    source: CopiedRows | None = None
-    """What ``x_RD`` can be made from again, where that is smaller."""
+    source: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
+    """What ``x_RD`` can be made from again, and by what, where that is smaller."""
     sent_R: Tensor | None = None
     """Which micro-batch each row is of, and its place there, where products on codes ask."""
     clones: Tensor | None = None
@@ -93,9 +86,9 @@ class Dispatcher(Generic[Config]):
         if world.group("tp_ep").size > 1:
             return self.send(RoutedTokens(x_TD, weights_TK, experts_TK, no_drop), world)
         order = sort_copies(experts_TK, self._experts, no_drop)
-        named = {"token_R": order.token_R, "row_TK": order.row_TK, "complete": no_drop}
-        source = CopiedRows(x_TD, partial(spread, **named))
-        return in_order(x_TD, weights_TK, order, no_drop)._replace(source=source)
+        # Not of the whole order, which would stay with it.
+        again = partial(spread, token_R=order.token_R, row_TK=order.row_TK, complete=no_drop)
+        return in_order(x_TD, weights_TK, order, no_drop)._replace(source=(x_TD, again))
 
     def combine(
         self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World = SINGLE_RANK
