@@ -177,11 +177,14 @@ class Router(ExactBuffers, Adaptable):
 
     @torch.no_grad()
     def _decide(self, scores_TE: Tensor, flow: Flow) -> Decision:
-        bias_E, seen = self.selection_bias, (flow.rows, flow.world.group("tp_cp"))
-        context = RoutingContext(self.record, bias_E, *seen, flow.training, self.layer)
-        experts_TK = self.choose(scores_TE, context)
-        plain = type(self).choose is Router.choose and self.record.groups is None and bias_E is None
+        experts_TK = self.choose(scores_TE, self._context(flow))
+        plain = type(self).choose is Router.choose and self.record.groups is None
+        plain = plain and self.selection_bias is None
         return Decision(experts_TK, plain_TK=experts_TK if plain else None)
+
+    def _context(self, flow: Flow) -> RoutingContext:
+        seen = flow.rows, flow.world.group("tp_cp")
+        return RoutingContext(self.record, self.selection_bias, *seen, flow.training, self.layer)
 
     def _drop(self, decision: Decision, weights_TK: Tensor, flow: Flow) -> Tensor:
         """Return which copies stay; the whole micro-batch competes, on whatever ranks it is."""
@@ -191,17 +194,10 @@ class Router(ExactBuffers, Adaptable):
         by_weight = weights_TK.detach() if self.capacity.drop == "probs" else None
         if self.capacity.drop == "random":
             by_weight = drawn(flow, top_k, self.layer, DROP, weights_TK)
-        ranks = flow.world.group("tp_cp")
+        context = self._context(flow)
+        experts_TK = context.gather(decision.experts_TK)
+        by_weight = None if by_weight is None else context.gather(by_weight)
+        kept = drop(experts_TK, by_weight, context.gather(flow.rows.token_T), limit, experts)
         # What computes nothing takes any number.
         idle_TK = (decision.experts_TK >= self.record.experts) & (decision.experts_TK < experts)
-        if ranks.size == 1:
-            kept = drop(decision.experts_TK, by_weight, flow.rows.token_T, limit, experts)
-            return kept | idle_TK
-        everywhere = [
-            None if part is None else gather(part, ranks).flatten(0, 1)
-            for part in (decision.experts_TK, by_weight, flow.rows.token_T)
-        ]
-        experts_TK, by_weight, token_T = everywhere
-        assert experts_TK is not None and token_T is not None
-        kept = drop(experts_TK, by_weight, token_T, limit, experts)
-        return kept.unflatten(0, (ranks.size, -1))[ranks.index] | idle_TK
+        return context.own(kept) | idle_TK
