@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.kernels.attention import block_fused, block_plain, reference, sdpa
-from moefold.kernels.attention.block import Backend, Tile, attention, causal_tiles, choose
+from moefold.kernels.attention.block import Band, Tile, attention, causal_tiles, choose
 from tests.cpu.small import relative
 
 SCALE = 0.35
@@ -34,6 +34,12 @@ def run(function: Any, given: list[Tensor], *args: Any) -> list[Tensor]:
     out = function(*fresh, *args)
     out.backward(drawn(*out.shape, dtype=out.dtype, seed=9))
     return [out.detach(), *(x.grad for x in fresh if x.grad is not None)]
+
+
+@pytest.fixture(params=["plain", "fused"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block goes through these."""
+    monkeypatch.setattr(block_fused, "fits", lambda q, v: request.param == "fused")
 
 
 @pytest.mark.parametrize("widened", [True, False])
@@ -68,14 +74,12 @@ def test_the_fused_kernels_equal_the_plain_ones(
         assert share.shape == of.shape and relative(share, of) < 8 * EPS[dtype]
 
 
-@pytest.mark.parametrize("backend", ["plain", "fused"])
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("lengths", [(12,), (5, 5, 2), (1, 4, 4, 3), (3, 3, 3), ()])
-def test_segments_equal_the_reference(
-    lengths: tuple[int, ...], dims: tuple[int, ...], backend: Backend
-) -> None:
+def test_segments_equal_the_reference(lengths: tuple[int, ...], dims: tuple[int, ...]) -> None:
     given = inputs(14, 14, dims, torch.float64)
-    ours = run(attention, given, causal_tiles(lengths), SCALE, backend)
+    ours = run(attention, given, causal_tiles(lengths), SCALE)
     theirs = (
         run(reference.attention, given, lengths, SCALE)
         if lengths
@@ -127,15 +131,15 @@ def test_b44_gradients_of_short_segments_in_bf16_are_rounded_once() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["plain", "fused"])
-def test_b15_rows_of_no_tile_leak_nothing(backend: Backend) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_b15_rows_of_no_tile_leak_nothing() -> None:
     """Padding rows hold NaN and infinity everywhere, the gradient too."""
     given = [x.detach() for x in inputs(9, 9, DIMS[0], torch.float64)]
-    clean = run(attention, [x[:6] for x in given], causal_tiles((4, 2)), SCALE, backend)
+    clean = run(attention, [x[:6] for x in given], causal_tiles((4, 2)), SCALE)
     for x, value in zip(given, (float("nan"), float("inf"), float("nan")), strict=True):
         x[6:] = value
     q, k, v = fresh = [x.requires_grad_() for x in given]
-    out = attention(q, k, v, causal_tiles((4, 2)), SCALE, backend)
+    out = attention(q, k, v, causal_tiles((4, 2)), SCALE)
     grad = drawn(6, *out.shape[1:], seed=9)
     out.backward(torch.cat([grad, grad.new_full((3, *out.shape[1:]), float("nan"))]))
     for got, expected in zip((out, *(x.grad for x in fresh)), clean, strict=True):
@@ -145,7 +149,9 @@ def test_b15_rows_of_no_tile_leak_nothing(backend: Backend) -> None:
 
 def test_kernels_are_chosen_by_what_fits() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    assert choose(q, q) is block_fused and choose(q, q, "plain") is block_plain
-    assert choose(q.to("meta"), q.to("meta")) is block_plain
-    with pytest.raises(ValueError, match=r"no fused attention takes torch.float32 and heads of 4"):
-        choose(q.to("meta"), q.to("meta"), "fused")
+    triangle, square = Tile(slice(3), slice(3), 1), Tile(slice(3), slice(3))
+    assert choose(triangle, q, q) == (block_fused, (True,))
+    assert choose(square, q, q) == (block_fused, (False,))
+    assert choose(square, q.to("meta"), q.to("meta")) == (block_plain, (False,))
+    band = Band(0, 2)
+    assert choose(triangle._replace(band=band), q, q) == (block_plain, (False, band))

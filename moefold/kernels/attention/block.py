@@ -14,7 +14,7 @@ A sink is one more logit of each head, learned, whose value is zero: it only tak
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from moefold.kernels.attention import block_fused, block_plain
-
-Backend = Literal["auto", "plain", "fused"]
 
 
 class Band(NamedTuple):
@@ -66,36 +64,26 @@ def causal_tiles(lengths: Iterable[int], first_key: int = 0) -> list[Tile]:
     return tiles
 
 
-def choose(q_NHSd: Tensor, v_NGUv: Tensor, backend: Backend = "auto") -> ModuleType:
-    """Return the kernels for some queries and values.
+def choose(tile: Tile, q_NHSd: Tensor, v_NGUv: Tensor) -> tuple[ModuleType, tuple[Any, ...]]:
+    """Return the kernels for a tile's queries and values, and what they are told of its sight.
 
-    Raises:
-        ValueError: where the fused kernels are asked for and do not fit.
+    Fused ones where they fit; bands are written out.
     """
-    fits = block_fused.fits(q_NHSd, v_NGUv)
-    if backend == "fused" and not fits:
-        raise ValueError(
-            f"no fused attention takes {q_NHSd.dtype} and heads of {q_NHSd.shape[-1]} and "
-            f"{v_NGUv.shape[-1]} dims on {q_NHSd.device.type}: use auto or plain"
-        )
-    return block_fused if fits and backend != "plain" else block_plain
+    if tile.band is not None:
+        return block_plain, (False, tile.band)
+    kernel = block_fused if block_fused.fits(q_NHSd, v_NGUv) else block_plain
+    return kernel, (tile.segments > 0,)
 
 
 class OnlineSoftmax:
     """What rows have seen so far; a row that has seen nothing gives zeros."""
 
     def __init__(
-        self,
-        q_THd: Tensor,
-        v_dim: int,
-        scale: float,
-        backend: Backend = "auto",
-        sinks_H: Tensor | None = None,
+        self, q_THd: Tensor, v_dim: int, scale: float, sinks_H: Tensor | None = None
     ) -> None:
         """Begin with nothing seen but each head's sink, in fp32 or wider."""
         wide = torch.promote_types(q_THd.dtype, torch.float32)
         self._q_THd, self._scale = q_THd, scale
-        self._backend: Backend = backend
         self.out_THv = q_THd.new_zeros((*q_THd.shape[:2], v_dim), dtype=wide)
         self.lse_TH = q_THd.new_full(q_THd.shape[:2], float("-inf"), dtype=wide)
         if sinks_H is not None:
@@ -104,11 +92,8 @@ class OnlineSoftmax:
     def see(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> None:
         """Let the tile's queries see its keys."""
         q, k, v = _of_kernel(tile, self._q_THd, k_UGd, v_UGv)
-        if tile.band is not None:
-            part, lse = block_plain.forward(q, k, v, self._scale, False, tile.band)
-        else:
-            kernel = choose(q, v, self._backend)
-            part, lse = kernel.forward(q, k, v, self._scale, tile.segments > 0)
+        kernel, sight = choose(tile, q, v)
+        part, lse = kernel.forward(q, k, v, self._scale, *sight)
         out_SHv, lse_SH = self.out_THv[tile.queries], self.lse_TH[tile.queries]
         lse = lse.transpose(1, 2).flatten(0, 1)
         merged_SH = torch.logaddexp(lse_SH, lse)
@@ -127,20 +112,14 @@ class Seen(NamedTuple):
     lse_TH: Tensor
     grad_THv: Tensor
     scale: float
-    backend: Backend = "auto"
 
     def gradients(self, tile: Tile, k_UGd: Tensor, v_UGv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the shares of one tile: of its queries' rows, its keys' and its values'."""
         q, k, v = _of_kernel(tile, self.q_THd, k_UGd, v_UGv)
         grad, out = (segments_of(x[tile.queries], tile) for x in (self.grad_THv, self.out_THv))
         lse_NHS = segments_of(self.lse_TH[tile.queries], tile)
-        if tile.band is not None:
-            args = (grad, q, k, v, out, lse_NHS, self.scale, False)
-            shares = block_plain.backward(*args, tile.band)
-        else:
-            kernel = choose(q, v, self.backend)
-            causal = tile.segments > 0
-            shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, causal)
+        kernel, sight = choose(tile, q, v)
+        shares = kernel.backward(grad, q, k, v, out, lse_NHS, self.scale, *sight)
         return tuple(rows_of(x) for x in shares)  # type: ignore[return-value]
 
     def sink_gradient(self, sinks_H: Tensor | None) -> Tensor | None:
@@ -185,27 +164,26 @@ class _Tiled(Function):
         sinks_H: Tensor | None,
         tiles: Sequence[Tile],
         scale: float,
-        backend: Backend,
     ) -> Tensor:
-        merged = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, backend, sinks_H)
+        merged = OnlineSoftmax(q_THd, v_UGv.shape[-1], scale, sinks_H)
         for tile in tiles:
             merged.see(tile, k_UGd, v_UGv)
         out_THv = merged.out_THv.to(q_THd.dtype)
         ctx.save_for_backward(q_THd, k_UGd, v_UGv, out_THv, merged.lse_TH, sinks_H)
-        ctx.tiles, ctx.scale, ctx.backend = tiles, scale, backend
+        ctx.tiles, ctx.scale = tiles, scale
         return out_THv
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THv: Tensor) -> tuple[Tensor | None, ...]:
         q_THd, k_UGd, v_UGv, out_THv, lse_TH, sinks_H = ctx.saved_tensors
-        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale, ctx.backend)
+        seen = Seen(q_THd, out_THv, lse_TH, grad_THv, ctx.scale)
         sums = Sums(q_THd, k_UGd, v_UGv, lse_TH.dtype)
         for tile in ctx.tiles:
             dq, dk, dv = seen.gradients(tile, k_UGd, v_UGv)
             sums.add_queries(tile.queries, dq)
             sums.add_keys(tile.keys, dk, dv)
-        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None, None
+        return *sums.gradients(), seen.sink_gradient(sinks_H), None, None
 
 
 def attention(
@@ -214,7 +192,6 @@ def attention(
     v_UGv: Tensor,
     tiles: Sequence[Tile],
     scale: float,
-    backend: Backend = "auto",
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return ``out_THv``: each row sees the keys that the tiles say; a row of no tile gives zeros.
@@ -225,10 +202,9 @@ def attention(
         v_UGv: their values.
         tiles: who sees whom, each pair of rows at most once.
         scale: factor on the scores.
-        backend: kernels; ``auto`` is fused ones where they fit. Bands are written out.
         sinks_H: a logit of each head that takes weight and gives nothing.
     """
-    args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale, backend)
+    args = (q_THd, k_UGd, v_UGv, sinks_H, tuple(tiles), scale)
     return _Tiled.apply(*args)  # type: ignore[return-value]
 
 
