@@ -52,8 +52,8 @@ class World:
         self._beside: World | None = None
         self._watch: HangWatch | None = None
         self._prefix = ""
-        self._kept: dict[Hashable, Any] = {}
-        self._ends: list[Callable[[], object]] = []
+        self._kept: dict[Hashable, tuple[Any, Callable[[], object] | None]] = {}
+        """What others hold for these ranks, and what ends it."""
 
     @property
     def size(self) -> int:
@@ -166,7 +166,7 @@ class World:
             return self._beside or self
         world = self._beside = World(self.folding, self.rank, self.device, self.time_out_s)
         world.recorder, world._host, world._prefix = self.recorder, self._host, "second "
-        world._kept, world._ends = self._kept, self._ends
+        world._kept = self._kept
         world._make_all(EXCHANGED)
         return world
 
@@ -187,9 +187,8 @@ class World:
         ``end`` is called before the groups end, over which it was made.
         """
         if key not in self._kept:
-            self._kept[key] = make()
-            self._ends += [end] if end is not None else []
-        return self._kept[key]
+            self._kept[key] = make(), end
+        return self._kept[key][0]
 
     def __enter__(self) -> "World":
         """Return itself."""
@@ -214,10 +213,10 @@ class World:
 
     def forget_groups(self) -> None:
         """End what others keep for groups, and forget the groups; the ranks stay joined."""
-        for end in self._ends:
-            end()
+        for _, end in self._kept.values():
+            if end is not None:
+                end()
         self._kept.clear()
-        self._ends.clear()
         self._by_kind, self._by_ranks, self._by_stages = {}, {}, {}
         if self._watch is not None:
             self._watch.stop()
