@@ -50,10 +50,10 @@ class Observed:
     value in every layout: divide by ``population``, or take ``mean``.
     """
 
-    def __init__(self, routed: Routed, decision: Decision, rows: MicroBatch, record: Moe) -> None:
+    def __init__(self, routed: Routed, rows: MicroBatch, record: Moe) -> None:
         self.logits_TE = routed.logits_TE
         """Rows that are not valid are finite, and count nowhere."""
-        self.decision = decision
+        self.decision = routed.decision
         self.population = max(rows.population, 1)
         """Valid tokens of the whole micro-batch, on whatever ranks; at least 1."""
         self.rows = rows
@@ -67,8 +67,8 @@ class Observed:
         return probabilities(self.logits_TE, self._scores_TE, self._record)
 
     def valid(self, values_TX: Tensor) -> Tensor:
-        """Return the valid rows: they come first, so that no mask is needed."""
-        return valid_rows(values_TX, self.rows)
+        """Return the rows that are not padding, which comes last: the shorter run's very bits."""
+        return values_TX if self.rows.n_valid == self.rows.rows else values_TX[: self.rows.n_valid]
 
     @cached_property
     def shares_PE(self) -> Tensor | None:
@@ -84,7 +84,7 @@ class Observed:
     @property
     def segment_T(self) -> Tensor | None:
         """int64 segment of each valid row; None where there is only one."""
-        return segments(self.rows)
+        return self.rows.segment_T if len(self.rows.lengths) > 1 else None
 
 
 class Term(ABC):
@@ -322,7 +322,7 @@ class Balance(nn.Module):
         """
         if not flow.training:
             return routed.decision, {}
-        observed = Observed(routed, routed.decision, flow.rows, self.record)
+        observed = Observed(routed, flow.rows, self.record)
         if self._populations:
             # Made once, with its graph, and before any term: a second run saves in the same order.
             _ = observed.probability_TE
@@ -345,8 +345,7 @@ class Balance(nn.Module):
 
     def _count(self, routed: Routed, observed: Observed, flow: Flow) -> Decision:
         # Where no term reads it: a second run, which counts nothing, would save less.
-        fresh = Observed(routed, routed.decision, flow.rows, self.record)
-        seen = observed if self._populations else fresh
+        seen = observed if self._populations else Observed(routed, flow.rows, self.record)
         counters, decision = self.counters, routed.decision
         experts, ranks = counters.load_E.shape[0], flow.world.group("dp")
         with torch.no_grad():
@@ -356,7 +355,7 @@ class Balance(nn.Module):
                 top_k = self.record.router.top_k
                 plain_TK = select(routed.scores_TE, top_k, valid_T=flow.valid_T)
                 decision = replace(decision, plain_TK=plain_TK)
-            counts, by_rank_DE = self._counts(decision, load_E, flow), None
+            counts, by_rank_DE = self._counts(decision, load_E, seen, flow), None
             if "global_batch" in self._populations:
                 # Data ranks run micro-batches of one round: those of lower ranks come before this.
                 by_rank_DE = gather(counts["micro_batch"].view(-1), ranks)
@@ -369,19 +368,21 @@ class Balance(nn.Module):
             counts["global_batch"] = so_far_E[None]
         return replace(decision, counts=counts)
 
-    def _counts(self, decision: Decision, load_E: Tensor, flow: Flow) -> dict[str, Tensor]:
+    def _counts(
+        self, decision: Decision, load_E: Tensor, seen: Observed, flow: Flow
+    ) -> dict[str, Tensor]:
         """Return the plain choices of each population of a micro-batch that a term reads."""
         if not self._populations:
             return {}
         assert decision.plain_TK is not None
-        rows, experts, ranks = flow.rows, load_E.shape[0], flow.world.group("tp_cp")
+        experts, ranks = load_E.shape[0], flow.world.group("tp_cp")
         kind = "sequence" if "sequence" in self._populations else "micro_batch"
-        segment_T = segments(rows) if kind == "sequence" else None
+        segment_T = seen.segment_T if kind == "sequence" else None
         if segment_T is None and decision.plain_TK is decision.experts_TK:
             counts_NE = load_E[None]
         else:
-            populations = 1 if segment_T is None else len(rows.lengths)
-            plain_TK = valid_rows(decision.plain_TK, rows)
+            populations = 1 if segment_T is None else len(flow.rows.lengths)
+            plain_TK = seen.valid(decision.plain_TK)
             counts_NE = count_by(plain_TK, segment_T, populations, experts)
         if ranks.size > 1:
             counts_NE = sum_(counts_NE.clone(), ranks)
@@ -427,16 +428,6 @@ def sum_counters(balances: Sequence[Balance], ranks: Group) -> None:
         sum_(flat, ranks)
         for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(summed.view_as(part))
-
-
-def segments(rows: MicroBatch) -> Tensor | None:
-    """Return the segment of each valid row; None where there is only one."""
-    return rows.segment_T if len(rows.lengths) > 1 else None
-
-
-def valid_rows(values_TX: Tensor, rows: MicroBatch) -> Tensor:
-    """Return the rows that are not padding, which comes last: the shorter run's very bits."""
-    return values_TX if rows.n_valid == rows.rows else values_TX[: rows.n_valid]
 
 
 def sum_by(values_TX: Tensor, population_T: Tensor | None, populations: int) -> Tensor:

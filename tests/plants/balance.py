@@ -214,7 +214,7 @@ PLANTS = (
         BALANCE + "test_b18_an_evaluation_alone_moves_nothing",
         "moe/balance.py",
         "            return routed.decision, {}\n        observed",
-        "            seen = Observed(routed, routed.decision, flow.rows, self.record)\n"
+        "            seen = Observed(routed, flow.rows, self.record)\n"
         "            return self._count(routed, seen, flow), {}\n        observed",
     ),
     Plant(
