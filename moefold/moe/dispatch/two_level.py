@@ -6,13 +6,11 @@ hands it on, so that a token crosses the slow links once per node, whatever its 
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.comm.collectives import all_to_all
-from moefold.comm.group import Group
 from moefold.comm.world import World
 from moefold.kernels.permute.gather import collect
 from moefold.moe.dispatch.base import Dispatched, Dispatcher, Handle, permute
@@ -42,30 +40,32 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
         *numbers, copies = host_counts(
             self._counts(order.counts_B, tokens.experts_TK, per_rank, world)
         )()
-        hops = _Hops.of(numbers, across, inside, etp)
-        order = order.first(sum(hops.send))
+        nodes, ranks = across.size, inside.size
+        send, receive, second = numbers[:nodes], numbers[nodes : 2 * nodes], numbers[2 * nodes :]
+        plan = ExchangePlan.of(second[:ranks], second[ranks:], etp)
+        order = order.first(sum(send))
         sent = pack(tokens, order, node_TK, per_node)
-        hop = partial(all_to_all, group=across, send=hops.send, receive=hops.receive)
+        hop = partial(all_to_all, group=across, send=send, receive=receive)
         relayed = self.hand_on(sent, hop)
-        second, rank_NK = sort_tokens(relayed, per_rank, inside.size)
-        second = second.first(sum(hops.inside.send))
-        sent = pack(relayed, second, rank_NK, per_rank)
-        come = self.hand_on(sent, partial(hops.inside.out, group=inside, etp=etp))
+        onward, rank_NK = sort_tokens(relayed, per_rank, ranks)
+        onward = onward.first(sum(plan.send))
+        sent = pack(relayed, onward, rank_NK, per_rank)
+        come = self.hand_on(sent, partial(plan.out, group=inside, etp=etp))
         here = permute(come, per_rank, copies)
-        orders = (order.token_R, order.row_TK, second.token_R, second.row_TK)
-        return here._replace(handle=(*orders, *here.handle, hops))
+        orders = (order.token_R, order.row_TK, onward.token_R, onward.row_TK)
+        return here._replace(handle=(*orders, *here.handle, send, receive, plan))
 
     def fetch(self, y_RD: Tensor, handle: Handle, no_drop: bool, world: World) -> Tensor:
         """Add up a token's results on each rank, on each node, and here."""
         inside, across = world.split("ep", self._record.node)
-        token_T, row_T, token_N, row_N, token_R, row_R, hops = handle
+        token_T, row_T, token_N, row_N, token_R, row_R, send, receive, plan = handle
         y_RD, etp, wire = collect(y_RD, token_R, row_R), world.group("etp"), self.wire
-        y_ND = collect(hops.inside.back(y_RD, inside, etp, wire), token_N, row_N)
-        y_ND = all_to_all(y_ND, across, hops.receive, hops.send, wire, home=True)
+        y_ND = collect(plan.back(y_RD, inside, etp, wire), token_N, row_N)
+        y_ND = all_to_all(y_ND, across, receive, send, wire, home=True)
         return collect(y_ND, token_T, row_T)
 
     def _counts(self, nodes_N: Tensor, experts_TK: Tensor, per_rank: int, world: World) -> Tensor:
-        """Return the numbers of both hops, as ``_Hops`` reads them, and that of copies.
+        """Return rows for and from each node, those for and from each rank inside, and copies.
 
         What a rank hands on depends on rows that have yet to come to it, so all ranks tell each
         other beforehand how many of their tokens need which node and which rank.
@@ -88,19 +88,3 @@ class TwoLevelDispatch(Dispatcher[TwoLevel]):
                 copies_PSP[:, :, ep.index].sum()[None],
             ]
         )
-
-
-class _Hops(NamedTuple):
-    """Rows for and from each node, and what follows inside the node."""
-
-    send: list[int]
-    receive: list[int]
-    inside: ExchangePlan
-
-    @classmethod
-    def of(cls, numbers: list[int], across: Group, inside: Group, etp: Group) -> "_Hops":
-        """Read both hops from counts."""
-        nodes, ranks = across.size, inside.size
-        second = numbers[2 * nodes :]
-        plan = ExchangePlan.of(second[:ranks], second[ranks:], etp)
-        return cls(numbers[:nodes], numbers[nodes : 2 * nodes], plan)
