@@ -406,11 +406,6 @@ class Moe(MoeSpec):
         return f"MoE ({sizes}{shared}, {drop})"
 
     @property
-    def inner(self) -> int | None:
-        """Width of the space that routed experts work in; None is the model's."""
-        return self.latent
-
-    @property
     def drops(self) -> bool:
         """Whether a row may go to fewer experts than a decision has places for."""
         router = self.router

@@ -35,13 +35,17 @@ EXPERTS, TOP_K, GROUPS = 8, 4, 4
 
 
 class MoeSpec(LayerSpec):
-    """Routed experts and a shared one; its records have ``width``, ``router`` and ``shared``."""
+    """Routed experts and a shared one; what is named first is the record's own."""
 
     if TYPE_CHECKING:
         width: Any
         router: Any
         shared: Any
+        latent: Any
         expert_bias: Any
+        formed: ClassVar[Any]
+        populations: ClassVar[Any]
+        keeps_logits: ClassVar[Any]
 
     gates: ClassVar[int] = 2
     """Matrices into the experts' width: gate and up, or one alone."""
@@ -52,27 +56,7 @@ class MoeSpec(LayerSpec):
         """What its router does."""
         router, groups = self.router, self.router.groups
         kept = (groups.count, groups.keep) if groups else (1, None)
-        return RoutingSpec(router.experts, router.top_k, self.inner, *kept, router.places)
-
-    @property
-    def formed(self) -> bool:
-        """Whether routed experts compute more than SwiGLU, weighed as it is given."""
-        return False
-
-    @property
-    def inner(self) -> int | None:
-        """Width of the space that routed experts work in; None is the model's."""
-        return None
-
-    @property
-    def populations(self) -> frozenset[str]:
-        """The populations of tokens whose choices of each expert a term of the loss reads."""
-        return frozenset()
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether a term of the loss reads the router's logits."""
-        return False
+        return RoutingSpec(router.experts, router.top_k, self.latent, *kept, router.places)
 
     def _experts(self) -> tuple[Units, Units]:
         return (
@@ -87,7 +71,7 @@ class MoeSpec(LayerSpec):
         """Yield the router, the experts', and the shared expert's weights."""
         number, width = self.router.experts, self.width
         experts, columns = self._experts()
-        inner, gates = self.inner or hidden, (self.gates,) if self.gates > 1 else ()
+        inner, gates = self.latent or hidden, (self.gates,) if self.gates > 1 else ()
         choices, idle = self.router.choices, self.router.unsent
         yield Weight("router.weight", (choices, hidden), (), "router", product=False)
         if self.router.bias:
@@ -103,7 +87,7 @@ class MoeSpec(LayerSpec):
             small = {"product": False, "summed": True}
             yield Weight("experts.in_bias", shape, cuts, of, **small)
             yield Weight("experts.out_bias", (number, inner), ((0, experts),), of, **small)
-        if self.inner is not None:
+        if self.latent is not None:
             yield Weight("down.weight", (inner, hidden), (), "experts")
             yield Weight("up.weight", (hidden, inner), (), "experts")
         if self.shared is not None:
@@ -135,7 +119,7 @@ class MoeSpec(LayerSpec):
             constants = (Matmul(("idle.constant_bias",), "own"),) * learned
             traffic = (Traffic(hidden, 3, 5, "own"),)
             yield Operation("idle", constants, traffic=traffic, launches=8, wide=True)
-        if self.inner is not None:
+        if self.latent is not None:
             narrow = (Matmul(("down.weight",), "own"), Matmul(("up.weight",), "own"))
             yield Operation("latent", narrow, launches=4)
         if self.shared is not None:
@@ -160,13 +144,13 @@ class MoeSpec(LayerSpec):
         """Yield normed rows, the routing, the experts' rows and pre-activations."""
         received = shape.received(self.routing)
         yield Saved("residual", shape.row)
-        read = ["router.weight", *(["down.weight"] if self.inner is not None else [])]
+        read = ["router.weight", *(["down.weight"] if self.latent is not None else [])]
         if self.shared is not None:
             read += ["shared.w_in"] if shape.tp == 1 else []
             read += ["shared.gate.weight"] if self.shared.gate else []
         yield from saved_norm("ffn_norm", shape.hidden, shape, tuple(read))
         yield from self._saved_routing(shape)
-        inner = self.inner or shape.hidden
+        inner = self.latent or shape.hidden
         rows_in = received * inner * shape.width
         # Elsewhere copies are made from rows that have come, which nothing else keeps.
         dropped = COPIES if shape.ep * shape.etp == 1 else NOTHING
@@ -175,7 +159,7 @@ class MoeSpec(LayerSpec):
         beside = replace(part, only=frozenset(("experts",)))
         yield replace(part, operand=("experts.w_in",), beside=beside)
         yield Saved("experts.weights", received * STATISTIC, module="experts")
-        if self.inner is not None:
+        if self.latent is not None:
             size = shape.rows * inner * shape.width
             if dropped:
                 yield Saved("latent.rows", size, only=dropped, module="moe")
@@ -260,7 +244,7 @@ class MoeSpec(LayerSpec):
         """Return few experts of a small width, in as few groups, and a small shared one."""
         changed: dict[str, Any] = {"width": rounded_up(SMALL_WIDTH, by.etp)}
         changed["router"] = _small_router(self.router, by.ep)
-        if self.inner is not None:
+        if self.latent is not None:
             changed["latent"] = SMALL_WIDTH // 2
         if self.shared is not None:
             width = rounded_up(SMALL_WIDTH, by.tp)

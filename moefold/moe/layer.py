@@ -48,10 +48,10 @@ class MoeFfn(nn.Module):
         make = self.router_type or build
         self.router: Router = make(record.router, hidden, record.capacity)
         self.router.layer = layer
-        inner = record.inner or hidden
+        inner = record.latent or hidden
         self.experts = Experts(record, inner, expert_kernel)
         self.down = self.up = None
-        if record.inner is not None:
+        if record.latent is not None:
             self.down, self.up = Linear(hidden, inner), Linear(inner, hidden)
         self.shared = (
             None
