@@ -93,8 +93,8 @@ PLANTS = (
         "the head's gradient starts from fresh memory",
         B14,
         "kernels/cross_entropy/chunked.py",
-        "        into_VD = torch.zeros(\n            vocab, hidden,",
-        "        into_VD = torch.empty(\n            vocab, hidden,",
+        "into_VD = x_CD.new_zeros(",
+        "into_VD = x_CD.new_empty(",
     ),
     Plant(
         "b31",

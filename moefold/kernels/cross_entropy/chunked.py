@@ -163,9 +163,7 @@ def head_gradient(dlogits_CV: Tensor, x_CD: Tensor, into_VD: Tensor | None) -> T
     """Add the chunk's ``dlogits^T x`` to ``into_VD``, tile by tile of the vocabulary."""
     vocab, hidden = dlogits_CV.shape[1], x_CD.shape[1]
     if into_VD is None:
-        into_VD = torch.zeros(
-            vocab, hidden, dtype=torch.promote_types(x_CD.dtype, torch.float32), device=x_CD.device
-        )
+        into_VD = x_CD.new_zeros(vocab, hidden, dtype=_wide_dtype(x_CD))
     tile = max(1, TILE.get(x_CD.device.type, TILE_ELSEWHERE) // hidden)
     if x_CD.dtype.itemsize == 2 and sums_in_fp32(x_CD.device.type):
         tile = vocab  # adds in place; from any column on it would take twice as long
