@@ -28,8 +28,8 @@ PLANTS = (
         "a norm's weight gradient is computed and given to no sink",
         STEP,
         "kernels/norm/rms.py",
-        "    return ctx.sink.deliver(ctx.master, product)",
-        "    product(None)",
+        "dw = ctx.sink.deliver(ctx.master, made(dw_D)) if ctx.needs_input_grad[1] else None",
+        "dw = None",
     ),
     Plant(
         "b44",

@@ -101,8 +101,8 @@ PLANTS = (
         "padding rows enter the gradient of a norm",
         B15_MODEL,
         "kernels/norm/rms.py",
-        "counted = None if ctx.n_valid is None else ctx.n_valid * per_row",
-        "counted = None",
+        "counted = ctx.n_valid * x.shape[1:-1].numel()",
+        "counted = x_ND.shape[0]",
     ),
     Plant(
         "b15",

@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
-from moefold.kernels.gradients import RETURNED, GradientSink
+from moefold.kernels.gradients import RETURNED, GradientSink, made
 from moefold.kernels.norm import fused as kernels
 from moefold.kernels.operand import Operand
 from moefold.kernels.rows import row_pieces
 
-PIECE = 1 << 17
-"""Elements of one piece for each thread, half a megabyte of fp32."""
+PIECE = 1 << 18
+"""Elements of one piece for each thread, a megabyte of fp32."""
 
 
 def rms_norm(
@@ -100,26 +100,24 @@ class _RmsNorm(Function):
         x, rstd_N1, weight_D = ctx.saved_tensors
         x_ND, dy_ND, wide = x.flatten(0, -2), dy.flatten(0, -2), rstd_N1.dtype
         dx_ND = torch.empty(x_ND.shape, dtype=x.dtype, device=x.device)
-        scale_D = weight_D.to(wide)
+        scale_D, dw_D = weight_D.to(wide), torch.zeros_like(weight_D, dtype=wide)
+        counted = x_ND.shape[0]
+        if ctx.n_valid is not None:
+            counted = ctx.n_valid * x.shape[1:-1].numel()
         for rows in row_pieces(x_ND, PIECE):
-            x_nD, rstd_n1 = x_ND[rows].to(wide), rstd_N1[rows]
-            g_nD = dy_ND[rows] * scale_D
-            mean_n1 = torch.linalg.vecdot(g_nD, x_nD)[:, None].mul_(-1 / x.shape[-1])
-            g_nD.addcmul_(x_nD, mean_n1.mul_(rstd_n1).mul_(rstd_n1))
-            dx_ND[rows] = g_nD.mul_(rstd_n1)
-        dw = None
-        if ctx.needs_input_grad[1]:
-            per_row = x_ND.shape[0] // max(x.shape[0], 1)
-            counted = None if ctx.n_valid is None else ctx.n_valid * per_row
-
-            def product(into_D: Tensor | None) -> Tensor:
-                dw_D = torch.zeros_like(scale_D) if into_D is None else into_D
-                for rows in row_pieces(x_ND[:counted], PIECE):
-                    x_nD, rstd_n = x_ND[:counted][rows].to(wide), rstd_N1[:counted][rows, 0]
-                    dw_D.addmv_((dy_ND[:counted][rows] * x_nD).t(), rstd_n)
-                return dw_D
-
-            dw = ctx.sink.deliver(ctx.master, product)
+            x_nD, dy_nD, rstd_n1 = x_ND[rows].to(wide), dy_ND[rows].to(wide), rstd_N1[rows]
+            # Both sums read this product: that of a row for dx, that of a column for dw.
+            both_nD = dy_nD * x_nD
+            mean_n1 = torch.mv(both_nD, scale_D)[:, None].mul_(-1 / x.shape[-1])
+            into = dx_ND[rows] if x.dtype == wide else None
+            dx_nD = torch.mul(dy_nD, scale_D, out=into)
+            dx_nD.addcmul_(x_nD, mean_n1.mul_(rstd_n1).mul_(rstd_n1)).mul_(rstd_n1)
+            if into is None:
+                dx_ND[rows] = dx_nD
+            if ctx.needs_input_grad[1]:
+                valid = max(0, counted - rows.start)
+                dw_D.addmv_(both_nD[:valid].t(), rstd_n1[:valid, 0])
+        dw = ctx.sink.deliver(ctx.master, made(dw_D)) if ctx.needs_input_grad[1] else None
         return dx_ND.view(x.shape), dw, None, None, None, None
 
 

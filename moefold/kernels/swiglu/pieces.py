@@ -13,8 +13,8 @@ from moefold.kernels.fused import fused
 from moefold.kernels.rows import row_pieces, wide
 from moefold.kernels.swiglu import fused as kernels
 
-PIECE = 1 << 17
-"""Elements of one piece for each thread, half a megabyte of fp32."""
+PIECE = 1 << 18
+"""Elements of one piece for each thread, a megabyte of fp32."""
 
 
 def forward(h_N2F: Tensor, p_N: Tensor | None) -> Tensor:
