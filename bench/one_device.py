@@ -1,10 +1,11 @@
 """Training speed of one device beside other stacks: same shape, data, threads and dtype.
 
 A step is forward, backward, gradient norm with clipping, and AdamW. Ours and theirs (``peers.py``)
-alternate in one process, so that a drifting machine moves all alike; each round gives one ratio
-against the fastest that runs eagerly, and one against the fastest that is compiled. In bf16 others
-train bf16 weights, we train fp32 masters. Needs `transformers`; a stack that is not installed or
-cannot run here is named with its error.
+have a process each, as one has who trains with it, and alternate, so that a drifting machine moves
+all alike; each round gives one ratio against the fastest that runs eagerly, and one against the
+fastest that is compiled. Threads wait in all as ``moefold`` has them wait. In bf16 others train
+bf16 weights, we train fp32 masters. Needs `transformers`; a stack that is not installed or cannot
+run here is named with its error.
 
     python bench/one_device.py --shape small narrow --rounds 9 --threads 2 --save
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python bench/one_device.py --precision fp32
@@ -12,9 +13,11 @@ cannot run here is named with its error.
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,9 @@ from transformers.utils import logging
 from moefold.config.slot import build
 from moefold.convert.exporter import export_folder
 from moefold.data.batch import from_ids
-from moefold.layers.config import Rope
+from moefold.layers.config import Precision, Rope
 from moefold.layers.kinds.gqa import Gqa
+from moefold.layers.precision import DTYPES
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel
 from moefold.model.init import initialise
@@ -80,37 +84,68 @@ def ours(
     return step, model
 
 
-def compared(shape: Decoder, precision: str, rounds: int, names: list[str]) -> dict[str, Any]:
+def be_stack(
+    link: Connection, name: str, folder: Path, ids_BS: Tensor, shape: Decoder,
+    precision: Precision, threads: int,
+) -> None:  # fmt: skip
+    """Send the first step's loss or what went wrong; then make a step for each message."""
+    torch.set_num_threads(threads)
+    try:
+        if name == "moefold":
+            step, _ = ours(ids_BS, precision, shape=shape)
+        else:
+            step = PEERS[name](folder, ids_BS, DTYPES[precision])
+        link.send(step())
+    except Exception as error:
+        said, *_ = [*str(error).strip().splitlines(), ""]
+        link.send(f"{type(error).__name__}: {said}")
+        return
+    while link.recv():
+        started = time.perf_counter()
+        step()
+        link.send(time.perf_counter() - started)
+
+
+def compared(
+    shape: Decoder, precision: Precision, rounds: int, names: list[str], threads: int
+) -> dict[str, Any]:
     """Alternate the steps for some rounds and return what was seen."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     ids_BS = torch.randint(0, shape.vocab, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-    mine, model = ours(ids_BS, precision, shape=shape)
-    steps, first, cannot = {"moefold": mine}, dict[str, float](), dict[str, str]()
+    links, first, cannot = dict[str, Connection](), dict[str, float](), dict[str, str]()
+    fresh = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
+        model = DecoderModel(shape, precision)
+        initialise(model, shape, seed=1)
         export_folder(shape, model.state_dict(), folder)
-        first["moefold"] = mine()
-        for name in names:
-            try:
-                steps[name] = PEERS[name](folder, ids_BS, dtype)
-                first[name] = steps[name]()
-            except Exception as error:
-                steps.pop(name, None)
-                said, *_ = [*str(error).strip().splitlines(), ""]
-                cannot[name] = f"{type(error).__name__}: {said}"
+        for name in ("moefold", *names):
+            links[name], end = fresh.Pipe()
+            given = (end, name, folder, ids_BS, shape, precision, threads)
+            fresh.Process(target=be_stack, args=given, daemon=True).start()
+            said = links[name].recv()
+            if isinstance(said, str):
+                cannot[name] = said
+                del links[name]
+            else:
+                first[name] = said
     for name, loss in first.items():
         bound = 2e-2 if precision == "bf16" or name in ROUNDED else 1e-4
         assert abs(loss - first["moefold"]) < bound or name in OTHER, f"not the same: {first}"
-    rates: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        order = list(steps)
+    rates: dict[str, list[float]] = {name: [] for name in links}
+    for turn in range(-1, rounds):  # what the first round sets up is not its own time
+        order = list(links)
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            started = time.perf_counter()
-            steps[name]()
-            rates[name].append(BATCH * SEQ / (time.perf_counter() - started))
+            links[name].send(True)
+            seconds = links[name].recv()
+            if turn >= 0:
+                rates[name].append(BATCH * SEQ / seconds)
+    for link in links.values():
+        link.send(False)
+    dtype = DTYPES[precision]
+    torch.set_num_threads(threads)
     machine = measure([dtype], torch.device("cpu"), seconds=1.0)[dtype]
     flops = count(shape).flops_per_token(SEQ)
-    alike = [name for name in steps if name != "moefold"]
+    alike = [name for name in links if name != "moefold"]
     if precision == "fp32":
         alike = [name for name in alike if name not in ROUNDED]
     kinds = {
@@ -168,11 +203,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--save", action="store_true", help="write bench/results/one_device.json")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found = {
-        shape: [compared(SHAPES[shape], kind, args.rounds, args.peers) for kind in args.precision]
+        shape: [
+            compared(SHAPES[shape], kind, args.rounds, args.peers, args.threads)
+            for kind in args.precision
+        ]
         for shape in args.shape
     }
     report = {
