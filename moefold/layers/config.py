@@ -18,6 +18,7 @@ CONTEXT = Slot("context parallelism")
 RECOMPUTE = Slot("recompute policy")
 
 Size = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Yarn(Record):
@@ -26,12 +27,12 @@ class Yarn(Record):
     factor: Annotated[float, Field(ge=1.0)]
     """How many times longer than ``original_length`` the context becomes."""
     original_length: Size
-    beta_fast: Annotated[float, Field(gt=0)] = 32.0
-    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     mscale: Annotated[float, Field(ge=0)] = 1.0
     mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
     """Above zero, also scales the softmax (DeepSeek's variant)."""
-    attention_factor: Annotated[float, Field(gt=0)] | None = None
+    attention_factor: Positive | None = None
     """Factor on sine and cosine; derived from ``factor`` and the mscales where absent."""
     truncate: bool = True
     """Whether the correction range is rounded to whole dimensions."""
@@ -64,8 +65,8 @@ class Bands(Record):
     factor: Annotated[float, Field(ge=1.0)]
     """What frequencies are divided by whose turn takes longer than ``original_length / slow``."""
     original_length: Size
-    slow: Annotated[float, Field(gt=0)] = 1.0
-    fast: Annotated[float, Field(gt=0)] = 4.0
+    slow: Positive = 1.0
+    fast: Positive = 4.0
     """Those whose turn is shorter than ``original_length / fast`` stay; between both they blend."""
 
     def rules(self) -> Iterator[Violation]:
@@ -79,7 +80,7 @@ class Bands(Record):
 class Rope(Record):
     """Rotary position embedding (arXiv 2104.09864)."""
 
-    theta: Annotated[float, Field(gt=0)] = 10000.0
+    theta: Positive = 10000.0
     yarn: Yarn | None = None
     bands: Bands | None = None
     """Beside ``yarn`` None: a context is stretched one way."""
@@ -107,8 +108,8 @@ class Rope(Record):
 class Activation(Record):
     """``(up + offset) * gate * sigmoid(alpha * gate)``, bounded before (gpt-oss)."""
 
-    alpha: Annotated[float, Field(gt=0)] = 1.0
-    limit: Annotated[float, Field(gt=0)] | None = None
+    alpha: Positive = 1.0
+    limit: Positive | None = None
     """Bound of ``gate`` from above and of ``up`` from both sides; None is none."""
     offset: float = 0.0
 
@@ -120,7 +121,7 @@ class Temperature(Record):
     """
 
     every: Size
-    scale: Annotated[float, Field(gt=0)]
+    scale: Positive
 
 
 class Context(Record):

@@ -14,7 +14,7 @@ from moefold.config.base import Record
 from moefold.config.errors import Violation
 from moefold.config.slot import Slot
 from moefold.kernels.quantise.config import QUANTISE
-from moefold.layers.config import ATTENTION, FFN, Size
+from moefold.layers.config import ATTENTION, FFN, Positive, Size
 from moefold.spec.layer import LayerSpec
 
 MODEL = Slot("model family", tag="family")
@@ -54,7 +54,7 @@ class Block(Record):
     norms: Literal["before", "after", "both", "shared"] = "before"
     """Where norms stand: before each half, after it, both, or one before both halves, which then
     read the same rows."""
-    residual_scale: Annotated[float, Field(gt=0)] = 1.0
+    residual_scale: Positive = 1.0
     """Factor on what each half adds to the residual."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, by their names within the block."""
@@ -99,15 +99,15 @@ class Decoder(Record):
     norm: Literal["rms", "layer", "zero_centred"] = "rms"
     """Kind of the norms of rows; ``layer`` takes the mean away first, and has no bias;
     ``zero_centred`` multiplies by one more than its weight."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Positive = 1e-6
     tied: bool = False
     """Whether the head is the embedding."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-    init_out_scale: Annotated[float, Field(gt=0)] | None = None
+    init_std: Positive = 0.02
+    init_out_scale: Positive | None = None
     """Factor on the std of weights that write to the residual; None is 1 / sqrt(2 * layers)."""
-    embed_scale: Annotated[float, Field(gt=0)] = 1.0
+    embed_scale: Positive = 1.0
     """Factor on the embedding's rows."""
-    logits_divisor: Annotated[float, Field(gt=0)] = 1.0
+    logits_divisor: Positive = 1.0
     """What logits are divided by."""
     context: Size | None = None
     """Longest sequence it is meant for, in tokens; written at export, changes no maths."""

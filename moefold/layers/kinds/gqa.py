@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from moefold.config.errors import Violation
-from moefold.layers.config import ATTENTION, Rope, Size
+from moefold.layers.config import ATTENTION, Positive, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     GATHER,
@@ -41,7 +41,7 @@ class Gqa(LayerSpec):
     head_dim: Annotated[int, Field(ge=2)]
     v_dim: Size | None = None
     """Dims of a head's values; None is ``head_dim``."""
-    value_scale: Annotated[float, Field(gt=0)] = 1.0
+    value_scale: Positive = 1.0
     """Factor on values."""
     qk_norm: Literal["none", "head", "projection", "unit", "zero_centred"] = "none"
     """RMSNorm on queries and keys: per head, over the whole projection, per head without a weight,
@@ -50,7 +50,7 @@ class Gqa(LayerSpec):
     """Whether those norms come after rotation (Hunyuan)."""
     rope: Rope | None = Rope()
     """None is a layer without positions."""
-    scale: Annotated[float, Field(gt=0)] | None = None
+    scale: Positive | None = None
     """Factor on the scores; None is one over the root of ``head_dim``."""
     bias: Literal["none", "qkv", "all"] = "none"
     """Which projections have one: none, those to heads, or the output's too."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from moefold.config.errors import Violation
-from moefold.layers.config import ATTENTION, Rope, Size
+from moefold.layers.config import ATTENTION, Positive, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
     GATHER,
@@ -44,7 +44,7 @@ class Mla(LayerSpec):
     rope_dim: Annotated[int, Field(ge=2)] = 64
     """Dims per head with rotary position; the key's are shared by all heads."""
     v_dim: Size = 128
-    latent_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    latent_epsilon: Positive = 1e-6
     """Epsilon of the norms on the latents, apart from the decoder's ``norm_epsilon``."""
     rope: Rope | None = Rope(layout="interleaved")
     """None is a layer without positions, in which no dim turns."""

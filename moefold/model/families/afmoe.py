@@ -1,10 +1,8 @@
 """AFMoE (Trinity): norms before and after each half, a gate on attention's output, windows."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Positive, Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -27,13 +25,13 @@ class Afmoe(SigmoidFamily):
 
     family: Literal["afmoe"] = "afmoe"
     shape: AfmoeShape
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
-    embed_scale: Annotated[float, Field(gt=0)] = 1.0
+    embed_scale: Positive = 1.0
     """Factor on the embedding's rows: 1, or the root of ``hidden``."""
     rope: Rope = Rope()
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "AfmoeForCausalLM"
     attention_own = {"qk_norm": "head", "gate": True}

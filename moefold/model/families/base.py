@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field
-
 from moefold.config.base import Record
 from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Positive, Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
 from moefold.model.families.fields import ConfigField, Rotary, read_all
@@ -52,10 +50,10 @@ class Family(Record):
     capacity: Capacity | None = None
     """None is dropless."""
     rope: Rope = Rope()
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Positive = 1e-6
     tied: bool = False
     """Whether the head is the embedding."""
-    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init_std: Positive = 0.02
     context: Size | None = None
     """Longest sequence the model is meant for; written at export, changes no maths."""
 

@@ -1,10 +1,8 @@
 """Command A+ (Cohere2-MoE): one norm for both halves, windows with positions, a logits factor."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Positive, Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -32,13 +30,13 @@ class Cohere2Moe(Family):
     """Whether projections of attention have biases."""
     weights: Literal["softmax", "sigmoid", "shares"] = "softmax"
     """Of the chosen experts: a softmax over them, their sigmoids, or those over their sum."""
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     """Factor on what all experts give together: 0.5 is the mean of routed and shared."""
-    logits_divisor: Annotated[float, Field(gt=0)] = 16.0
+    logits_divisor: Positive = 16.0
     """What logits are divided by."""
     balance: Balance = ()
     rope: Rope = Rope(layout="interleaved")
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "Cohere2MoeForCausalLM"
     epsilon_field = "layer_norm_eps"

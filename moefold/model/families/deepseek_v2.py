@@ -1,10 +1,8 @@
 """DeepSeek-V2 (arXiv 2405.04434): latent attention, softmax in groups by their best expert."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families.base import Balance, Family
@@ -26,7 +24,7 @@ class DeepseekV2(Family):
 
     family: Literal["deepseek_v2"] = "deepseek_v2"
     shape: DeepseekV2Shape
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     """Factor on the weights of routed experts."""
     groups: Groups | None = None
     """Groups of experts that routing is limited to; a group's score is its best expert's."""

@@ -1,10 +1,8 @@
 """dots.llm1 (arXiv 2506.05767): norms on each head, DeepSeek-V3's router, windows where asked."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -30,7 +28,7 @@ class Dots1(SigmoidFamily):
     family: Literal["dots1"] = "dots1"
     shape: Dots1Shape
     renormalise: bool = False
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     rope: Rope = Rope()
 
     architecture = "Dots1ForCausalLM"

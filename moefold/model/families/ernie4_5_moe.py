@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -30,7 +30,7 @@ class Ernie45Moe(Family):
     """The least that the sum of the chosen probabilities is taken for."""
     balance: Balance = (Bias(rate=hf.RATE), Aux(coefficient=_AUX))
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
     tied: bool = True
 
     architecture = "Ernie4_5_MoeForCausalLM"

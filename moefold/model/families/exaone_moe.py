@@ -1,10 +1,8 @@
 """K-EXAONE: windows in three layers of four, no positions in the others, DeepSeek-V3's router."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope, Size
+from moefold.layers.config import Positive, Rope, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -27,7 +25,7 @@ class ExaoneMoe(SigmoidFamily):
     family: Literal["exaone_moe"] = "exaone_moe"
     shape: ExaoneMoeShape
     rope: Rope = Rope()
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "ExaoneMoeForCausalLM"
     attention_own = {"qk_norm": "head"}

@@ -1,10 +1,8 @@
 """FlexOlmo (arXiv 2507.07024): norms after each half of a block, and over whole projections."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -31,7 +29,7 @@ class FlexOlmo(Family):
     """Whether projections of attention have biases."""
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Positive = 1e-6
 
     architecture = "FlexOlmoForCausalLM"
     hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}

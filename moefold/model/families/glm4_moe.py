@@ -1,10 +1,8 @@
 """GLM-4.5 (arXiv 2508.06471): half of a head turns, biases and norms on heads where asked."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -22,13 +20,13 @@ class Glm4Moe(SigmoidFamily):
 
     family: Literal["glm4_moe"] = "glm4_moe"
     shape: Glm4MoeShape
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     bias: Literal["none", "qkv"] = "none"
     """Whether queries, keys and values have biases."""
     qk_norm: Literal["none", "head"] = "none"
     """Whether each head of queries and keys has a norm."""
     rope: Rope = Rope(fraction=0.5)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "Glm4MoeForCausalLM"
     extra_layers = "layers for multi-token prediction"

@@ -1,10 +1,8 @@
 """GLM-4.7-Flash: DeepSeek-V3's parts, and a list of the layers whose feed-forward is dense."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -29,9 +27,9 @@ class Glm4MoeLite(SigmoidFamily):
 
     family: Literal["glm4_moe_lite"] = "glm4_moe_lite"
     shape: Glm4MoeLiteShape
-    scale: Annotated[float, Field(gt=0)] = 1.8
+    scale: Positive = 1.8
     rope: Rope = Rope(layout="interleaved")
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "Glm4MoeLiteForCausalLM"
     fixed_rope = None

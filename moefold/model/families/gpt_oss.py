@@ -1,10 +1,8 @@
 """gpt-oss (arXiv 2508.10925): sinks and windows by turns, biases everywhere, a clamped gate."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Activation, Rope
+from moefold.layers.config import Activation, Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -38,7 +36,7 @@ class GptOss(Family):
     """Of the experts."""
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "GptOssForCausalLM"
     router_own = {"order": "topk_first", "bias": True}

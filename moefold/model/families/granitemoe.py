@@ -1,9 +1,8 @@
 """Granite MoE: four multipliers, softmax over the chosen, gate above up in one tensor."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -12,7 +11,6 @@ from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux
 
 _AUX = 1e-3
-Factor = Annotated[float, Field(gt=0)]
 
 
 class GranitemoeShape(GqaSizes):
@@ -27,13 +25,13 @@ class Granitemoe(Family):
     shape: GranitemoeShape
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
-    scale: Factor = 1.0
+    scale: Positive = 1.0
     """Factor on attention's scores."""
-    residual_scale: Factor = 1.0
+    residual_scale: Positive = 1.0
     """Factor on what each half of a block adds."""
-    embed_scale: Factor = 1.0
+    embed_scale: Positive = 1.0
     """Factor on the embedding's rows."""
-    logits_divisor: Factor = 1.0
+    logits_divisor: Positive = 1.0
     """What logits are divided by."""
     balance: Balance = (Aux(coefficient=_AUX),)
 

@@ -1,9 +1,8 @@
 """Hunyuan-Large's line (arXiv 2411.02265): norms on heads after rotation, one shared expert."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
@@ -29,7 +28,7 @@ class HunyuanV1Moe(Family):
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     balance: Balance = ()
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "HunYuanMoEV1ForCausalLM"
     attention_own = {"qk_norm": "head", "norm_after_rope": True}

@@ -1,10 +1,8 @@
 """Hunyuan 3: norms on each head, sigmoid scores always renormalised and scaled, a shared expert."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -27,11 +25,11 @@ class HyV3(Family):
 
     family: Literal["hy_v3"] = "hy_v3"
     shape: HyV3Shape
-    scale: Annotated[float, Field(gt=0)] = 2.826
+    scale: Positive = 2.826
     """Factor on the weights of routed experts."""
     balance: Balance = (Bias(rate=hf.RATE),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "HYV3ForCausalLM"
     extra_layers = "layers for multi-token prediction"

@@ -1,9 +1,8 @@
 """Kimi-Linear: delta nets with decays of each channel, latent attention without positions."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import layer_kinds as kinds
@@ -31,8 +30,8 @@ class KimiLinear(SigmoidFamily):
 
     family: Literal["kimi_linear"] = "kimi_linear"
     shape: LowRankSizes
-    scale: Annotated[float, Field(gt=0)] = 2.446
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    scale: Positive = 2.446
+    norm_epsilon: Positive = 1e-5
 
     architecture = "KimiLinearForCausalLM"
     turns = False

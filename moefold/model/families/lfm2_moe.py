@@ -1,10 +1,8 @@
 """LFM2-MoE: short convolutions beside grouped-query attention, sigmoid scores, a selection bias."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -30,13 +28,13 @@ class Lfm2Moe(Family):
     shape: Lfm2MoeShape
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     """Factor on the weights of routed experts."""
     selection_bias: bool = True
     """Whether a buffer is added to the scores for the choice alone."""
     balance: Balance = (Bias(rate=hf.RATE),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
     tied: bool = True
 
     architecture = "Lfm2MoeForCausalLM"

@@ -1,10 +1,8 @@
 """Llama 4's text model: chunks, layers without positions, weights on the input of experts."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -36,7 +34,7 @@ class Llama4Text(Family):
     """Whether projections of attention have biases."""
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA, layout="interleaved")
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "Llama4ForCausalLM"
     fixed_rope = "interleaved"

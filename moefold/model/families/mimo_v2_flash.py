@@ -1,10 +1,8 @@
 """MiMo-V2-Flash: windows with sinks and twice the key-value heads, values narrower than keys."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -32,13 +30,13 @@ class MiMoV2Flash(SigmoidFamily):
 
     family: Literal["mimo_v2_flash"] = "mimo_v2_flash"
     shape: MiMoV2FlashShape
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     bias: Literal["none", "qkv"] = "none"
     """Whether queries, keys and values have biases."""
-    value_scale: Annotated[float, Field(gt=0)] = 0.707
+    value_scale: Positive = 0.707
     """Factor on values."""
     rope: Rope = Rope(theta=_THETA, fraction=_FRACTION)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "MiMoV2FlashForCausalLM"
     attention_fields = ("bias", "value_scale")

@@ -1,12 +1,10 @@
 """Mixtral (arXiv 2401.04088): grouped-query attention, weights always renormalised."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from moefold.config.errors import Violation
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import AuxField, HeadDim, KvHeads, Only, Rotary
@@ -30,7 +28,7 @@ class Mixtral(Family):
     shape: MixtralShape
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "MixtralForCausalLM"
     hf_sizes = {**HF_SIZES, "num_local_experts": "experts", "intermediate_size": "expert_width"}

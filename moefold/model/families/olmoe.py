@@ -1,9 +1,8 @@
 """OLMoE (arXiv 2409.02060): q/k norms over whole projections, weights not renormalised."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import AuxField, FieldValue, Follows, KvHeads, Only, Rotary
@@ -27,7 +26,7 @@ class Olmoe(Family):
     renormalise: bool = False
     """Whether the chosen probabilities are divided by their sum."""
     balance: Balance = (Aux(coefficient=_AUX), Z(coefficient=1e-3))
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "OlmoeForCausalLM"
     hf_sizes = {**HF_SIZES, "num_experts": "experts", "intermediate_size": "expert_width"}

@@ -1,11 +1,10 @@
 """What families with DeepSeek-V3's router, or its latent attention, share."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Self
-
-from pydantic import Field
+from typing import Self
 
 from moefold.config.errors import Violation
+from moefold.layers.config import Positive
 from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
@@ -51,7 +50,7 @@ class SigmoidFamily(Family):
 
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
-    scale: Annotated[float, Field(gt=0)] = 2.5
+    scale: Positive = 2.5
     """Factor on the weights of routed experts."""
     groups: Groups | None = None
     """Groups of experts that routing is limited to; None chooses among all."""

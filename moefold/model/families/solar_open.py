@@ -1,10 +1,8 @@
 """Solar Open: grouped-query attention without norms, DeepSeek-V3's router, a shared expert."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from moefold.layers.config import Rope
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -24,9 +22,9 @@ class SolarOpen(SigmoidFamily):
 
     family: Literal["solar_open"] = "solar_open"
     shape: SolarOpenShape
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Positive = 1.0
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Positive = 1e-5
 
     architecture = "SolarOpenForCausalLM"
     hf_sizes = names.ROUTED_SIZES
