@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from moefold.layers.config import Positive, Rope, Size
+from moefold.layers.config import Positive, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -30,7 +30,6 @@ class Afmoe(SigmoidFamily):
     """Whether projections of attention have biases."""
     embed_scale: Positive = 1.0
     """Factor on the embedding's rows: 1, or the root of ``hidden``."""
-    rope: Rope = Rope()
     norm_epsilon: Positive = 1e-5
 
     architecture = "AfmoeForCausalLM"

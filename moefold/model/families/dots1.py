@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from moefold.layers.config import Positive, Rope
+from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -29,7 +29,6 @@ class Dots1(SigmoidFamily):
     shape: Dots1Shape
     renormalise: bool = False
     scale: Positive = 1.0
-    rope: Rope = Rope()
 
     architecture = "Dots1ForCausalLM"
     attention_own = {"qk_norm": "head"}

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from moefold.layers.config import Positive, Rope, Size
+from moefold.layers.config import Positive, Size
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -24,7 +24,6 @@ class ExaoneMoe(SigmoidFamily):
 
     family: Literal["exaone_moe"] = "exaone_moe"
     shape: ExaoneMoeShape
-    rope: Rope = Rope()
     norm_epsilon: Positive = 1e-5
 
     architecture = "ExaoneMoeForCausalLM"

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from moefold.layers.config import Positive, Rope
+from moefold.layers.config import Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -29,7 +29,6 @@ class FlexOlmo(Family):
     """Whether projections of attention have biases."""
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
-    norm_epsilon: Positive = 1e-6
 
     architecture = "FlexOlmoForCausalLM"
     hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
