@@ -13,16 +13,12 @@ from moefold.moe.config import Aux
 _AUX, _THETA = 1e-2, 5e5
 
 
-class FlexOlmoShape(GqaSizes):
-    """Sizes of a FlexOlmo."""
-
-
 @MODEL.register
 class FlexOlmo(Family):
     """A FlexOlmo."""
 
     family: Literal["flex_olmo"] = "flex_olmo"
-    shape: FlexOlmoShape
+    shape: GqaSizes
     renormalise: bool = False
     """Whether the chosen probabilities are divided by their sum."""
     bias: Literal["none", "all"] = "none"

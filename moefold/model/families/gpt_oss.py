@@ -20,16 +20,12 @@ def _full(config: ConfigReader, layer: int) -> bool:
     return layer % 2 == 1
 
 
-class GptOssShape(SinkSizes):
-    """Sizes of a gpt-oss."""
-
-
 @MODEL.register
 class GptOss(Family):
     """A gpt-oss."""
 
     family: Literal["gpt_oss"] = "gpt_oss"
-    shape: GptOssShape
+    shape: SinkSizes
     bias: Literal["none", "all"] = "all"
     """Whether projections of attention have biases."""
     activation: Activation = Activation(alpha=1.702, limit=7.0, offset=1.0)

@@ -13,16 +13,12 @@ from moefold.moe.config import Aux
 _AUX = 1e-3
 
 
-class GranitemoeShape(GqaSizes):
-    """Sizes of a Granite MoE."""
-
-
 @MODEL.register
 class Granitemoe(Family):
     """A Granite MoE."""
 
     family: Literal["granitemoe"] = "granitemoe"
-    shape: GranitemoeShape
+    shape: GqaSizes
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     scale: Positive = 1.0

@@ -19,16 +19,12 @@ mlp_intermediate_size mtp_transformer_layers num_mtp_modules shared_moe_mode use
 """Of released folders; transformers reads none of them for this model."""
 
 
-class MinimaxM2Shape(FreeGqaSizes):
-    """Sizes of a MiniMax-M2."""
-
-
 @MODEL.register
 class MinimaxM2(Family):
     """A MiniMax-M2."""
 
     family: Literal["minimax_m2"] = "minimax_m2"
-    shape: MinimaxM2Shape
+    shape: FreeGqaSizes
     balance: Balance = (Bias(rate=RATE), Aux(coefficient=_AUX))
     rope: Rope = Rope(theta=_THETA, fraction=0.5)
 

@@ -16,16 +16,12 @@ _THETA = 1e6
 _AUX = 1e-3  # the default of transformers' class
 
 
-class MixtralShape(FreeGqaSizes):
-    """Sizes of a Mixtral."""
-
-
 @MODEL.register
 class Mixtral(Family):
     """A Mixtral."""
 
     family: Literal["mixtral"] = "mixtral"
-    shape: MixtralShape
+    shape: FreeGqaSizes
     balance: Balance = (Aux(coefficient=_AUX),)
     rope: Rope = Rope(theta=_THETA)
     norm_epsilon: Positive = 1e-5

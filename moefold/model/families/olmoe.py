@@ -13,16 +13,12 @@ from moefold.moe.config import Aux, Z
 _AUX = 1e-2  # the default of transformers' class, and the coefficient of the report
 
 
-class OlmoeShape(GqaSizes):
-    """Sizes of an OLMoE."""
-
-
 @MODEL.register
 class Olmoe(Family):
     """An OLMoE, by default with the report's z-loss too."""
 
     family: Literal["olmoe"] = "olmoe"
-    shape: OlmoeShape
+    shape: GqaSizes
     renormalise: bool = False
     """Whether the chosen probabilities are divided by their sum."""
     balance: Balance = (Aux(coefficient=_AUX), Z(coefficient=1e-3))
