@@ -18,7 +18,7 @@ from moefold.config.load import Loaded, load
 from moefold.data.config import Data, DataError
 from moefold.mesh.legality import size_violations
 from moefold.model.config import MODEL, Decoder
-from moefold.model.families import custom, folder, registry
+from moefold.model.families import folder
 from moefold.moe.dispatch.config import Dispatch
 from moefold.optim.config import OPTIMIZER, Optim
 from moefold.parallel.config import Layout
@@ -34,8 +34,6 @@ IDENTITY = ("seed", "model", "data", "optim", "train", "adapter")
 FREE_IN_IDENTITY = (("train", "steps"), ("train", "loss_chunk"), ("train", "routing"))
 """Fields inside those that may change all the same. Not the micro-batch: balance terms and
 capacity are decided over it."""
-KNOWN = (registry, custom, folder)
-"""Imported so that every family stands in its slot."""
 
 
 class Run(Record):

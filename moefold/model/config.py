@@ -17,7 +17,8 @@ from moefold.kernels.quantise.config import QUANTISE
 from moefold.layers.config import ATTENTION, FFN, Positive, Size
 from moefold.spec.layer import LayerSpec
 
-MODEL = Slot("model family", tag="family")
+MODEL = Slot("model family", tag="family", folder="moefold.model.families")
+MODEL.implied["from"] = "folder"
 MAX_LAYERS = 10_000
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 """A number of layers; each one is written out, so that the memory bounds it."""

@@ -117,9 +117,6 @@ class Folder(Record):
             yield from balance_rules(self.balance, moes[0].router.selection_bias)
 
 
-MODEL.implied["from"] = "folder"
-
-
 def _like(path: str) -> str | None:
     """Return the folder beside a missing one whose name is most like it, with a config.json."""
     wanted = Path(path)

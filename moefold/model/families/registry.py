@@ -6,38 +6,6 @@ from typing import Any
 
 from moefold.config.suggest import closest
 from moefold.model.config import MAX_LAYERS, MODEL, Decoder
-
-# Imported because each registers itself when imported.
-from moefold.model.families import (  # noqa: F401
-    afmoe,
-    bailing_hybrid,
-    cohere2_moe,
-    deepseek_v2,
-    deepseek_v3,
-    dots1,
-    ernie4_5_moe,
-    exaone_moe,
-    flex_olmo,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granitemoe,
-    granitemoeshared,
-    hunyuan_v1_moe,
-    hy_v3,
-    kimi_linear,
-    lfm2_moe,
-    llama4_text,
-    mimo_v2_flash,
-    minimax_m2,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    solar_open,
-)
 from moefold.model.families.base import Family, Reading
 
 _SPACE, _INDEXER = "state-space layers", "the indexer of sparse attention"
