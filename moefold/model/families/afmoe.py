@@ -38,11 +38,9 @@ class Afmoe(SigmoidFamily):
     block_own = {"norms": "both"}
     decoder_fields = ("embed_scale",)
     router_fields = ("scale",)
-    hf_sizes = names.HF_SIZES | {
-        "num_experts": "experts",
-        "moe_intermediate_size": "expert_width",
-        "num_dense_layers": "dense_layers",
-    }
+    hf_sizes = names.gqa_sizes(
+        "num_experts", "moe_intermediate_size", num_dense_layers="dense_layers"
+    )
     fields = (
         *hf.heads(128),
         hf.BiasBalance(),

@@ -58,12 +58,9 @@ class BailingHybrid(SigmoidFamily):
     )
     tensors = names.respelled(
         (
-            *names.llama_names(),
+            *names.deepseek_names(),
             *names.latent_names(),
             *names.channel_delta_names(GATES, (0, 0)),
-            *names.expert_names(),
-            *names.bias_names(),
-            *names.shared_names(),
         ),
         PARTS | {"o_proj": "dense"},
         PARTS,

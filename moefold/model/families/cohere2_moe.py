@@ -50,7 +50,7 @@ class Cohere2Moe(Family):
         "sigmoid": {"score": "sigmoid", "renormalise": False},
         "shares": {"score": "sigmoid", "renormalise": True},
     }
-    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = names.gqa_sizes("num_experts", "intermediate_size")
     fields = (
         *hf.heads(128, 1e4, "interleaved"),
         NormKind(),

@@ -55,11 +55,4 @@ class DeepseekV3(MultiTokenFamily):
         hf.Only("topk_method", "noaux_tc"),
         hf.FurtherTokens(),
     )
-    tensors = (
-        *names.llama_names(),
-        *names.latent_names(),
-        *names.expert_names(),
-        *names.bias_names(),
-        *names.shared_names(),
-    )
-    tensors += names.multi_token_names()
+    tensors = (*names.deepseek_names(), *names.latent_names(), *names.multi_token_names())

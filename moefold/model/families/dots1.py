@@ -32,9 +32,9 @@ class Dots1(SigmoidFamily):
 
     architecture = "Dots1ForCausalLM"
     attention_own = {"qk_norm": "head"}
-    hf_sizes = names.ROUTED_SIZES | {
-        "first_k_dense_replace": "dense_layers",
-    }
+    hf_sizes = names.gqa_sizes(
+        "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
+    )
     fields = (
         *ROUTER_FIELDS,
         *hf.heads(),
@@ -44,10 +44,4 @@ class Dots1(SigmoidFamily):
         WindowKinds(_full),
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.0),
     )
-    tensors = (
-        *names.llama_names(),
-        *names.gqa_names(qk_norm=True),
-        *names.expert_names(),
-        *names.bias_names(),
-        *names.shared_names(),
-    )
+    tensors = (*names.deepseek_names(), *names.gqa_names(qk_norm=True))

@@ -37,11 +37,7 @@ class Ernie45Moe(Family):
     fixed_rope = "interleaved"
     router_own = {"selection_bias": True}
     router_fields = ("floor",)
-    hf_sizes = {k: v for k, v in names.HF_SIZES.items() if v != "top_k"} | {
-        "moe_num_experts": "experts",
-        "moe_k": "top_k",
-        "moe_intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("moe_num_experts", "moe_intermediate_size", "moe_k")
     fields = (
         hf.KvHeads(),
         hf.Follows("head_dim", lambda model: model.shape.dims_per_head),

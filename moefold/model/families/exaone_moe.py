@@ -28,7 +28,7 @@ class ExaoneMoe(SigmoidFamily):
 
     architecture = "ExaoneMoeForCausalLM"
     attention_own = {"qk_norm": "head"}
-    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "moe_intermediate_size": "expert_width"}
+    hf_sizes = names.gqa_sizes("num_experts", "moe_intermediate_size")
     fields = (
         *ROUTER_FIELDS,
         *hf.heads(),

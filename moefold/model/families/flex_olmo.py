@@ -27,7 +27,7 @@ class FlexOlmo(Family):
     rope: Rope = Rope(theta=_THETA)
 
     architecture = "FlexOlmoForCausalLM"
-    hf_sizes = names.HF_SIZES | {"num_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = names.gqa_sizes("num_experts", "intermediate_size")
     attention_own = {"qk_norm": "projection"}
     attention_fields = ("bias",)
     block_own = {"norms": "after"}

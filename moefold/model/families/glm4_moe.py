@@ -31,7 +31,9 @@ class Glm4Moe(SigmoidFamily):
     architecture = "Glm4MoeForCausalLM"
     extra_layers = "layers for multi-token prediction"
     attention_fields = ("bias", "qk_norm")
-    hf_sizes = names.ROUTED_SIZES | {"first_k_dense_replace": "dense_layers"}
+    hf_sizes = names.gqa_sizes(
+        "n_routed_experts", "moe_intermediate_size", first_k_dense_replace="dense_layers"
+    )
     fields = (
         *ROUTER_FIELDS,
         *hf.heads(None, 1e4, fraction=0.5),
@@ -44,10 +46,7 @@ class Glm4Moe(SigmoidFamily):
         MULTI_TOKEN,
     )
     tensors = (
-        *names.llama_names(),
+        *names.deepseek_names(),
         *names.gqa_names(qk_norm=True),
         *names.projection_bias_names(),
-        *names.expert_names(),
-        *names.bias_names(),
-        *names.shared_names(),
     )

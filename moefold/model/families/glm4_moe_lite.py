@@ -48,10 +48,4 @@ class Glm4MoeLite(SigmoidFamily):
         hf.FieldValue("routed_scaling_factor", "scale", float, 1.8),
         MULTI_TOKEN,
     )
-    tensors = (
-        *names.llama_names(),
-        *names.latent_names(),
-        *names.expert_names(),
-        *names.bias_names(),
-        *names.shared_names(),
-    )
+    tensors = (*names.deepseek_names(), *names.latent_names())

@@ -39,10 +39,7 @@ class GptOss(Family):
     moe_own = {"expert_bias": True}
     moe_fields = ("activation",)
     attention_fields = ("bias",)
-    hf_sizes = names.HF_SIZES | {
-        "num_local_experts": "experts",
-        "intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         *hf.heads(64, _THETA, stretched=True),
         hf.AuxField(_AUX),

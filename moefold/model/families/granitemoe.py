@@ -36,10 +36,7 @@ class Granitemoe(Family):
     attention_fields = ("bias", "scale")
     block_fields = ("residual_scale",)
     decoder_fields = ("embed_scale", "logits_divisor")
-    hf_sizes = names.HF_SIZES | {
-        "num_local_experts": "experts",
-        "intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         hf.KvHeads(),
         hf.Follows("head_dim", lambda model: model.shape.dims_per_head),

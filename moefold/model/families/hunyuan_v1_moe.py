@@ -33,11 +33,7 @@ class HunyuanV1Moe(Family):
     architecture = "HunYuanMoEV1ForCausalLM"
     attention_own = {"qk_norm": "head", "norm_after_rope": True}
     attention_fields = ("bias",)
-    hf_sizes = {k: v for k, v in names.HF_SIZES.items() if v != "top_k"} | {
-        "num_experts": "experts",
-        "moe_topk": "top_k",
-        "intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("num_experts", "intermediate_size", "moe_topk")
     fields = (
         KvHeads(),
         HeadDim(),

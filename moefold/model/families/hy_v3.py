@@ -36,10 +36,7 @@ class HyV3(Family):
     attention_own = {"qk_norm": "head"}
     router_own = SIGMOID
     router_fields = ("scale",)
-    hf_sizes = names.HF_SIZES | {
-        "num_experts": "experts",
-        "moe_intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("num_experts", "moe_intermediate_size")
     fields = (
         *hf.heads(128, _THETA),
         hf.BiasBalance(),

@@ -42,12 +42,9 @@ class Lfm2Moe(Family):
     router_own = {"score": "sigmoid", "epsilon": 1e-6}
     router_fields = ("renormalise", "scale", "selection_bias")
     epsilon_field = "norm_eps"
-    hf_sizes = names.HF_SIZES | {
-        "num_experts": "experts",
-        "moe_intermediate_size": "expert_width",
-        "num_dense_layers": "dense_layers",
-        "conv_L_cache": "taps",
-    }
+    hf_sizes = names.gqa_sizes(
+        "num_experts", "moe_intermediate_size", num_dense_layers="dense_layers", conv_L_cache="taps"
+    )
     fields = (
         hf.KvHeads(),
         hf.Rotary(_THETA),

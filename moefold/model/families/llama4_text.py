@@ -41,10 +41,7 @@ class Llama4Text(Family):
     attention_fields = ("bias",)
     router_own = {"score": "sigmoid", "renormalise": False}
     moe_own = {"weigh": "input"}
-    hf_sizes = names.HF_SIZES | {
-        "num_local_experts": "experts",
-        "intermediate_size": "expert_width",
-    }
+    hf_sizes = names.gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         *hf.heads(128, _THETA, "interleaved"),
         hf.AuxField(_AUX),

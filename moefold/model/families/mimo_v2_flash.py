@@ -40,7 +40,7 @@ class MiMoV2Flash(SigmoidFamily):
 
     architecture = "MiMoV2FlashForCausalLM"
     attention_fields = ("bias", "value_scale")
-    hf_sizes = names.ROUTED_SIZES | {"v_head_dim": "v_dim"}
+    hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size", v_head_dim="v_dim")
     fields = (
         *ROUTER_FIELDS,
         hf.HeadDim(192),

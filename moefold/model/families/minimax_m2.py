@@ -6,7 +6,7 @@ from moefold.layers.config import Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE, AuxField, HeadDim, KvHeads, Only, Rotary, Unread
-from moefold.model.families.names import HF_SIZES, bias_names, gqa_names, llama_names, w123_names
+from moefold.model.families.names import bias_names, gqa_names, gqa_sizes, llama_names, w123_names
 from moefold.model.families.sigmoid import SIGMOID
 from moefold.model.families.sizes import FreeGqaSizes
 from moefold.moe.config import Aux, Bias
@@ -32,7 +32,7 @@ class MinimaxM2(Family):
     extra_layers = "layers for multi-token prediction"
     attention_own = {"qk_norm": "projection"}
     router_own = SIGMOID | {"epsilon": 0.0}
-    hf_sizes = HF_SIZES | {"num_local_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         KvHeads(),
         HeadDim(128),

@@ -8,7 +8,7 @@ from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import AuxField, HeadDim, KvHeads, Only, Rotary
-from moefold.model.families.names import HF_SIZES, gqa_names, llama_names, w123_names
+from moefold.model.families.names import gqa_names, gqa_sizes, llama_names, w123_names
 from moefold.model.families.sizes import FreeGqaSizes
 from moefold.moe.config import Aux
 
@@ -27,7 +27,7 @@ class Mixtral(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "MixtralForCausalLM"
-    hf_sizes = {**HF_SIZES, "num_local_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = gqa_sizes("num_local_experts", "intermediate_size")
     fields = (
         KvHeads(),
         HeadDim(),

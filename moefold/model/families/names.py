@@ -21,12 +21,8 @@ HF_SIZES = {
     "hidden_size": "hidden",
     "num_hidden_layers": "layers",
     "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "num_experts_per_tok": "top_k",
 }
-"""Sizes of ``config.json`` that most families with grouped-query attention have."""
-ROUTED_SIZES = HF_SIZES | {"n_routed_experts": "experts", "moe_intermediate_size": "expert_width"}
-"""Those of families that name their experts as DeepSeek-V3 does."""
+"""Sizes of ``config.json`` that all families have."""
 Layout = Literal["per_expert", "packed"]
 Shape = tuple[int, ...]
 
@@ -194,6 +190,17 @@ def choose_layout(row: Entry, layer: int, present: Mapping[str, object]) -> tupl
         return replace(row, theirs=row.also), "per_expert"
     packed = row.packed and row.packed[0].format(i=layer) in present
     return row, "packed" if packed else "per_expert"
+
+
+def gqa_sizes(
+    experts: str, width: str, top_k: str = "num_experts_per_tok", **more: str
+) -> dict[str, str]:
+    """Sizes of ``config.json`` of a family with grouped-query attention.
+
+    The arguments are its names of the experts' sizes; ``more`` are sizes of ours by its names.
+    """
+    routed = {top_k: "top_k", experts: "experts", width: "expert_width"}
+    return HF_SIZES | {"num_key_value_heads": "kv_heads"} | routed | more
 
 
 def llama_names(
@@ -372,10 +379,16 @@ def granite_names() -> tuple[Entry, ...]:
     )
 
 
-def gated_shared_names() -> tuple[Entry, ...]:
-    """Names of Qwen's shared expert, and of its gate."""
+def qwen_names() -> tuple[Entry, ...]:
+    """Names of all but attention of a Qwen with a shared expert, which has a gate."""
     gate = "model.layers.{i}.mlp.shared_expert_gate.weight"
-    return (*shared_names("shared_expert"), entry("layers.{i}.moe.shared.gate.weight", gate))
+    shared = (*shared_names("shared_expert"), entry("layers.{i}.moe.shared.gate.weight", gate))
+    return (*llama_names(), *expert_names(), *shared)
+
+
+def deepseek_names() -> tuple[Entry, ...]:
+    """Names of all but attention as DeepSeek-V3 has them."""
+    return (*llama_names(), *expert_names(), *bias_names(), *shared_names())
 
 
 def w123_names() -> tuple[Entry, ...]:

@@ -6,7 +6,7 @@ from moefold.layers.config import Positive
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import AuxField, FieldValue, Follows, KvHeads, Only, Rotary
-from moefold.model.families.names import HF_SIZES, expert_names, gqa_names, llama_names
+from moefold.model.families.names import expert_names, gqa_names, gqa_sizes, llama_names
 from moefold.model.families.sizes import GqaSizes
 from moefold.moe.config import Aux, Z
 
@@ -25,7 +25,7 @@ class Olmoe(Family):
     norm_epsilon: Positive = 1e-5
 
     architecture = "OlmoeForCausalLM"
-    hf_sizes = {**HF_SIZES, "num_experts": "experts", "intermediate_size": "expert_width"}
+    hf_sizes = gqa_sizes("num_experts", "intermediate_size")
     attention_own = {"qk_norm": "projection"}
     router_fields = ("renormalise",)
     fields = (

@@ -41,11 +41,9 @@ class Qwen2Moe(Family):
     shared_gate = True
     attention_fields = ("bias",)
     router_fields = ("renormalise",)
-    hf_sizes = names.HF_SIZES | {
-        "num_experts": "experts",
-        "moe_intermediate_size": "expert_width",
-        "shared_expert_intermediate_size": "shared_width",
-    }
+    hf_sizes = names.gqa_sizes(
+        "num_experts", "moe_intermediate_size", shared_expert_intermediate_size="shared_width"
+    )
     fields = (
         *hf.heads(),
         hf.AuxField(_AUX),
@@ -56,10 +54,4 @@ class Qwen2Moe(Family):
         hf.projection_bias("qkv_bias", True),
         hf.FieldValue("norm_topk_prob", "renormalise", bool, False),
     )
-    tensors = (
-        *names.llama_names(),
-        *names.gqa_names(),
-        *names.projection_bias_names(),
-        *names.expert_names(),
-        *names.gated_shared_names(),
-    )
+    tensors = (*names.qwen_names(), *names.gqa_names(), *names.projection_bias_names())

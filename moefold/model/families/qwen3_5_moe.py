@@ -33,7 +33,7 @@ class Qwen35Moe(Family):
     hf_sizes = Qwen2Moe.hf_sizes
     fields = FIELDS
     tensors = (
-        *names.llama_names(),
+        *names.qwen_names(),
         *names.qwen_delta_names(),
         *names.joined(
             "linear_attn.in_proj_qkv.weight", *(f"{part}_in.weight" for part in ("q", "k", "v"))
@@ -45,6 +45,4 @@ class Qwen35Moe(Family):
                 for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a"))
             },
         ),
-        *names.expert_names(),
-        *names.gated_shared_names(),
     )

@@ -7,7 +7,7 @@ from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import DenseSteps
-from moefold.model.families.names import HF_SIZES, expert_names, gqa_names, llama_names
+from moefold.model.families.names import expert_names, gqa_names, gqa_sizes, llama_names
 from moefold.model.families.sizes import DenseListed, FreeGqaSizes
 from moefold.moe.config import Aux
 
@@ -30,7 +30,7 @@ class Qwen3Moe(Family):
     rope: Rope = Rope(theta=1e6)
 
     architecture = "Qwen3MoeForCausalLM"
-    hf_sizes = HF_SIZES | {"num_local_experts": "experts", "moe_intermediate_size": "expert_width"}
+    hf_sizes = gqa_sizes("num_local_experts", "moe_intermediate_size")
     respelled = {"num_local_experts": "num_experts"}
     attention_own = {"qk_norm": "head"}
     router_fields = ("renormalise",)

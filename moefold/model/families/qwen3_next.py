@@ -59,7 +59,7 @@ class Qwen3Next(Family):
         hf.FieldValue("norm_topk_prob", "renormalise", bool, True),
     )
     tensors = (
-        *names.llama_names(),
+        *names.qwen_names(),
         *names.qwen_delta_names(),
         *names.joined(
             "linear_attn.in_proj_qkvz.weight",
@@ -69,6 +69,4 @@ class Qwen3Next(Family):
         *names.joined(
             "linear_attn.in_proj_ba.weight", "beta_in.weight", "decay_in.weight", grouped=True
         ),
-        *names.expert_names(),
-        *names.gated_shared_names(),
     )

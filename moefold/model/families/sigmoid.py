@@ -9,34 +9,25 @@ from moefold.model.config import Block, Decoder, MultiToken
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.fields import RATE, FieldValue, Follows, GroupLimits, Unread
 from moefold.model.families.layer_kinds import RecordSizes
-from moefold.model.families.names import multi_token_copies
+from moefold.model.families.names import HF_SIZES, multi_token_copies
 from moefold.model.families.sizes import LATENTS
 from moefold.moe.config import Bias, Groups
 
-LATENT_SIZES = {
-    "vocab_size": "vocab",
-    "hidden_size": "hidden",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
+SIZES = HF_SIZES | {
     "n_routed_experts": "experts",
     "num_experts_per_tok": "top_k",
     "moe_intermediate_size": "expert_width",
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_nope_head_dim": "nope_dim",
-    "qk_rope_head_dim": "rope_dim",
-    "v_head_dim": "v_dim",
 }
+_RANKS = ("q_lora_rank", None), ("kv_lora_rank", 512)
+_DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
+LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
+"""Sizes of latent attention in a record of their own."""
+LATENT_SIZES = SIZES | {theirs: ours for ours, (theirs, _) in LATENT.names.items()}
 LATENT_FIELDS = (
     Follows("num_key_value_heads", lambda model: model.shape.heads),
     Follows("head_dim", lambda model: model.shape.rope_dim),
     Follows("qk_head_dim", lambda model: model.shape.nope_dim + model.shape.rope_dim),
 )
-SIZES = {theirs: ours for theirs, ours in LATENT_SIZES.items() if ours not in LATENTS}
-_RANKS = ("q_lora_rank", None), ("kv_lora_rank", 512)
-_DIMS = ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128)
-LATENT = RecordSizes(dict(zip(LATENTS, (*_RANKS, *_DIMS), strict=True)), "latent")
-"""What is left, and sizes of latent attention in a record of their own."""
 ROUTER_FIELDS = (GroupLimits(), FieldValue("norm_topk_prob", "renormalise", bool, True))
 MULTI_TOKEN = Unread(
     ("num_nextn_predict_layers", "num_mtp_layers"), {"num_nextn_predict_layers": 0}

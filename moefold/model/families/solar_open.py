@@ -27,7 +27,7 @@ class SolarOpen(SigmoidFamily):
     norm_epsilon: Positive = 1e-5
 
     architecture = "SolarOpenForCausalLM"
-    hf_sizes = names.ROUTED_SIZES
+    hf_sizes = names.gqa_sizes("n_routed_experts", "moe_intermediate_size")
     fields = (
         *ROUTER_FIELDS,
         *hf.heads(128, _THETA),
@@ -38,10 +38,4 @@ class SolarOpen(SigmoidFamily):
         hf.Only("use_qk_norm", False),
         hf.Unread(("intermediate_size",)),  # of dense layers, of which there are none
     )
-    tensors = (
-        *names.llama_names(),
-        *names.gqa_names(),
-        *names.expert_names(),
-        *names.bias_names(),
-        *names.shared_names(),
-    )
+    tensors = (*names.deepseek_names(), *names.gqa_names())
