@@ -278,7 +278,7 @@ PLANTS = (
         "the groups of the folder are not read",
         B23,
         "model/families/fields.py",
-        'return {"groups": made if count > 1 else None}',
+        'return {"groups": Groups(count=count, keep=keep) if count > 1 else None}',
         'return {"groups": None}',
     ),
     Plant(

@@ -49,7 +49,7 @@ class Afmoe(SigmoidFamily):
         WindowKinds(every_full("global_attn_every_n_layers"), some=True),
         hf.FieldValue("route_scale", "scale", float, 1.0),
         hf.projection_bias("attention_bias", False, "all"),
-        RootScale("mup_enabled"),
+        RootScale(),
         hf.Unread(("global_attn_every_n_layers",)),  # the kinds of layers say it
     )
     tensors = (

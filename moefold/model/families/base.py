@@ -14,7 +14,7 @@ from moefold.config.errors import REMOVE, FieldPath, PathPart, Violation, dotted
 from moefold.layers.config import Positive, Rope, Size
 from moefold.layers.kinds.dense import Dense
 from moefold.model.config import Block, Decoder, patterns
-from moefold.model.families.fields import ConfigField, Rotary, read_all
+from moefold.model.families.fields import ConfigField, Rotary
 from moefold.model.families.hub import ConfigReader
 from moefold.model.families.names import Entry
 from moefold.model.families.sizes import FamilySizes, GqaSizes, first_moe
@@ -110,20 +110,18 @@ class Family(Record):
         if "family" in cls.model_fields and "model_type" not in vars(cls):
             cls.model_type = cls.model_fields["family"].default
 
-    def own_router(self) -> Router:
-        """The family's router: softmax over all experts, then top-k, where it says nothing else."""
-        own = {name: getattr(self, name) for name in self.router_fields}
-        sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
-        own |= self.router_kinds.get(getattr(self, "weights", ""), {})
-        return Router(**sizes, **self.router_own, **own)
-
     @property
     def chosen_router(self) -> Router:
-        """The router of the layers with experts: the family's, or the one in its place."""
-        if self.router is None:
-            return self.own_router()
+        """The router of the layers with experts: the one in place of the family's, or its own.
+
+        That is softmax over all experts, then top-k, where the family says nothing else.
+        """
         sizes = {"experts": self.shape.experts, "top_k": self.shape.top_k}
-        return self.router.model_copy(update=sizes)
+        if self.router is not None:
+            return self.router.model_copy(update=sizes)
+        own = {name: getattr(self, name) for name in self.router_fields}
+        own |= self.router_kinds.get(getattr(self, "weights", ""), {})
+        return Router(**sizes, **self.router_own, **own)
 
     def blocks(self) -> Sequence[Block]:
         """Every block in order: dense where ``shape`` says so, else with experts."""
@@ -143,8 +141,16 @@ class Family(Record):
 
     @classmethod
     def read(cls, config: ConfigReader) -> dict[str, Any]:
-        """Take the family's own fields out of a ``config.json``; return those of the record."""
-        return read_all(cls.fields, config)
+        """Take the family's own fields out of a ``config.json``; return those of the record.
+
+        Those of ``shape`` are in a dict of their own.
+        """
+        found: dict[str, Any] = {"shape": {}}
+        for entry in cls.fields:
+            for path, value in entry.read(config).items():
+                *outer, name = path.split(".")
+                (found["shape"] if outer else found)[name] = value
+        return found
 
     def write(self) -> dict[str, Any]:
         """Return the fields of ``config.json`` that are the family's own."""
@@ -310,8 +316,10 @@ class Family(Record):
     def rules(self) -> Iterator[Violation]:
         """The router's rules at the family's own paths; each balance term once; rotary layout."""
         router = self.chosen_router
+        # Fields of the own router that the family settles, so that a run file cannot mend them.
+        settled = [(n,) for n in ("order", "renormalise") if n not in self.router_fields]
         for broken in router.rules():
-            if self.router is None and broken.path in self._settled:
+            if self.router is None and broken.path in settled:
                 size = "experts" if self.shape.experts == 1 else "top_k"
                 yield Violation(("shape", size), 1, broken.rule, 2)
             elif self.router is None or broken.path == ("top_k",):
@@ -326,7 +334,8 @@ class Family(Record):
         if self.fixed_rope is not None and self.rope.layout != self.fixed_rope:
             rule = f"{self.model_type} rotates pairs laid out as {self.fixed_rope}"
             yield Violation(("rope", "layout"), self.rope.layout, rule, self.fixed_rope)
-        if self.rope.fraction != 1 and not self.partial_rotary:
+        partial = any(isinstance(f, Rotary) and f.fraction is not None for f in self.fields)
+        if self.rope.fraction != 1 and not partial:
             rule = f"{self.model_type} turns all dims of a head"
             yield Violation(("rope", "fraction"), self.rope.fraction, rule, 1.0)
         elif self.rope.fraction != 1 and isinstance(self.shape, GqaSizes):
@@ -336,16 +345,6 @@ class Family(Record):
             yield Violation(
                 ("rope", "yarn", "mscale_all_dim"), self.rope.yarn.mscale_all_dim, rule, 0.0
             )
-
-    @property
-    def _settled(self) -> Iterator[tuple[PathPart, ...]]:
-        """Fields of the own router that the family settles, so that a run file cannot mend them."""
-        return ((name,) for name in ("order", "renormalise") if name not in self.router_fields)
-
-    @property
-    def partial_rotary(self) -> bool:
-        """Whether a field of ``config.json`` says how much of a head turns."""
-        return any(isinstance(f, Rotary) and f.fraction is not None for f in self.fields)
 
     def _replaced(self) -> Iterator[Violation]:
         """Yield what a router in place of the family's leaves without effect."""

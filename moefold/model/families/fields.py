@@ -6,6 +6,7 @@ A family lists its entries; what it reads is given by the paths of its record, `
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from moefold.model.config import MultiToken
@@ -55,14 +56,7 @@ class FieldValue(ConfigField):
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return it."""
-        return {self.theirs: self.back(value_at(model, self.ours))}
-
-
-def value_at(model: Any, path: str) -> Any:
-    """Return the value of a record at a dotted path."""
-    for name in path.split("."):
-        model = getattr(model, name)
-    return model
+        return {self.theirs: self.back(attrgetter(self.ours)(model))}
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,6 @@ class Follows(ConfigField):
         return {self.name: self.of(model)}
 
 
-@dataclass(frozen=True)
 class KvHeads(ConfigField):
     """Key-value heads where the field is null: as many as heads. Else they are a size."""
 
@@ -240,7 +233,6 @@ class AuxField(ConfigField):
         return {"router_aux_loss_coef": next(found, 0.0)}
 
 
-@dataclass(frozen=True)
 class BiasBalance(ConfigField):
     """A selection bias that moves by the report's rate; no field says so."""
 
@@ -280,25 +272,20 @@ class SequenceBalance(BiasBalance):
         }
 
 
-@dataclass(frozen=True)
 class GroupLimits(ConfigField):
     """``n_group`` and ``topk_group``; one group is none."""
-
-    score: str = "sum_best"
 
     def read(self, config: ConfigReader) -> Values:
         """Take both."""
         count, keep = config.take("n_group", int, 1), config.take("topk_group", int, 1)
-        made = Groups(count=count, keep=keep, score=self.score)  # type: ignore[arg-type]
-        return {"groups": made if count > 1 else None}
+        return {"groups": Groups(count=count, keep=keep) if count > 1 else None}
 
     def write(self, model: Any) -> Mapping[str, Any]:
         """Return both."""
-        groups = model.groups
-        return {"n_group": groups.count, "topk_group": groups.keep} if groups else _ONE_GROUP
+        groups = model.groups or Groups(count=1, keep=1)
+        return {"n_group": groups.count, "topk_group": groups.keep}
 
 
-@dataclass(frozen=True)
 class MethodGroups(ConfigField):
     """``topk_method``, which says whether ``n_group`` and ``topk_group`` are read."""
 
@@ -314,9 +301,6 @@ class MethodGroups(ConfigField):
         """Return all three."""
         method = "group_limited_greedy" if model.groups else "greedy"
         return {**GroupLimits().write(model), "topk_method": method}
-
-
-_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
 @dataclass(frozen=True)
@@ -375,13 +359,3 @@ def head_norm(name: str) -> FieldValue:
 
 def _named(kind: str) -> bool:
     return kind != "none"
-
-
-def read_all(fields: tuple[ConfigField, ...], config: ConfigReader) -> dict[str, Any]:
-    """Return what entries read as a record's fields, those of ``shape`` in a dict of their own."""
-    found: dict[str, Any] = {"shape": {}}
-    for entry in fields:
-        for path, value in entry.read(config).items():
-            *outer, name = path.split(".")
-            (found["shape"] if outer else found)[name] = value
-    return found

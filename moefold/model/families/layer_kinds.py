@@ -9,6 +9,7 @@ from moefold.model.families.fields import ConfigField, FieldValue, Rotary, Value
 from moefold.model.families.hub import REQUIRED, ConfigReader, read_rope, rope_fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_START, _END, _STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class DenseKinds(ConfigField):
         return {"mlp_layer_types": ["dense" if n in dense else "sparse" for n in layers]}
 
 
-@dataclass(frozen=True)
 class DenseSteps(ConfigField):
     """``mlp_only_layers`` and ``decoder_sparse_step``, of which layers with experts follow."""
 
@@ -54,18 +54,13 @@ class DenseSteps(ConfigField):
         return {"decoder_sparse_step": 1, "mlp_only_layers": list(model.shape.dense_layers)}
 
 
-@dataclass(frozen=True)
 class ExpertLayers(ConfigField):
     """First and last layer with experts, and the step between them."""
 
-    start: str = "moe_layer_start_index"
-    end: str = "moe_layer_end_index"
-    step: str = "moe_layer_interval"
-
     def read(self, config: ConfigReader) -> Values:
         """Take the numbers of the dense layers."""
-        layers, step = config.take("num_hidden_layers", int), config.take(self.step, int, 1)
-        start, end = config.take(self.start, int, 1), config.take(self.end, int, -1)
+        layers, step = config.take("num_hidden_layers", int), config.take(_STEP, int, 1)
+        start, end = config.take(_START, int, 1), config.take(_END, int, -1)
         sparse = self.sparse(start, layers - 1 if end == -1 else end, max(1, step), layers)
         return {"shape.dense_layers": tuple(n for n in range(layers) if n not in sparse)}
 
@@ -84,7 +79,7 @@ class ExpertLayers(ConfigField):
         wanted = [n for n in range(layers) if n not in model.shape.dense]
         for step in range(1, layers + 1):
             if self.sparse(wanted[0], wanted[-1], step, layers) == wanted:
-                return {self.start: wanted[0], self.end: wanted[-1], self.step: step}
+                return {_START: wanted[0], _END: wanted[-1], _STEP: step}
         raise ValueError(f"layers with experts {wanted} are no first, last and step of this family")
 
 
@@ -216,7 +211,6 @@ class BoundedNets(ConfigField):
         return gate | {"head_dim": dim, "linear_head_dim": dim, "linear_conv_kernel_dim": net.taps}
 
 
-@dataclass(frozen=True)
 class ExpertList(ConfigField):
     """``moe_layers``, the layers with experts; absent, each ``interleave_moe_layer_step``-th is."""
 
@@ -233,7 +227,6 @@ class ExpertList(ConfigField):
         return {"moe_layers": [n for n in layers if n not in dense]}
 
 
-@dataclass(frozen=True)
 class ChunkKinds(ConfigField):
     """Chunks, and the layers without positions: those see all before them, with a temperature."""
 
@@ -306,11 +299,8 @@ class WindowKinds(ConfigField):
         return {"sliding_window": shape.window, "layer_types": kinds}
 
 
-@dataclass(frozen=True)
 class KindRotary(Rotary):
     """``rope_parameters`` of full and of sliding layers, each by the name of its kind."""
-
-    window_theta: float = 1e4
 
     def read(self, config: ConfigReader) -> Values:
         """Take both; those of sliding layers only where there are any and they differ."""
@@ -320,7 +310,7 @@ class KindRotary(Rotary):
             config.refuse(f"rope_parameters has other keys than {FULL} and {SLIDING}")
         context = {"max_position_embeddings": config.take("max_position_embeddings", int, None)}
         found: list[Rope] = []
-        for kind, theta in ((FULL, self.theta), (SLIDING, self.window_theta)):
+        for kind, theta in ((FULL, self.theta), (SLIDING, 1e4)):
             inner = ConfigReader(context | {"rope_parameters": both.get(kind)})
             found.append(read_rope(inner, theta, scales_softmax=False, fraction=self.fraction))
             try:
@@ -368,7 +358,6 @@ def prefix_full(config: ConfigReader, layer: int) -> bool:
     return (layer + 1) % prefix == 0 if layer < first else (layer - first + 1) % step == 0
 
 
-@dataclass(frozen=True)
 class WindowSwitch(ConfigField):
     """``use_sliding_window`` and what only it makes a field of: the kinds of layers say it all."""
 

@@ -9,7 +9,6 @@ from moefold.model.families.fields import BiasBalance, ConfigField, FieldValue, 
 from moefold.model.families.hub import ConfigReader
 
 
-@dataclass(frozen=True)
 class Factor(FieldValue):
     """A factor that is 1 where its field is null."""
 
@@ -19,7 +18,6 @@ class Factor(FieldValue):
         return {self.ours: 1.0} if config.null(self.theirs) else stated
 
 
-@dataclass(frozen=True)
 class BiasSwitch(BiasBalance):
     """``use_expert_bias``: whether there is a selection bias, which then moves."""
 
@@ -34,15 +32,12 @@ class BiasSwitch(BiasBalance):
         return {"use_expert_bias": model.selection_bias}
 
 
-@dataclass(frozen=True)
 class RootScale(ConfigField):
-    """Whether embedded rows are scaled by the root of their width."""
-
-    name: str
+    """``mup_enabled``: whether embedded rows are scaled by the root of their width."""
 
     def read(self, config: ConfigReader) -> Values:
         """Take it."""
-        scaled = config.take(self.name, bool, False)
+        scaled = config.take("mup_enabled", bool, False)
         return {"embed_scale": config.take("hidden_size", int) ** 0.5 if scaled else 1.0}
 
     def write(self, model: Any) -> Mapping[str, Any]:
@@ -54,7 +49,7 @@ class RootScale(ConfigField):
         root, factor = model.shape.hidden**0.5, model.embed_scale
         if factor not in (1.0, root):
             raise ValueError(f"embed_scale is {factor}; {model.model_type} has 1 or {root}")
-        return {self.name: factor == root}
+        return {"mup_enabled": factor == root}
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,6 @@ class SharedMean(ConfigField):
         return {self.name: "sum" if model.scale == 1 else "average"}
 
 
-@dataclass(frozen=True)
 class Swish(ConfigField):
     """gpt-oss's activation: ``swiglu_alpha`` and ``swiglu_limit``, and one added to ``up``."""
 
@@ -104,7 +98,6 @@ class Swish(ConfigField):
         return {"swiglu_alpha": made.alpha, "swiglu_limit": made.limit}
 
 
-@dataclass(frozen=True)
 class Selection(ConfigField):
     """The weights of chosen experts: ``expert_selection_fn`` and ``norm_topk_prob``."""
 
@@ -122,7 +115,6 @@ class Selection(ConfigField):
         return {"expert_selection_fn": score, "norm_topk_prob": model.weights != "sigmoid"}
 
 
-@dataclass(frozen=True)
 class NormKind(ConfigField):
     """``rms_norm_eps``: where it is null the norms are LayerNorms, of another epsilon."""
 
