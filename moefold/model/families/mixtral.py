@@ -1,9 +1,7 @@
 """Mixtral (arXiv 2401.04088): grouped-query attention, weights always renormalised."""
 
-from collections.abc import Iterator
 from typing import Literal
 
-from moefold.config.errors import Violation
 from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families.base import Balance, Family
@@ -37,13 +35,3 @@ class Mixtral(Family):
         Only("router_jitter_noise", 0.0, (0, None)),
     )
     tensors = (*llama_names(), *gqa_names(), *w123_names())
-
-    def rules(self) -> Iterator[Violation]:
-        """Weights are always renormalised, so that one expert alone would teach nothing."""
-        for broken in super().rules():
-            if broken.path != ("renormalise",):
-                yield broken
-        name = "experts" if self.shape.experts == 1 else "top_k"
-        if self.router is None and getattr(self.shape, name) == 1:
-            rule = "must be at least 2: the renormalised weight of one expert is always 1"
-            yield Violation(("shape", name), 1, rule, 2)
