@@ -1,12 +1,14 @@
 """One decoder layer: norm, attention, norm, feed-forward, each half added to the residual rows."""
 
+import torch
 from torch import Tensor, nn
 
 from moefold.config.base import Record
 from moefold.config.slot import build
 from moefold.layers.flow import BlockOutput, Flow, Segment, scaled
+from moefold.layers.linear import Linear
 from moefold.layers.norm import NORMS, RmsNorm
-from moefold.model.config import Block
+from moefold.model.config import Block, Decoder
 from moefold.moe.layer import MoeFfn
 from moefold.moe.rows import Apart, MoeInput
 from moefold.spec.decoder import has_routing
@@ -20,28 +22,20 @@ class DecoderBlock(nn.Module):
 
     Args:
         record: the block's description.
-        hidden: D.
-        epsilon: of its norms.
+        decoder: that of the model.
         layer: its number.
         dispatch: how rows travel between the ranks of experts; a record of the slot DISPATCH.
         expert_kernel: ``auto``, ``grouped``, ``triton`` or ``loop``.
-        norm: ``rms`` or ``layer``.
     """
 
     def __init__(
-        self,
-        record: Block,
-        hidden: int,
-        epsilon: float,
-        layer: int,
-        dispatch: Record,
-        expert_kernel: str,
-        norm: str = "rms",
+        self, record: Block, decoder: Decoder, layer: int, dispatch: Record, expert_kernel: str
     ) -> None:
         super().__init__()
+        hidden, epsilon, kind = decoder.hidden, decoder.norm_epsilon, NORMS[decoder.norm]
 
         def norms(half: str) -> list[RmsNorm | None]:
-            return [NORMS[norm](hidden, epsilon) if one else None for one in record.normed(half)]
+            return [kind(hidden, epsilon) if one else None for one in record.normed(half)]
 
         self.attention_norm, self.attention_out_norm = norms("attention")
         self.attention = build(record.attention, hidden, epsilon)
@@ -102,3 +96,35 @@ class DecoderBlock(nn.Module):
             return rows
         added_TD = self._added(self.ffn_out_norm, rows.added_TD, flow)
         return BlockOutput(rows.residual_TD + added_TD, rows.terms_N)
+
+
+class MultiTokenBlock(DecoderBlock):
+    """A block that predicts the token after the next, or one after that; arguments as for others.
+
+    It joins the normed embedding of the token that the rows before it predict with those rows,
+    normed, by one matrix, in this order, as DeepSeek-V3 does (arXiv 2412.19437, section 2.2), and
+    has a norm before the head. Embedding and head are the model's own.
+    """
+
+    def __init__(
+        self, record: Block, decoder: Decoder, layer: int, dispatch: Record, expert_kernel: str
+    ) -> None:
+        super().__init__(record, decoder, layer, dispatch, expert_kernel)
+        assert record.multi_token is not None
+        self.reads = record.multi_token.reads
+        hidden, epsilon, norm = decoder.hidden, decoder.norm_epsilon, NORMS[decoder.norm]
+        self.embed_norm = norm(hidden, epsilon)
+        self.row_norm = norm(hidden, epsilon)
+        self.join = Linear(2 * hidden, hidden)
+        self.norm = norm(hidden, epsilon)
+        if self.moe is not None:
+            self.moe.balance.weight = record.multi_token.weight
+
+    def predict(self, x_TD: Tensor, next_TD: Tensor, flow: Flow) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows, the router's terms, and the normed rows, from rows and embeddings."""
+        with flow.world.recorder.module(f"{self._name}.join"):
+            # The released weights take the embedding first.
+            both_TD = torch.cat([self.embed_norm(next_TD, flow), self.row_norm(x_TD, flow)], 1)
+            x_TD = self.join(both_TD, flow)
+        x_TD, terms_N = self(x_TD, flow)
+        return x_TD, terms_N, self.norm(x_TD, flow)

@@ -8,6 +8,7 @@ T rows, D hidden, V vocabulary, B sequences of S tokens, N router terms of a lay
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ from moefold.layers.linear import Embedding, Linear, adapted
 from moefold.layers.norm import NORMS, RmsNorm
 from moefold.layers.precision import PrecisionPolicy, quantise_products
 from moefold.layers.unshard import EMBEDDING, begin_unit, end_unit
-from moefold.model.block import DecoderBlock
+from moefold.model.block import DecoderBlock, MultiTokenBlock
 from moefold.model.config import Decoder
-from moefold.model.multi_token import MultiTokenBlock, look_ahead, make_block
 from moefold.model.tuning import tune
 from moefold.moe.dispatch.config import AllToAll
 from moefold.moe.layer import MoeFfn
@@ -75,14 +75,12 @@ class DecoderModel(nn.Module):
         self.recipe = PrecisionPolicy(precision)
         with torch.device(device or torch.get_default_device()):
             self.embed: Embedding | None = Embedding(record.vocab, record.hidden)
-            epsilon, more = record.norm_epsilon, (dispatch, expert_kernel, record.norm)
-            self.layers = nn.ModuleDict(
-                {
-                    str(i): make_block(block, record.hidden, epsilon, i, *more)
-                    for i, block in enumerate(record.blocks)
-                }
-            )
-            self.norm: RmsNorm | None = NORMS[record.norm](record.hidden, epsilon)
+            self.layers = nn.ModuleDict()
+            for i, block in enumerate(record.blocks):
+                kind = DecoderBlock if block.multi_token is None else MultiTokenBlock
+                self.layers[str(i)] = kind(block, record, i, dispatch, expert_kernel)
+            norm = NORMS[record.norm]
+            self.norm: RmsNorm | None = norm(record.hidden, record.norm_epsilon)
             self.head = None if record.tied else Linear(record.hidden, record.vocab)
         self.to(self.recipe.master_dtype)
         tune(self, record, self.recipe.dtype)
@@ -155,14 +153,26 @@ class DecoderModel(nn.Module):
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Return what the head takes for each further token of a pass that has labels of any.
 
+        Beside it are the router terms [N] by layer number.
+
         Args:
             flow: the pass.
             x_TD: rows behind the last of the other blocks.
             normed_TD: the same as the head takes them.
         """
+        found, terms, factor = list[Tensor](), dict[int, Tensor](), 1 / self.record.logits_divisor
         blocks = [(n, b) for n, b in self.layers.items() if isinstance(b, MultiTokenBlock)]
-        rows, factor = (x_TD, normed_TD), 1 / self.record.logits_divisor
-        return look_ahead(blocks[: len(flow.ahead)], self.start, flow, rows, factor)
+        for later, (number, layer) in enumerate(blocks[: len(flow.ahead)], 1):
+            here = flow.at(later)
+            given = (x_TD if layer.reads == "residual" else normed_TD), self.start(here)
+            with flow.keeper.keeping():
+                given = begin_unit(flow.unshard, f"layers.{number}", *given)
+                outputs = flow.keeper.run("block", partial(layer.predict, flow=here), *given)
+                x_TD, terms_N, normed_TD = end_unit(flow.unshard, f"layers.{number}", *outputs)
+            found.append(normed_TD := scaled(normed_TD, factor))
+            if terms_N.numel():
+                terms[int(number)] = terms_N
+        return found, terms
 
     def head_operand(self, flow: Flow | None = None) -> Operand:
         """Return the head as products take it, those of a pass of training where it is named."""
