@@ -1,4 +1,4 @@
-"""Causal self-attention inside segments: grouped-query and multi-head latent.
+"""Causal self-attention inside segments: grouped-query, its windows and chunks, and latent.
 
 T rows, D hidden, H query heads, G key-value heads, d query-key dims and v value dims per head.
 """
@@ -14,8 +14,10 @@ from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Rope
 from moefold.layers.context.attend import attend, largest
 from moefold.layers.flow import Flow
+from moefold.layers.kinds.chunked import Chunked
 from moefold.layers.kinds.gqa import Gqa
 from moefold.layers.kinds.mla import Mla
+from moefold.layers.kinds.windowed import Windowed
 from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm, RmsNormAcross, UnitNorm, ZeroCentredNorm
 
@@ -86,6 +88,38 @@ class GroupedQueryAttention(SoftmaxAttention):
             return x_THd
         assert not isinstance(norm, UnitNorm), "it comes after rotation"
         return _turned(x_THd, rope, flow, norm)
+
+
+class WindowedAttention(GroupedQueryAttention):
+    """Each row sees the last ``window`` rows of its document, and sinks take weight from them."""
+
+    def __init__(self, record: Windowed, hidden: int, epsilon: float) -> None:
+        super().__init__(record, hidden, epsilon)
+        self.sinks = nn.Parameter(torch.empty(record.heads)) if record.sinks else None
+        self.window = record.window
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
+        """Return what rows of turned queries see within the window."""
+        scale = self.record.softmax_scale
+        return attended(self, q_THd, k_TGd, v_TGv, scale, flow, self.window, self.sinks)
+
+
+class ChunkedAttention(GroupedQueryAttention):
+    """A chunk's end is a document's end to attention; positions go on."""
+
+    record: Chunked
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, flow: Flow) -> Tensor:
+        """Return what rows of turned queries see of their chunk."""
+        chunk, temperature = self.record.chunk, self.record.temperature
+        if temperature is not None:
+            steps_T = (flow.rows.positions_T + 1) // temperature.every
+            wide = torch.promote_types(q_THd.dtype, torch.float32)
+            factor_T = 1 + temperature.scale * torch.log1p(steps_T.to(wide))
+            q_THd = q_THd * factor_T.to(q_THd.dtype)[:, None, None]
+            flow.keeper.owns("attention", q_THd)
+        seen = flow if chunk is None else flow.chunked(chunk)
+        return attended(self, q_THd, k_TGd, v_TGv, self.record.softmax_scale, seen, chunk=chunk)
 
 
 class LatentAttention(SoftmaxAttention):

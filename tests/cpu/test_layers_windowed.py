@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moefold.data.batch import from_ids
 from moefold.kernels.attention import reference
+from moefold.layers.attention import WindowedAttention
 from moefold.layers.cache import KeyValueCache
 from moefold.layers.config import Full, Selective
 from moefold.layers.flow import Flow
@@ -15,7 +16,6 @@ from moefold.layers.keeper import Keeper
 from moefold.layers.kinds.dense import Dense
 from moefold.layers.kinds.windowed import Windowed
 from moefold.layers.placement import placements
-from moefold.layers.windowed import WindowedAttention
 from moefold.mesh.config import Sizes
 from moefold.model.config import Block, Decoder, Stack
 from moefold.model.decoder import DecoderModel

@@ -21,7 +21,7 @@ class Chunked(Gqa):
     temperature: Temperature | None = None
     """Factor on queries that grows with the position."""
 
-    owner = "moefold.layers.chunked:ChunkedAttention"
+    owner = "moefold.layers.attention:ChunkedAttention"
     caches = True
 
     @property

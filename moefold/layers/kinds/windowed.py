@@ -24,7 +24,7 @@ class Windowed(Gqa):
     """Tokens that a token sees, itself among them; None is all before it."""
     sinks: bool = True
 
-    owner = "moefold.layers.windowed:WindowedAttention"
+    owner = "moefold.layers.attention:WindowedAttention"
     caches = True
 
     @property
