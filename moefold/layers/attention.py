@@ -185,9 +185,7 @@ class LatentAttention(SoftmaxAttention):
             shared_THr = k_rope[:, None].expand(-1, kv_THd.shape[1], -1)
             return q_THd, torch.cat([k_THn, shared_THr], 2), v_THv.contiguous()
         angles, layout = flow.angles(record.rope, record.rope_dim), record.rope.layout
-        turn = angles.cos_Tp, angles.sin_Tp
-        k_THd, v_THv = expand(kv_THd, k_rope, *turn, record.nope_dim, layout)
-        return q_THd, k_THd, v_THv
+        return q_THd, *expand(kv_THd, k_rope, *angles, record.nope_dim, layout)
 
     def _queries(self, q: Tensor, flow: Flow) -> Tensor:
         """Return the turned queries of all heads."""
@@ -201,8 +199,7 @@ class LatentAttention(SoftmaxAttention):
         if rope is None:
             flow.keeper.owns("attention", x_THd)
             return x_THd
-        angles = flow.angles(rope, self.record.rope_dim)
-        return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
+        return rotate(x_THd, *flow.angles(rope, self.record.rope_dim), rope.layout)
 
     def _of_kept(
         self,
@@ -241,11 +238,11 @@ def _turned(x_THd: Tensor, rope: Rope, flow: Flow, norm: RmsNorm | None = None) 
     if turning < dims:
         x_THd = x_THd if norm is None else norm(x_THd, flow)
         first, rest = x_THd.split((turning, dims - turning), 2)
-        first = rotate(first.contiguous(), angles.cos_Tp, angles.sin_Tp, rope.layout)
+        first = rotate(first.contiguous(), *angles, rope.layout)
         return torch.cat([first, rest], 2)
     if norm is not None:
         return norm.turned(x_THd, angles, rope.layout, flow)
-    return rotate(x_THd, angles.cos_Tp, angles.sin_Tp, rope.layout)
+    return rotate(x_THd, *angles, rope.layout)
 
 
 def attended(

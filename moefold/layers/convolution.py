@@ -10,7 +10,7 @@ from moefold.comm.collectives import all_gather
 from moefold.kernels.convolution.short import short_convolution
 from moefold.kernels.linear.product import linear
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.flow import Flow
+from moefold.layers.flow import Flow, in_order
 from moefold.layers.kinds.convolution import ShortConvolution
 from moefold.layers.linear import Adaptable, Linear
 
@@ -95,10 +95,3 @@ def _kept(
     new = of(x_TC[: len(texts), None])
     cache.states[key] = torch.cat([before[:, 1:], new], 1)
     return F.pad(before, (0, 0, 0, 0, 0, len(x_TC) - len(texts)))
-
-
-def in_order(gathered: Tensor, ranks: int) -> Tensor:
-    """Return what context ranks gave of both their pieces, by the pieces' order in the batch."""
-    every = gathered.unflatten(0, (ranks, 2, -1))
-    # A rank has piece r, and piece 2 n - 1 - r.
-    return torch.cat([every[:, 0], every[:, 1].flip(0)])

@@ -16,8 +16,8 @@ from moefold.kernels.delta.chunked import chunked, step
 from moefold.kernels.gradients import read_parameter
 from moefold.kernels.rows import wide
 from moefold.layers.cache import KeyValueCache
-from moefold.layers.convolution import in_order, rows_before
-from moefold.layers.flow import Flow
+from moefold.layers.convolution import rows_before
+from moefold.layers.flow import Flow, in_order
 from moefold.layers.kinds.delta import DeltaNet
 from moefold.layers.linear import Linear
 from moefold.layers.norm import RmsNorm

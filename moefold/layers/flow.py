@@ -95,7 +95,7 @@ class Flow:
     @property
     def shared(self) -> list[Tensor]:
         """What all layers of the pass read: rotary angles, and rows' numbers where any asked."""
-        found = [one for a in self._angles.values() for one in (a.cos_Tp, a.sin_Tp)]
+        found = [one for angles in self._angles.values() for one in angles]
         found += [self.number_T] if "number_T" in vars(self) else []
         held = [vars(one) for one in (self, vars(self).get("_whole", self))]
         numbers = [one["run"].number_N for one in held if "run" in one]
@@ -194,7 +194,7 @@ class Flow:
         if key not in self._angles:
             self._angles[key] = Angles.of(self.rows.positions_T, rope, dim, self.recipe.dtype)
         angles = self._angles[key]
-        self.keeper.stays(angles.cos_Tp, angles.sin_Tp)
+        self.keeper.stays(*angles)
         return angles
 
 
@@ -212,6 +212,13 @@ def cut(batch: MicroBatch, world: World) -> tuple[MicroBatch, MicroBatch | None]
     if sizes.tp == 1:
         return piece, None
     return piece.part(band(piece.rows, spot.tp, sizes.tp)), piece
+
+
+def in_order(x_RX: Tensor, ranks: int) -> Tensor:
+    """Return pieces in the micro-batch's order, of rows that lie one context rank after another."""
+    pieces = x_RX.unflatten(0, (ranks, 2, -1))
+    # A rank has piece r, and piece 2 n - 1 - r.
+    return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)])
 
 
 class BlockOutput(NamedTuple):

@@ -55,12 +55,11 @@ class RmsNorm(nn.Module):
     def turned(self, x_THd: Tensor, angles: Angles, layout: str, flow: Flow) -> Tensor:
         """Return normed heads, rotated by their rows' angles."""
         if not fused(x_THd):
-            return rotate(self(x_THd, flow), angles.cos_Tp, angles.sin_Tp, layout)
+            return rotate(self(x_THd, flow), *angles, layout)
         # Nothing keeps a normed head that is not turned, so recompute has nothing to drop.
-        weight = self.scale(flow)
-        turn = (angles.cos_Tp, angles.sin_Tp, layout, flow.n_valid, flow.sink)
+        weight, how = self.scale(flow), {"n_valid": flow.n_valid, "sink": flow.sink}
         with flow.keeper.scope("norms", x_THd):
-            return norm_and_turn(x_THd, weight, self.epsilon, *turn)
+            return norm_and_turn(x_THd, weight, self.epsilon, *angles, layout, **how)
 
 
 class LayerNorm(RmsNorm):

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from moefold.layers.config import Bands, Rope, Yarn
 
 
-@dataclass(frozen=True)
-class Angles:
+class Angles(NamedTuple):
     """Cosine and sine of each row's angles, [T, dim / 2], in the compute dtype."""
 
     cos_Tp: Tensor

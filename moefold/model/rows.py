@@ -137,8 +137,7 @@ def _attention(layer: nn.Module) -> Step:
         if w_norm is not None:
             x_PNd = F.rms_norm(x_PNd, (dim,), None, epsilon).mul_(w_norm)
         if rope is not None:
-            angles = flow.angles(rope, dim)
-            x_PNd = rotate(x_PNd, angles.cos_Tp, angles.sin_Tp, rope.layout)
+            x_PNd = rotate(x_PNd, *flow.angles(rope, dim), rope.layout)
         q_PHd, k_PGd = x_PNd.split((heads, groups), 1)
         seen_PHd = flow.cache.attend(layer, q_PHd, k_PGd, v_PGd, scale)
         assert seen_PHd is not None

@@ -12,7 +12,7 @@ from moefold.kernels.attention.block import attention as tiled
 from moefold.kernels.attention.sdpa import attention
 from moefold.layers.config import Ulysses
 from moefold.layers.context.sight import Sight
-from moefold.layers.flow import Flow
+from moefold.layers.flow import Flow, in_order
 
 
 def attend(
@@ -72,7 +72,7 @@ def to_heads(rows: tuple[Tensor, ...], ranks: Group) -> tuple[Tensor, ...]:
     equal = [count] * n
     arrived = all_to_all(torch.cat(shares, 1), ranks, equal, equal)
     widths = [share.shape[1] for share in shares]
-    whole = _in_order(arrived, n).split(widths, 1)
+    whole = in_order(arrived, n).flatten(0, 1).split(widths, 1)
     return tuple(x.unflatten(1, (-1, of.shape[-1])) for x, of in zip(whole, rows, strict=True))
 
 
@@ -84,12 +84,6 @@ def to_rows(out_Rhv: Tensor, ranks: Group) -> Tensor:
     equal = [out_Rhv.shape[0] // n] * n
     arrived = all_to_all(_by_rank(out_Rhv, n).contiguous(), ranks, equal, equal)
     return arrived.unflatten(0, (n, -1)).movedim(0, 1).flatten(1, 2)
-
-
-def _in_order(x_RX: Tensor, ranks: int) -> Tensor:
-    """Undo the zigzag: first pieces in the ranks' order, then second ones in the opposite one."""
-    pieces = x_RX.unflatten(0, (ranks, 2, -1))
-    return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
 
 def _by_rank(x_RX: Tensor, ranks: int) -> Tensor:
