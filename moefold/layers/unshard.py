@@ -6,7 +6,9 @@ identities whose backward calls the hooks of backward. A schedule that runs a un
 them itself.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,40 +65,32 @@ def begin_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor
     if not tensors:
         hooks.pre_forward(unit)
         return ()
-    return _BeginUnit.apply(hooks, unit, *tensors)  # type: ignore[return-value]
+    calls = partial(hooks.pre_forward, unit), partial(hooks.post_backward, unit)
+    return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
 
 
 def end_unit(hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """End a unit; returns its outputs."""
     if hooks is RESIDENT:
         return tensors
-    return _EndUnit.apply(hooks, unit, *tensors)  # type: ignore[return-value]
+    calls = partial(hooks.post_forward, unit), partial(hooks.pre_backward, unit)
+    return _Border.apply(*calls, *tensors)  # type: ignore[return-value]
 
 
-class _BeginUnit(Function):
-    @staticmethod
-    def forward(ctx: Any, hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.unit = hooks, unit
-        hooks.pre_forward(unit)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+class _Border(Function):
+    """An identity that calls one function now, and the other when gradients come back."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.hooks.post_backward(ctx.unit)
-        return None, None, *gradients
-
-
-class _EndUnit(Function):
-    @staticmethod
-    def forward(ctx: Any, hooks: UnshardHooks, unit: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.unit = hooks, unit
+    def forward(
+        ctx: Any, now: Callable[[], None], back: Callable[[], None], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back = back
         ctx.set_materialize_grads(False)
-        hooks.post_forward(unit)
+        now()
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.hooks.pre_backward(ctx.unit)
+        ctx.back()
         return None, None, *gradients
