@@ -24,6 +24,7 @@ from moefold.data.batch import IGNORED
 from moefold.kernels.cross_entropy.chunked import accumulate_head
 from moefold.kernels.operand import Operand
 from moefold.layers.flow import Flow
+from moefold.layers.linear import places_here
 from moefold.layers.loss import widening
 
 Compare = Callable[[Tensor, slice, Group], tuple[Tensor, Tensor]]
@@ -80,7 +81,7 @@ def top(told_PW: Tensor) -> Compare:
         told_CW, here = told_PW[rows].to(logq_Cv.dtype), logq_Cv.shape[1]
         k = told_CW.shape[1] // 2
         ids_Ck, logp_Ck, rest_C1 = told_CW.split([k, k, 1], 1)
-        (mine_Ck, at_Ck), m_C = _here(ids_Ck, here, ranks), rest_C1[:, 0].exp()
+        (mine_Ck, at_Ck), m_C = places_here(ids_Ck, here, ranks), rest_C1[:, 0].exp()
         p_Ck = torch.where(mine_Ck, logp_Ck.exp(), 0)
         losses_C = (p_Ck * (logp_Ck - logq_Cv.gather(1, at_Ck))).sum(1)
         q_Cv = logq_Cv.exp_()
@@ -118,7 +119,7 @@ def top_probabilities(
         best, at = best.topk(k, 1)
         ids = ids.gather(1, at)
         # Not one less theirs, which of a few tokens is rounding alone.
-        mine, at = _here(ids, here, ranks)
+        mine, at = places_here(ids, here, ranks)
         p_Cv = logp_Cv.exp_()
         p_Cv.scatter_add_(1, at, -torch.where(mine, p_Cv.gather(1, at), 0))
         rest_C1 = sum_(p_Cv.sum(1, keepdim=True), ranks).log_()
@@ -152,13 +153,6 @@ def _divergence(
         del dlogits_Cv  # or the next chunk's were made beside it
     # A share of the vocabulary has a share of the sum.
     return total * t**2, reduce_scatter(dx_PD, ranks)
-
-
-def _here(ids_Ck: Tensor, here: int, ranks: Group) -> tuple[Tensor, Tensor]:
-    """Return which ids lie in this rank's share of the vocabulary, and where; 0 of the others."""
-    at_Ck = ids_Ck.long() - ranks.index * here
-    mine_Ck = (at_Ck >= 0) & (at_Ck < here)
-    return mine_Ck, torch.where(mine_Ck, at_Ck, 0)
 
 
 def _log_softmax(x_CD: Tensor, head: Operand, t: float, ranks: Group) -> Tensor:

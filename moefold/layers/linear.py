@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moefold.comm.group import Group
 from moefold.kernels.function import Function
 from moefold.kernels.fused import fused
 from moefold.kernels.gradients import GradientSink
@@ -147,18 +148,20 @@ class Embedding(nn.Module):
         """Return this rank's rows [T, hidden] in the compute dtype."""
         table = flow.operand(self.weight, self.weight.dtype)
         whole, ranks = flow.whole, flow.world.group("tp")
-        ids_T = whole.rows.ids_T
-        if ranks.size == 1:
-            rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
-        else:
-            # One rank's share of the vocabulary knows a row; the others add zeros.
-            here = table.value.shape[0]
-            ids_T = ids_T - ranks.index * here
-            mine_T = (ids_T >= 0) & (ids_T < here)
-            ids_T = torch.where(mine_T, ids_T, 0)
-            rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
+        ids_T, mine_T = whole.rows.ids_T, None
+        if ranks.size > 1:
+            mine_T, ids_T = places_here(ids_T, len(table.value), ranks)
+        rows = _Lookup.apply(table.master, table, ids_T, whole.n_valid, flow.sink)
+        if mine_T is not None:  # one rank's share of the vocabulary knows a row; others add zeros
             rows = flow.scatter(torch.where(mine_T[:, None], rows, 0))
         return rows.to(flow.recipe.dtype)  # type: ignore[union-attr]
+
+
+def places_here(ids: Tensor, here: int, ranks: Group) -> tuple[Tensor, Tensor]:
+    """Return which ids lie in this rank's share of the vocabulary, and where; 0 of the others."""
+    at = ids.long() - ranks.index * here
+    mine = (at >= 0) & (at < here)
+    return mine, torch.where(mine, at, 0)
 
 
 class _Lookup(Function):

@@ -79,9 +79,8 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor]:
     labels, ranks = flow.whole.rows.labels_T, flow.world.group("tp")
     how: dict[str, Any] = {"scale": scale, "chunk": chunk}
-    if ranks.size == 1:
-        return chunked.loss_and_gradients(x_TD, head, labels, **how)
-    how |= _share(head, ranks)
+    if ranks.size > 1:
+        how |= _share(head, ranks)
     total, dx_PD = chunked.loss_and_gradients(all_gather(x_TD, ranks), head, labels, **how)
     # Every tensor rank computed the same loss: one of them states it.
     return total if ranks.index == 0 else torch.zeros_like(total), reduce_scatter(dx_PD, ranks)
