@@ -37,6 +37,18 @@ def saved_norm(
     yield output if only else replace(output, operand=operand, beside=beside)
 
 
+def saved_rows(operand: tuple[str, ...], shape: Shape) -> Iterator[Saved]:
+    """Yield the norm before attention, and the rows that its projections read.
+
+    Rows that a tensor group gathers are kept in place of the norm's output.
+    """
+    only = GATHER if shape.tp > 1 else NOTHING
+    yield from saved_norm("attention_norm", shape.hidden, shape, operand, only)
+    if shape.tp > 1:
+        size = shape.piece * shape.hidden * shape.width
+        yield Saved("attention.gathered", size, GATHER, module="attention", operand=operand)
+
+
 def saved_attention(core: Attention, shape: Shape, dropped: Modules = NOTHING) -> Iterator[Saved]:
     """Yield queries, keys, values, the output of attention and its statistics.
 

@@ -8,8 +8,6 @@ from pydantic import Field
 from moefold.layers.config import ATTENTION
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
-    GATHER,
-    NOTHING,
     LayerSpec,
     Matmul,
     Operation,
@@ -19,7 +17,7 @@ from moefold.spec.layer import (
     Units,
     Weight,
 )
-from moefold.spec.parts import saved_norm
+from moefold.spec.parts import saved_rows
 
 
 @ATTENTION.register
@@ -55,11 +53,7 @@ class ShortConvolution(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed rows of the tensor group, gates and rows, and the mixed rows."""
-        only = GATHER if shape.tp > 1 else NOTHING
-        yield from saved_norm("attention_norm", shape.hidden, shape, ("w_in",), only)
-        if shape.tp > 1:
-            size = shape.piece * shape.hidden * shape.width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=("w_in",))
+        yield from saved_rows(("w_in",), shape)
         size = shape.piece * shape.hidden // shape.tp * shape.width
         yield Saved("gates", 3 * size, module="attention")
         if shape.cp > 1:

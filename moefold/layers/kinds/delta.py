@@ -9,8 +9,6 @@ from moefold.config.errors import Violation
 from moefold.layers.config import ATTENTION, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
-    GATHER,
-    NOTHING,
     SMALL_HEAD,
     STATISTIC,
     LayerSpec,
@@ -25,7 +23,7 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.parts import saved_norm
+from moefold.spec.parts import saved_rows
 
 CHUNK = 64
 
@@ -143,14 +141,10 @@ class DeltaNet(LayerSpec):
 
         The scan keeps what it reads alone and runs again in backward.
         """
-        only = GATHER if shape.tp > 1 else NOTHING
         given = list(self._projections())
         read = tuple(f"{n}_{'in' if rank is None else 'down'}.weight" for n, _, rank in given)
-        yield from saved_norm("attention_norm", shape.hidden, shape, read, only)
+        yield from saved_rows(read, shape)
         rows, width = shape.piece, shape.width
-        if shape.tp > 1:
-            size = rows * shape.hidden * width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=read)
         for name, features, rank in given:
             part = features // shape.tp
             if rank is not None:

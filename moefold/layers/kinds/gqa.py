@@ -10,9 +10,7 @@ from moefold.config.errors import Violation
 from moefold.layers.config import ATTENTION, Positive, Rope, Size
 from moefold.mesh.config import Sizes
 from moefold.spec.layer import (
-    GATHER,
     NORMS,
-    NOTHING,
     SMALL_HEAD,
     STATISTIC,
     Attention,
@@ -28,7 +26,7 @@ from moefold.spec.layer import (
     norm,
     small_heads,
 )
-from moefold.spec.parts import saved_attention, saved_norm
+from moefold.spec.parts import saved_attention, saved_rows
 
 
 @ATTENTION.register
@@ -159,13 +157,8 @@ class Gqa(LayerSpec):
 
     def saved(self, shape: Shape) -> Iterator[Saved]:
         """Yield the normed rows of the tensor group, normed queries and keys, and attention's."""
-        # Rows that a tensor group gathers are kept in place of the norm's output.
-        only = GATHER if shape.tp > 1 else NOTHING
         read = ("q.weight", "k.weight", "v.weight", *(["out_gate.weight"] if self.gate else []))
-        yield from saved_norm("attention_norm", shape.hidden, shape, read, only)
-        if shape.tp > 1:
-            size = shape.piece * shape.hidden * shape.width
-            yield Saved("attention.gathered", size, GATHER, module="attention", operand=read)
+        yield from saved_rows(read, shape)
         if self.qk_norm != "none":
             for name, number in (("q", self.heads), ("k", self.kv_heads)):
                 heads = number // shape.tp

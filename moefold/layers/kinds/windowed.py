@@ -1,6 +1,7 @@
 """Grouped-query attention within a window and with sinks: its record and what it is."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, Self
 
 from moefold.layers.config import ATTENTION, Size
@@ -30,8 +31,7 @@ class Windowed(Gqa):
     @property
     def core(self) -> Attention:
         """Attention within the window."""
-        dims, normed = (self.head_dim, self.value_dim), self.qk_norm != "none"
-        return Attention(self.heads, self.kv_heads, *dims, self.window, normed)
+        return replace(super().core, window=self.window)
 
     def weights(self, hidden: int) -> Iterator[Weight]:
         """Yield the sinks, cut by heads, and the weights of grouped-query attention."""
