@@ -142,7 +142,8 @@ class _Kept:
         if self._columns == self._parts[0].shape[2]:
             # Columns that a window has left behind make room; else there is twice as much.
             columns = min(self._columns, window or self._columns)
-            self._parts = [_roomy(x[:, :, self._columns - columns :]) for x in self._parts]
+            kept = (x[:, :, self._columns - columns :] for x in self._parts)
+            self._parts = [F.pad(x_PGLd, (0, 0, 0, columns)) for x_PGLd in kept]
             self._columns = columns
         for x_PGCd, new_PGd in zip(self._parts, given, strict=True):
             x_PGCd[:, :, self._columns] = new_PGd
@@ -154,8 +155,3 @@ class _Kept:
 def _chosen(x: Tensor, texts: list[int]) -> Tensor:
     """Return what is kept of some texts, in this order."""
     return x[torch.tensor(texts, device=x.device)]
-
-
-def _roomy(x_PGLd: Tensor) -> Tensor:
-    """Return columns, and as many zeros after them."""
-    return F.pad(x_PGLd, (0, 0, 0, x_PGLd.shape[2]))

@@ -230,9 +230,7 @@ class LatentDims(Record):
     def rules(self) -> Iterator[Violation]:
         """Rotary dims are even."""
         yield from super().rules()
-        if self.rope_dim % 2:
-            rule = "must be even, for rotary pairs"
-            yield Violation(("rope_dim",), self.rope_dim, rule, self.rope_dim + 1)
+        yield from Mla(heads=1, **{name: getattr(self, name) for name in LATENTS}).rules()
 
 
 LATENTS = tuple(LatentDims.model_fields)
