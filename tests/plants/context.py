@@ -28,9 +28,9 @@ PLANTS = (
         "padding on a context rank is one more document",
         ATTENTION + "test_b12_padding_gives_zeros_and_gets_no_gradient",
         "layers/context/sight.py",
-        "here = (len(self._inside(span, rank)) for span in self._spans)",
-        "here = [len(self._inside(span, rank)) for span in self._spans]\n"
-        "        here.append(self.rows - sum(here))",
+        "here = (len(self._inside(span, asking)) for span in self._spans)",
+        "here = [len(self._inside(span, asking)) for span in self._spans]\n"
+        "            here.append(self.rows - sum(here))",
     ),
     Plant(
         "b12",

@@ -48,18 +48,13 @@ class Tile(NamedTuple):
         return self._replace(keys=slice(self.keys.start + keys, self.keys.stop + keys))
 
 
-def causal_tiles(lengths: Iterable[int], first_key: int = 0) -> list[Tile]:
-    """Return the tiles of neighbouring segments, each causal inside; equal lengths share a tile.
-
-    Args:
-        lengths: rows of each segment.
-        first_key: place of the first row among the keys.
-    """
+def causal_tiles(lengths: Iterable[int]) -> list[Tile]:
+    """Return the tiles of neighbouring segments, each causal inside; equal lengths share a tile."""
     tiles, start = list[Tile](), 0
     for length, same in groupby(length for length in lengths if length):
         count = len(list(same))
         end = start + length * count
-        tiles.append(Tile(slice(start, end), slice(first_key + start, first_key + end), count))
+        tiles.append(Tile(slice(start, end), slice(start, end), count))
         start = end
     return tiles
 

@@ -23,11 +23,6 @@ class View(NamedTuple):
     queries: range
     keys: range
 
-    def tile(self, first_key: int = 0) -> Tile:
-        """Return it as a tile over keys of which the first one seen is at ``first_key``."""
-        queries = slice(self.queries.start, self.queries.stop)
-        return Tile(queries, slice(first_key, first_key + len(self.keys)))
-
 
 NOTHING = View(range(0), range(0))
 
@@ -52,15 +47,12 @@ class Sight:
         """Return what rows of one rank see of rows of another, or of their own."""
         if self.window is not None:
             return list(self._stripes(asking, owner, self.window))
-        if asking == owner:
-            return self.own(asking)
+        if asking == owner:  # a segment's rows lie in order
+            here = (len(self._inside(span, asking)) for span in self._spans)
+            return causal_tiles(here)
         view = self.view(asking, owner)
-        return [view.tile(view.keys.start)] if view.keys else []
-
-    def own(self, rank: int, first_key: int = 0) -> list[Tile]:
-        """Return the tiles of a rank's rows among themselves: a segment's rows lie in order."""
-        here = (len(self._inside(span, rank)) for span in self._spans)
-        return causal_tiles(here, first_key)
+        queries, keys = (slice(rows.start, rows.stop) for rows in view)
+        return [Tile(queries, keys)] if view.keys else []
 
     def view(self, asking: int, owner: int) -> View:
         """Return what rows of ``asking`` see of rows of ``owner``, another rank.
