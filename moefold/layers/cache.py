@@ -84,7 +84,7 @@ class KeyValueCache:
         kept = self._kept.get(layer)
         given = [k_TGd] if isinstance(v_TGv, int) else [k_TGd, v_TGv]
         if kept is None:
-            self._kept[layer] = _Kept.of(given, lengths)
+            self._kept[layer] = _Kept(given, lengths)
             return None
         k_PGLd, *values = kept.grown([x[:texts] for x in given], chunk or window)
         if chunk is not None:
@@ -119,19 +119,15 @@ def _beside(sinks_H: Tensor, logits_PGRL: Tensor, seen: Tensor | None, v_PGLv: T
 class _Kept:
     """A layer's keys and values, a column a row of each text; the newest of all stand last."""
 
-    def __init__(self, parts: list[Tensor], columns: int) -> None:
-        self._parts, self._columns = parts, columns
-
-    @classmethod
-    def of(cls, given: Sequence[Tensor], lengths: Sequence[int]) -> "_Kept":
-        """Return those of whole texts, which end in one column; before them there are zeros."""
-        columns, parts = max(lengths), list[Tensor]()
+    def __init__(self, given: Sequence[Tensor], lengths: Sequence[int]) -> None:
+        """Keep those of whole texts, which end in one column; before them there are zeros."""
+        columns = self._columns = max(lengths)
+        self._parts: list[Tensor] = []
         for x_TGd in given:
             x_PGCd = x_TGd.new_zeros(len(lengths), x_TGd.shape[1], 2 * columns, x_TGd.shape[2])
             for i, x_LGd in enumerate(x_TGd[: sum(lengths)].split(list(lengths))):
                 x_PGCd[i, :, columns - len(x_LGd) : columns] = x_LGd.transpose(0, 1)
-            parts.append(x_PGCd)
-        return cls(parts, columns)
+            self._parts.append(x_PGCd)
 
     def choose(self, texts: list[int]) -> None:
         """Keep some of the texts, in this order."""

@@ -269,7 +269,7 @@ class Keeper:
             return _Saved(away.take, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if away is None or self._layer is None:
             return tensor
-        source = partial(_brought, away, self.departed, self._layer[0], tensor.dtype)
+        source = partial(away.take, self.departed, self._layer[0], tensor.dtype)
         return _Saved(source, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _away(self, tensor: Tensor) -> Away | PagedRows | None:
@@ -324,10 +324,6 @@ def take(kept: Any) -> Tensor:
 
 def _nowhere() -> None:
     """Where a tensor went that stays."""
-
-
-def _brought(away: Away, departed: Departed, layer: int, dtype: torch.dtype) -> Tensor:
-    return away.take(departed, layer).view(dtype)
 
 
 class _Scope(NamedTuple):

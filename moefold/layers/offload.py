@@ -200,14 +200,14 @@ class Away:
         done.result()
         return into_N
 
-    def take(self, departed: "Departed", layer: int) -> Tensor:
-        """Return its bytes on the device, and send for the layers that are taken next."""
+    def take(self, departed: "Departed", layer: int, dtype: torch.dtype) -> Tensor:
+        """Return it on the device, and send for the layers that are taken next."""
         self._place.figures.taken(self._back is not None and self._back[1].done())
         departed.fetch(layer)
         self.fetch()
         into_N = self.arrived()
         assert into_N is not None
-        return into_N
+        return into_N.view(dtype)
 
 
 class Departed:

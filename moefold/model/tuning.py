@@ -1,14 +1,11 @@
 """A model as its description says it is trained: adapters beside weights, others frozen."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor, nn
 
 from moefold.layers.linear import Adaptable
-from moefold.model.config import Decoder, LowRank
+from moefold.model.config import Decoder
 from moefold.spec.decoder import LORA_A, LORA_B, known_weights
-from moefold.spec.layer import Weight
 
 
 def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
@@ -25,9 +22,20 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
         ValueError: where a layer does not read a weight with adapters.
     """
     weights = {weight.name: weight for weight in known_weights(record)}
-    for number, block in enumerate(record.blocks):
-        _adapt(model, f"layers.{number}.", block.adapters, weights)
-    _adapt(model, "", record.adapters, weights)
+    parts = {"": record, **{f"layers.{n}.": block for n, block in enumerate(record.blocks)}}
+    for name, adapter in ((at + a.weight, a) for at, part in parts.items() for a in part.adapters):
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if not isinstance(owner, Adaptable):
+            raise ValueError(
+                f"{name}: {type(owner).__name__} reads its weights without "
+                "adapters; inherit from moefold.layers.linear.Adaptable and read them by its "
+                "operand(), or leave it out of adapter.targets"
+            )
+        like = owner.get_parameter(leaf)
+        shapes = (weights[name + end].shape for end in (LORA_A, LORA_B))
+        a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
+        owner.add_adapter(leaf, adapter, a, b)
     for weight in weights.values():
         if weight.frozen:
             path, _, leaf = weight.name.rpartition(".")
@@ -35,25 +43,6 @@ def tune(model: nn.Module, record: Decoder, dtype: torch.dtype) -> None:
             values = owner.get_parameter(leaf).detach()
             values = values.to(dtype) if weight.narrow else values
             setattr(owner, leaf, nn.Parameter(values, requires_grad=False))
-
-
-def _adapt(
-    model: nn.Module, at: str, adapters: Sequence[LowRank], weights: Mapping[str, Weight]
-) -> None:
-    """Put the matrices of adapters beside their weights."""
-    for adapter in adapters:
-        path, _, leaf = (at + adapter.weight).rpartition(".")
-        owner = model.get_submodule(path)
-        if not isinstance(owner, Adaptable):
-            raise ValueError(
-                f"{at}{adapter.weight}: {type(owner).__name__} reads its weights without "
-                "adapters; inherit from moefold.layers.linear.Adaptable and read them by its "
-                "operand(), or leave it out of adapter.targets"
-            )
-        like = owner.get_parameter(leaf)
-        shapes = (weights[at + adapter.weight + end].shape for end in (LORA_A, LORA_B))
-        a, b = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
-        owner.add_adapter(leaf, adapter, a, b)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -137,9 +137,9 @@ def test_b62_layers_are_sent_for_before_they_are_taken(
     late, most, here = [], 0, set[int]()
     taken, fetched = Away.take, Away.fetch
 
-    def take(self: Away, departed: Departed, layer: int) -> torch.Tensor:
+    def take(self: Away, departed: Departed, layer: int, dtype: torch.dtype) -> torch.Tensor:
         late.extend([layer] if self._back is None else [])
-        return taken(self, departed, layer)
+        return taken(self, departed, layer, dtype)
 
     def fetch(self: Away) -> None:
         nonlocal most

@@ -50,7 +50,7 @@ class Clock:
         self.runs(1)
         entered(departed, layer)
 
-    def take(self, away: Away, departed: Departed, layer: int) -> torch.Tensor:
+    def take(self, away: Away, departed: Departed, layer: int, dtype: torch.dtype) -> torch.Tensor:
         """Begin a layer's backward, if this is the first of its takes."""
         same, above = self.running is not None and self.running[0] is departed, LAYERS
         if same and self.running is not None:
@@ -59,7 +59,7 @@ class Clock:
         self.runs(above - layer)
         self.taking = True
         try:
-            return taken(away, departed, layer)
+            return taken(away, departed, layer, dtype)
         finally:
             self.taking = False
 
