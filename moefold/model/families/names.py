@@ -235,13 +235,14 @@ def gqa_names(*, qk_norm: bool = False) -> tuple[Entry, ...]:
 
 def attention_names(parts: Mapping[str, str], ending: str = "weight") -> tuple[Entry, ...]:
     """Names of an attention's parts, ours beside theirs."""
-    return tuple(
-        entry(
-            f"layers.{{i}}.attention.{ours}.{ending}",
-            f"model.layers.{{i}}.self_attn.{theirs}.{ending}",
-        )
-        for ours, theirs in parts.items()
-    )
+    ended = {f"{ours}.{ending}": f"{theirs}.{ending}" for ours, theirs in parts.items()}
+    return layer_names(ended, "attention.", "self_attn.")
+
+
+def layer_names(parts: Mapping[str, str], ours: str = "", theirs: str = "") -> tuple[Entry, ...]:
+    """Names of each layer's parts, what is in front of them ``ours`` beside ``theirs``."""
+    at = f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}"
+    return tuple(entry(at[0] + one, at[1] + other) for one, other in parts.items())
 
 
 def projection_bias_names(parts: str = "qkv") -> tuple[Entry, ...]:
@@ -302,15 +303,6 @@ def lfm2_names() -> tuple[Entry, ...]:
     )
 
 
-def delta_names(at: str, parts: Mapping[str, str]) -> tuple[Entry, ...]:
-    """Names of a delta net's parts within ``at``, ours beside theirs."""
-    where = f"model.layers.{{i}}.{at}"
-    return tuple(
-        entry(f"layers.{{i}}.attention.{ours}", f"{where}.{theirs}")
-        for ours, theirs in parts.items()
-    )
-
-
 def qwen_delta_names() -> tuple[Entry, ...]:
     """Names of attention with its gate in queries' matrix, and of delta nets but for what is in."""
     parts = {"a_log": "A_log", "dt_bias": "dt_bias", "norm.weight": "norm.weight"}
@@ -318,7 +310,7 @@ def qwen_delta_names() -> tuple[Entry, ...]:
         *joined("self_attn.q_proj.weight", "q.weight", "out_gate.weight", grouped=True),
         *attention_names({p: f"{p}_proj" for p in "kvo"} | {n: n for n in ("q_norm", "k_norm")}),
         *joined("linear_attn.conv1d.weight", "q_taps", "k_taps", "v_taps"),
-        *delta_names("linear_attn", parts | {"out.weight": "out_proj.weight"}),
+        *layer_names(parts | {"out.weight": "out_proj.weight"}, "attention.", "linear_attn."),
     )
 
 
@@ -423,10 +415,7 @@ def multi_token_names() -> tuple[Entry, ...]:
     """Names of what blocks of further tokens have besides; copies apart."""
     parts = {"embed_norm": "enorm", "row_norm": "hnorm", "join": "eh_proj"}
     parts |= {"norm": "shared_head.norm"}
-    return tuple(
-        entry(f"layers.{{i}}.{ours}.weight", f"model.layers.{{i}}.{theirs}.weight")
-        for ours, theirs in parts.items()
-    )
+    return layer_names({f"{one}.weight": f"{other}.weight" for one, other in parts.items()})
 
 
 def multi_token_copies(numbers: Iterable[int]) -> dict[str, tuple[str, ...]]:

@@ -38,11 +38,12 @@ class Qwen35Moe(Family):
         *names.joined(
             "linear_attn.in_proj_qkv.weight", *(f"{part}_in.weight" for part in ("q", "k", "v"))
         ),
-        *names.delta_names(
-            "linear_attn",
+        *names.layer_names(
             {
                 f"{ours}_in.weight": f"in_proj_{theirs}.weight"
                 for ours, theirs in (("gate", "z"), ("beta", "b"), ("decay", "a"))
             },
+            "attention.",
+            "linear_attn.",
         ),
     )
