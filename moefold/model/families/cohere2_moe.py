@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from moefold.layers.config import Positive, Rope, Size
+from moefold.layers.config import Positive, Rope
 from moefold.model.config import MODEL
 from moefold.model.families import fields as hf
 from moefold.model.families import names
@@ -12,18 +12,12 @@ from moefold.model.families.own_fields import NormKind, Selection, SharedMean
 from moefold.model.families.sizes import DenseTurnSizes
 
 
-class Cohere2MoeShape(DenseTurnSizes):
-    """Sizes of a Cohere2-MoE; full layers have no positions, unless they are dense."""
-
-    window: Size  # type: ignore[reportGeneralTypeIssues]
-
-
 @MODEL.register
 class Cohere2Moe(Family):
     """A Cohere2-MoE."""
 
     family: Literal["cohere2_moe"] = "cohere2_moe"
-    shape: Cohere2MoeShape
+    shape: DenseTurnSizes
     norm: Literal["rms", "layer"] = "layer"
     """Kind of the norms of rows."""
     bias: Literal["none", "all"] = "none"

@@ -10,14 +10,9 @@ from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import ConvolvedKinds
 from moefold.model.families.mixed_sizes import ConvolvedSizes
 from moefold.model.families.own_fields import BiasSwitch
-from moefold.model.families.sizes import DenseFirst
 from moefold.moe.config import Bias
 
 _THETA = 1e6
-
-
-class Lfm2MoeShape(ConvolvedSizes, DenseFirst):
-    """Sizes of an LFM2-MoE."""
 
 
 @MODEL.register
@@ -25,7 +20,7 @@ class Lfm2Moe(Family):
     """An LFM2-MoE."""
 
     family: Literal["lfm2_moe"] = "lfm2_moe"
-    shape: Lfm2MoeShape
+    shape: ConvolvedSizes
     renormalise: bool = True
     """Whether the chosen scores are divided by their sum."""
     scale: Positive = 1.0

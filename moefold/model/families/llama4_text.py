@@ -9,19 +9,9 @@ from moefold.model.families import names
 from moefold.model.families.base import Balance, Family
 from moefold.model.families.layer_kinds import ChunkKinds, ExpertList
 from moefold.model.families.mixed_sizes import ChunkedSizes
-from moefold.model.families.sizes import DenseListed
 from moefold.moe.config import Aux
 
 _AUX, _THETA = 1e-3, 5e5
-
-
-class Llama4TextShape(ChunkedSizes, DenseListed):
-    """Sizes of a Llama 4."""
-
-    @property
-    def width_of_shared(self) -> int:
-        """``expert_width``: the shared expert is as wide as a routed one."""
-        return self.expert_width
 
 
 @MODEL.register
@@ -29,7 +19,7 @@ class Llama4Text(Family):
     """A Llama 4, without what sees pictures."""
 
     family: Literal["llama4_text"] = "llama4_text"
-    shape: Llama4TextShape
+    shape: ChunkedSizes
     bias: Literal["none", "all"] = "none"
     """Whether projections of attention have biases."""
     balance: Balance = (Aux(coefficient=_AUX),)

@@ -11,7 +11,6 @@ from moefold.model.families.layer_kinds import DenseKinds, KindRotary, WindowKin
 from moefold.model.families.mixed_sizes import TwoKindSizes
 from moefold.model.families.own_fields import Factor
 from moefold.model.families.sigmoid import ROUTER_FIELDS, SigmoidFamily
-from moefold.model.families.sizes import DenseListed
 
 _THETA, _FRACTION = 5e6, 0.334
 
@@ -20,16 +19,12 @@ def _full(config: ConfigReader, layer: int) -> bool:
     return layer == 0 or (layer + 1) % 6 == 0
 
 
-class MiMoV2FlashShape(TwoKindSizes, DenseListed):
-    """Sizes of a MiMo-V2-Flash."""
-
-
 @MODEL.register
 class MiMoV2Flash(SigmoidFamily):
     """A MiMo-V2-Flash."""
 
     family: Literal["mimo_v2_flash"] = "mimo_v2_flash"
-    shape: MiMoV2FlashShape
+    shape: TwoKindSizes
     scale: Positive = 1.0
     bias: Literal["none", "qkv"] = "none"
     """Whether queries, keys and values have biases."""

@@ -17,6 +17,7 @@ from moefold.layers.kinds.windowed import Windowed
 from moefold.model.config import Decoder
 from moefold.model.families.sizes import (
     LATENTS,
+    DenseFirst,
     DenseListed,
     FamilySizes,
     FreeGqaSizes,
@@ -30,7 +31,7 @@ from moefold.model.families.sizes import (
 Taps = Annotated[int, Field(ge=2)]
 
 
-class TwoKindSizes(WindowSizes):
+class TwoKindSizes(WindowSizes, DenseListed):
     """Sizes of a family whose layers with a window have sinks and twice the key-value heads."""
 
     v_dim: Size
@@ -76,7 +77,7 @@ class TwoKindSizes(WindowSizes):
         }
 
 
-class ChunkedSizes(FreeGqaSizes):
+class ChunkedSizes(FreeGqaSizes, DenseListed):
     """Sizes of a family whose layers see a chunk, but for some that see all, without positions."""
 
     chunk: Size
@@ -87,6 +88,11 @@ class ChunkedSizes(FreeGqaSizes):
     """Whether each head of queries and keys is normed, without a weight, where it turns."""
     temperature: Temperature | None = None
     """Factor on queries of full layers."""
+
+    @property
+    def width_of_shared(self) -> int:
+        """``expert_width``: the shared expert is as wide as a routed one."""
+        return self.expert_width
 
     def attention(self, layer: int, rope: Rope | None, own: Mapping[str, Any]) -> Record:
         """Return attention within a chunk, or to all before."""
@@ -136,7 +142,7 @@ class MixedSizes(FamilySizes):
         return super().of(decoder) | {"full_layers": full}
 
 
-class ConvolvedSizes(MixedSizes, GqaSizes):
+class ConvolvedSizes(MixedSizes, GqaSizes, DenseFirst):
     """Sizes of a family some of whose layers have a short convolution in attention's place."""
 
     taps: Taps = 3

@@ -378,6 +378,7 @@ class AnySharedSizes(FamilySizes):
 class DenseTurnSizes(WindowSizes, AnySharedSizes, DenseListed):
     """Sizes of a family whose full layers have no positions, unless they are dense."""
 
+    window: Size  # type: ignore[reportGeneralTypeIssues]
     dense_turn: bool = True
     """Whether dense layers have positions whatever they see."""
 
